@@ -1,0 +1,281 @@
+"""Emitter: writes textual LLVM IR. SSA names, blocks, structured loops with carried values; nothing about kernels.
+
+A V is an SSA name or constant with its LLVM type. Text is the boundary to LLVM: parsing it costs less than building
+llvmlite objects, and what is generated can be read as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rlx.ir.dtype import DType
+
+LLVM_TYPES = {
+    "f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat",
+    "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
+    "u64": "i64", "u32": "i32", "u16": "i16", "u8": "i8", "bool": "i8",
+}  # fmt: skip  (bool as stored; as computed it is i1)
+
+
+@dataclass(frozen=True, slots=True)
+class V:
+    text: str
+    ty: str
+
+    def __str__(self) -> str:
+        return f"{self.ty} {self.text}"
+
+    @property
+    def lanes(self) -> int:
+        return lanes_of(self.ty)
+
+    @property
+    def scalar(self) -> str:
+        return scalar_of(self.ty)
+
+
+def vector(scalar: str, lanes: int) -> str:
+    """The LLVM type of `lanes` of `scalar`; one lane is the scalar itself."""
+    return scalar if lanes == 1 else f"<{lanes} x {scalar}>"
+
+
+def lanes_of(ty: str) -> int:
+    return int(ty[1 : ty.index(" ")]) if ty[0] == "<" else 1
+
+
+def scalar_of(ty: str) -> str:
+    return ty[ty.index("x ") + 2 : -1] if ty[0] == "<" else ty
+
+
+def literal(scalar: str, value: float | int | bool) -> str:
+    """A scalar constant as LLVM writes it: floats by their bits, so that no digit is lost."""
+    if scalar == "double":
+        return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+    if scalar == "float":
+        try:
+            single = struct.unpack("<f", struct.pack("<f", value))[0]
+        except OverflowError:
+            single = math.copysign(math.inf, value)
+        return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+    if scalar == "i1":
+        return "true" if value else "false"
+    return str(int(value))
+
+
+def sanitised(name: str) -> str:
+    """LLVM type text inside an intrinsic's name: <16 x float> -> v16f32."""
+    short = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
+    lanes, scalar = lanes_of(name), scalar_of(name)
+    return (f"v{lanes}" if name[0] == "<" else "") + short.get(scalar, scalar)
+
+
+class Emitter:
+    """The body of one function. `block` is the label being written; phis name it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.declarations: dict[str, None] = {}
+        self.block = "entry"
+        self._count = 0
+
+    # -- text
+
+    def fresh(self, stem: str = "t") -> str:
+        self._count += 1
+        return f"{stem}{self._count}"
+
+    def op(self, ty: str, text: str) -> V:
+        """%new = text, of type ty."""
+        name = "%" + self.fresh()
+        self.lines.append(f"  {name} = {text}")
+        return V(name, ty)
+
+    def do(self, text: str) -> None:
+        self.lines.append("  " + text)
+
+    def label(self, name: str) -> None:
+        self.lines.append(f"{name}:")
+        self.block = name
+
+    def declare(self, text: str) -> None:
+        self.declarations[text] = None
+
+    def function(self, name: str, params: str, *, linkage: str = "", returns: str = "void", attributes: str = "#0") -> str:
+        body = "\n".join(self.lines)
+        return f"define {linkage}{' ' if linkage else ''}{returns} @{name}({params}) {attributes} {{\nentry:\n{body}\n}}\n"
+
+    # -- values
+
+    def const(self, ty: str, value: float | int | bool) -> V:
+        text = literal(scalar_of(ty), value)
+        return V(text if ty[0] != "<" else f"splat({scalar_of(ty)} {text})", ty)
+
+    def i64(self, value: int) -> V:
+        return V(str(value), "i64")
+
+    def bin(self, op: str, a: V, b: V) -> V:
+        """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …"""
+        return self.op(a.ty, f"{op} {a}, {b.text}")
+
+    def cmp(self, predicate: str, a: V, b: V) -> V:
+        """fcmp for float types, icmp otherwise; an i1 per lane."""
+        kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
+        return self.op(vector("i1", a.lanes) if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {b.text}")
+
+    def select(self, c: V, a: V, b: V) -> V:
+        return self.op(a.ty, f"select {c}, {a}, {b}")
+
+    def convert(self, op: str, a: V, scalar: str) -> V:
+        """fpext, fptrunc, sext, zext, trunc, sitofp, uitofp, bitcast … to the same number of lanes of `scalar`."""
+        ty = f"<{a.lanes} x {scalar}>" if a.ty[0] == "<" else scalar
+        return self.op(ty, f"{op} {a} to {ty}")
+
+    def intrinsic(self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None, flags: str = "") -> V:
+        """llvm.<stem>.<suffix>(args); the suffix defaults to the first argument's type, which is also the default result."""
+        returns = returns or args[0].ty
+        names = [sanitised(t) for t in (suffix if suffix is not None else (args[0].ty,))]
+        name = ".".join(["llvm", stem, *names])
+        self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
+        call = f"call {flags + ' ' if flags else ''}{returns} @{name}({', '.join(map(str, args))})"
+        if returns == "void":
+            self.do(call)
+            return V("", "void")
+        return self.op(returns, call)
+
+    def call(self, name: str, returns: str, *args: V) -> V:
+        """A function of this module or a declared symbol."""
+        text = f"call {returns} @{name}({', '.join(map(str, args))})"
+        if returns == "void":
+            self.do(text)
+            return V("", "void")
+        return self.op(returns, text)
+
+    def fma(self, a: V, b: V, c: V) -> V:
+        return self.intrinsic("fma", a, b, c)
+
+    def splat(self, a: V, lanes: int) -> V:
+        """A scalar in every lane (lanes 1: itself)."""
+        if lanes == 1:
+            return a
+        ty = vector(a.ty, lanes)
+        one = self.op(ty, f"insertelement {ty} poison, {a}, i64 0")
+        return self.op(ty, f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer")
+
+    def iota(self, lanes: int, scalar: str = "i64") -> V:
+        """<0, 1, 2, …>"""
+        if lanes == 1:
+            return V("0", scalar)
+        return V("<" + ", ".join(f"{scalar} {i}" for i in range(lanes)) + ">", vector(scalar, lanes))
+
+    # -- memory (addresses are `ptr`; offsets are bytes)
+
+    def gep(self, base: V, offset: int | V) -> V:
+        if isinstance(offset, int):
+            if offset == 0:
+                return base
+            offset = self.i64(offset)
+        return self.op("ptr", f"getelementptr i8, {base}, {offset}")
+
+    def load(self, ty: str, address: V, align: int) -> V:
+        return self.op(ty, f"load {ty}, {address}, align {align}")
+
+    def store(self, value: V, address: V, align: int) -> None:
+        self.do(f"store {value}, {address}, align {align}")
+
+    # -- control
+
+    def branch(self, label: str) -> None:
+        self.do(f"br label %{label}")
+
+    def branch_if(self, c: V, yes: str, no: str) -> None:
+        self.do(f"br {c}, label %{yes}, label %{no}")
+
+    @contextmanager
+    def loop(self, start: int | V, stop: int | V, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False) -> Iterator[Loop]:
+        """for index in range(start, stop, step), i64. `carried`: initial values; the body sets loop.next, one value each;
+        afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration."""
+        begin = start if isinstance(start, V) else self.i64(start)
+        end = stop if isinstance(stop, V) else self.i64(stop)
+        if isinstance(start, int) and isinstance(stop, int):
+            nonempty = start < stop
+            if not nonempty:
+                # still a body, so that the caller's code is the same; never entered
+                pass
+        head, done, before = self.fresh("loop"), self.fresh("done"), self.block
+        if nonempty:
+            self.branch(head)
+        else:
+            self.branch_if(self.cmp("slt", begin, end), head, done)
+        self.label(head)
+        index = V("%" + self.fresh("i"), "i64")
+        phis = [V("%" + self.fresh("c"), c.ty) for c in carried]
+        at = len(self.lines)
+        state = Loop(index, phis)
+        yield state
+        if len(state.next) != len(carried):
+            raise AssertionError(f"loop carries {len(carried)} values, its body set {len(state.next)}")
+        following = self.bin("add nsw", index, self.i64(step))
+        more = self.cmp("slt", following, end)
+        latch = self.block
+        self.branch_if(more, head, done)
+        heads = [f"  {index.text} = phi i64 [{begin.text}, %{before}], [{following.text}, %{latch}]"]
+        for phi, first, nxt in zip(phis, carried, state.next):
+            heads.append(f"  {phi.text} = phi {phi.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]")
+        self.lines[at:at] = heads
+        self.label(done)
+        if nonempty:
+            state.results = list(state.next)
+        else:
+            for first, nxt in zip(carried, state.next):
+                state.results.append(self.op(first.ty, f"phi {first.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]"))
+
+    @contextmanager
+    def when(self, condition: V) -> Iterator[None]:
+        """if condition: body."""
+        yes, after = self.fresh("then"), self.fresh("after")
+        self.branch_if(condition, yes, after)
+        self.label(yes)
+        yield
+        self.branch(after)
+        self.label(after)
+
+
+class Loop:
+    """An open loop: `index`, `carried` (this iteration's values), `next` (set by the body), `results` (after it)."""
+
+    def __init__(self, index: V, carried: list[V]) -> None:
+        self.index, self.carried = index, carried
+        self.next: list[V] = []
+        self.results: list[V] = []
+
+
+def stored(dtype: DType) -> str:
+    """The LLVM type of an element in memory."""
+    return LLVM_TYPES[dtype.name]
+
+
+def computed(dtype: DType) -> str:
+    """The LLVM type of an element in a register: its compute dtype, and i1 for bool."""
+    return "i1" if dtype.kind == "b" else LLVM_TYPES[dtype.compute.name]
+
+
+ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One kernel as LLVM IR: a whole module's text, the symbol to call, and what the runtime must give it.
+
+    ABI: void symbol(ptr args, i64 task, ptr scratch, ptr status). args[i] is the address of kernel.buffers[i]; task runs
+    over range(tasks), in any order, on any thread; scratch is private to the thread, 64-byte aligned, `scratch_bytes`
+    long; a failed Check stores its code in the i32 at status.
+    """
+
+    symbol: str
+    text: str
+    tasks: int
+    scratch_bytes: int = 0

@@ -1,0 +1,90 @@
+"""The two protocols a backend folder satisfies. No base class: what a backend cannot do is a fact of its Target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from rlx.driver.params import ParamStore
+from rlx.ir.program import Program
+from rlx.ir.target import Target
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One folder under rlx/backends, found by its name."""
+
+    name: str
+
+    def probe(self) -> dict[str, str | None]:
+        """Devices by name ("cpu:0"): None where usable, else the reason it is not. Never raises."""
+        ...
+
+    def target(self, index: int = 0, threads: int | None = None) -> Target:
+        """Facts for the compiler; touches no device. `threads` None: as many as this process may use."""
+        ...
+
+    def compile(self, program: Program) -> Artifact:
+        """Native code for a program; touches no device."""
+        ...
+
+    def load(self, artifact: Artifact, params: ParamStore | None = None, index: int = 0) -> Executable:
+        """Allocate the regions, resolve every argument. `params`: a store to share; None makes a new one."""
+        ...
+
+
+class Artifact(Protocol):
+    """Compiled code of one program."""
+
+    program: Program
+
+    def texts(self) -> dict[str, str]:
+        """Kernel name -> generated source, for people."""
+        ...
+
+
+class Executable(Protocol):
+    """A program in memory, ready to run. Buffers are named by their Program ids."""
+
+    program: Program
+    params: ParamStore
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        """Copy a C-contiguous host array of the buffer's shape and dtype into it."""
+        ...
+
+    def read(self, buffer: int) -> np.ndarray:
+        """A fresh host array with the buffer's contents."""
+        ...
+
+    def view(self, buffer: int) -> np.ndarray | None:
+        """The buffer's own memory as a writable array, or None where the host cannot see it."""
+        ...
+
+    def address(self, buffer: int) -> int:
+        """Address of the buffer in the device's address space."""
+        ...
+
+    def prepare(self, steps: Sequence[int]) -> None:
+        """Run these steps of program.prepare, in this order."""
+        ...
+
+    def run(self) -> None:
+        """All steps, then commit. Raises IndexRangeError (nothing committed) if a Check failed."""
+        ...
+
+    def run_steps(self) -> None:
+        """The steps without the commit; raises as run does."""
+        ...
+
+    def run_commit(self) -> None: ...
+
+    def clone(self) -> Executable:
+        """Shares code, constants and params; owns arena and handles (copied as they stand)."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose: arena, scratch, params (raw and prepared), constants, handles, code."""
+        ...

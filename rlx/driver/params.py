@@ -1,0 +1,41 @@
+"""ParamStore: parameter bytes on one device, shared by every executable that uses the same weights.
+
+Entries are named: a param by its own name, a prepared buffer by the text that says how it was computed. Executables
+compiled for other batch sizes ask for the same names and get the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ParamEntry:
+    """One buffer. `version` counts how often it was written (0: never); `memory` is what the backend allocated."""
+
+    memory: Any
+    address: int
+    nbytes: int
+    version: int = 0
+
+
+@dataclass
+class ParamStore:
+    """`entries` by name. `sources`: prepared name -> versions of the params it was last computed from."""
+
+    entries: dict[str, ParamEntry] = field(default_factory=dict)
+    sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)  # param name -> times it was set, kept when its bytes are released
+
+    def get(self, name: str, nbytes: int, allocate: Callable[[int], tuple[Any, int]]) -> ParamEntry:
+        """The entry `name`, made by `allocate(nbytes) -> (memory, address)` if it is not there yet."""
+        entry = self.entries.get(name)
+        if entry is None:
+            memory, address = allocate(nbytes)
+            entry = self.entries[name] = ParamEntry(memory, address, nbytes)
+        return entry
+
+    def nbytes(self) -> int:
+        return sum(e.nbytes for e in self.entries.values())

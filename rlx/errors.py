@@ -1,0 +1,94 @@
+"""Every error rlx raises on purpose. Each says what was asked, what was found, where, and what to do.
+
+    RlxError
+    ├── GraphError                   the graph cannot be built
+    │   ├── ShapeError               operand shapes do not fit the op           (also ValueError)
+    │   ├── DTypeError               operand dtypes do not fit the op           (also TypeError)
+    │   ├── AttributeValueError      an op attribute has no meaning             (also ValueError)
+    │   ├── DuplicateNameError       a second leaf or output of the same name   (also ValueError)
+    │   ├── VerifyError              a graph or kernel breaks a structural rule
+    │   └── ParseError               text that is not a graph                   (also ValueError)
+    ├── CompileError                 a sound graph cannot be compiled as asked
+    │   ├── UnboundDimError          a named dim has no value
+    │   ├── OptionError              a compile option has no meaning            (also ValueError)
+    │   └── PlanError                the memory plan fails its independent check (our fault, never the user's)
+    ├── Unsupported                  a feature this version or device does not have
+    ├── BindingError                 what was passed to a compiled graph does not fit
+    │   ├── UnknownNameError         no input, param, handle or output of that name (also KeyError)
+    │   ├── MissingInputError        a run without one of the inputs
+    │   ├── MissingParamError        a run before every param was set
+    │   ├── InputShapeError          wrong shape or element count               (also ValueError)
+    │   ├── InputDTypeError          wrong dtype                                (also TypeError)
+    │   └── StaleViewError           a view of a run that has been overwritten
+    ├── DeviceError                  the device
+    │   ├── UnknownDeviceError       no backend is called that                  (also ValueError)
+    │   ├── DeviceUnavailableError   known, but not usable here
+    │   └── TransferError            device bytes read as host bytes, or a copy that does not fit
+    ├── NumericsError                a NaN appeared in checked mode
+    ├── IndexRangeError              an index in a gather or scatter is out of range (also IndexError)
+    ├── ModelError                   a model folder does not hold what it must
+    │   └── CorruptFileError         a file's sizes or offsets contradict each other
+    └── CollectiveError              communication between ranks failed
+
+A class that also derives from a built-in exception can be caught as either.
+"""
+
+from __future__ import annotations
+
+
+class RlxError(Exception):
+    """Base of every error that rlx raises on purpose."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0]) if self.args else ""
+
+
+class GraphError(RlxError): ...
+class ShapeError(GraphError, ValueError): ...
+class DTypeError(GraphError, TypeError): ...
+class AttributeValueError(GraphError, ValueError): ...
+class DuplicateNameError(GraphError, ValueError): ...
+class VerifyError(GraphError): ...
+class ParseError(GraphError, ValueError): ...
+
+
+class CompileError(RlxError): ...
+class UnboundDimError(CompileError): ...
+class OptionError(CompileError, ValueError): ...
+class PlanError(CompileError): ...
+
+
+class Unsupported(RlxError): ...
+
+
+class BindingError(RlxError): ...
+class UnknownNameError(BindingError, KeyError): ...
+class MissingInputError(BindingError): ...
+class MissingParamError(BindingError): ...
+class InputShapeError(BindingError, ValueError): ...
+class InputDTypeError(BindingError, TypeError): ...
+class StaleViewError(BindingError): ...
+
+
+class DeviceError(RlxError): ...
+class UnknownDeviceError(DeviceError, ValueError): ...
+class DeviceUnavailableError(DeviceError): ...
+class TransferError(DeviceError): ...
+
+
+class NumericsError(RlxError): ...
+class IndexRangeError(RlxError, IndexError): ...
+
+
+class ModelError(RlxError): ...
+class CorruptFileError(ModelError): ...
+
+
+class CollectiveError(RlxError): ...
+
+
+def known(names) -> str:
+    """The tail of an 'unknown name' message: what there is instead."""
+    names = sorted(str(n) for n in names)
+    shown = ", ".join(repr(n) for n in names[:12])
+    return (shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")) or "none"

@@ -1,0 +1,90 @@
+"""Element types: one table. A DType knows its width, its kind and its host (numpy or ml_dtypes) form.
+
+Nothing here knows what a device can compute with; that is a fact of a Target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlx.errors import DTypeError, known
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. `kind`: 'f' float, 'i' signed, 'u' unsigned, 'b' bool, 'c' complex."""
+
+    name: str
+    bits: int
+    kind: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.bits // 8
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "f"
+
+    @property
+    def is_int(self) -> bool:
+        """Signed or unsigned integer (not bool)."""
+        return self.kind in "iu"
+
+    @cached_property
+    def numpy(self) -> np.dtype:
+        """The host form. bf16 and f8 come from ml_dtypes, imported on first use."""
+        if self.name in _NUMPY:
+            return np.dtype(_NUMPY[self.name])
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]))
+
+    @property
+    def compute(self) -> DType:
+        """The type arithmetic on this dtype is carried out in: 16-bit and 8-bit floats widen to f32."""
+        return f32 if self.kind == "f" and self.bits < 32 else self
+
+
+_NUMPY = {
+    "f64": np.float64, "f32": np.float32, "f16": np.float16,
+    "i64": np.int64, "i32": np.int32, "i16": np.int16, "i8": np.int8,
+    "u64": np.uint64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8,
+    "bool": np.bool_, "c64": np.complex64,
+}  # fmt: skip
+_ML_DTYPES = {"bf16": "bfloat16", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+
+f64, f32, f16, bf16 = DType("f64", 64, "f"), DType("f32", 32, "f"), DType("f16", 16, "f"), DType("bf16", 16, "f")
+f8e4m3, f8e5m2 = DType("f8e4m3", 8, "f"), DType("f8e5m2", 8, "f")
+i64, i32, i16, i8 = DType("i64", 64, "i"), DType("i32", 32, "i"), DType("i16", 16, "i"), DType("i8", 8, "i")
+u64, u32, u16, u8 = DType("u64", 64, "u"), DType("u32", 32, "u"), DType("u16", 16, "u"), DType("u8", 8, "u")
+bool_, c64 = DType("bool", 8, "b"), DType("c64", 64, "c")
+
+DTYPES: dict[str, DType] = {
+    d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_, c64)
+}
+_BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items()}
+_BY_NUMPY_NAME = {v: DTYPES[k] for k, v in _ML_DTYPES.items()}
+
+
+def as_dtype(x: DType | str | np.dtype | type) -> DType:
+    """A DType from itself, its rlx name ("f32"), or any numpy / ml_dtypes dtype or scalar type."""
+    if isinstance(x, DType):
+        return x
+    if isinstance(x, str) and x in DTYPES:
+        return DTYPES[x]
+    try:
+        host = np.dtype(x)
+    except TypeError:
+        raise DTypeError(f"{x!r} is not a dtype; known: {known(DTYPES)}") from None
+    found = _BY_NUMPY.get(host) or _BY_NUMPY_NAME.get(host.name)
+    if found is None:
+        raise DTypeError(f"numpy dtype {host} has no rlx form; known: {known(DTYPES)}")
+    return found

@@ -1,0 +1,425 @@
+"""Kernel IR: what one compiled function does, as loops over typed buffers. Closed: renderers know all of it.
+
+A Kernel runs its body once for every point of `grid` (points are independent; a backend spreads them over threads or
+blocks). Expressions are immutable and may be shared; a renderer emits a shared one once per scope. Arithmetic happens in
+the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
+
+Statements: Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlx.ir.dtype import DType, bool_, i64
+from rlx.ir.op import Attrs
+
+# The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
+#   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
+#   rem: sign of the dividend, on floats C fmod; x rem 0 = 0 on integers. min, max: NaN if either operand is NaN.
+#   lt le eq ne give bool, and are IEEE (NaN compares false except ne). and or xor not shl shr: integers and bool
+#   (shr is arithmetic on signed). select(c, a, b). cast: float to integer truncates, saturates, NaN gives 0; to bool is x != 0.
+#   bitcast: same width. tanh, erf, exp …: within 4 ulp in f32 over the whole range, NaN in gives NaN out.
+SCALAR_OPS: dict[str, int] = {
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "rem": 2, "min": 2, "max": 2, "pow": 2, "fma": 3,
+    "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "sin": 1, "cos": 1, "tanh": 1, "erf": 1,
+    "floor": 1, "ceil": 1, "round": 1, "trunc": 1,
+    "lt": 2, "le": 2, "eq": 2, "ne": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
+    "select": 3, "cast": 1, "bitcast": 1,
+}  # fmt: skip
+COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """A kernel argument: `size` elements of `dtype`. Position in Kernel.buffers is its argument number."""
+
+    name: str
+    dtype: DType
+    size: int
+    writable: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Local:
+    """Memory private to one grid point (in a Contract with `per_row`: to one row i; `size` elements each)."""
+
+    name: str
+    dtype: DType
+    size: int
+    per_row: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Const:
+    value: int | float | bool
+    dtype: DType
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Var:
+    """A loop or grid index (i64), a finished reduction, or a carried value."""
+
+    name: str
+    dtype: DType = i64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Load:
+    """buffer[index] in the buffer's compute dtype. Where `guard` is given and false: zero, and no access is made."""
+
+    buffer: Buffer | Local
+    index: Expr
+    guard: Expr | None = None
+
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype.compute
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Alu:
+    op: str
+    args: tuple[Expr, ...]
+    dtype: DType
+
+
+Expr = Const | Var | Load | Alu
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reduce:
+    """Over one loop: result = combine(value of every iteration), from the identity of `op`
+    (add, mul, max, min, and, or). `result` is readable after the loop. max and min let NaN through."""
+
+    result: Var
+    op: str
+    value: Expr
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Carry:
+    """Over one loop, in order: `var` starts as `init` and becomes `next` after each iteration; its last value stays."""
+
+    var: Var
+    init: Expr
+    next: Expr
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Store:
+    """buffer[index] = value (rounded to the buffer's dtype), skipped where `guard` is false."""
+
+    buffer: Buffer | Local
+    index: Expr
+    value: Expr
+    guard: Expr | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Check:
+    """If `ok` is false for any executed point, the run ends in the error numbered `code` (codes: STATUS)."""
+
+    ok: Expr
+    code: int
+
+
+STATUS = {1: "index out of range"}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Loop:
+    """for var in range(extent). `vector`: iterations are independent but for the reductions, so a renderer may run
+    lanes side by side (reductions may be reassociated, always in the same way)."""
+
+    var: Var
+    extent: int
+    body: tuple[Stmt, ...]
+    vector: bool = False
+    reduces: tuple[Reduce, ...] = ()
+    carries: tuple[Carry, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operand:
+    """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
+
+    `panel` > 0 (b only): packed as [ceil(n/panel)][k][panel], strides unused. `offset` may use grid variables.
+    """
+
+    buffer: Buffer
+    offset: Expr
+    row_stride: int = 0
+    col_stride: int = 0
+    panel: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Contract:
+    """acc[i, j] = sum over k of a[i, k] * b[k, j], in `acc.dtype`; then for each (i, j) the statements `epilogue`
+    (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`)."""
+
+    i: Var
+    j: Var
+    m: int
+    n: int
+    k: int
+    a: Operand
+    b: Operand
+    acc: Var
+    epilogue: tuple[Stmt, ...]
+    rows: tuple[Stmt, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class View:
+    """A strided window on a buffer, in elements: element c is buffer[offset + sum(c*strides)]. Stride 0: broadcast."""
+
+    buffer: Buffer
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Native:
+    """A whole op that the target claimed (Target.natives): the backend has a kernel of its own for it."""
+
+    op: str
+    attrs: Attrs | None
+    inputs: tuple[View, ...]
+    outputs: tuple[View, ...]
+
+
+Stmt = Store | Loop | Check | Contract | Native
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kernel:
+    """One function: `body` at every point of `grid`. A Contract or a Native stands alone in its body."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    locals: tuple[Local, ...]
+    grid: tuple[tuple[Var, int], ...]
+    body: tuple[Stmt, ...]
+    origin: tuple[str, ...] = field(default=())  # the ops it computes, for people
+
+    def __str__(self) -> str:
+        return print_kernel(self)
+
+    @property
+    def key(self) -> str:
+        """Text without name and origin: kernels with equal keys are compiled once."""
+        return print_kernel(self).split("\n", 1)[1]
+
+
+# -- building expressions ------------------------------------------------------------------------------------------
+
+
+def const(value: Any, dtype: DType = i64) -> Const:
+    if dtype.kind == "f":
+        return Const(float(value), dtype)
+    return Const(bool(value) if dtype.kind == "b" else int(value), dtype)
+
+
+def alu(op: str, *args: Expr, dtype: DType | None = None) -> Expr:
+    """An Alu node; integer index arithmetic (i64) with constants is folded, so that addresses stay affine and short."""
+    if dtype is None:
+        dtype = bool_ if op in COMPARISONS else args[1 if op == "select" else 0].dtype
+    if dtype is i64 or dtype == i64:
+        folded = _fold(op, args)
+        if folded is not None:
+            return folded
+    return Alu(op, args, dtype)
+
+
+def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    if all(isinstance(a, Const) for a in args) and op in _FOLD:
+        return const(_FOLD[op](*(a.value for a in args)))  # type: ignore[union-attr]
+    if len(args) != 2:
+        return None
+    a, b = args
+    if op == "add":
+        return b if is_const(a, 0) else a if is_const(b, 0) else None
+    if op == "sub":
+        return a if is_const(b, 0) else None
+    if op == "mul":
+        if is_const(a, 0) or is_const(b, 0):
+            return const(0)
+        return b if is_const(a, 1) else a if is_const(b, 1) else None
+    if op in ("div", "rem") and is_const(b, 1):
+        return a if op == "div" else const(0)
+    return None
+
+
+_FOLD: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: int(a / b) if b else 0,
+    "rem": lambda a, b: a - b * int(a / b) if b else 0,
+    "min": min,
+    "max": max,
+}
+
+
+def is_const(e: Expr, value: Any = None) -> bool:
+    return isinstance(e, Const) and (value is None or e.value == value)
+
+
+class _Builder:
+    """k.add(a, b), k.select(c, a, b) …: one method per scalar op. Python numbers take the dtype of a sibling operand."""
+
+    def __getattr__(self, op: str) -> Callable[..., Expr]:
+        name = op.rstrip("_")  # k.and_, k.or_, k.not_
+        if name not in SCALAR_OPS:
+            raise AttributeError(f"no scalar op {op!r}")
+
+        def make(*args: Any, dtype: DType | None = None) -> Expr:
+            like = next((a.dtype for a in reversed(args) if isinstance(a, Expr)), i64)
+            return alu(name, *(a if isinstance(a, Expr) else const(a, like) for a in args), dtype=dtype)
+
+        return make
+
+    def cast(self, a: Expr, dtype: DType) -> Expr:
+        return a if a.dtype == dtype else alu("cast", a, dtype=dtype)
+
+    def bitcast(self, a: Expr, dtype: DType) -> Expr:
+        return alu("bitcast", a, dtype=dtype)
+
+    def const(self, value: Any, dtype: DType = i64) -> Const:
+        return const(value, dtype)
+
+
+k: Any = _Builder()
+
+
+def linear(terms: Iterable[tuple[Expr, int]], offset: int = 0) -> Expr:
+    """offset + sum of expr * stride, folded."""
+    out: Expr = const(offset)
+    for e, stride in terms:
+        out = alu("add", out, alu("mul", e, const(stride)))
+    return out
+
+
+def coefficient(e: Expr, var: Var) -> int | None:
+    """How much `e` grows when `var` grows by one: an int if that is the same everywhere, else None. 0: independent."""
+    if e is var:
+        return 1
+    if isinstance(e, (Const, Var)):
+        return 0
+    if isinstance(e, Alu):
+        parts = [coefficient(a, var) for a in e.args]
+        if all(p == 0 for p in parts):
+            return 0
+        if e.op in ("add", "sub") and None not in parts:
+            return parts[0] + parts[1] if e.op == "add" else parts[0] - parts[1]  # type: ignore[operator]
+        if e.op == "mul" and None not in parts:
+            for at in (0, 1):
+                other = e.args[1 - at]
+                if isinstance(other, Const):
+                    return parts[at] * int(other.value)  # type: ignore[operator]
+        return None
+    if isinstance(e, Load):
+        inner = coefficient(e.index, var)
+        guard = 0 if e.guard is None else coefficient(e.guard, var)
+        return 0 if inner == 0 and guard == 0 else None
+    return None
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def print_kernel(kernel: Kernel) -> str:
+    """Readable text, deterministic: variables, buffers and shared expressions are numbered in order of first use."""
+    return _Printer().kernel(kernel)
+
+
+class _Printer:
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.lines: list[str] = []
+        self.temps = 0
+
+    def kernel(self, kernel: Kernel) -> str:
+        args = ", ".join(f"{'inout ' if b.writable else ''}{self.name(b, 'b')}: {b.dtype.name}[{b.size}]" for b in kernel.buffers)
+        grid = ", ".join(f"{self.name(v, 'g')} < {extent}" for v, extent in kernel.grid)
+        head = f"kernel {kernel.name}  # {' '.join(kernel.origin)}\n({args}) grid ({grid}) {{"
+        for x in kernel.locals:
+            self.lines.append(f"  local {self.name(x, 'l')}: {x.dtype.name}[{x.size}]{' per row' if x.per_row else ''}")
+        self.block(kernel.body, 1)
+        return "\n".join([head, *self.lines, "}"])
+
+    def name(self, x: Any, prefix: str) -> str:
+        if id(x) not in self.names:
+            self.names[id(x)] = f"{prefix}{len(self.names)}"
+        return self.names[id(x)]
+
+    def line(self, depth: int, text: str) -> None:
+        self.lines.append("  " * depth + text)
+
+    def expr(self, e: Expr, depth: int) -> str:
+        if isinstance(e, Const):
+            return f"{e.value!r}" if e.dtype == i64 else f"{e.value!r}:{e.dtype.name}"
+        if isinstance(e, Var):
+            return self.name(e, "v")
+        if id(e) in self.names:
+            return self.names[id(e)]
+        if isinstance(e, Load):
+            guard = f" if {self.expr(e.guard, depth)}" if e.guard is not None else ""
+            text = f"{self.name(e.buffer, 'b')}[{self.expr(e.index, depth)}]{guard}"
+        else:
+            text = f"{e.op}({', '.join(self.expr(a, depth) for a in e.args)}):{e.dtype.name}"
+        if e.dtype == i64 and isinstance(e, Alu):
+            return text
+        self.names[id(e)] = name = f"t{self.temps}"
+        self.temps += 1
+        self.line(depth, f"{name} = {text}")
+        return name
+
+    def block(self, stmts: tuple[Stmt, ...], depth: int) -> None:
+        before = dict(self.names)
+        for s in stmts:
+            self.stmt(s, depth)
+        self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
+
+    def stmt(self, s: Stmt, depth: int) -> None:
+        if isinstance(s, Store):
+            guard = f" if {self.expr(s.guard, depth)}" if s.guard is not None else ""
+            value, index = self.expr(s.value, depth), self.expr(s.index, depth)
+            self.line(depth, f"{self.name(s.buffer, 'b')}[{index}] = {value}{guard}")
+        elif isinstance(s, Check):
+            self.line(depth, f"check {self.expr(s.ok, depth)} else {s.code}")
+        elif isinstance(s, Loop):
+            inits = [(c, self.expr(c.init, depth)) for c in s.carries]
+            self.line(depth, f"{'vector ' if s.vector else ''}for {self.name(s.var, 'i')} < {s.extent}:")
+            for c, init in inits:
+                self.line(depth + 1, f"carry {self.name(c.var, 'c')}:{c.var.dtype.name} = {init}")
+            before = dict(self.names)
+            for inner in s.body:
+                self.stmt(inner, depth + 1)
+            for r in s.reduces:
+                self.line(depth + 1, f"reduce {self.name(r.result, 'r')} {r.op} {self.expr(r.value, depth + 1)}")
+            for c in s.carries:
+                self.line(depth + 1, f"next {self.name(c.var, 'c')} = {self.expr(c.next, depth + 1)}")
+            self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
+        elif isinstance(s, Contract):
+            a, b = self.operand(s.a, depth), self.operand(s.b, depth)
+            head = f"contract {self.name(s.i, 'i')} < {s.m}, {self.name(s.j, 'j')} < {s.n}, k < {s.k}: "
+            self.line(depth, f"{head}{self.name(s.acc, 'acc')}:{s.acc.dtype.name} = {a} @ {b}")
+            self.block(s.epilogue, depth + 1)
+            if s.rows:
+                self.line(depth, "then each row:")
+                self.block(s.rows, depth + 1)
+        else:
+            views = lambda vs: ", ".join(  # noqa: E731
+                f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]" for v in vs
+            )
+            self.line(depth, f"native {s.op}({s.attrs}) {views(s.outputs)} = {views(s.inputs)}")
+
+    def operand(self, o: Operand, depth: int) -> str:
+        layout = f"panels {o.panel}" if o.panel else f"{o.row_stride}, {o.col_stride}"
+        return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; {layout}]"

@@ -1,0 +1,142 @@
+"""The op table. All facts of an op stand in one `op(...)` expression in rlx/ir/ops; nothing else names the op.
+
+A core op says how one element is computed (`scalar`, `element`, `reduce`, `contract` or `kernel`, by its Kind);
+a composite says what it is in smaller ops (`decompose`). Every op has a numpy `reference`: its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from rlx.errors import AttributeValueError, GraphError, ShapeError
+from rlx.ir.shape import Shape
+
+if TYPE_CHECKING:  # the table holds functions over nodes; graph.py holds nodes over the table
+    from rlx.ir.graph import Value
+
+
+class Kind(Enum):
+    """What a pass may assume about an op without knowing its name."""
+
+    LEAF = "leaf"  # input, param, constant, handle
+    POINTWISE = "pointwise"  # out[c] = scalar(in0[c], in1[c], …), operands broadcast
+    VIEW = "view"  # out[c] = in[f(c)]; `element`, and `strided` where no copy is needed
+    INDEX = "index"  # out[c] is computed by `element` from any elements of the inputs (gather, pad, concat, iota)
+    REDUCE = "reduce"  # `reduce` says which combination over which axes (axes are dropped or kept as 1)
+    CONTRACT = "contract"  # `contract` says which dims are batch, rows, columns and summed
+    KERNEL = "kernel"  # `kernel` writes the loops of the whole op (argmax, cumsum, top_k, scatter)
+    COMPOSITE = "composite"  # `decompose`
+
+
+@dataclass(frozen=True)
+class Attrs:
+    """Base of an op's attributes: a frozen dataclass of ints, floats, bools, strings, DTypes, Shapes and tuples of
+    them, so that attributes are hashable and print and parse as text."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One operand list that generated tests feed an op: operand shapes (any dtype of a family is tried), attributes,
+    and the range the values are drawn from."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    attrs: dict[str, Any] | None = None
+    low: float = -2.0
+    high: float = 2.0
+    dtypes: tuple[str, ...] | None = None  # per-operand dtype where it is not the op's dtype under test ("" = under test)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Combination `op` (a scalar op of the kernel IR: add, mul, max, min, and, or) over `axes` (non-negative)."""
+
+    op: str
+    axes: tuple[int, ...]
+    keepdims: bool
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Dims of a contraction: out = batch + rows + columns, summed over k. Each entry is a tuple of axes of the operand."""
+
+    a_batch: tuple[int, ...]
+    a_rows: tuple[int, ...]
+    a_sum: tuple[int, ...]
+    b_batch: tuple[int, ...]
+    b_sum: tuple[int, ...]
+    b_columns: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OpDef:
+    """Everything rlx knows about one op."""
+
+    name: str
+    kind: Kind
+    infer: Callable[..., Shape | tuple[Shape, ...]]  # (attrs, *Shape) -> result shape(s); raises ShapeError/DTypeError
+    reference: Callable[..., Any]  # (attrs, *ndarray) -> ndarray or tuple: numpy, the meaning
+    attrs: type[Attrs] | None = None
+    arity: tuple[int, int | None] = (1, 1)  # least and most operands; None: any number
+    scalar: Callable[..., Any] | None = None  # POINTWISE: (k, attrs, *Expr) -> Expr, in compute dtype
+    element: Callable[..., Any] | None = None  # VIEW, INDEX: (ctx, node, result index, coords) -> Expr
+    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout | None (a copy is needed)
+    reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
+    contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
+    kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
+    decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
+    dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
+    samples: tuple[Sample, ...] = ()
+    doc: str = ""
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def make_attrs(self, given: dict[str, Any]) -> Attrs | None:
+        """The attribute record from keyword arguments; unknown or missing ones are an AttributeValueError."""
+        if self.attrs is None:
+            if given:
+                raise AttributeValueError(f"{self.name} has no attributes, got {', '.join(sorted(given))}")
+            return None
+        names = [f.name for f in fields(self.attrs)]
+        if extra := sorted(set(given) - set(names)):
+            raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(names)}")
+        try:
+            return self.attrs(**given)
+        except TypeError as e:
+            raise AttributeValueError(f"{self.name}: {e}; attributes are: {', '.join(names)}") from None
+
+    def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """Result shapes for these operands, with the arity checked and the op and operands named in any error."""
+        least, most = self.arity
+        if len(shapes) < least or (most is not None and len(shapes) > most):
+            want = str(least) if least == most else f"{least} to {most if most is not None else 'any number of'}"
+            raise ShapeError(f"{self.name} takes {want} operands, got {len(shapes)}")
+        try:
+            out = self.infer(attrs, *shapes)
+        except GraphError as e:
+            operands = ", ".join(map(str, shapes))
+            raise type(e)(f"{self.name}({operands}{', ' + str(attrs) if attrs else ''}): {e}") from None
+        return out if isinstance(out, tuple) else (out,)
+
+
+OPS: dict[str, OpDef] = {}
+
+
+def op(name: str, **facts: Any) -> Callable[..., Any]:
+    """Declare an op. Returns its constructor: Values (or Python and numpy constants) and attributes in, Value(s) out."""
+    if name in OPS:
+        raise GraphError(f"op {name!r} is declared twice")
+    declared = OPS[name] = OpDef(name=name, **facts)
+
+    def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
+        from rlx.ir.graph import apply  # graph.py needs the table first
+
+        return apply(declared, operands, attrs, shape=shape, name=name)
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = declared.doc
+    build.op = declared  # type: ignore[attr-defined]
+    return build

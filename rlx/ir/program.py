@@ -1,0 +1,180 @@
+"""Program: what compilation hands to a backend. Buffers with their places, and steps that read and write them.
+
+`prepare` turns params into derived ones (packed, transposed, folded) and runs again when a param is set; `steps` is
+one run; `commit` moves next states into handles, and runs only if the steps ended without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from rlx.ir.kernel import Kernel
+from rlx.ir.shape import Shape
+from rlx.ir.target import Target
+
+
+class Region(Enum):
+    """Who owns a buffer's bytes, and how long they last."""
+
+    ARENA = "arena"  # planned; valid between its first write and last read within one run
+    INPUT = "input"  # in the arena, never shared: keeps what the caller wrote
+    OUTPUT = "output"  # in the arena, never shared once written: valid until the next run
+    PARAM = "param"  # as the user set it
+    PREPARED = "prepared"  # computed from params by `prepare`
+    CONSTANT = "constant"  # bytes in the program
+    HANDLE = "handle"  # outlives runs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in a buffer: strides in elements per dim, and the offset of element 0."""
+
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class BufferDecl:
+    """One buffer of the program. `shape`: dims of the value it was made for. Its place is Program.plan (arena regions)."""
+
+    id: int
+    region: Region
+    shape: Shape
+    name: str  # input, param, handle or output name; "%7" for others
+    data: np.ndarray | None = field(default=None, compare=False)  # CONSTANT
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.size_bytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel call. `args[i]` is the buffer behind kernel.buffers[i], which says by `writable` what it writes."""
+
+    kernel: Kernel
+    args: tuple[int, ...]
+
+    @property
+    def reads(self) -> frozenset[int]:
+        """Buffers read: every one that is not only written. A writable buffer counts as read if the kernel loads it."""
+        return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b in loaded_buffers(self.kernel))
+
+    @property
+    def writes(self) -> frozenset[int]:
+        return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b.writable)
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Byte offset of each arena buffer (regions ARENA, INPUT, OUTPUT) and the arena's size. `alignment` in bytes."""
+
+    offsets: dict[int, int]
+    size_bytes: int
+    alignment: int
+    unshared_bytes: int  # what it would take without reuse
+    lower_bound_bytes: int  # most bytes live at one step: no plan can be smaller
+
+
+@dataclass(frozen=True)
+class OutputDecl:
+    """An output: its buffer, and its shape. Outputs are contiguous and row-major; several may name one buffer."""
+
+    name: str
+    buffer: int
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    target: Target
+    buffers: tuple[BufferDecl, ...]
+    prepare: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    commit: tuple[Step, ...]
+    inputs: tuple[int, ...]  # buffers, in declaration order
+    params: tuple[int, ...]
+    handles: tuple[int, ...]
+    outputs: tuple[OutputDecl, ...]
+    plan: ArenaPlan
+    stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
+    nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return print_program(self)
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What became of one node of the user's graph."""
+
+    node: str
+    op: str
+    how: str  # "native", "decomposed", "lowered", "folded", "prepared", "view"
+    kernel: str  # kernel it ended up in ("" if none)
+    why: str = ""  # a refusal's reason
+
+
+def loaded_buffers(kernel: Kernel) -> frozenset:
+    """The kernel buffers that the body reads."""
+    from rlx.ir import kernel as K
+
+    found: set = set()
+    seen: set[int] = set()
+
+    def expr(e: K.Expr | None) -> None:
+        if e is None or id(e) in seen:
+            return
+        seen.add(id(e))
+        if isinstance(e, K.Load):
+            found.add(e.buffer)
+            expr(e.index)
+            expr(e.guard)
+        elif isinstance(e, K.Alu):
+            for a in e.args:
+                expr(a)
+
+    def stmt(s: K.Stmt) -> None:
+        if isinstance(s, K.Store):
+            for e in (s.index, s.value, s.guard):
+                expr(e)
+        elif isinstance(s, K.Check):
+            expr(s.ok)
+        elif isinstance(s, K.Loop):
+            for inner in s.body:
+                stmt(inner)
+            for r in s.reduces:
+                expr(r.value)
+            for c in s.carries:
+                expr(c.init)
+                expr(c.next)
+        elif isinstance(s, K.Contract):
+            for o in (s.a, s.b):
+                found.add(o.buffer)
+                expr(o.offset)
+            for inner in s.epilogue + s.rows:
+                stmt(inner)
+        else:
+            found.update(v.buffer for v in s.inputs)
+
+    for s in kernel.body:
+        stmt(s)
+    return frozenset(found)
+
+
+def print_program(program: Program) -> str:
+    """Buffers with their places, then the steps of each phase."""
+    lines = [f"program {program.name} for {program.target.name}, arena {program.plan.size_bytes} bytes"]
+    for b in program.buffers:
+        place = f" @ {program.plan.offsets[b.id]}" if b.id in program.plan.offsets else ""
+        lines.append(f"  %{b.id} {b.region.value} {b.name!r} {b.shape}{place}")
+    for phase in ("prepare", "steps", "commit"):
+        lines.append(f"{phase}:")
+        for s in getattr(program, phase):
+            args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
+            lines.append(f"  {s.kernel.name}({args})  # {' '.join(s.kernel.origin)}")
+    return "\n".join(lines)

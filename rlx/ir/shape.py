@@ -1,0 +1,152 @@
+"""Shapes: dims (ints or named symbols) plus an element type; broadcasting; contiguous strides.
+
+A named dim is a monomial: an integer times a product of names, so that flattening (batch, sequence) of a graph
+with both unknown still has a size. Sums of names are refused: bind the dims first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rlx.errors import ShapeError, UnboundDimError
+from rlx.ir.dtype import DType, as_dtype
+
+
+@dataclass(frozen=True, order=True)
+class Dim:
+    """A named dim: `factor` times the product of `names` (sorted). `Dim("n")` is the symbol n."""
+
+    names: tuple[str, ...]
+    factor: int = 1
+
+    def __init__(self, names: str | Iterable[str], factor: int = 1) -> None:
+        names = (names,) if isinstance(names, str) else tuple(sorted(names))
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ShapeError(f"a dim's name must be an identifier, got {name!r}")
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "factor", int(factor))
+
+    def __str__(self) -> str:
+        return "*".join(([] if self.factor == 1 else [str(self.factor)]) + list(self.names))
+
+    __repr__ = __str__
+
+    def __mul__(self, other: DimLike) -> DimLike:
+        if isinstance(other, Dim):
+            return Dim(self.names + other.names, self.factor * other.factor)
+        return 0 if other == 0 else Dim(self.names, self.factor * other)
+
+    __rmul__ = __mul__
+
+    def bind(self, binding: Mapping[str, int]) -> DimLike:
+        """This dim with the bound names replaced by their values."""
+        free = tuple(n for n in self.names if n not in binding)
+        value = self.factor * math.prod(binding[n] for n in self.names if n in binding)
+        return Dim(free, value) if free else value
+
+
+DimLike = int | Dim
+
+
+def as_dim(x: int | str | Dim) -> DimLike:
+    """An int (≥ 0), a Dim, or a name."""
+    if isinstance(x, Dim):
+        return x
+    if isinstance(x, str):
+        return Dim(x)
+    try:
+        value = x.__index__()
+    except AttributeError:
+        raise ShapeError(f"a dim is an int or a name, got {x!r}") from None
+    if value < 0:
+        raise ShapeError(f"a dim cannot be negative, got {value}")
+    return value
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dims and element type of one tensor."""
+
+    dims: tuple[DimLike, ...]
+    dtype: DType
+
+    def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
+        dims = (dims,) if isinstance(dims, (int, str, Dim)) else tuple(dims)
+        object.__setattr__(self, "dims", tuple(as_dim(d) for d in dims))
+        object.__setattr__(self, "dtype", as_dtype(dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.dims))}]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def is_static(self) -> bool:
+        return all(isinstance(d, int) for d in self.dims)
+
+    @property
+    def static(self) -> tuple[int, ...]:
+        """The dims as ints; raises if one is still a name."""
+        for d in self.dims:
+            if not isinstance(d, int):
+                raise UnboundDimError(f"dim {d} of {self} has no value; bind it: CompileOptions(dims={{'{d}': …}})")
+        return self.dims  # type: ignore[return-value]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.static)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def with_dims(self, dims: Iterable[DimLike]) -> Shape:
+        return Shape(dims, self.dtype)
+
+    def with_dtype(self, dtype: DType) -> Shape:
+        return Shape(self.dims, dtype)
+
+    def bind(self, binding: Mapping[str, int]) -> Shape:
+        return Shape((d if isinstance(d, int) else d.bind(binding) for d in self.dims), self.dtype)
+
+
+def product(dims: Iterable[DimLike]) -> DimLike:
+    """Product of dims, named ones included."""
+    out: DimLike = 1
+    for d in dims:
+        out = out * d
+    return out
+
+
+def broadcast_dims(*shapes: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
+    """numpy's broadcasting rule over dims that may be named: equal, or one of them is 1."""
+    rank = max((len(s) for s in shapes), default=0)
+    out: list[DimLike] = []
+    for axis in range(rank):
+        here: DimLike = 1
+        for s in shapes:
+            at = axis - (rank - len(s))
+            d = s[at] if at >= 0 else 1
+            if d == 1 or d == here:
+                continue
+            if here != 1:
+                text = " with ".join("[" + ",".join(map(str, s)) + "]" for s in shapes)
+                raise ShapeError(f"cannot broadcast {text}: dim {axis - rank} is {here} and {d}")
+            here = d
+        out.append(here)
+    return tuple(out)
+
+
+def contiguous_strides(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for d in reversed(dims):
+        strides.append(step)
+        step *= d
+    return tuple(reversed(strides))

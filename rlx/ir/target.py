@@ -1,0 +1,30 @@
+"""Target: what a compiler may know about a device. Plain facts; holding one touches no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Node
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts of one device.
+
+    `dtypes`: names it stores and computes. `natives`: op name -> claim(node) giving None where the backend has a kernel
+    of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
+    `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed).
+    """
+
+    name: str
+    dtypes: frozenset[str]
+    features: tuple[str, ...] = ()  # instruction-set facts that change generated code; part of every cache key
+    vector_bytes: int = 16
+    threads: int = 1
+    alignment: int = 64  # bytes, of every buffer
+    level: str = "kernel"  # "graph": takes the legalised graph whole
+    natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
+    panel: Callable[[str], int] = field(default=lambda dtype: 0, compare=False)
