@@ -1,0 +1,117 @@
+"""Facts of a CPU as a Target: instruction sets, vector width, threads this process may use, panel widths.
+
+The first two features name the LLVM triple and the baseline CPU, the others the instruction sets that generated code may
+use. Code is a function of the Target alone, so an object made on one machine runs on every other with those features.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from rlx.errors import CompileError
+from rlx.ir.target import Target
+
+DTYPES = frozenset("f64 f32 f16 bf16 i64 i32 i16 i8 u64 u32 u16 u8 bool".split())
+# Instruction sets that change what is generated, by LLVM's names; a baseline CPU implies the ones listed with it.
+X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
+BASELINES = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
+
+
+@cache
+def host_features() -> tuple[str, ...]:
+    """This machine: "triple=…", "cpu=…" (its x86-64 level, or generic), then the features of X86 (or neon) it has."""
+    import llvmlite.binding as llvm
+
+    triple = llvm.get_process_triple()
+    if not triple.startswith("x86_64"):
+        return f"triple={triple}", "cpu=generic", "neon"
+    has = llvm.get_host_cpu_features()
+    features = tuple(f for f in X86 if has.get(f))
+    cpu = next(name for name, needs in BASELINES.items() if set(needs) <= set(features))
+    return f"triple={triple}", f"cpu={cpu}", *features
+
+
+def host_target(threads: int | None = None) -> Target:
+    """The CPU of this process. `threads` None: as many as it may use (`available_threads`)."""
+    return _target(host_features(), threads or available_threads())
+
+
+def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
+    """A CPU that need not be here: `target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))`. An x86-64 level as `cpu`
+    brings its features with it."""
+    named = dict.fromkeys((*BASELINES.get(cpu, ()), *features))
+    return _target((f"triple={triple}", f"cpu={cpu}", *named), threads)
+
+
+def machine_of(target: Target) -> tuple[str, str, str]:
+    """(triple, cpu, feature string) as LLVM wants them. CompileError: not a CPU target."""
+    facts = dict(f.split("=", 1) for f in target.features if "=" in f)
+    if "triple" not in facts or "cpu" not in facts:
+        raise CompileError(f"target {target.name!r} with features {target.features} names no triple and cpu: not a CPU target")
+    return facts["triple"], facts["cpu"], ",".join("+" + f for f in target.features if "=" not in f)
+
+
+def missing_features(target: Target) -> tuple[str, ...]:
+    """What code made for `target` needs and this machine lacks: () where it can run here."""
+    here = dict(f.split("=", 1) for f in host_features() if "=" in f)
+    arch = lambda triple: triple.split("-")[0]  # noqa: E731
+    triple, _, _ = machine_of(target)
+    lacks = [f for f in target.features if "=" not in f and f not in host_features()]
+    return tuple(lacks if arch(triple) == arch(here["triple"]) else [f"triple={triple}", *lacks])
+
+
+def panel_columns(vector_bytes: int, dtype: str) -> int:
+    """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed."""
+    columns = 48 if vector_bytes == 64 else 16
+    return {"f32": columns, "f16": columns, "bf16": columns, "f64": columns // 2}.get(dtype, 0)
+
+
+def _target(features: tuple[str, ...], threads: int) -> Target:
+    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(features)
+    vector_bytes = 64 if wide else 32 if "avx2" in features else 16
+    return Target("cpu", DTYPES, features, vector_bytes, threads, panel=partial(panel_columns, vector_bytes))
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+def available_threads() -> int:
+    """CPUs in this process's affinity mask, but no more than its cgroup quota (rounded up) pays for; at least 1."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, cgroup_quota()))
+
+
+def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Whole CPUs that the cgroups (v1 or v2) of this process and their parents grant; a large number where none limits it."""
+    lowest = math.inf
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux, or /proc not mounted: no quota to read
+        return 1 << 30
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for top in (root, root / "unified") if not controllers else (root / controllers, root / "cpu", root):
+            here = top / path.lstrip("/")
+            for folder in (here, *here.parents):
+                if folder == top.parent:
+                    break
+                lowest = min(lowest, _quota_of(folder))
+    return 1 << 30 if lowest == math.inf else max(1, math.ceil(lowest))
+
+
+def _quota_of(folder: Path) -> float:
+    """CPUs granted by one cgroup folder: cpu.max ("max 100000" or "150000 100000"), or v1's pair of files."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
+    except (OSError, ValueError):  # the folder is not mounted here, or has no cpu controller
+        return math.inf
+    return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
