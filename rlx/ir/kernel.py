@@ -4,7 +4,7 @@ A Kernel runs its body once for every point of `grid` (points are independent; a
 blocks). Expressions are immutable and may be shared; a renderer emits a shared one once per scope. Arithmetic happens in
 the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
 
-Statements: Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
+Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ class Carry:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Let:
+    """`var` stands for `value`, computed here: keeps work that a later loop only reads out of that loop."""
+
+    var: Var
+    value: Expr
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Store:
     """buffer[index] = value (rounded to the buffer's dtype), skipped where `guard` is false."""
 
@@ -193,7 +201,7 @@ class Native:
     outputs: tuple[View, ...]
 
 
-Stmt = Store | Loop | Check | Contract | Native
+Stmt = Let | Store | Loop | Check | Contract | Native
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -387,7 +395,9 @@ class _Printer:
         self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
 
     def stmt(self, s: Stmt, depth: int) -> None:
-        if isinstance(s, Store):
+        if isinstance(s, Let):
+            self.line(depth, f"{self.name(s.var, 'x')}:{s.var.dtype.name} = {self.expr(s.value, depth)}")
+        elif isinstance(s, Store):
             guard = f" if {self.expr(s.guard, depth)}" if s.guard is not None else ""
             value, index = self.expr(s.value, depth), self.expr(s.index, depth)
             self.line(depth, f"{self.name(s.buffer, 'b')}[{index}] = {value}{guard}")

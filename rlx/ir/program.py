@@ -139,7 +139,9 @@ def loaded_buffers(kernel: Kernel) -> frozenset:
                 expr(a)
 
     def stmt(s: K.Stmt) -> None:
-        if isinstance(s, K.Store):
+        if isinstance(s, K.Let):
+            expr(s.value)
+        elif isinstance(s, K.Store):
             for e in (s.index, s.value, s.guard):
                 expr(e)
         elif isinstance(s, K.Check):
