@@ -1,0 +1,117 @@
+"""The null backend: accepts every program, records what would be launched, computes nothing.
+
+For tests and tools that count kernels, bytes and transfers of whole models without running them. Reading a result
+raises Unsupported: nothing pretends to have been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from rlx.driver.params import ParamStore
+from rlx.errors import DeviceUnavailableError, Unsupported
+from rlx.ir.dtype import DTYPES
+from rlx.ir.program import Program, Region, Step
+from rlx.ir.target import Target
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded kernel call. Bytes are those of the whole buffers that it reads or writes."""
+
+    phase: str  # "prepare", "steps" or "commit"
+    kernel: str
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True)
+class NullArtifact:
+    program: Program
+
+    def texts(self) -> dict[str, str]:
+        program = self.program
+        return {s.kernel.name: str(s.kernel) for s in program.prepare + program.steps + program.commit}
+
+
+class NullBackend:
+    """Backend protocol (rlx.driver.backend)."""
+
+    name = "null"
+
+    def probe(self) -> dict[str, str | None]:
+        return {"null:0": None}
+
+    def target(self, index: int = 0, threads: int | None = None) -> Target:
+        if index:
+            raise DeviceUnavailableError(f"there is no null:{index}; there is null:0")
+        return Target(name="null", dtypes=frozenset(DTYPES), threads=threads or 1)
+
+    def compile(self, program: Program) -> NullArtifact:
+        return NullArtifact(program)
+
+    def load(self, artifact: NullArtifact, params: ParamStore | None = None, index: int = 0) -> NullExecutable:
+        return NullExecutable(artifact.program, ParamStore() if params is None else params)
+
+
+class NullExecutable:
+    """Executable protocol (rlx.driver.backend). `launches`: every kernel call so far; `uploads`: bytes written by name."""
+
+    def __init__(self, program: Program, params: ParamStore) -> None:
+        self.program, self.params = program, params
+        self.decls = {b.id: b for b in program.buffers}
+        self.launches: list[Launch] = []
+        self.uploads: list[tuple[str, int]] = []
+        for b in program.buffers:
+            if b.region in (Region.PARAM, Region.PREPARED):
+                params.get(b.name, b.nbytes, lambda nbytes: (None, 0))
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        decl = self.decls[buffer]
+        assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
+        self.uploads.append((decl.name, array.nbytes))
+        if decl.region is Region.PARAM:
+            self.params.entries[decl.name].version += 1
+
+    def read(self, buffer: int) -> np.ndarray:
+        self._nothing(f"the value of {self.decls[buffer].name!r}")
+
+    def view(self, buffer: int) -> np.ndarray | None:
+        return None
+
+    def address(self, buffer: int) -> int:
+        self._nothing(f"the address of {self.decls[buffer].name!r}")
+
+    def _nothing(self, what: str) -> NoReturn:
+        raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
+
+    def prepare(self, steps: Sequence[int]) -> None:
+        for i in steps:
+            self._record("prepare", self.program.prepare[i])
+
+    def run(self) -> None:
+        self.run_steps()
+        self.run_commit()
+
+    def run_steps(self) -> None:
+        for step in self.program.steps:
+            self._record("steps", step)
+
+    def run_commit(self) -> None:
+        for step in self.program.commit:
+            self._record("commit", step)
+
+    def _record(self, phase: str, step: Step) -> None:
+        read, written = (sum(self.decls[b].nbytes for b in ids) for ids in (step.reads, step.writes))
+        self.launches.append(Launch(phase, step.kernel.name, read, written))
+
+    def clone(self) -> NullExecutable:
+        return NullExecutable(self.program, self.params)
+
+    def memory(self) -> dict[str, int]:
+        """Nothing is allocated."""
+        return dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)

@@ -1,0 +1,178 @@
+"""The reference backend: a Program executed step by step with numpy, in memory laid out as the plan says.
+
+It is the oracle of the compiler. It uses the plan's offsets in one real arena, which it poisons before each run, so a
+wrong plan or a read before a write gives wrong results here too. "ref:0" packs nothing and claims nothing; "ref:1"
+packs contraction operands into panels of three columns and runs claimed ops whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.backends.ref.interpret import POISON, run_kernel
+from rlx.driver.params import ParamStore
+from rlx.errors import DeviceUnavailableError, IndexRangeError
+from rlx.ir.dtype import DTYPES
+from rlx.ir.kernel import STATUS
+from rlx.ir.program import BufferDecl, Program, Region, Step
+from rlx.ir.target import Target
+
+ALIGNMENT = 64
+PANELS = (0, 3)  # columns per packed panel, by device index
+NATIVES = {"attention": lambda node: None}  # of every device but the first
+
+
+@dataclass(frozen=True)
+class RefArtifact:
+    """Nothing is generated: the kernels themselves are the code."""
+
+    program: Program
+
+    def texts(self) -> dict[str, str]:
+        return {s.kernel.name: str(s.kernel) for phase in _phases(self.program) for s in phase}
+
+
+class RefBackend:
+    """Backend protocol (rlx.driver.backend)."""
+
+    name = "ref"
+
+    def probe(self) -> dict[str, str | None]:
+        return {f"ref:{i}": None for i in range(len(PANELS))}
+
+    def target(self, index: int = 0, threads: int | None = None) -> Target:
+        if not 0 <= index < len(PANELS):
+            raise DeviceUnavailableError(f"there is no ref:{index}; there are ref:0 to ref:{len(PANELS) - 1}")
+        width = PANELS[index]
+        return Target(
+            name="ref",
+            dtypes=frozenset(DTYPES),
+            features=(f"panel={width}",),
+            alignment=ALIGNMENT,
+            natives=NATIVES if index else {},
+            panel=lambda dtype: width,
+        )
+
+    def compile(self, program: Program) -> RefArtifact:
+        return RefArtifact(program)
+
+    def load(self, artifact: RefArtifact, params: ParamStore | None = None, index: int = 0) -> RefExecutable:
+        return RefExecutable(artifact.program, ParamStore() if params is None else params)
+
+
+class RefExecutable:
+    """Executable protocol (rlx.driver.backend) over host memory."""
+
+    def __init__(self, program: Program, params: ParamStore) -> None:
+        self.program, self.params = program, params
+        self.decls = {b.id: b for b in program.buffers}
+        self.arena = allocate(program.plan.size_bytes)
+        self.memory_of: dict[int, np.ndarray] = {}  # raw bytes of each buffer
+        for b in program.buffers:
+            self.memory_of[b.id] = self._place(b)
+
+    def _place(self, b: BufferDecl) -> np.ndarray:
+        if b.region in (Region.ARENA, Region.INPUT, Region.OUTPUT):
+            start = self.program.plan.offsets[b.id]
+            assert start + b.nbytes <= self.arena.size, f"{b} lies outside the arena of {self.arena.size} bytes"
+            return self.arena[start : start + b.nbytes]
+        if b.region in (Region.PARAM, Region.PREPARED):
+            return self.params.get(b.name, b.nbytes, _allocate_entry).memory
+        memory = allocate(b.nbytes)
+        if b.region is Region.CONSTANT:
+            assert b.data is not None, f"{b} has no data"
+            memory[:] = np.ascontiguousarray(b.data).reshape(-1).view(np.uint8)
+            memory.flags.writeable = False
+        else:
+            memory[:] = 0
+        return memory
+
+    def array(self, buffer: int) -> np.ndarray:
+        """The buffer's memory as a flat array of its dtype."""
+        return self.memory_of[buffer].view(self.decls[buffer].shape.dtype.numpy)
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        decl = self.decls[buffer]
+        assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
+        self.array(buffer)[:] = array.reshape(-1)
+        if decl.region is Region.PARAM:
+            self.params.entries[decl.name].version += 1
+
+    def read(self, buffer: int) -> np.ndarray:
+        return self.view(buffer).copy()
+
+    def view(self, buffer: int) -> np.ndarray:
+        return self.array(buffer).reshape(self.decls[buffer].shape.static)
+
+    def address(self, buffer: int) -> int:
+        return self.memory_of[buffer].ctypes.data
+
+    def prepare(self, steps: Sequence[int]) -> None:
+        for i in steps:
+            step = self.program.prepare[i]
+            self._run(step)
+            for buffer in step.writes:
+                decl = self.decls[buffer]
+                if decl.region is Region.PREPARED:
+                    self.params.entries[decl.name].version += 1
+
+    def run(self) -> None:
+        self.run_steps()
+        self.run_commit()
+
+    def run_steps(self) -> None:
+        for b in self.program.buffers:
+            if b.region in (Region.ARENA, Region.OUTPUT):
+                self.memory_of[b.id][:] = POISON
+        for step in self.program.steps:
+            self._run(step)
+
+    def run_commit(self) -> None:
+        for step in self.program.commit:
+            self._run(step)
+
+    def _run(self, step: Step) -> None:
+        status = run_kernel(step.kernel, [self.array(a) for a in step.args])
+        if status:
+            where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
+            raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
+
+    def clone(self) -> RefExecutable:
+        other = RefExecutable(self.program, self.params)
+        other.arena[:] = self.arena
+        for b in self.program.buffers:
+            if b.region is Region.HANDLE:
+                other.memory_of[b.id][:] = self.memory_of[b.id]
+        return other
+
+    def memory(self) -> dict[str, int]:
+        return memory_by_purpose(self.program)
+
+
+def memory_by_purpose(program: Program) -> dict[str, int]:
+    """Bytes that a program's regions take: arena, params, prepared, constants, handles; no scratch and no code."""
+    total = {"arena": program.plan.size_bytes, "scratch": 0, "params": 0, "prepared": 0, "constants": 0, "handles": 0, "code": 0}
+    names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
+    for b in program.buffers:
+        if b.region in names:
+            total[names[b.region]] += b.nbytes
+    return total
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """`nbytes` poisoned bytes, aligned."""
+    base = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+    start = -base.ctypes.data % ALIGNMENT
+    return base[start : start + nbytes]
+
+
+def _allocate_entry(nbytes: int) -> tuple[np.ndarray, int]:
+    memory = allocate(nbytes)
+    return memory, memory.ctypes.data
+
+
+def _phases(program: Program) -> tuple[tuple[Step, ...], ...]:
+    return program.prepare, program.steps, program.commit

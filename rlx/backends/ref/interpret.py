@@ -1,0 +1,331 @@
+"""Interprets one Kernel with numpy: slow, plain, and strict. What a renderer must agree with.
+
+The grid is one axis (its points are independent), every loop that may be run side by side is another, and an
+expression is an array over them, size 1 along the axes it does not depend on. Loops with carried values, or whose
+iterations may see each other's stores, run one iteration at a time. Broken rules of the kernel IR (an unguarded access
+outside a buffer, two grid points writing one element) raise VerifyError: they are faults of whoever made the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from rlx.backends.ref.scalar import compute, convert, identity, reduce_ufunc
+from rlx.errors import VerifyError
+from rlx.ir import kernel as K
+from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Local, Stmt
+from rlx.ir.op import OPS
+
+MAX_POINTS = 1 << 21  # elements of the largest array that a kernel's grid and loops may be spread over at once
+POISON = 0xCB  # byte that fills memory nobody has written
+
+
+def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
+    """Run `kernel` on flat arrays, one per kernel.buffers, each of the buffer's dtype and at least its size.
+
+    Returns 0, or the code of a failed Check. Raises VerifyError where the kernel breaks a rule of the kernel IR.
+    """
+    memory = {}
+    for buffer, array in zip(kernel.buffers, args, strict=True):
+        fits = array.ndim == 1 and array.dtype == buffer.dtype.numpy and array.size >= buffer.size
+        assert fits, f"{array.dtype}{array.shape} for {buffer}"
+        memory[buffer] = array[: buffer.size]
+    points = math.prod(extent for _, extent in kernel.grid)
+    chunk = max(1, MAX_POINTS // max(1, _volume(kernel.body)))
+    owners: dict[Buffer, np.ndarray] = {}
+    status = 0
+    with np.errstate(all="ignore"):
+        for start in range(0, points, chunk):
+            status = _Chunk(kernel, memory, owners, start, min(points, start + chunk)).run() or status
+    return status
+
+
+def _volume(body: Sequence[Stmt]) -> int:
+    """Most elements that one grid point is spread over."""
+    most = 1
+    for s in body:
+        if isinstance(s, K.Loop):
+            most = max(most, (s.extent if _side_by_side(s) else 1) * _volume(s.body))
+        elif isinstance(s, K.Contract):
+            inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k)
+            most = max(most, s.m * inner, s.k * s.n)
+    return most
+
+
+def _side_by_side(loop: K.Loop) -> bool:
+    """Whether running each statement for all iterations before the next statement gives what the loop means."""
+    if loop.carries:
+        return False
+    if loop.vector:
+        return True
+    stored = [s.buffer for s in _statements(loop.body) if isinstance(s, K.Store)]
+    if len(set(stored)) < len(stored):
+        return False
+    return not any(x.buffer in stored for x in _loads(loop))
+
+
+def _statements(body: Sequence[Stmt]) -> Iterator[Stmt]:
+    for s in body:
+        yield s
+        if isinstance(s, K.Loop):
+            yield from _statements(s.body)
+
+
+def _loads(loop: K.Loop) -> Iterator[Load]:
+    """Every Load in the loop, nested ones included."""
+    pending: list[Expr | None] = []
+    for s in _statements([loop]):
+        if isinstance(s, K.Store):
+            pending += [s.index, s.value, s.guard]
+        elif isinstance(s, K.Let):
+            pending.append(s.value)
+        elif isinstance(s, K.Check):
+            pending.append(s.ok)
+        elif isinstance(s, K.Loop):
+            pending += [r.value for r in s.reduces] + [e for c in s.carries for e in (c.init, c.next)]
+    seen: set[int] = set()
+    while pending:
+        e = pending.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, Load):
+            yield e
+            pending += [e.index, e.guard]
+        elif isinstance(e, K.Alu):
+            pending += e.args
+
+
+def _depth(body: Sequence[Stmt]) -> int:
+    """Axes needed besides the grid's."""
+    most = 0
+    for s in body:
+        if isinstance(s, K.Loop):
+            most = max(most, 1 + _depth(s.body))
+        elif isinstance(s, K.Contract):
+            most = max(most, 2 + _depth(s.epilogue), 1 + _depth(s.rows))
+    return most
+
+
+class _Chunk:
+    """One run of a kernel's body over grid points start..stop. Axis 0 is the grid; axis d the loop at depth d."""
+
+    def __init__(
+        self, kernel: Kernel, memory: dict[Buffer, np.ndarray], owners: dict[Buffer, np.ndarray], start: int, stop: int
+    ) -> None:
+        self.kernel, self.memory, self.owners = kernel, memory, owners
+        self.rank = 1 + _depth(kernel.body)
+        self.depth = 1  # the next free axis
+        self.size = stop - start  # elements of the axes in use
+        self.status = 0
+        self.scopes: list[dict[int, np.ndarray]] = [{}]  # values of shared expressions, once per scope
+        self.point = self.along(np.arange(start, stop), 0)
+        self.row: np.ndarray | None = None  # of the Contract being run
+        indices = np.unravel_index(np.arange(start, stop), [extent for _, extent in kernel.grid]) if kernel.grid else ()
+        self.env = {var: self.along(np.asarray(i, np.int64), 0) for (var, _), i in zip(kernel.grid, indices)}
+        self.locals: dict[Local, np.ndarray] = {}
+        rows = next((s.m for s in kernel.body if isinstance(s, K.Contract)), 1)
+        for x in kernel.locals:
+            shape = (stop - start, rows if x.per_row else 1, x.size)
+            poison = np.full(math.prod(shape) * x.dtype.itemsize, POISON, np.uint8)
+            self.locals[x] = poison.view(x.dtype.numpy).reshape(shape)
+
+    def run(self) -> int:
+        self.block(self.kernel.body)
+        return self.status
+
+    def along(self, values: np.ndarray, axis: int) -> np.ndarray:
+        return values.reshape([-1 if a == axis else 1 for a in range(self.rank)])
+
+    @contextmanager
+    def scope(self, axes: int, size: int) -> Iterator[None]:
+        """Within it `axes` more axes, of `size` elements together, are in use; values found there are forgotten after it."""
+        outside = self.depth, self.size
+        self.depth, self.size = self.depth + axes, self.size * size
+        self.scopes.append({})
+        yield
+        self.scopes.pop()
+        self.depth, self.size = outside
+
+    # -- statements
+
+    def block(self, body: Sequence[Stmt]) -> None:
+        for s in body:
+            if isinstance(s, K.Store):
+                self.store(s)
+            elif isinstance(s, K.Let):
+                self.env[s.var] = self.value(s.value)
+            elif isinstance(s, K.Check):
+                if not self.value(s.ok).all():
+                    self.status = s.code
+            elif isinstance(s, K.Loop):
+                self.loop(s)
+            elif isinstance(s, K.Contract):
+                self.contract(s)
+            else:
+                self.native(s)
+
+    def loop(self, loop: K.Loop) -> None:
+        for c in loop.carries:
+            self.env[c.var] = self.value(c.init)
+        if loop.extent and _side_by_side(loop) and self.size * loop.extent * _volume(loop.body) <= 2 * MAX_POINTS:
+            self.spread(loop)
+        else:
+            self.iterate(loop)
+
+    def spread(self, loop: K.Loop) -> None:
+        axis = self.depth
+        self.env[loop.var] = self.along(np.arange(loop.extent), axis)
+        with self.scope(1, loop.extent):
+            self.block(loop.body)
+            for r in loop.reduces:
+                value = self.value(r.value)
+                shape = [loop.extent if a == axis else n for a, n in enumerate(value.shape)]
+                ufunc = reduce_ufunc(r.op, value.dtype)
+                self.env[r.result] = ufunc.reduce(np.broadcast_to(value, shape), axis=axis, dtype=value.dtype, keepdims=True)
+
+    def iterate(self, loop: K.Loop) -> None:
+        results = [self.full(identity(r.op, r.value.dtype), r.value.dtype.compute.numpy) for r in loop.reduces]
+        for i in range(loop.extent):
+            self.env[loop.var] = self.full(i, np.dtype(np.int64))
+            with self.scope(0, 1):
+                self.block(loop.body)
+                results = [reduce_ufunc(r.op, total.dtype)(total, self.value(r.value)) for r, total in zip(loop.reduces, results)]
+                following = [self.value(c.next) for c in loop.carries]
+            for c, value in zip(loop.carries, following):
+                self.env[c.var] = value
+        for r, total in zip(loop.reduces, results):
+            self.env[r.result] = total
+
+    def contract(self, c: K.Contract) -> None:
+        rows, columns, inner = np.arange(c.m), np.arange(c.n), np.arange(c.k)
+        dtype = c.acc.dtype.numpy
+        a = self.operand(c.a, rows[:, None], inner[None, :], c.k).astype(dtype)
+        b = self.operand(c.b, inner[:, None], columns[None, :], c.k).astype(dtype)
+        acc = np.matmul(a, b)
+        self.env[c.i] = self.row = self.along(rows, 1)
+        self.env[c.j] = self.along(columns, 2)
+        self.env[c.acc] = acc.reshape(acc.shape + (1,) * (self.rank - 3))
+        for axes, size, body in ((2, c.m * c.n, c.epilogue), (1, c.m, c.rows)):
+            with self.scope(axes, size):
+                if size:
+                    self.block(body)
+        self.row = None
+
+    def operand(self, o: K.Operand, r: np.ndarray, c: np.ndarray, k: int) -> np.ndarray:
+        """The operand's matrix at every grid point (or at one, where it is the same at all): [points or 1, rows, columns]."""
+        offset = self.value(o.offset).reshape(-1, 1, 1)
+        if o.panel:
+            index = offset + (c // o.panel) * (k * o.panel) + r * o.panel + c % o.panel
+        else:
+            index = offset + r * o.row_stride + c * o.col_stride
+        self.bounds(o.buffer, index, None, "reads")
+        return convert(self.memory[o.buffer][index], o.buffer.dtype, o.buffer.dtype.compute)
+
+    def native(self, s: K.Native) -> None:
+        inputs = [self.window(v) for v in s.inputs]
+        results = OPS[s.op].reference(s.attrs, *inputs)
+        for view, result in zip(s.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+            self.window(view)[...] = np.asarray(result).astype(view.buffer.dtype.numpy)
+
+    def window(self, v: K.View) -> np.ndarray:
+        """The strided view as a numpy array on the buffer's own memory."""
+        memory = self.memory[v.buffer]
+        if 0 in v.dims:
+            return np.empty(v.dims, memory.dtype)
+        reach = [(n - 1) * stride for n, stride in zip(v.dims, v.strides)]
+        low, high = v.offset + sum(min(r, 0) for r in reach), v.offset + sum(max(r, 0) for r in reach)
+        self.bounds(v.buffer, np.array([low, high]), None, "views")
+        strides = [s * memory.itemsize for s in v.strides]
+        return np.lib.stride_tricks.as_strided(memory[v.offset :], v.dims, strides)
+
+    def store(self, s: K.Store) -> None:
+        index, value = self.value(s.index), self.value(s.value)
+        guard = None if s.guard is None else self.value(s.guard)
+        value = convert(value, s.value.dtype.compute, s.buffer.dtype)
+        self.bounds(s.buffer, index, guard, "writes")
+        if isinstance(s.buffer, Local):
+            memory, at = self.locals[s.buffer], self.local_index(s.buffer, index)
+        else:
+            memory, at = self.memory[s.buffer], (index,)
+        if guard is None:
+            if isinstance(s.buffer, Buffer):
+                self.own(s.buffer, index)
+            memory[at] = value
+            return
+        *at, value, guard = np.broadcast_arrays(*at, value, guard)
+        if isinstance(s.buffer, Buffer):
+            self.own(s.buffer, index, guard)
+        memory[tuple(a[guard] for a in at)] = value[guard]
+
+    def own(self, buffer: Buffer, index: np.ndarray, guard: np.ndarray | None = None) -> None:
+        """Record which grid point writes which element; two points that write one element race."""
+        if not buffer.writable:
+            self.broken(f"writes {buffer.name}, which is not writable")
+        owner = self.owners.setdefault(buffer, np.full(buffer.size, -1))
+        index, point = np.broadcast_arrays(index, self.point)
+        if guard is not None:
+            index, point, guard = np.broadcast_arrays(index, point, guard)
+            index, point = index[guard], point[guard]
+        before = owner[index]
+        owner[index] = point
+        if ((before != -1) & (before != point)).any() or (owner[index] != point).any():
+            self.broken(f"two grid points write one element of {buffer.name}")
+
+    # -- expressions
+
+    def full(self, value: int | float | bool, dtype: np.dtype) -> np.ndarray:
+        return np.asarray(value).astype(dtype).reshape((1,) * self.rank)
+
+    def value(self, e: Expr) -> np.ndarray:
+        """The expression at every point, in its compute dtype: an array of rank `rank`."""
+        if isinstance(e, K.Var):
+            return self.env[e]
+        if isinstance(e, K.Const):
+            return self.full(e.value, e.dtype.compute.numpy)
+        for scope in reversed(self.scopes):
+            if id(e) in scope:
+                return scope[id(e)]
+        out = self.load(e) if isinstance(e, Load) else compute(e.op, [(self.value(a), a.dtype) for a in e.args], e.dtype)
+        self.scopes[-1][id(e)] = out
+        return out
+
+    def load(self, e: Load) -> np.ndarray:
+        index = self.value(e.index)
+        guard = None if e.guard is None else self.value(e.guard)
+        self.bounds(e.buffer, index, guard, "reads")
+        if guard is not None:
+            index = np.where(guard, index, 0)
+            if not guard.any():
+                return np.zeros(index.shape, e.dtype.numpy)
+        if isinstance(e.buffer, Local):
+            out = self.locals[e.buffer][self.local_index(e.buffer, index)]
+        else:
+            out = self.memory[e.buffer][index]
+            if (owner := self.owners.get(e.buffer)) is not None:
+                foreign = (owner[index] != -1) & (owner[index] != self.point)
+                if (foreign if guard is None else foreign & guard).any():
+                    self.broken(f"one grid point reads what another wrote in {e.buffer.name}")
+        out = convert(out, e.buffer.dtype, e.dtype)
+        return out if guard is None else np.where(guard, out, np.zeros((), out.dtype))
+
+    def local_index(self, local: Local, index: np.ndarray) -> tuple[np.ndarray, ...]:
+        if local.per_row:
+            assert self.row is not None, f"{local.name} is per row and used outside a Contract"
+        row = self.row if local.per_row and self.row is not None else np.zeros_like(self.point[:1])
+        return (self.point - self.point.flat[0], row, index)
+
+    def bounds(self, buffer: Buffer | Local, index: np.ndarray, guard: np.ndarray | None, does: str) -> None:
+        outside = (index < 0) | (index >= buffer.size)
+        if guard is not None:
+            outside = outside & guard
+        if outside.any():
+            at = np.broadcast_to(index, outside.shape)[outside].flat[0]
+            self.broken(f"{does} {buffer.name}[{at}], which has {buffer.size} elements")
+
+    def broken(self, what: str) -> None:
+        raise VerifyError(f"kernel {self.kernel.name!r} {what}:\n{self.kernel}")
