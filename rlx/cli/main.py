@@ -1,0 +1,133 @@
+"""The command `rlx`. Only what every command needs is imported here: the rest costs start-up time and waits for its use."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlx.errors import RlxError
+
+if TYPE_CHECKING:
+    from rlx.frontends.embedding import EmbeddingModel
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="rlx: compile a model once, run it many times.",
+)
+TABLE_TEXTS = 12  # up to so many texts get a table of similarities
+PROGRESS_TEXTS = 200  # from so many on, a terminal shows a progress bar
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Entry point. Exit code 0; 1 with one line on stderr for an error of rlx or of the file system; 2 for wrong usage."""
+    try:
+        app(args=argv, prog_name="rlx")
+    except (RlxError, OSError) as e:
+        print(f"rlx: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from rlx import __version__
+
+        print(f"rlx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
+@app.command()
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.", show_default=False)] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder of a BERT-type model.", show_default="all-MiniLM-L6-v2")
+    ] = None,
+    file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say where the time and the memory went.")] = False,
+) -> None:
+    """Turn texts into vectors, and show how alike a few of them are."""
+    start = time.perf_counter()
+    lines = list(texts or []) + (_read_lines(file) if file is not None else [])
+    if not lines:
+        raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")
+    import numpy as np
+
+    from rlx.frontends.embedding import default_folder, load
+    from rlx.runtime import CompileOptions
+
+    imported = time.perf_counter() - start
+    loaded = load(model or default_folder(), options=CompileOptions(threads=threads))
+    begun = time.perf_counter()
+    vectors = _embed(loaded, lines)
+    first = time.perf_counter() - begun
+    phases = {"imports": imported, **loaded.seconds}
+    if output is not None:
+        with output.open("wb") as f:  # np.save would add a suffix of its own to another name
+            np.save(f, vectors)
+    from rlx.cli import show
+
+    few = len(lines) <= TABLE_TEXTS
+    if few:
+        show.similarities(lines, vectors)
+    show.summary(loaded, len(lines), first, _warm(loaded, lines) if few else None, output)
+    if stats:
+        show.account(phases)
+
+
+def _read_lines(file: str) -> list[str]:
+    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        return raw.decode("utf-8").splitlines()
+    except UnicodeDecodeError as e:
+        where = "standard input" if file == "-" else file
+        raise RlxError(f"{where} is not UTF-8 text: byte {e.start} cannot be read") from None
+
+
+def _embed(model: EmbeddingModel, lines: list[str]):
+    if len(lines) < PROGRESS_TEXTS or not sys.stderr.isatty():
+        return model.embed(lines)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("embedding", total=len(lines))
+        return model.embed(lines, progress=lambda done, _: bar.update(task, completed=done))
+
+
+def _warm(model: EmbeddingModel, lines: list[str]) -> float:
+    """Seconds that the same texts take once everything is compiled: the median of five passes."""
+    passes = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        model.embed(lines)
+        passes.append(time.perf_counter() - begun)
+    return sorted(passes)[2]
+
+
+@app.command()
+def devices() -> None:
+    """The devices of every backend, and why one is not usable here."""
+    from rlx.cli import show
+
+    show.devices()
+
+
+@app.command()
+def knobs() -> None:
+    """The environment variables that rlx reads."""
+    from rlx.cli import show
+
+    show.knobs()

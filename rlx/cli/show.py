@@ -1,0 +1,59 @@
+"""What the command prints, as rich tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rlx.frontends.embedding import EmbeddingModel
+
+_out = Console(highlight=False)
+
+
+def similarities(texts: list[str], vectors: np.ndarray) -> None:
+    """Cosine of every pair of texts."""
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    table = Table(title="cosine similarity", title_justify="left")
+    table.add_column("text", max_width=48, no_wrap=True, overflow="ellipsis")
+    for i in range(len(texts)):
+        table.add_column(str(i + 1), justify="right")
+    for i, text in enumerate(texts):
+        table.add_row(_plain(f"{i + 1} {text}"), *(f"{c:.2f}" for c in unit[i] @ unit.T))
+    _out.print(table)
+
+
+def _plain(text: str):
+    """Text as it is: brackets are no markup, control characters do not reach the terminal."""
+    from rich.text import Text
+
+    return Text("".join(c if c.isprintable() else " " for c in text))
+
+
+def summary(model: EmbeddingModel, n: int, first: float, warm: float | None, output: Path | None) -> None:
+    """`first`: seconds of the first pass, compilation included; `warm`: of a second one over the same texts."""
+    _out.print(f"{n} text{'s' * (n != 1)} -> float32 [{n}, {model.dim}] in {first:.2f} s, compilation included")
+    if warm is not None:
+        _out.print(f"once compiled: {warm / n * 1e3:.2f} ms per text")
+    rows, length = max(model.shapes, key=lambda s: s[0] * s[1])
+    planned = ", ".join(f"{what} {_size(nbytes)}" for what, nbytes in model.memory(rows, length).items() if nbytes)
+    _out.print(f"memory planned for {rows} x {length} tokens: {planned}")
+    if output is not None:
+        _out.print(_plain(f"written to {output}"))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:.1f} kB"
+
+
+def account(seconds: dict[str, float]) -> None:
+    """Where the time went, in the order it was spent."""
+    table = Table(title="where the time went", title_justify="left")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    for phase, spent in seconds.items():
+        table.add_row(phase, f"{spent * 1e3:.1f}")
+    table.add_row("sum", f"{sum(seconds.values()) * 1e3:.1f}", style="bold")
+    _out.print(table)

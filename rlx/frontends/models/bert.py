@@ -1,0 +1,150 @@
+"""BERT-type encoders with pooling: the sentence-embedding networks of Hugging Face and sentence-transformers folders.
+
+Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018); pooling as in Reimers & Gurevych,
+"Sentence-BERT" (2019). Params have the names of the Hugging Face checkpoint. Activations are 2-D, [batch * length, hidden].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import rlx.ir.ops as ops
+from rlx.errors import CorruptFileError, ModelError, known
+from rlx.ir.graph import Graph, Value
+
+ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
+    "gelu": lambda x: ops.gelu(x),
+    "gelu_new": lambda x: ops.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: ops.gelu(x, approximate="tanh"),
+    "relu": lambda x: ops.relu(x),
+    "silu": lambda x: ops.silu(x),
+    "swish": lambda x: ops.silu(x),
+}
+POOLINGS = ("mean", "cls")
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes and choices, under the names of config.json; `pooling` and `normalize` come from modules.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    pad_token_id: int = 0
+    pooling: str = "mean"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise CorruptFileError(f"config.json: {name} must be a positive size, got {value!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise CorruptFileError(
+                f"config.json: hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ModelError(f"hidden_act {self.hidden_act!r} is not supported; supported: {known(ACTIVATIONS)}")
+        if self.pooling not in POOLINGS:
+            raise ModelError(f"pooling {self.pooling!r} is not supported; supported: {known(POOLINGS)}")
+
+    @staticmethod
+    def parse(config: dict[str, Any], pooling: str = "mean", normalize: bool = False) -> BertConfig:
+        """From the contents of config.json; keys that change nothing here are passed over."""
+        if config.get("position_embedding_type", "absolute") != "absolute":
+            raise ModelError(f"position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'")
+        if config.get("is_decoder"):
+            raise ModelError("a BERT decoder (is_decoder) is not supported, only encoders")
+        names = set(BertConfig.__dataclass_fields__) - {"pooling", "normalize"}
+        try:
+            given = {k: v for k, v in config.items() if k in names}
+            return BertConfig(**given, pooling=pooling, normalize=normalize)
+        except TypeError as e:
+            raise CorruptFileError(f"config.json: {e}") from None
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+def build(config: BertConfig, batch: int, length: int) -> Graph:
+    """input_ids i32 [batch, length], attention_mask bool [batch, length] (True: a token, False: padding) ->
+    embedding f32 [batch, hidden]. Token types are all 0."""
+    g = Graph(f"bert_{batch}x{length}")
+    hidden = config.hidden_size
+    ids = g.input("input_ids", (batch, length), "i32")
+    mask = g.input("attention_mask", (batch, length), "bool")
+
+    words = g.param("embeddings.word_embeddings.weight", (config.vocab_size, hidden), "f32")
+    positions = g.param("embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden), "f32")
+    types = g.param("embeddings.token_type_embeddings.weight", (config.type_vocab_size, hidden), "f32")
+    place = positions[:length] + types[:1]  # [length, hidden]; of params alone, so computed once
+    x = ops.embedding(words, ids) + place  # [batch, length, hidden]
+    x = _norm(g, config, "embeddings.LayerNorm", x.reshape(batch * length, hidden))
+
+    allowed = mask.reshape(batch, 1, 1, length)  # every query may look at every token of its own row
+    for i in range(config.num_hidden_layers):
+        layer = f"encoder.layer.{i}"
+        attended = _linear(g, f"{layer}.attention.output.dense", _attention(g, config, layer, x, allowed), hidden)
+        x = _norm(g, config, f"{layer}.attention.output.LayerNorm", attended + x)
+        inner = ACTIVATIONS[config.hidden_act](_linear(g, f"{layer}.intermediate.dense", x, config.intermediate_size))
+        x = _norm(g, config, f"{layer}.output.LayerNorm", _linear(g, f"{layer}.output.dense", inner, hidden) + x)
+
+    pooled = _pool(config, x.reshape(batch, length, hidden), mask)
+    g.set_outputs([pooled], names=["embedding"])
+    return g
+
+
+def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Value) -> Value:
+    """Self-attention before its output projection, [tokens, hidden] -> [tokens, hidden]. One contraction makes q, k and v."""
+    hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_size
+    batch, _, _, length = allowed.dims
+    parts = [_params(g, f"{layer}.attention.self.{name}", hidden, hidden) for name in ("query", "key", "value")]
+    weight = ops.concat(*(w for w, _ in parts), axis=0)  # [3 * hidden, hidden]
+    bias = ops.concat(*(b for _, b in parts), axis=0)  # [3 * hidden]
+    qkv = x @ weight.T + bias  # [tokens, 3 * hidden]
+    q, k, v = (
+        qkv[:, i * hidden : (i + 1) * hidden].reshape(batch, length, heads, size).transpose(0, 2, 1, 3) for i in range(3)
+    )  # each [batch, heads, length, size]
+    out = ops.attention(q, k, v, allowed, mask="custom")  # [batch, heads, length, size]
+    return out.transpose(0, 2, 1, 3).reshape(batch * length, hidden)
+
+
+def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]:
+    """Weight [rows, columns] = [out, in], as the checkpoint stores it, and bias [rows]."""
+    return g.param(f"{name}.weight", (rows, columns), "f32"), g.param(f"{name}.bias", (rows,), "f32")
+
+
+def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
+    weight, bias = _params(g, name, width, x.dims[-1])
+    return x @ weight.T + bias
+
+
+def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
+    scale = g.param(f"{name}.weight", (config.hidden_size,), "f32")
+    bias = g.param(f"{name}.bias", (config.hidden_size,), "f32")
+    return ops.layer_norm(x, scale, bias, eps=config.layer_norm_eps)
+
+
+def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
+    """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
+    batch, length, hidden = x.dims
+    if config.pooling == "cls":
+        pooled = x[:, 0:1, :].reshape(batch, hidden)
+    else:
+        weight = mask.astype("f32").reshape(batch, length, 1)
+        count = ops.maximum(ops.sum(weight, axes=(1,)), 1.0)  # [batch, 1]
+        pooled = ops.sum(x * weight, axes=(1,)) / count
+    if config.normalize:
+        norm = ops.sqrt(ops.sum(pooled * pooled, axes=(1,), keepdims=True))
+        pooled = pooled / ops.maximum(norm, 1e-12)  # the bound that torch's normalize sets
+    return pooled

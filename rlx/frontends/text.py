@@ -1,0 +1,76 @@
+"""Text to token ids, by the model folder's own tokenizer.json (the `tokenizers` package).
+
+In: strings. Out: one list of ids per string, special tokens added, cut to the model's length, not padded: padding is
+the business of whoever puts texts into a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError
+from rlx.frontends.weights import read_json
+
+_CHUNK = 1024  # texts tokenised at once: bounds the memory that the tokenizer's own records take
+
+
+class Tokenizer:
+    """`tokenizer.json` of `folder`; texts are cut to `max_length` tokens, special ones included."""
+
+    def __init__(self, folder: str | Path, positions: int) -> None:
+        """`positions`: how many tokens the network takes; the folder's configuration may set fewer."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
+        try:
+            import tokenizers
+        except ImportError as e:
+            raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
+            raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+        self._lower, self.max_length = _limits(folder, positions)
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(self.max_length)
+        if (special := len(self([""])[0])) > self.max_length:
+            raise ModelError(f"{folder}: a maximum length of {self.max_length} has no room for the {special} special tokens")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __call__(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        texts = [self._checked(i, text) for i, text in enumerate(texts)]
+        out: list[list[int]] = []
+        for start in range(0, len(texts), _CHUNK):
+            out += [e.ids for e in self._tokenizer.encode_batch_fast(texts[start : start + _CHUNK])]
+        return out
+
+    def _checked(self, i: int, text: object) -> str:
+        if not isinstance(text, str):
+            raise InputDTypeError(f"text {i} is a {type(text).__name__}, not a str")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise InputDTypeError(f"text {i} is not valid unicode: {e.reason} at character {e.start}") from None
+        return text.lower() if self._lower else text
+
+
+def _limits(folder: Path, positions: int) -> tuple[bool, int]:
+    """(lower the text first, maximum length): the least of what the folder's files and the network allow."""
+    lengths, lower = [positions], False
+    for file, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        if (folder / file).is_file():
+            config = read_json(folder / file)
+            value = config.get(key)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1e30 stands for "no limit"
+                if value < 1:
+                    raise CorruptFileError(f"{folder / file}: {key} is {value}, it must be at least 1")
+                lengths.append(int(min(value, positions)))
+            lower = lower or (key == "max_seq_length" and config.get("do_lower_case") is True)
+    return lower, min(lengths)

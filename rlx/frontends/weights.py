@@ -1,0 +1,148 @@
+"""Weights of a model folder: safetensors files, mapped into memory, every size and offset checked before use.
+
+In: a folder with model.safetensors, or with model.safetensors.index.json and its shards. Out: name -> read-only array.
+The header is untrusted: nothing is allocated or addressed by it until it agrees with the file's real size.
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import CorruptFileError, ModelError, known
+from rlx.ir.dtype import DTYPES, DType
+
+MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own reader sets
+_LENGTH_BYTES = 8
+
+_DTYPES: dict[str, DType] = {
+    "F64": DTYPES["f64"], "F32": DTYPES["f32"], "F16": DTYPES["f16"], "BF16": DTYPES["bf16"],
+    "F8_E4M3": DTYPES["f8e4m3"], "F8_E5M2": DTYPES["f8e5m2"],
+    "I64": DTYPES["i64"], "I32": DTYPES["i32"], "I16": DTYPES["i16"], "I8": DTYPES["i8"],
+    "U64": DTYPES["u64"], "U32": DTYPES["u32"], "U16": DTYPES["u16"], "U8": DTYPES["u8"], "BOOL": DTYPES["bool"],
+}  # fmt: skip
+
+
+def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
+    """Every tensor of the folder by name, as read-only arrays over mapped files (nothing is read until it is used).
+
+    Raises ModelError if the folder has no safetensors weights, CorruptFileError if a file contradicts itself.
+    """
+    folder = Path(folder)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return read_file(single)
+    if index.is_file():
+        return _read_shards(index)
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".h5", ".onnx", ".safetensors"))
+    raise ModelError(
+        f"{folder} has no model.safetensors (nor model.safetensors.index.json); found: {known(found)}. "
+        "rlx reads safetensors only: save the model with save_pretrained(…, safe_serialization=True)"
+    )
+
+
+def _read_shards(index: Path) -> dict[str, np.ndarray]:
+    """The tensors that the index names, each from the shard that it says."""
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()):
+        raise CorruptFileError(f"{index}: 'weight_map' must map tensor names to file names")
+    shards: dict[str, dict[str, np.ndarray]] = {}
+    for file in sorted(set(where.values())):
+        if Path(file).name != file:
+            raise CorruptFileError(f"{index}: the shard {file!r} must be a plain file name in the same folder")
+        if not (index.parent / file).is_file():
+            raise ModelError(f"{index} names the shard {file!r}, which is not in {index.parent}")
+        shards[file] = read_file(index.parent / file)
+    for name, file in where.items():
+        if name not in shards[file]:
+            raise CorruptFileError(f"{index} places the tensor {name!r} in {file!r}, which does not hold it")
+    return {name: shards[file][name] for name, file in where.items()}
+
+
+def read_file(path: str | Path) -> dict[str, np.ndarray]:
+    """The tensors of one safetensors file, mapped read-only. Raises CorruptFileError saying what contradicts what."""
+    path = Path(path)
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        head = f.read(_LENGTH_BYTES)
+        header_bytes = int.from_bytes(head, "little")
+        if len(head) < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise CorruptFileError(
+                f"{path}: the header claims {header_bytes} bytes, the file has {max(size - _LENGTH_BYTES, 0)} after the "
+                "length field; it is truncated or not a safetensors file"
+            )
+        header = _parse(path, f.read(header_bytes))
+    start = _LENGTH_BYTES + header_bytes
+    spans = [(name, *_span(path, name, entry)) for name, entry in header.items() if name != "__metadata__"]
+    _check_cover(path, spans, size - start)
+    mapped = np.memmap(path, np.uint8, mode="r").data
+    return {name: np.ndarray(shape, dtype.numpy, buffer=mapped, offset=start + begin) for name, dtype, shape, begin, _ in spans}
+
+
+def _parse(path: Path, header: bytes) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a name stands twice")
+        return dict(pairs)
+
+    try:
+        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise CorruptFileError(f"{path}: the header is not valid JSON ({e})") from None
+    if not isinstance(parsed, dict):
+        raise CorruptFileError(f"{path}: the header must be a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of one tensor; begin and end in bytes from the start of the data."""
+    fault = f"{path}: tensor {name!r}: "
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CorruptFileError(fault + "needs exactly dtype, shape and data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+        raise CorruptFileError(fault + f"the dtype {entry['dtype']!r} is unknown; known: {known(_DTYPES)}")
+    dtype = _DTYPES[entry["dtype"]]
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _naturals(shape) or len(shape) > 32 or math.prod(d or 1 for d in shape) * dtype.itemsize >= 2**62:
+        raise CorruptFileError(fault + f"the shape {str(shape)[:80]} is not a list of at most 32 sizes")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise CorruptFileError(fault + f"data_offsets must be two sizes, got {str(offsets)[:80]}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CorruptFileError(
+            fault + f"{entry['dtype']}{shape} takes {math.prod(shape) * dtype.itemsize} bytes, data_offsets give {end - begin}"
+        )
+    return dtype, tuple(shape), begin, end
+
+
+def _naturals(x: Any) -> bool:
+    return isinstance(x, list) and all(type(v) is int and v >= 0 for v in x)
+
+
+def _check_cover(path: Path, spans: list[tuple[str, DType, tuple[int, ...], int, int]], data_bytes: int) -> None:
+    """The tensors must tile the data: no gap, no overlap, nothing outside."""
+    at = 0
+    for name, _, _, begin, end in sorted(spans, key=lambda s: s[3:]):
+        if begin != at:
+            raise CorruptFileError(f"{path}: tensor {name!r} begins at byte {begin} of the data, byte {at} was expected")
+        at = end
+    if at != data_bytes:
+        raise CorruptFileError(f"{path}: the tensors take {at} bytes, the file holds {data_bytes} bytes of data")
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """A JSON object (or list) from a file of a model folder; ModelError if it is missing, CorruptFileError if it is not one."""
+    if not path.is_file():
+        raise ModelError(f"{path.parent} has no {path.name}; a model folder needs it")
+    try:
+        parsed = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise CorruptFileError(f"{path} is not valid JSON ({e})") from None
+    if not isinstance(parsed, kind):
+        raise CorruptFileError(f"{path} must hold a JSON {kind.__name__}, got {type(parsed).__name__}")
+    return parsed
