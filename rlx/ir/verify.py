@@ -1,0 +1,186 @@
+"""The structural rules of a graph, checked in every build. `faults` lists all that is broken, `verify` raises it.
+
+Run after every pass, so cost counts: one walk, one shape inference per node.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from rlx.errors import VerifyError
+from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Graph, Node, Value
+from rlx.ir.op import OPS, Attrs, Kind, OpDef
+
+
+def verify(graph: Graph) -> None:
+    """Raise VerifyError with every fault of the graph."""
+    if found := faults(graph):
+        count = f"{len(found)} faults" if len(found) > 1 else "a fault"
+        raise VerifyError(f"graph {graph.name!r} has {count}:\n  " + "\n  ".join(found))
+
+
+def faults(graph: Graph) -> list[str]:
+    """Every broken rule, one sentence each; empty for a sound graph."""
+    out = list(_leaf_faults(graph))
+    out.extend(_result_faults(graph))
+    nodes, cycle = _walk(graph)
+    if cycle is not None:
+        out.append(f"{where(cycle)} depends on its own result")
+    declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
+    for node in nodes:
+        out.extend(f"{where(node)}: {fault}" for fault in _node_faults(node, declared))
+    return out
+
+
+def where(node: Node) -> str:
+    """The node, its op and operand shapes, and the user's line if known, for messages."""
+    operands = ", ".join(str(v.shape) if _in_range(v) else repr(v) for v in node.inputs)
+    label = f"{node.name!r} = " if node.name else ""
+    return f"{label}{node.op.name}({operands})" + (f" made at {node.source}" if node.source else "")
+
+
+def _in_range(v: Any) -> bool:
+    return isinstance(v, Value) and 0 <= v.index < len(v.node.shapes)
+
+
+def _leaf_faults(graph: Graph) -> Iterator[str]:
+    names: dict[Any, str] = {}
+    for op, group in ((INPUT, graph.inputs), (PARAM, graph.params), (HANDLE, graph.handles)):
+        for leaf in group:
+            if not isinstance(leaf, Value) or leaf.node.op is not op or leaf.index != 0:
+                yield f"{leaf!r} stands among the {op.name}s but is no {op.name}"
+                continue
+            if not isinstance(leaf.name, str) or not leaf.name:
+                yield f"an {op.name}'s name must be a non-empty string, found {leaf.name!r}"
+            elif leaf.name in names:
+                yield f"{names[leaf.name]} and {op.name} have the same name {leaf.name!r}"
+            names.setdefault(leaf.name, op.name)
+
+
+def _result_faults(graph: Graph) -> Iterator[str]:
+    if not graph.outputs and not graph.assigns:
+        yield "no outputs and no assigned handle, so a run would do nothing: call set_outputs"
+    if len(graph.outputs) != len(graph.output_names):
+        yield f"{len(graph.outputs)} outputs have {len(graph.output_names)} names"
+    for i, name in enumerate(graph.output_names):
+        if not isinstance(name, str) or not name:
+            yield f"output {i}'s name must be a non-empty string, found {name!r}"
+        if name in graph.output_names[:i]:
+            yield f"two outputs have the name {name!r}"
+    for i, out in enumerate(graph.outputs):
+        if not _in_range(out):
+            yield f"output {i} is no result of a node: {out!r}"
+    seen: set[Value] = set()
+    for handle, value in graph.assigns:
+        if handle not in graph.handles:
+            yield f"assign to {handle!r}, which is no declared handle"
+        elif not _in_range(value):
+            yield f"handle {handle.name!r} is assigned {value!r}, which is no result of a node"
+        elif value.shape != handle.shape:
+            yield f"handle {handle.name!r} is {handle.shape}, its next value is {value.shape}"
+        if handle in seen:
+            yield f"handle {handle.name!r} is assigned twice"
+        seen.add(handle)
+
+
+def _walk(graph: Graph) -> tuple[list[Node], Node | None]:
+    """Nodes in postorder, and one that lies on a cycle. (Graph.nodes() stops at a cycle without a word.)"""
+    done: dict[Node, None] = {}
+    open_: set[Node] = set()
+    cycle = None
+    for root in [*graph.leaves(), *graph.roots()]:
+        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
+        open_.update(node for node, _ in stack)
+        while stack:
+            node, todo = stack[-1]
+            for v in todo:
+                if not isinstance(v, Value) or v.node in done:
+                    continue
+                if v.node in open_:
+                    cycle = cycle or v.node
+                    continue
+                open_.add(v.node)
+                stack.append((v.node, iter(v.node.inputs)))
+                break
+            else:
+                stack.pop()
+                done[node] = None
+    return list(done), cycle
+
+
+def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
+    op = node.op
+    if OPS.get(op.name) is not op:
+        yield "its op is not the op table's entry of that name"
+        return
+    if op.kind is Kind.LEAF and op is not CONSTANT and node not in declared:
+        yield f"used, but the graph declares no such {op.name}: {node.name!r}"
+    broken = [i for i, v in enumerate(node.inputs) if not _in_range(v)]
+    for i in broken:
+        yield f"operand {i} is no result of a node: {node.inputs[i]!r}"
+    bad_attrs = attribute_faults(op, node.attrs)
+    yield from bad_attrs
+    if broken or bad_attrs:
+        return
+    try:
+        inferred = op.result_shapes(node.attrs, tuple(v.shape for v in node.inputs))
+    except Exception as e:  # a rule may trip over anything in a broken node: the verifier reports it and goes on
+        yield f"its shape rule fails: {e or type(e).__name__}"
+        return
+    if inferred != node.shapes:
+        yield f"is {', '.join(map(str, node.shapes))}, its shape rule says {', '.join(map(str, inferred))}"
+
+
+def attribute_faults(op: OpDef, attrs: Attrs | None) -> list[str]:
+    """What is wrong with the type of an op's attribute record, or of a value in it."""
+    if op.attrs is None:
+        return [] if attrs is None else [f"{op.name} has no attributes, found {attrs!r}"]
+    if type(attrs) is not op.attrs:
+        return [f"attributes of {op.name} are {op.attrs.__name__}, found {type(attrs).__name__}"]
+    if isinstance(attrs, ConstantAttrs):
+        data = attrs.data
+        if not isinstance(data, np.ndarray) or data.flags.writeable or not data.flags.c_contiguous:
+            return ["a constant's data is a read-only C-contiguous array"]
+        return []
+    out = []
+    for field, hint in _hints(op.attrs).items():
+        value = getattr(attrs, field)
+        if not _fits(value, hint):
+            want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+            out.append(f"attribute {field} of {op.name} takes {want}, found {value!r}")
+    return out
+
+
+@lru_cache(maxsize=None)
+def _hints(attrs: type[Attrs]) -> dict[str, Any]:
+    return get_type_hints(attrs)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says (int, float, bool, a class, tuple, union, Literal, Any)."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is None:
+        return value is None
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(_fits(v, args[0]) for v in value)
+        return len(value) == len(args) and all(map(_fits, value, args))
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+    return isinstance(value, origin or hint)

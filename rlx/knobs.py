@@ -1,0 +1,67 @@
+"""Every environment variable that rlx reads, in one table. Knobs are for people debugging; programs use CompileOptions.
+
+Values are read when asked for, so that a variable set after `import rlx` counts; `override` sets them for one block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rlx.errors import OptionError, known
+
+T = TypeVar("T", int, str)
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One variable. Its type is the type of its default."""
+
+    env: str
+    default: T
+    help: str
+
+    def get(self) -> T:
+        """The overridden value, else the environment's, else the default. OptionError if it does not parse."""
+        if self.env in _overrides:
+            return type(self.default)(_overrides[self.env])
+        text = os.environ.get(self.env, "")
+        if not text:
+            return self.default
+        try:
+            return type(self.default)(text)
+        except ValueError:
+            raise OptionError(
+                f"environment variable {self.env} is {text!r}, expected {type(self.default).__name__}: {self.help}"
+            ) from None
+
+
+_overrides: dict[str, int | str] = {}
+
+DEBUG = Knob("RLX_DEBUG", 0, "1 timings, 2 kernels, 3 graph after each pass, 4 generated source")
+DUMP = Knob("RLX_DUMP", "", "folder that receives every stage of every compile")
+THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
+DEVICE = Knob("RLX_DEVICE", "cpu", "device of a Session that names none; the test suite runs on it")
+
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, DEVICE)
+
+
+@contextmanager
+def override(**values: int | str) -> Iterator[None]:
+    """Within the block the named variables have these values, whatever the environment says: override(RLX_DEBUG=3)."""
+    by_env = {knob.env: knob for knob in KNOBS}
+    for env, value in values.items():
+        if env not in by_env:
+            raise OptionError(f"there is no knob {env!r}; knobs: {known(by_env)}")
+        if not isinstance(value, type(by_env[env].default)):
+            raise OptionError(f"knob {env} takes {type(by_env[env].default).__name__}, got {value!r}")
+    before = dict(_overrides)
+    _overrides.update(values)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
