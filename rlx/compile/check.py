@@ -1,0 +1,353 @@
+"""The independent judge of a Program: does every read find what was written for it?
+
+It replays the steps over a map of arena bytes to the buffer that owns them, instead of comparing lifetimes as the planner
+does, and shares no code with rlx/compile/memory.py and inplace.py. Runs in every build; a fault is ours, not the user's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlx.errors import PlanError
+from rlx.ir import kernel as K
+from rlx.ir.program import BufferDecl, Program, Region, Step
+
+IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
+GIVEN = frozenset({Region.INPUT, Region.PARAM, Region.CONSTANT, Region.HANDLE})  # hold a value before anything runs
+_MAY_READ = {
+    "prepare": frozenset({Region.PARAM, Region.CONSTANT, Region.PREPARED}),
+    "steps": frozenset(Region),
+    "commit": frozenset(Region),
+}
+_MAY_WRITE = {
+    "prepare": frozenset({Region.PREPARED}),
+    "steps": frozenset({Region.ARENA, Region.OUTPUT}),
+    "commit": frozenset({Region.HANDLE}),
+}
+
+
+def check_program(program: Program) -> None:
+    """Raise PlanError listing every fault of the program's places, arguments and order of steps."""
+    if bad := program_faults(program):
+        raise PlanError(f"program {program.name!r} for {program.target.name} has a bad plan:\n  " + "\n  ".join(bad) + f"\n{program}")
+
+
+def program_faults(program: Program) -> list[str]:
+    """Every fault found, as sentences. Empty: the program is sound."""
+    bad: list[str] = []
+    decls = {b.id: b for b in program.buffers}
+    if len(decls) != len(program.buffers):
+        bad.append("two buffers have one id")
+    _check_signature(program, decls, bad)
+    _check_places(program, decls, bad)
+    for phase in ("prepare", "steps", "commit"):
+        for at, step in enumerate(getattr(program, phase)):
+            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, decls, bad)
+    if not bad:  # a replay needs places and arguments that make sense
+        _Replay(program, decls, bad).run()
+    return bad
+
+
+def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+    for what, ids, region in (
+        ("input", program.inputs, Region.INPUT),
+        ("param", program.params, Region.PARAM),
+        ("handle", program.handles, Region.HANDLE),
+    ):
+        if sorted(ids) != sorted(b.id for b in program.buffers if b.region is region):
+            bad.append(f"the {what}s {list(ids)} are not the buffers of region {region.value}")
+    for b in program.buffers:
+        fits = b.data is not None and (b.data.dtype, b.data.size) == (b.shape.dtype.numpy, b.shape.num_elements)
+        if b.region is Region.CONSTANT and not fits:
+            bad.append(f"constant %{b.id} {b.shape} has no data of its dtype and size")
+    for out in program.outputs:
+        b = decls.get(out.buffer)
+        if b is None:
+            bad.append(f"output {out.name!r} is in buffer %{out.buffer}, which does not exist")
+        elif b.region is Region.ARENA:
+            bad.append(f"output {out.name!r} is in %{b.id}, whose memory the next step may reuse")
+        elif b.shape.dtype != out.shape.dtype or b.nbytes != out.shape.size_bytes:
+            bad.append(f"output {out.name!r} is {out.shape}, its buffer %{b.id} is {b.shape}")
+
+
+def _check_places(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+    plan = program.plan
+    if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
+        bad.append(f"alignment {plan.alignment} is not a power of two")
+        return
+    for id in plan.offsets.keys() - {b.id for b in program.buffers if b.region in IN_ARENA}:
+        bad.append(f"%{id} has a place in the arena and is not an arena buffer")
+    for b in program.buffers:
+        if b.region not in IN_ARENA:
+            continue
+        at = plan.offsets.get(b.id)
+        if at is None:
+            bad.append(f"%{b.id} {b.region.value} has no place in the arena")
+        elif at < 0 or at + b.nbytes > plan.size_bytes:
+            bad.append(f"%{b.id} at {at}..{at + b.nbytes} is outside the arena of {plan.size_bytes} bytes")
+        elif at % plan.alignment:
+            bad.append(f"%{b.id} at {at} is not aligned to {plan.alignment}")
+
+
+def _check_arguments(where: str, phase: str, step: Step, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+    kernel = step.kernel
+    if len(step.args) != len(kernel.buffers):
+        bad.append(f"{where}: {len(step.args)} arguments for {len(kernel.buffers)} buffers")
+        return
+    loaded = {a.buffer for a in _accesses(kernel) if not a.stores}
+    stored = {a.buffer for a in _accesses(kernel) if a.stores}
+    for b in (loaded | stored) - set(kernel.buffers) - set(kernel.locals):
+        bad.append(f"{where}: touches {b.name!r}, which is not among its buffers")
+    for arg, b in zip(step.args, kernel.buffers):
+        decl = decls.get(arg)
+        if decl is None:
+            bad.append(f"{where}: argument %{arg} does not exist")
+            continue
+        if b.dtype != decl.shape.dtype or b.size > decl.shape.num_elements:
+            bad.append(f"{where}: {b.name!r} is {b.dtype}[{b.size}], %{arg} is {decl.shape}")
+        if b in stored and not b.writable:
+            bad.append(f"{where}: stores to {b.name!r} (%{arg}), which is not marked as written")
+        if b.writable and decl.region not in _MAY_WRITE[phase]:
+            bad.append(f"{where}: writes %{arg}, which is {decl.region.value}")
+        if b in loaded and decl.region not in _MAY_READ[phase]:
+            bad.append(f"{where}: reads %{arg}, which is {decl.region.value}")
+
+
+# -- replay --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Replay:
+    """Who owns each byte of the arena as the steps run. Bytes are kept in segments between all buffers' edges."""
+
+    program: Program
+    decls: dict[int, BufferDecl]
+    bad: list[str]
+    written: set[int] = field(default_factory=set)
+    proofs: dict[tuple[int, int, int], bool] = field(default_factory=dict)  # by (id of kernel, read, written)
+
+    def run(self) -> None:
+        p = self.program
+        self.written = {b.id for b in p.buffers if b.region in GIVEN}
+        places = {id: (at, at + self.decls[id].nbytes) for id, at in p.plan.offsets.items()}
+        edges = sorted({edge for place in places.values() for edge in place})
+        self.segments = {id: range(bisect_left(edges, a), bisect_left(edges, b)) for id, (a, b) in places.items()}
+        self.owner: list[int | None] = [None] * len(edges)
+        for id in p.inputs:
+            if any(self.owner[s] is not None for s in self.segments[id]):
+                self.bad.append(f"input %{id} shares bytes with input %{next(self.owner[s] for s in self.segments[id])}")
+            self.own(id)
+        for phase in ("prepare", "steps", "commit"):
+            committed: set[int] = set()
+            for at, step in enumerate(getattr(p, phase)):
+                where = f"{phase}[{at}] {step.kernel.name}"
+                if phase == "commit" and (stale := committed & self.reads(step)):
+                    self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
+                if phase == "prepare" and (both := self.reads(step) & self.writes(step)):
+                    self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
+                self.step(where, step)
+                committed |= self.writes(step)
+        for out in p.outputs:
+            self.expect(f"output {out.name!r}", out.buffer)
+        for id in p.inputs:
+            self.expect("at the end", id)
+
+    def own(self, id: int) -> None:
+        for s in self.segments.get(id, ()):
+            self.owner[s] = id
+
+    def expect(self, where: str, id: int) -> None:
+        """The buffer was written and all its bytes are still its own."""
+        if not self.decls[id].nbytes:
+            return
+        if id not in self.written:
+            self.bad.append(f"{where}: %{id} is read and nothing wrote it")
+        lost = next((o for s in self.segments.get(id, ()) if (o := self.owner[s]) != id), None)
+        if lost is not None and id in self.written:
+            self.bad.append(f"{where}: %{id} was overwritten by %{lost}")
+
+    def reads(self, step: Step) -> set[int]:
+        loaded = {a.buffer for a in _accesses(step.kernel) if not a.stores}
+        return {arg for arg, b in zip(step.args, step.kernel.buffers) if b in loaded}
+
+    def writes(self, step: Step) -> set[int]:
+        return {arg for arg, b in zip(step.args, step.kernel.buffers) if b.writable}
+
+    def step(self, where: str, step: Step) -> None:
+        reads, writes = self.reads(step), self.writes(step)
+        for id in sorted(reads):
+            self.expect(where, id)
+        for id in sorted(writes & self.written):  # what an earlier step wrote of it must have lasted
+            if id in self.segments and id not in reads:
+                self.expect(where, id)
+        for w, (written, buffer) in enumerate(zip(step.args, step.kernel.buffers)):
+            if not buffer.writable:
+                continue
+            for r, (other, beside) in enumerate(zip(step.args, step.kernel.buffers)):
+                if r != w and self.together(written, other) and not (other in reads or beside.writable):
+                    continue  # an argument the kernel never loads
+                if r != w and self.together(written, other) and (beside.writable or not self.proved(step, r, w)):
+                    self.bad.append(f"{where}: writes %{written} over %{other}, which it still uses")
+        for id in sorted(writes):
+            self.own(id)
+        self.written |= writes
+
+    def together(self, a: int, b: int) -> bool:
+        """Whether two buffers have a byte in common."""
+        if a == b:
+            return self.decls[a].nbytes > 0
+        x, y = self.segments.get(a, range(0)), self.segments.get(b, range(0))
+        return bool(x) and bool(y) and x.start < y.stop and y.start < x.stop
+
+    def proved(self, step: Step, r: int, w: int) -> bool:
+        """Whether argument w may be written over argument r while the kernel reads it."""
+        if self.segments.get(step.args[r]) != self.segments.get(step.args[w]):
+            return False
+        key = (id(step.kernel), r, w)
+        if key not in self.proofs:
+            self.proofs[key] = _overwrites_after_reading(step.kernel, r, w)
+        return self.proofs[key]
+
+
+# -- a proof of in-place safety, by other means than the planner's ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Access:
+    """One load or store. `path`: which child of which child the statement is; `loops`: (variable, extent) around it, one
+    per level of the path but the last. `index` None: anywhere."""
+
+    buffer: K.Buffer | K.Local
+    stores: bool
+    index: K.Expr | None
+    path: tuple[int, ...]
+    loops: tuple[tuple[K.Var, int], ...]
+
+
+def _accesses(kernel: K.Kernel) -> list[_Access]:
+    found: list[_Access] = []
+
+    def note(es: Iterable[K.Expr | None], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...]) -> None:
+        for e in _inside(es):
+            if isinstance(e, K.Load):
+                found.append(_Access(e.buffer, False, e.index, path, loops))
+
+    def walk(body: Sequence[K.Stmt], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...], start: int = 0) -> None:
+        for at, s in enumerate(body, start):
+            here = (*path, at)
+            if isinstance(s, K.Let):
+                note((s.value,), here, loops)
+            elif isinstance(s, K.Store):
+                note((s.index, s.value, s.guard), here, loops)
+                found.append(_Access(s.buffer, True, s.index, here, loops))
+            elif isinstance(s, K.Check):
+                note((s.ok,), here, loops)
+            elif isinstance(s, K.Loop):
+                note((c.init for c in s.carries), here, loops)
+                deeper = (*loops, (s.var, s.extent))
+                walk(s.body, here, deeper)
+                note([r.value for r in s.reduces] + [c.next for c in s.carries], (*here, len(s.body)), deeper)
+            elif isinstance(s, K.Contract):
+                note((s.a.offset, s.b.offset), here, loops)
+                found.extend(_Access(o.buffer, False, None, here, loops) for o in (s.a, s.b))
+                row = (*loops, (s.i, s.m))
+                walk(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
+                walk(s.rows, here, row, 1)
+            else:
+                found.extend(_Access(v.buffer, False, None, here, loops) for v in s.inputs)
+                found.extend(_Access(v.buffer, True, None, here, loops) for v in s.outputs)
+
+    walk(kernel.body, (), ())
+    return found
+
+
+def _inside(es: Iterable[K.Expr | None]) -> list[K.Expr]:
+    seen: dict[int, K.Expr] = {}
+    todo = list(es)
+    while todo:
+        e = todo.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen[id(e)] = e
+        todo += [e.index, e.guard] if isinstance(e, K.Load) else list(e.args) if isinstance(e, K.Alu) else []
+    return list(seen.values())
+
+
+def _overwrites_after_reading(kernel: K.Kernel, r: int, w: int) -> bool:
+    """Every element of buffer w is written once, by the iteration that alone reads that element of r, after reading it.
+
+    Judged by signatures: the position where all indices are 0, and the stride and extent of each grid and loop index.
+    """
+    read, written = kernel.buffers[r], kernel.buffers[w]
+    if read.dtype.itemsize != written.dtype.itemsize:
+        return False
+    accesses = _accesses(kernel)
+    mine = [a for a in accesses if a.buffer is read and not a.stores]
+    its = [a for a in accesses if a.buffer is written and a.stores]
+    if any(a.buffer is read and a.stores or a.buffer is written and not a.stores for a in accesses):
+        return False
+    signatures = {_signature(kernel, a) for a in mine + its}
+    if len(signatures) > 1 or not its:
+        return not mine and bool(its)
+    (signature,) = signatures
+    return signature is not None and _one_to_one(signature) and all(_precedes(a, b) for a in mine for b in its)
+
+
+_Signature = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def _signature(kernel: K.Kernel, a: _Access) -> _Signature | None:
+    """(element at index 0, ((stride, extent) per grid index, then per loop)), or None where the index is not such a sum."""
+    around = (*kernel.grid, *a.loops)
+    parts = [] if a.index is None else _inside([a.index])
+    known = {id(v) for v, _ in around}
+    if a.index is None or any(isinstance(e, K.Load) or isinstance(e, K.Var) and id(e) not in known for e in parts):
+        return None
+    strides = [K.coefficient(a.index, v) for v, _ in around]
+    origin = _at_zero(a.index)
+    if None in strides or origin is None:
+        return None
+    return origin, tuple((s, n) for s, (_, n) in zip(strides, around))  # type: ignore[misc]
+
+
+_AT_ZERO: dict[str, Callable[..., int]] = {"add": int.__add__, "sub": int.__sub__, "mul": int.__mul__}
+
+
+def _at_zero(e: K.Expr) -> int | None:
+    if isinstance(e, K.Const):
+        return int(e.value)
+    if isinstance(e, K.Var):
+        return 0
+    parts = [_at_zero(x) for x in e.args] if isinstance(e, K.Alu) and e.op in _AT_ZERO else [None]
+    return None if None in parts else _AT_ZERO[e.op](*parts)  # type: ignore[union-attr]
+
+
+def _one_to_one(signature: _Signature) -> bool:
+    """Different indices give different elements: every stride steps over all that the smaller ones can reach."""
+    reach = 0
+    for stride, extent in sorted((abs(s), n) for s, n in signature[1] if n > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (extent - 1)
+    return True
+
+
+def _precedes(load: _Access, store: _Access) -> bool:
+    """The load runs before the store does, in each iteration of the loops around both.
+
+    Paths agree down to the loops they share. Beyond those each has loops of its own, and then the load's must end before
+    the store's begin, or neither has and the statements' order decides.
+    """
+    shared = 0
+    while shared < len(load.path) and shared < len(store.path) and load.path[shared] == store.path[shared]:
+        shared += 1
+    if shared == len(load.path) == len(store.path):
+        return True
+    if shared == len(load.path) or shared == len(store.path):
+        return False
+    return load.path[shared] < store.path[shared]
+
+
+__all__ = ["check_program", "program_faults"]

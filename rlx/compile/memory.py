@@ -1,0 +1,173 @@
+"""Arena plan: lifetimes of buffers over the steps of one run, in-place sharing, and byte offsets.
+
+Comes in: buffers and steps (commit steps last). Goes out: an ArenaPlan. Knows nothing of graphs; what may share memory
+within a step is told by `pairs`. rlx/compile/check.py judges the result and shares no code with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from rlx.ir.kernel import Kernel
+from rlx.ir.program import ArenaPlan, BufferDecl, Region, Step
+
+PLANNED = (Region.ARENA, Region.INPUT, Region.OUTPUT)
+Pairs = Callable[[Kernel], AbstractSet[tuple[int, int]]]
+
+
+def no_pairs(kernel: Kernel) -> AbstractSet[tuple[int, int]]:
+    """Nothing shares memory within a step: what a plan uses when the in-place pass is off."""
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """Steps at which a buffer's bytes matter: `first` to `last`, both included. first > last: never."""
+
+    first: int
+    last: int
+
+    def overlaps(self, other: Lifetime) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass
+class _Slot:
+    """Buffers that follow each other in one place, each taking over in place from the one before."""
+
+    members: list[int]
+    nbytes: int
+    life: Lifetime
+
+
+def lifetimes(
+    buffers: Iterable[BufferDecl], steps: Sequence[Step], outputs: Collection[int], reuse: bool = True
+) -> dict[int, Lifetime]:
+    """Lifetime of every buffer with a place in the arena. `outputs`: ids that must last until the next run.
+
+    Inputs live always (-1: written before the first step); with `reuse` off, so does everything else.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        for arg in step.args:
+            first.setdefault(arg, at)
+            last[arg] = at
+    end = len(steps)
+    lives = {}
+    for b in buffers:
+        if b.region is Region.INPUT or (b.region in PLANNED and not reuse):
+            lives[b.id] = Lifetime(-1, end)
+        elif b.region is Region.OUTPUT or (b.region is Region.ARENA and b.id in outputs):
+            lives[b.id] = Lifetime(first.get(b.id, -1), end)
+        elif b.region is Region.ARENA:
+            lives[b.id] = Lifetime(first.get(b.id, 0), last.get(b.id, -1))
+    return lives
+
+
+def plan_arena(
+    buffers: Sequence[BufferDecl],
+    steps: Sequence[Step],
+    outputs: Collection[int],
+    alignment: int,
+    pairs: Pairs = no_pairs,
+    reuse: bool = True,
+) -> ArenaPlan:
+    """Places for all buffers of the regions ARENA, INPUT and OUTPUT. The same arguments give the same plan.
+
+    `steps`: those of a run followed by those of its commit. `outputs`: ids of buffers that are outputs. `alignment`: bytes,
+    a power of two. `pairs(kernel)`: (read argument, written argument) that may be one memory, see rlx/compile/inplace.py.
+    Offsets are chosen greedily, best fit; the better of two orders (by size; by first use) is kept.
+    """
+    lives = lifetimes(buffers, steps, outputs, reuse)
+    decls = {b.id: b for b in buffers if b.id in lives}
+    taken_over = _take_overs(decls, steps, lives, pairs) if reuse else {}
+    slots = _slots(decls, lives, taken_over)
+    by_size = sorted(slots, key=lambda s: (-s.nbytes, s.life.first, s.members[0]))
+    by_time = sorted(slots, key=lambda s: (s.life.first, -s.nbytes, s.members[0]))
+    placed, size = min((_place(order, alignment) for order in (by_size, by_time)), key=lambda plan: plan[1])
+    offsets = {id: placed[slot.members[0]] for slot in slots for id in slot.members}
+    return ArenaPlan(
+        offsets=dict(sorted(offsets.items())),
+        size_bytes=size,
+        alignment=alignment,
+        unshared_bytes=sum(_round_up(b.nbytes, alignment) for b in decls.values()),
+        lower_bound_bytes=_most_live(slots, len(steps)),
+    )
+
+
+def _take_overs(
+    decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict[int, Lifetime], pairs: Pairs
+) -> dict[int, int]:
+    """written buffer -> the buffer whose place it takes: one that dies at the step which first writes it."""
+    found: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        gone: set[int] = set()
+        allowed: AbstractSet[tuple[int, int]] | None = None
+        for w, written in enumerate(step.args):
+            if not step.kernel.buffers[w].writable or written not in decls or lives[written].first != at or written in found:
+                continue
+            for r, read in enumerate(step.args):
+                fits = read in decls and read not in gone and decls[read].region is Region.ARENA and lives[read].last == at
+                if not fits or lives[read].first >= at or not 0 < decls[read].nbytes == decls[written].nbytes:
+                    continue
+                allowed = pairs(step.kernel) if allowed is None else allowed
+                # one buffer may stand behind several arguments; each of them must be safe
+                if all((i, w) in allowed for i, arg in enumerate(step.args) if arg == read):
+                    found[written] = read
+                    gone.add(read)
+                    break
+    return found
+
+
+def _slots(decls: dict[int, BufferDecl], lives: dict[int, Lifetime], taken_over: dict[int, int]) -> list[_Slot]:
+    slot_of: dict[int, _Slot] = {}
+    for id in sorted(decls, key=lambda i: (lives[i].first, i)):  # a buffer comes after the one it takes over from
+        slot = slot_of.get(taken_over[id]) if id in taken_over else None
+        if slot is None:
+            slot_of[id] = _Slot([id], decls[id].nbytes, lives[id])
+        else:
+            slot.members.append(id)
+            slot.life = Lifetime(slot.life.first, lives[id].last)
+            slot_of[id] = slot
+    return list({id(s): s for s in slot_of.values()}.values())
+
+
+def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]:
+    """Offset of each slot (by its first member), and the bytes needed. Each goes into the tightest gap left by the
+    slots that live at the same time."""
+    offsets: dict[int, int] = {}
+    placed: list[tuple[int, int, _Slot]] = []  # (start, end, slot)
+    size = 0
+    for slot in order:
+        best, best_gap, cursor = None, 0, 0
+        for start, end, other in sorted((p for p in placed if p[2].life.overlaps(slot.life)), key=lambda p: p[:2]):
+            gap = start - cursor
+            if gap >= slot.nbytes and (best is None or gap < best_gap):
+                best, best_gap = cursor, gap
+            cursor = max(cursor, _round_up(end, alignment))
+        at = cursor if best is None else best
+        offsets[slot.members[0]] = at
+        if slot.nbytes:
+            placed.append((at, at + slot.nbytes, slot))
+            size = max(size, at + slot.nbytes)
+    return offsets, _round_up(size, alignment)
+
+
+def _most_live(slots: Iterable[_Slot], steps: int) -> int:
+    change = [0] * (steps + 3)  # index 0 is "before the first step"
+    for s in slots:
+        if s.life.first <= s.life.last:
+            change[s.life.first + 1] += s.nbytes
+            change[s.life.last + 2] -= s.nbytes
+    most = live = 0
+    for c in change:
+        live += c
+        most = max(most, live)
+    return most
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

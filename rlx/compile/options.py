@@ -1,0 +1,136 @@
+"""CompileOptions: everything a caller may ask of the compiler. Frozen, hashable, printable: part of every cache key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from typing import Any
+
+from rlx.errors import OptionError, known
+from rlx.ir.handle import BufferHandle
+
+PRECISIONS = ("f32", "f16", "bf16", "auto")
+OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "inplace", "reuse")  # the others are needed to get a program at all
+LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How to compile a graph. Bad values raise OptionError when the options are made.
+
+    precision: "f32" computes as declared; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
+    "auto" does so with bf16 where the target is fast at it. `disable`: names of passes to leave out. `alignment`: bytes
+    between buffer starts, None: the target's. `dims`: values of named dims. `handles`: states the caller will bind.
+    `threads`: None: as many as the process may use. `checked`: raise NumericsError where a NaN appears. `debug`: guard
+    stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
+    """
+
+    precision: str = "f32"
+    disable: tuple[str, ...] | Iterable[str] = ()
+    alignment: int | None = None
+    dims: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
+    handles: tuple[BufferHandle, ...] = ()
+    threads: int | None = None
+    deterministic: bool = True
+    checked: bool = False
+    debug: bool = False
+    verbose: bool = False
+    dump: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OptionError(f"precision={self.precision!r} is not a policy; choose one of {known(PRECISIONS)}")
+        for flag in ("deterministic", "checked", "debug", "verbose"):
+            if not isinstance(getattr(self, flag), bool):
+                raise OptionError(f"{flag} is True or False, got {getattr(self, flag)!r}")
+        if self.threads is not None and _whole("threads", self.threads) < 1:
+            raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
+        if self.alignment is not None:
+            _check_alignment(_whole("alignment", self.alignment))
+        self._set("disable", _pass_names(self.disable))
+        self._set("dims", _dim_values(self.dims))
+        self._set("handles", _handles(self.handles))
+        if self.dump is not None:
+            if not isinstance(self.dump, (str, PathLike)):
+                raise OptionError(f"dump is a folder's path or None, got {self.dump!r}")
+            self._set("dump", fspath(self.dump))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+    def __str__(self) -> str:
+        shown = [f"{k}={v!r}" for k, v in vars(self).items() if v != getattr(CompileOptions, k, None)]
+        return f"CompileOptions({', '.join(shown)})"
+
+    def replace(self, **changes: Any) -> CompileOptions:
+        """The same options with these fields changed."""
+        if extra := sorted(set(changes) - set(vars(self))):
+            raise OptionError(f"no option is called {', '.join(extra)}; there are {known(vars(self))}")
+        return replace(self, **changes)
+
+    def bind_handle(self, handle: BufferHandle) -> CompileOptions:
+        """With `handle` among the states that the caller binds."""
+        return replace(self, handles=(*self.handles, handle))
+
+    def bind_dims(self, binding: Mapping[str, int] | None = None, **dims: int) -> CompileOptions:
+        """With values for named dims, added to those already given; a later value replaces an earlier one."""
+        return replace(self, dims={**self.binding, **(binding or {}), **dims})
+
+    @property
+    def binding(self) -> dict[str, int]:
+        """Values of named dims, by name."""
+        return dict(self.dims)  # type: ignore[arg-type]
+
+    @property
+    def wants_text(self) -> bool:
+        """Whether someone will read the stages."""
+        return self.verbose or self.dump is not None
+
+    @property
+    def key(self) -> str:
+        """Text of the options that can change compiled code, equal across processes: for cache keys."""
+        return str(replace(self, debug=False, verbose=False, dump=None))
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise OptionError(f"{name} is a whole number, got {value!r}")
+    return value.__index__()
+
+
+def _check_alignment(value: int) -> None:
+    if value < LEAST_ALIGNMENT or value & (value - 1):
+        raise OptionError(f"alignment={value}: give a power of two of at least {LEAST_ALIGNMENT} bytes, or None for the target's")
+
+
+def _pass_names(names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise OptionError(f"disable is a collection of pass names, got {names!r}; choose from {known(OPTIONAL_PASSES)}")
+    chosen = tuple(sorted(set(names)))
+    if wrong := [n for n in chosen if n not in OPTIONAL_PASSES]:
+        raise OptionError(f"disable={wrong}: not passes that can be left out; those are {known(OPTIONAL_PASSES)}")
+    return chosen
+
+
+def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
+    try:
+        items = dict(dims).items()
+    except (TypeError, ValueError):
+        raise OptionError(f"dims maps names to sizes, as {{'batch': 8}}; got {dims!r}") from None
+    for name, value in items:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise OptionError(f"dims: a dim's name is an identifier, got {name!r}")
+        if _whole(f"dims[{name!r}]", value) < 0:
+            raise OptionError(f"dims[{name!r}]={value}: a size cannot be negative")
+    return tuple(sorted((name, value.__index__()) for name, value in items))
+
+
+def _handles(handles: Any) -> tuple[BufferHandle, ...]:
+    by_name: dict[str, BufferHandle] = {}
+    for handle in handles:
+        if not isinstance(handle, BufferHandle):
+            raise OptionError(f"handles are BufferHandles, got {handle!r}")
+        if by_name.setdefault(handle.name, handle) != handle:
+            raise OptionError(f"handle {handle.name!r} is bound as {by_name[handle.name].shape} and as {handle.shape}; use two names")
+    return tuple(by_name.values())

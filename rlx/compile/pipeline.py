@@ -1,0 +1,70 @@
+"""The passes in order, and the loop that runs them: each is a pure (graph, target, options) -> Graph, verified after.
+
+A pass that breaks the graph ends in a VerifyError that names it and shows the graph before and after. The text of every
+stage is kept only where someone asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlx.compile.canonicalise import canonicalise
+from rlx.compile.legalise import bind_dims, legalise
+from rlx.compile.options import CompileOptions
+from rlx.compile.precision import precision
+from rlx.errors import VerifyError
+from rlx.ir.graph import Graph
+from rlx.ir.target import Target
+from rlx.ir.verify import faults
+
+Pass = Callable[[Graph, Target, CompileOptions], Graph]
+
+PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("bind_dims", bind_dims),
+    ("canonicalise", canonicalise),
+    ("precision", precision),
+    ("legalise", legalise),
+    ("tidy", canonicalise),
+)
+
+
+def run_passes(
+    graph: Graph,
+    target: Target,
+    options: CompileOptions,
+    trace: dict[str, str] | None = None,
+    passes: tuple[tuple[str, Pass], ...] = PIPELINE,
+) -> Graph:
+    """`graph` after every pass that `options` leaves on; `graph` itself stays as it was.
+
+    `trace`, where given, receives the text of the input ("graph") and of each stage by the pass's name; so does
+    the folder `options.dump`. Raises what a pass raises, and VerifyError naming a pass that broke the graph.
+    """
+    watched = trace is not None or options.wants_text
+    stages = trace if trace is not None else {}
+    _check(graph, "the graph is not well formed")
+    if watched:
+        _keep(stages, "graph", graph, options)
+    for name, run in passes:
+        if name in options.disable:
+            continue
+        before, graph = graph, run(graph, target, options)
+        _check(graph, f"pass {name!r} broke the graph", before)
+        if watched:
+            _keep(stages, name, graph, options)
+    return graph
+
+
+def _check(graph: Graph, what: str, before: Graph | None = None) -> None:
+    if bad := faults(graph):
+        shown = "" if before is None else f"\nbefore:\n{before}\nafter:\n{graph}"
+        raise VerifyError(f"{graph.name}: {what}:\n  " + "\n  ".join(bad) + shown)
+
+
+def _keep(stages: dict[str, str], name: str, graph: Graph, options: CompileOptions) -> None:
+    stages[name] = str(graph)
+    if options.dump is not None:
+        folder = Path(options.dump)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{graph.name}.{len(stages) - 1:02}.{name}.rlx").write_text(stages[name])

@@ -1,0 +1,144 @@
+"""Rewrite rules as data: a pattern over ops, and a small function that makes the replacement.
+
+    @rule(pattern(ops.mul, X, 1), pattern(ops.mul, 1, X))
+    def mul_by_one(node, x):
+        "x * 1 is x, also for NaN and -0."
+        return x
+
+The engine is here and nowhere else. It goes bottom-up, tries the rules of each node until none fits, and repeats until
+the graph stays as it is. A replacement of another shape or dtype than the node is not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
+from rlx.ir.op import OpDef
+
+_MOST_ROUNDS = 100  # a rule set that still changes the graph then goes in circles
+
+
+@dataclass(frozen=True)
+class Var:
+    """Matches any operand; the same Var matches only the same Value."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An op over operands: Vars, Patterns, or numbers. An int stands for a constant whose elements all are that number,
+    of an integer or float dtype; a float, for one of a float dtype; a bool, of dtype bool. -0.0 is not 0.0."""
+
+    op: OpDef
+    args: tuple[Operand, ...]
+
+
+Operand = Var | Pattern | int | float | bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`make(node, **operands by Var)` gives the replacement, or None where the rule does not hold after all. With no
+    patterns it is tried on every node."""
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    make: Callable[..., Value | None]
+    why: str
+
+
+def pattern(build: Callable[..., object], *args: Operand) -> Pattern:
+    """A pattern from an op's constructor, as pattern(ops.mul, X, 1)."""
+    return Pattern(build.op, args)  # type: ignore[attr-defined]
+
+
+def rule(*patterns: Pattern) -> Callable[[Callable[..., Value | None]], Rule]:
+    """Decorator: the function's name becomes the rule's, its docstring the reason why the rule is sound."""
+
+    def declare(make: Callable[..., Value | None]) -> Rule:
+        assert make.__doc__, f"rule {make.__name__} does not say why it is sound"
+        return Rule(make.__name__, patterns, make, make.__doc__)
+
+    return declare
+
+
+def match(wanted: Operand, value: Value, found: dict[str, Value]) -> bool:
+    """Whether `value` has the wanted form; `found` receives the operand of each Var."""
+    if isinstance(wanted, Var):
+        return found.setdefault(wanted.name, value) == value
+    if not isinstance(wanted, Pattern):
+        return _is_number(value, wanted)
+    node = value.node
+    return (
+        node.op is wanted.op
+        and len(node.inputs) == len(wanted.args)
+        and all(match(w, v, found) for w, v in zip(wanted.args, node.inputs))
+    )
+
+
+def _is_number(value: Value, number: int | float | bool) -> bool:
+    if value.node.op is not CONSTANT:
+        return False
+    dtype, data = value.dtype, value.node.attrs.data  # type: ignore[union-attr]
+    if isinstance(number, bool) != (dtype.kind == "b") or isinstance(number, float) and not dtype.is_float:
+        return False
+    if data.size == 0 or data.flat[0] != number or not (data == data.flat[0]).all():
+        return False
+    return number != 0 or not dtype.is_float or bool((np.signbit(data) == (math.copysign(1, number) < 0)).all())
+
+
+def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None) -> Graph:
+    """`graph` with the rules applied until none fits. `fired` receives the name of each rule, in order of use."""
+    fired = [] if fired is None else fired
+    by_op: dict[OpDef, list[Rule]] = {}
+    for node in graph.nodes():
+        by_op.setdefault(node.op, [r for r in rules if not r.patterns or any(p.op is node.op for p in r.patterns)])
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        results = keep(node, inputs)
+        for _ in range(_MOST_ROUNDS):
+            if len(results) > 1 or (made := _first(by_op.get(results[0].node.op, rules), results[0], fired)) is None:
+                return results
+            results = (made,)
+        raise AssertionError(f"rules go in circles: {fired[-8:]}")
+
+    for _ in range(_MOST_ROUNDS):
+        before = len(fired)
+        graph = graph.rebuild(new)
+        if len(fired) == before:
+            return graph
+    raise AssertionError(f"rules go in circles: {fired[-8:]}")
+
+
+def _first(rules: Iterable[Rule], value: Value, fired: list[str]) -> Value | None:
+    """The replacement by the first rule that fits."""
+    for r in rules:
+        for p in r.patterns or (None,):
+            found: dict[str, Value] = {}
+            if p is not None and not match(p, value, found):
+                continue
+            made = r.make(value.node, **found)
+            if made is None or made == value or made.shape != value.shape:
+                continue
+            fired.append(r.name)
+            return made if made.node in _around(value.node, 3) else inherit(made, value.node)
+    return None
+
+
+def _around(node: Node, depth: int) -> set[Node]:
+    """The node and its operands down to a depth that no pattern exceeds: nodes that a rule found and did not make."""
+    return {node}.union(*(_around(v.node, depth - 1) for v in node.inputs)) if depth else {node}
+
+
+def inherit(made: Value, old: Node) -> Value:
+    """`made`, a result of a node that nothing else uses yet, with the name and source line of the node it replaces."""
+    return Value(replace(made.node, name=old.name, source=old.source), made.index)
+
+
+__all__ = ["Pattern", "Rule", "Var", "inherit", "match", "pattern", "rewrite", "rule"]
