@@ -1,5 +1,6 @@
 """The vocabulary: graphs, their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
 
+# isort: off
 from rlx.ir.dtype import (
     DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
 )  # fmt: skip
@@ -12,7 +13,7 @@ from rlx.ir.shape import Dim, Shape
 from rlx.ir.target import Target
 from rlx.ir.text import fingerprint, parse_graph, print_graph
 from rlx.ir.verify import faults
-from rlx.ir import ops  # isort: skip  (last: fills OPS, whose rows are written with all of the above)
+from rlx.ir import ops  # last: fills OPS, whose rows are written with all of the above
 
 __all__ = [
     "Attrs", "BufferHandle", "DTYPES", "DType", "Dim", "Graph", "Kernel", "Kind", "Node", "OPS", "OpDef", "Program", "Shape",

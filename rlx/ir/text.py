@@ -319,7 +319,7 @@ class _Parser:
                 line.end()
             except ParseError:
                 raise
-            except Exception as e:  # the ops' own rules meet untrusted attributes here: what they raise is the text's fault
+            except Exception as e:  # untrusted attributes meet the ops' own rules: what those raise is the text's fault
                 raise ParseError(f"line {number}: {e or type(e).__name__}") from e
         if self.graph is None or not self.finished:
             raise ParseError(f"line {number}: expected {'return' if self.graph else 'graph NAME'}, found the end of the text")

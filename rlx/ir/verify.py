@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -130,7 +130,7 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
         return
     try:
         inferred = op.result_shapes(node.attrs, tuple(v.shape for v in node.inputs))
-    except Exception as e:  # a rule may trip over anything in a broken node: the verifier reports it and goes on
+    except Exception as e:  # noqa: BLE001  a rule may trip over anything in a broken node: the verifier reports it and goes on
         yield f"its shape rule fails: {e or type(e).__name__}"
         return
     if inferred != node.shapes:
@@ -157,7 +157,7 @@ def attribute_faults(op: OpDef, attrs: Attrs | None) -> list[str]:
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(attrs: type[Attrs]) -> dict[str, Any]:
     return get_type_hints(attrs)
 

@@ -1,0 +1,160 @@
+"""The arena: one slab that holds the buffers of a run at offsets fixed by the compiler. And conversions of elements.
+
+Offsets, not views, are the contract, so that host, unified and discrete memory fit it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from rlx.errors import TransferError, UnknownNameError
+from rlx.ir.dtype import DType, as_dtype, f32
+
+
+@runtime_checkable
+class DeviceArena(Protocol):
+    """What every backend's arena answers. A node is whatever key the arena was planned with."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def byte_offset(self, node: Hashable) -> int | None:
+        """Where the node's slot begins; None: it has none (it was fused away)."""
+        ...
+
+    def has_buffer(self, node: Hashable) -> bool: ...
+
+    def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
+        """Cast f32 `data` to the slot's dtype and write it from the slot's start; what exceeds the slot is cut off.
+        Returns the elements written. UnknownNameError if the node has no slot."""
+        ...
+
+    def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
+        """The slot's first elements as a fresh f32 array. TransferError if the slot is smaller than that."""
+        ...
+
+
+class Slot(NamedTuple):
+    """A node's place in the arena, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class HostArena:
+    """The arena of a device that computes in host memory.
+
+    `slots`: node -> (byte offset, bytes). `memory`: a writable uint8 array to use instead of fresh zeros.
+    """
+
+    ALIGNMENT = 64
+
+    def __init__(self, slots: Mapping[Any, tuple[int, int]], size_bytes: int, memory: np.ndarray | None = None) -> None:
+        self._slots = {node: Slot(*place) for node, place in slots.items()}
+        for node, (offset, nbytes) in self._slots.items():
+            if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
+                raise TransferError(
+                    f"the slot of {node!r} (bytes {offset} to {offset + nbytes}) leaves the {size_bytes}-byte arena"
+                )
+        if memory is None:
+            memory = aligned_bytes(size_bytes, self.ALIGNMENT)
+        if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < size_bytes or not memory.flags.writeable:
+            raise TransferError(f"an arena of {size_bytes} bytes takes a writable uint8 array, got {memory.dtype} {memory.shape}")
+        self.memory = memory[:size_bytes]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.memory.size
+
+    def byte_offset(self, node: Hashable) -> int | None:
+        slot = self._slots.get(node)
+        return None if slot is None else slot.offset
+
+    def has_buffer(self, node: Hashable) -> bool:
+        return node in self._slots
+
+    def _slot_bytes(self, node: Hashable) -> np.ndarray:
+        slot = self._slots.get(node)
+        if slot is None:
+            raise UnknownNameError(f"{node!r} has no slot in the arena: it was fused away or belongs to another graph")
+        return self.memory[slot.offset : slot.offset + slot.nbytes]
+
+    def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
+        slot = self._slot_bytes(node)
+        count = min(np.size(data), slot.size // dtype.itemsize)
+        values = np.asarray(data).reshape(-1)[:count].astype(np.float32, copy=False)
+        slot[: count * dtype.itemsize] = convert(values, dtype).view(np.uint8)
+        return count
+
+    def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
+        slot = self._slot_bytes(node)
+        nbytes = n_elements * dtype.itemsize
+        if n_elements < 0 or nbytes > slot.size:
+            raise TransferError(f"{n_elements} {dtype.name} were asked of {node!r}, whose slot has {slot.size // dtype.itemsize}")
+        raw = slot[:nbytes].copy()  # slots need not be aligned to their elements
+        return bf16_to_f32(raw.view(np.uint16)) if dtype.name == "bf16" else convert(raw.view(dtype.numpy), f32)
+
+
+def aligned_bytes(nbytes: int, alignment: int = 64) -> np.ndarray:
+    """Zeroed uint8 array whose first byte lies at a multiple of `alignment`."""
+    raw = np.zeros(nbytes + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + nbytes]
+
+
+# -- elements: the same conversions as the kernel IR's cast, for data that crosses the boundary
+
+
+def f32_to_bf16(x: np.ndarray) -> np.ndarray:
+    """bf16 bits (uint16) of f32 values: nearest, ties to even; NaN stays NaN (made quiet), infinities stay."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    top = bits >> 16
+    rounded = (bits + (0x7FFF + (top & 1))) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(nan, top | 0x40, rounded).astype(np.uint16)
+
+
+def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """f32 values of bf16 bits (uint16): exact, NaN payloads kept."""
+    return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_f16(x: np.ndarray) -> np.ndarray:
+    """f16 bits (uint16) of f32 values: nearest, ties to even; NaN stays NaN; too large becomes infinity."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.ascontiguousarray(x, np.float32).astype(np.float16).view(np.uint16)
+
+
+def f16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """f32 values of f16 bits (uint16): exact."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return np.ascontiguousarray(bits, np.uint16).view(np.float16).astype(np.float32)
+
+
+def convert(x: np.ndarray, dtype: DType) -> np.ndarray:
+    """`x` in the host form of `dtype`. Float to integer truncates, saturates, and gives 0 for
+    NaN; to bool is x != 0; complex to real drops the imaginary part."""
+    source = as_dtype(x.dtype)
+    if source == dtype:
+        return np.ascontiguousarray(x)
+    if dtype.kind == "b":
+        return np.ascontiguousarray(x != 0)
+    if source.kind == "c":
+        x, source = np.real(x), f32
+    if dtype.is_int and source.is_float:
+        return _truncate(x.astype(np.float64), dtype)
+    if dtype.name == "bf16" and source == f32:
+        return f32_to_bf16(x).view(dtype.numpy)
+    with np.errstate(all="ignore"):
+        return np.ascontiguousarray(x.astype(dtype.numpy))
+
+
+def _truncate(x: np.ndarray, dtype: DType) -> np.ndarray:
+    info = np.iinfo(dtype.numpy)
+    least, most = float(info.min), float(info.max)  # most rounds up to 2**63 or 2**64 for 64 bits: hence the strict tests
+    inside = (x > least) & (x < most)
+    whole = np.where(inside, x, 0).astype(dtype.numpy)
+    return np.where(x >= most, dtype.numpy.type(info.max), np.where(x <= least, dtype.numpy.type(info.min), whole))

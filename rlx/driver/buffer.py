@@ -1,0 +1,288 @@
+"""Buffer: bytes that know their shape, dtype and device. Every transfer is a call (`to_device`, `to_host`, `write`).
+
+Host buffers are seen without a copy by numpy, the buffer protocol and DLPack; of others these refuse, since a copy
+that nobody asked for is the thing this class is there to prevent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from rlx.driver.arena import aligned_bytes
+from rlx.driver.device import Device
+from rlx.driver.stream import note
+from rlx.errors import DeviceUnavailableError, InputDTypeError, InputShapeError, TransferError
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.shape import Shape
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """The memory of one device, supplied by its backend. A block is whatever `alloc` returns."""
+
+    device: Device
+    host_visible: bool  # blocks are uint8 arrays of host memory
+
+    def alloc(self, nbytes: int) -> Any: ...
+
+    def free(self, block: Any) -> None: ...
+
+    def copy_in(self, block: Any, source: np.ndarray) -> None:
+        """Copy a contiguous host uint8 array to the block's start; finished when it returns."""
+        ...
+
+    def copy_out(self, block: Any, into: np.ndarray) -> None:
+        """Fill a contiguous host uint8 array from the block's start; finished when it returns."""
+        ...
+
+
+class HostMemory:
+    """Memory of a device that computes where the host does. Blocks are uint8 arrays; garbage collection frees them."""
+
+    host_visible = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def alloc(self, nbytes: int) -> np.ndarray:
+        return aligned_bytes(nbytes)
+
+    def free(self, block: np.ndarray) -> None:
+        """Nothing to do: views of the block that the caller still holds keep it alive."""
+
+    def copy_in(self, block: np.ndarray, source: np.ndarray) -> None:
+        block[: source.size] = source
+
+    def copy_out(self, block: np.ndarray, into: np.ndarray) -> None:
+        into[:] = block[: into.size]
+
+
+# Memories by device. The host's own are here; rlx.backends adds those of a backend with discrete memory when it loads it.
+MEMORIES: dict[Device, Memory] = {d: HostMemory(d) for d in (Device.CPU, Device("ref"), Device("null"))}
+
+_DLPACK_CPU = (1, 0)
+_DLPACK_CODES = {"bf16": 4, "f8e4m3": 10, "f8e5m2": 12}  # types that DLPack knows and numpy does not
+_CODE_NAMES = {code: name for name, code in _DLPACK_CODES.items()}
+
+
+class Buffer:
+    """One tensor's memory, C-contiguous. Made by `empty`, `from_numpy`, `from_dlpack` and `to_device`.
+
+    Compared by identity. `release` gives discrete memory back at once; otherwise it goes with the last reference.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_finalizer", "_memory", "shape")
+
+    def __init__(self, shape: Shape, memory: Memory, block: Any) -> None:
+        self.shape = shape
+        self._memory, self._block = memory, block
+        self._finalizer = weakref.finalize(self, memory.free, block)
+        self._finalizer.atexit = False  # a device may be gone by then, and the process gives its memory back anyway
+
+    # -- making
+
+    @staticmethod
+    def empty(dims: Any, dtype: DType | str, device: Device | str = Device.CPU) -> Buffer:
+        """A buffer of unspecified contents."""
+        shape, memory = Shape(dims, dtype), memory_of(device)
+        return Buffer(shape, memory, memory.alloc(shape.size_bytes))
+
+    @staticmethod
+    def from_numpy(array: np.ndarray, device: Device | str = Device.CPU) -> Buffer:
+        """A buffer with the array's shape and dtype. On a host device it shares the array's memory (and is read-only if
+        the array is), so the array must be C-contiguous: TransferError if not. Elsewhere the contents are copied."""
+        array = np.asarray(array)
+        shape, memory = Shape(array.shape, as_dtype(array.dtype)), memory_of(device)
+        if memory.host_visible:
+            if not array.flags.c_contiguous:
+                raise TransferError(
+                    f"{shape} with byte strides {array.strides} cannot be shared as it stands; pass np.ascontiguousarray(array)"
+                )
+            return Buffer(shape, memory, _bytes_of(array))
+        out = Buffer(shape, memory, memory.alloc(shape.size_bytes))
+        out._copy_in(np.ascontiguousarray(array))
+        return out
+
+    @staticmethod
+    def from_dlpack(producer: Any) -> Buffer:
+        """A host buffer over the memory of anything with `__dlpack__` (numpy, torch, jax …), without a copy."""
+        place = tuple(producer.__dlpack_device__())
+        if place[0] != _DLPACK_CPU[0]:
+            raise TransferError(f"the tensor lies on DLPack device {place}, not in host memory; copy it to the host first")
+        capsule = _Capsule(producer)
+        array = np.from_dlpack(capsule)
+        return Buffer.from_numpy(array if capsule.dtype is None else array.view(capsule.dtype.numpy))
+
+    # -- facts
+
+    @property
+    def dtype(self) -> DType:
+        return self.shape.dtype
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.shape.static
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.size_bytes
+
+    @property
+    def device(self) -> Device:
+        return self._memory.device
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host can see these bytes where they are."""
+        return self._memory.host_visible
+
+    @property
+    def released(self) -> bool:
+        return not self._finalizer.alive
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.shape}, {self.device}{', released' if self.released else ''})"
+
+    # -- moving
+
+    def to_device(self, device: Device | str) -> Buffer:
+        """The contents on `device`: this very buffer if it is there already, else a copy (through the host between two
+        devices whose memory the host cannot see)."""
+        block, device = self._live(), Device.parse(device)
+        if device == self.device:
+            return self
+        target = memory_of(device)
+        host = block if self.is_host else _bytes_of(self.to_host())
+        out = Buffer(self.shape, target, target.alloc(self.nbytes))
+        out._copy_in(host)
+        return out
+
+    def to_host(self) -> np.ndarray:
+        """A fresh, writable array with the contents: always a copy, whatever the device (`numpy` shares)."""
+        block = self._live()
+        out = np.empty(self.dims, self.dtype.numpy)
+        self._memory.copy_out(block, _bytes_of(out))
+        if not self.is_host:
+            note("copy_out", str(self.device), self.nbytes)
+        return out
+
+    def write(self, array: np.ndarray) -> None:
+        """Overwrite the contents. InputShapeError, InputDTypeError or TransferError (read-only) before a byte changes."""
+        array = np.asarray(array)
+        if as_dtype(array.dtype) != self.dtype:
+            raise InputDTypeError(f"the buffer holds {self.dtype}, the array {array.dtype}; convert it first")
+        if array.shape != self.dims:
+            raise InputShapeError(f"the buffer is {self.shape}, the array has shape {array.shape}")
+        self._copy_in(np.ascontiguousarray(array))
+
+    def _copy_in(self, array: np.ndarray) -> None:
+        block = self._live()
+        if self.is_host and not block.flags.writeable:
+            raise TransferError(f"{self!r} shares a read-only array and cannot be written")
+        self._memory.copy_in(block, _bytes_of(array))
+        if not self.is_host:
+            note("copy_in", str(self.device), self.nbytes)
+
+    def release(self) -> None:
+        """Give the memory back now. Any later use of the contents is a TransferError."""
+        self._finalizer()
+        self._block = None
+
+    def _live(self) -> Any:
+        if self.released:
+            raise TransferError(f"{self!r} was released; its bytes are gone")
+        return self._block
+
+    # -- seeing host bytes without a copy
+
+    def numpy(self) -> np.ndarray:
+        """The bytes as an array, shared. TransferError for memory the host cannot see (`to_host` copies)."""
+        block = self._live()
+        if not self.is_host:
+            raise TransferError(f"{self!r} is not in host memory; call to_host() for a copy")
+        return block.view(self.dtype.numpy).reshape(self.dims)
+
+    def memoryview(self) -> memoryview:
+        """The bytes under the buffer protocol, shared. bf16 and f8, which it has no letter for, appear as their bits."""
+        return self._plain().data
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return self.memoryview()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()  # refuses device memory
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError(f"a {array.dtype} buffer cannot be seen as {np.dtype(dtype)} without a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        self.numpy()
+        return _DLPACK_CPU
+
+    def __dlpack__(self, **request: Any) -> Any:
+        """A DLPack capsule over the same memory. Keywords as in the array API standard."""
+        capsule = self._plain().__dlpack__(**request)
+        code = _DLPACK_CODES.get(self.dtype.name)
+        if code is not None:
+            _dtype_code(capsule).value = code
+        return capsule
+
+    def _plain(self) -> np.ndarray:
+        array = self.numpy()
+        return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in _DLPACK_CODES else array
+
+
+def memory_of(device: Device | str) -> Memory:
+    """The memory of a device. DeviceUnavailableError where no backend has supplied one."""
+    device = Device.parse(device)
+    memory = MEMORIES.get(device)
+    if memory is None:
+        raise DeviceUnavailableError(
+            f"{device} has no memory here: no backend for it is loaded. Usable: {', '.join(map(str, MEMORIES))}"
+        )
+    return memory
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous array's bytes as a flat uint8 array that shares them."""
+    return array.reshape(-1).view(np.uint8)
+
+
+class _Capsule:
+    """A DLPack producer whose 8- and 16-bit floats read as unsigned integers, which is what numpy can take.
+
+    `dtype` is the true type where it is one of those."""
+
+    def __init__(self, producer: Any) -> None:
+        self.producer = producer
+        self.dtype: DType | None = None
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.producer.__dlpack_device__()
+
+    def __dlpack__(self, **request: Any) -> Any:
+        capsule = self.producer.__dlpack__(**request)
+        code = _dtype_code(capsule)
+        if code.value in _CODE_NAMES:
+            self.dtype = as_dtype(_CODE_NAMES[code.value])
+            code.value = 1  # unsigned integer
+        return capsule
+
+
+def _dtype_code(capsule: Any) -> ctypes.c_uint8:
+    """The type code inside a capsule's tensor. Offsets are those of the DLPack ABI (dlpack.h): DLTensor begins with the
+    data pointer (8), device (8) and rank (4); the versioned struct puts version (8), context (8), deleter (8) and flags (8)
+    before it."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    valid = ctypes.pythonapi.PyCapsule_IsValid
+    valid.restype, valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+    versioned = bool(valid(capsule, b"dltensor_versioned"))
+    base = get(capsule, b"dltensor_versioned" if versioned else b"dltensor")
+    return ctypes.c_uint8.from_address(base + (32 if versioned else 0) + 20)

@@ -1,0 +1,90 @@
+"""Device: which piece of hardware, by name and index. A name is no promise: rlx.backends says what is usable here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import ClassVar
+
+from rlx.errors import UnknownDeviceError, known
+
+NAMES = ("cpu", "cuda", "rocm", "metal", "mlx", "ane", "tpu", "gpu", "vulkan", "opengl", "directx", "webgpu")
+TEST_NAMES = ("ref", "null")  # the interpreter and the recorder, always there, never listed by Device.all()
+ENTRY_POINTS = "rlx.backends"  # packages outside the tree add devices under this group: device name = "module:Backend"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The `index`-th device called `name`: Device.CPU, Device.CUDA.at(1), Device("cuda", 1), Device.parse("cuda:1").
+
+    `gpu` is the portable one (wgpu). UnknownDeviceError for a name that neither rlx nor an installed package knows.
+    """
+
+    name: str
+    index: int = 0
+
+    CPU: ClassVar[Device]
+    CUDA: ClassVar[Device]
+    ROCM: ClassVar[Device]
+    METAL: ClassVar[Device]
+    MLX: ClassVar[Device]
+    ANE: ClassVar[Device]
+    TPU: ClassVar[Device]
+    GPU: ClassVar[Device]
+    VULKAN: ClassVar[Device]
+    OPENGL: ClassVar[Device]
+    DIRECTX: ClassVar[Device]
+    WEBGPU: ClassVar[Device]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
+            raise UnknownDeviceError(f"a device is a name and an index from 0, got {self.name!r} and {self.index!r}")
+        object.__setattr__(self, "name", self.name.lower())
+        if self.name not in NAMES and self.name not in TEST_NAMES and self.name not in extensions():
+            names = [*NAMES, *TEST_NAMES, *extensions()]
+            close = get_close_matches(self.name, names, n=2)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {known(names)}"
+            raise UnknownDeviceError(f"no device is called {self.name!r}; {hint}")
+
+    def __str__(self) -> str:
+        return self.name.upper() + (f":{self.index}" if self.index else "")
+
+    def __repr__(self) -> str:
+        return f"Device({self.key!r})"
+
+    @property
+    def key(self) -> str:
+        """Name and index as backends report them: "cuda:0"."""
+        return f"{self.name}:{self.index}"
+
+    def at(self, index: int) -> Device:
+        """The device of the same name with another index."""
+        return Device(self.name, index)
+
+    @staticmethod
+    def parse(text: str | Device) -> Device:
+        """The device that "cuda", "cuda:1" or "CUDA:1" names; a Device is returned as it is."""
+        if isinstance(text, Device):
+            return text
+        found = re.fullmatch(r"\s*([A-Za-z]\w*)(?::([0-9]{1,6}))?\s*", text) if isinstance(text, str) else None
+        if found is None:
+            raise UnknownDeviceError(f"a device is written NAME or NAME:INDEX, such as 'cpu' or 'cuda:1'; got {text!r}")
+        return Device(found[1], int(found[2] or 0))
+
+    @staticmethod
+    def all() -> tuple[Device, ...]:
+        """Every kind of device rlx has a name for, usable here or not (rlx.is_available says which are)."""
+        return tuple(Device(name) for name in NAMES)
+
+
+@cache
+def extensions() -> dict[str, EntryPoint]:
+    """Devices that installed packages add, by name."""
+    return {e.name.lower(): e for e in entry_points(group=ENTRY_POINTS)}
+
+
+for _name in NAMES:
+    setattr(Device, _name.upper(), Device(_name))

@@ -1,0 +1,91 @@
+"""Command streams: work handed to a device in order. And a record of what was handed over, for tests and traces."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class CommandStream(Protocol):
+    """An ordered queue of commands of one device, used from one thread."""
+
+    def record(self, name: str, command: Callable[[], object]) -> None:
+        """Append a command to the next submission. `name` is for traces."""
+        ...
+
+    def submit(self) -> None:
+        """Hand everything recorded to the device. Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everything submitted has finished. Raises the first error among them."""
+        ...
+
+    def submit_and_wait(self) -> None: ...
+
+
+class SyncStream:
+    """The stream of a device that has no queue of its own: `wait` runs, in the caller's thread, what was submitted.
+
+    A command that raises ends `wait` with its error; the commands submitted after it are dropped, since they were to
+    see its results.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[tuple[str, Callable[[], object]]] = []
+        self._submitted: deque[tuple[str, Callable[[], object]]] = deque()
+
+    def record(self, name: str, command: Callable[[], object]) -> None:
+        self._recorded.append((name, command))
+
+    def submit(self) -> None:
+        self._submitted.extend(self._recorded)
+        self._recorded.clear()
+
+    def wait(self) -> None:
+        try:
+            while self._submitted:
+                name, command = self._submitted.popleft()
+                note("launch", name)
+                command()
+        finally:
+            self._submitted.clear()
+
+    def submit_and_wait(self) -> None:
+        self.submit()
+        self.wait()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One thing a device was asked to do. `kind`: "launch", "copy_in" (host to device) or "copy_out"; `nbytes` of a copy."""
+
+    kind: str
+    name: str
+    nbytes: int = 0
+
+
+_recording: ContextVar[list[Launch] | None] = ContextVar("rlx_recording", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within the block every launch and transfer of this thread is appended to the list: "one copy, three kernels"."""
+    launches: list[Launch] = []
+    token = _recording.set(launches)
+    try:
+        yield launches
+    finally:
+        _recording.reset(token)
+
+
+def note(kind: str, name: str, nbytes: int = 0) -> None:
+    """Add to the record, if one is being made. Called by streams and buffers."""
+    launches = _recording.get()
+    if launches is not None:
+        launches.append(Launch(kind, name, nbytes))
