@@ -1,0 +1,296 @@
+"""Statements and loops: serial, or vectorised as full vectors (several at a time) and one masked tail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rlx.backends.cpu import alu
+from rlx.backends.cpu.emit import V, vector
+from rlx.backends.cpu.scope import Scope, check, expr, operands, postorder, store, value_to_store
+from rlx.errors import CompileError
+from rlx.ir.dtype import i64
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient
+
+MAX_LANES = 16
+UNROLLED = 4  # serial loops of at most this many iterations, if small, become straight code
+UNROLLED_WEIGHT = 64  # weight of all their iterations together
+WEIGHTS = {"exp": 14, "log": 16, "sin": 24, "cos": 24, "tanh": 18, "erf": 24, "pow": 60, "div": 4, "rem": 40, "sqrt": 4}  # in add's
+
+
+def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
+    """The statements in order. Stores that follow one another are written together, after all of their values are
+    known: buffers of different names may be one memory where their indices agree."""
+    held: list[Store] = []
+    for s in stmts:
+        if isinstance(s, Store) and not _loads_of(s, scope) & {h.buffer for h in held}:
+            held.append(s)
+            continue
+        _flush(held, scope)
+        if isinstance(s, Store):
+            held.append(s)
+        elif isinstance(s, Let):
+            scope.bind(s.var, expr(s.value, scope if scope.varies(s.value) else scope.scalar))
+        elif isinstance(s, Check):
+            check(s, scope)
+        elif isinstance(s, Loop):
+            emit_loop(s, scope)
+        else:
+            raise CompileError(f"a {type(s).__name__} stands alone in a kernel's body; it cannot be part of a loop or an epilogue")
+    _flush(held, scope)
+
+
+def _loads_of(s: Store, scope: Scope) -> frozenset[Buffer | Local]:
+    return frozenset().union(*(scope.facts_of(e).loads for e in (s.index, s.value, s.guard) if e is not None))
+
+
+def _flush(held: list[Store], scope: Scope) -> None:
+    values = [value_to_store(s, scope) for s in held]
+    for s, value in zip(held, values):
+        store(s, value, scope)
+    held.clear()
+
+
+def expressions(stmts: Iterable[Stmt]) -> Iterator[tuple[Expr, bool]]:
+    """(expression, whether it is a Store's index) for all that the statements evaluate; not in loops that never run."""
+    for s in stmts:
+        if isinstance(s, Store):
+            yield s.index, True
+            yield from ((e, False) for e in (s.value, s.guard) if e is not None)
+        elif isinstance(s, (Check, Let)):
+            yield (s.ok if isinstance(s, Check) else s.value), False
+        elif isinstance(s, Loop):
+            yield from ((c.init, False) for c in s.carries)
+            if s.extent:
+                yield from expressions(s.body)
+                yield from ((r.value, False) for r in s.reduces)
+                yield from ((c.next, False) for c in s.carries)
+
+
+def stores(stmts: Iterable[Stmt]) -> Iterator[Store]:
+    """Every Store, nested ones included."""
+    for s in stmts:
+        if isinstance(s, Store):
+            yield s
+        elif isinstance(s, Loop):
+            yield from stores(s.body)
+
+
+def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:
+    """Emit here every largest part of the statements' expressions that only needs what is bound here, and no buffer that
+    they write. For use before a loop, or before several copies of the statements."""
+    written = {s.buffer for s in stores(stmts)}
+    seen: set[tuple[int, bool]] = set()
+    pending = list(expressions(stmts))
+    while pending:
+        e, is_index = pending.pop()
+        if (id(e), is_index) in seen or isinstance(e, Const):
+            continue
+        seen.add((id(e), is_index))
+        facts = scope.facts_of(e)
+        if not facts.loads & written and all(map(scope.has, facts.vars)):
+            expr(e, scope.scalar if is_index and not scope.varies(e) else scope)
+        elif isinstance(e, Load):
+            pending += [(e.index, True)] + ([(e.guard, False)] if e.guard is not None else [])
+        else:
+            pending += [(a, is_index) for a in operands(e)]
+
+
+def weight(stmts: Iterable[Stmt], per_iteration: bool = True) -> int:
+    """Work of the distinct operations and loads in the statements, in additions; with or without nested loops' bodies
+    counted once per iteration."""
+    seen: dict[int, bool] = {}
+    total = 0
+    stmts = tuple(stmts)
+    flat = [s for s in stmts if not isinstance(s, Loop)]
+    for e, is_index in expressions(flat):
+        for node in postorder(e, seen):
+            seen[id(node)] = True
+            total += 0 if is_index else _weight_of(node)
+    for s in stmts:
+        if isinstance(s, Loop):
+            ends = tuple(Let(r.result, r.value) for r in s.reduces) + tuple(Let(c.var, c.next) for c in s.carries)
+            total += (s.extent if per_iteration else 1) * weight((*s.body, *ends), per_iteration)
+    return total + sum(isinstance(s, Store) for s in flat)
+
+
+def _weight_of(node: Expr) -> int:
+    if isinstance(node, Alu):
+        return 0 if node.dtype == i64 else WEIGHTS.get(node.op, 1)  # i64: addresses, for the most part
+    return int(isinstance(node, Load))
+
+
+# -- which loop becomes lanes --------------------------------------------------------------------------------------
+
+
+def emit_loop(loop: Loop, scope: Scope) -> None:
+    """A loop, its iterations in lanes where it may and nothing around it is vectorised already."""
+    if loop.vector and not loop.carries and scope.lanes == 1 and loop.extent > 1 and not prefers_inner(loop):
+        emit_vector_loop(loop, scope)
+    else:
+        emit_serial_loop(loop, scope)
+
+
+def prefers_inner(loop: Loop) -> bool:
+    """Whether a vector loop inside reads and writes memory in longer runs than this one would."""
+    inner = [s for s in _loops(loop.body) if s.vector and not s.carries and s.extent > 1]
+    return bool(inner) and max(map(_contiguity, inner)) > _contiguity(loop)
+
+
+def _loops(stmts: Iterable[Stmt]) -> Iterator[Loop]:
+    for s in stmts:
+        if isinstance(s, Loop):
+            yield s
+            yield from _loops(s.body)
+
+
+def _contiguity(loop: Loop) -> int:
+    """Accesses that are contiguous from lane to lane, less those that are strided or scattered."""
+    seen: dict[int, bool] = {}
+    indices = [s.index for s in stores([loop])]
+    for e, _ in expressions([loop]):
+        for node in postorder(e, seen):
+            seen[id(node)] = True
+            if isinstance(node, Load):
+                indices.append(node.index)
+    steps = [coefficient(index, loop.var) for index in indices]
+    return sum(1 if step == 1 else 0 if step == 0 else -1 for step in steps)
+
+
+def lanes_of(loop: Loop, vector_bytes: int) -> int:
+    """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
+    widest = max((s.buffer.dtype.compute.itemsize for s in stores([loop])), default=1)
+    seen: dict[int, bool] = {}
+    for e, is_index in expressions([loop]):
+        for node in postorder(e, seen):
+            seen[id(node)] = True
+            if not is_index and node.dtype.is_float:
+                widest = max(widest, node.dtype.compute.itemsize)
+    widest = max([widest, *(r.value.dtype.compute.itemsize for r in loop.reduces)])
+    lanes = min(MAX_LANES, vector_bytes // widest)
+    while lanes >= 2 * loop.extent:
+        lanes //= 2
+    return max(lanes, 2)
+
+
+# -- serial loops --------------------------------------------------------------------------------------------------
+
+
+def emit_serial_loop(loop: Loop, scope: Scope) -> None:
+    """One iteration after the other; in a vector scope for all lanes at once, so that reductions are vectors."""
+    em, lanes = scope.e, scope.lanes
+    first = [expr(c.init, scope) for c in loop.carries]
+    first += [alu.identity(em, r.op, r.value.dtype, lanes) for r in loop.reduces]
+    if loop.extent > 1:
+        hoist([loop], scope)
+    if loop.extent <= UNROLLED and loop.extent * weight([loop], per_iteration=False) <= UNROLLED_WEIGHT or loop.extent == 1:
+        last = first
+        for i in range(loop.extent):
+            last = _iteration(loop, scope, em.i64(i), last)
+    else:
+        with em.loop(0, loop.extent, carried=first) as state:
+            state.next = _iteration(loop, scope, state.index, state.carried)
+        last = state.results
+    for var, value in zip(_results(loop), last):
+        scope.bind(var, value)
+
+
+def _results(loop: Loop) -> list[Var]:
+    return [c.var for c in loop.carries] + [r.result for r in loop.reduces]
+
+
+def _iteration(loop: Loop, scope: Scope, index: V, carried: Sequence[V]) -> list[V]:
+    """One iteration at `index`: carried values and reductions before it in, after it out."""
+    inner = scope.child({loop.var: index, **{c.var: v for c, v in zip(loop.carries, carried)}})
+    emit_statements(loop.body, inner)
+    after = [expr(c.next, inner) for c in loop.carries]
+    for r, total in zip(loop.reduces, carried[len(loop.carries) :]):
+        after.append(alu.combine(scope.e, r.op, r.value.dtype, total, expr(r.value, inner)))
+    return after
+
+
+# -- vector loops --------------------------------------------------------------------------------------------------
+
+
+class VectorLoop:
+    """A loop being emitted in lanes. Reductions have `unroll` accumulators each, summed in a fixed order at the end."""
+
+    def __init__(self, loop: Loop, scope: Scope) -> None:
+        self.loop, self.scope, self.em = loop, scope, scope.e
+        self.lanes = lanes_of(loop, scope.vector_bytes)
+        self.unroll = self._unroll()
+        self.outer = scope.child(lanes=self.lanes)
+        hoist([loop], self.outer)
+        self.neutral = [alu.identity(self.em, r.op, r.value.dtype, self.lanes) for r in loop.reduces]
+        self.totals = [list(self.neutral) for _ in range(self.unroll)]  # [copy][reduction]
+
+    def _unroll(self) -> int:
+        work = weight([self.loop], per_iteration=False)
+        most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 16 else 2 if work <= 40 else 1
+        while most > 1 and most * self.lanes > self.loop.extent:
+            most //= 2
+        return most
+
+    def vectors(self, base: V, copies: int = 1, mask: V | None = None) -> None:
+        """`copies` vectors of iterations from `base` on; copy c adds to accumulator c."""
+        for c in range(copies):
+            at = base if c == 0 else self._plus(base, c * self.lanes)
+            inner = self.outer.child(vector=self.loop.var, base=at, mask=mask)
+            emit_statements(self.loop.body, inner)
+            for n, r in enumerate(self.loop.reduces):
+                value = expr(r.value, inner)
+                if mask is not None:
+                    value = self.em.select(mask, value, self.neutral[n])
+                self.totals[c][n] = alu.combine(self.em, r.op, r.value.dtype, self.totals[c][n], value)
+
+    def _plus(self, base: V, offset: int) -> V:
+        if not base.text.startswith("%"):
+            return self.em.i64(int(base.text) + offset)
+        return self.em.bin("add nsw", base, self.em.i64(offset))
+
+    def run(self, start: int | V, stop: int | V, copies: int, *, last: V | None = None) -> None:
+        """Vectors from start up to stop, `copies` a round. With `last` they are masked to lanes before it."""
+        step = copies * self.lanes
+        if isinstance(start, int) and isinstance(stop, int) and stop - start <= step:
+            if start < stop:
+                self.vectors(self.em.i64(start), copies)
+            return
+        carried = [v for copy in self.totals[:copies] for v in copy]
+        width = len(self.loop.reduces)
+        with self.em.loop(start, stop, step, carried=carried) as state:
+            self.totals[:copies] = [state.carried[c * width : (c + 1) * width] for c in range(copies)]
+            self.vectors(state.index, copies, None if last is None else self._below(state.index, last))
+            state.next = [v for copy in self.totals[:copies] for v in copy]
+        self.totals[:copies] = [state.results[c * width : (c + 1) * width] for c in range(copies)]
+
+    def _below(self, index: V, last: V) -> V:
+        left = self.em.splat(self.em.bin("sub nsw", last, index), self.lanes)
+        return self.em.cmp("slt", self.em.iota(self.lanes), left)
+
+    def finish(self) -> None:
+        """Bind the reductions' results."""
+        for n, r in enumerate(self.loop.reduces):
+            parts = [copy[n] for copy in self.totals]
+            while len(parts) > 1:
+                parts = [alu.combine(self.em, r.op, r.value.dtype, a, b) for a, b in zip(parts[::2], parts[1::2])]
+            self.scope.bind(r.result, alu.across(self.em, r.op, r.value.dtype, parts[0]))
+
+
+def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None) -> None:
+    """All iterations, or those in `bounds` = [start, stop), in lanes: full vectors, then what is left under a mask."""
+    state = VectorLoop(loop, scope)
+    lanes, unroll, em = state.lanes, state.unroll, scope.e
+    if bounds is not None:
+        start, stop = bounds
+        whole = em.bin("and", em.bin("sub nsw", stop, start), em.i64(-lanes * unroll))
+        middle = em.bin("add nsw", start, whole)
+        state.run(start, middle, unroll)
+        state.run(middle, stop, 1, last=stop)
+    else:
+        full = loop.extent // lanes * lanes
+        rounds = full // (lanes * unroll) * lanes * unroll
+        state.run(0, rounds, unroll)
+        state.run(rounds, full, 1)
+        if full < loop.extent:
+            on = ", ".join(f"i1 {'true' if full + i < loop.extent else 'false'}" for i in range(lanes))
+            state.vectors(em.i64(full), mask=V(f"<{on}>", vector("i1", lanes)))
+    state.finish()
