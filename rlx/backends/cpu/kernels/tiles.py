@@ -1,0 +1,123 @@
+"""How a contraction is cut into register tiles, blocks and tasks: plain numbers from shapes, dtypes and the Target.
+
+A tile is `rows` x `vectors` accumulators held in registers while it runs over the whole k. The columns of one full-width
+tile are a panel. Tiles of one block of rows run over one group of panels: that is a task. Nothing here depends on time,
+on the machine at hand or on which thread runs what, so equal inputs give equal cuts, and equal cuts equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from rlx.ir.kernel import Contract, Kernel, Operand
+from rlx.ir.target import Target
+
+MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
+BLOCK_ROWS = 128  # rows that one task carries over its panels: their part of `a` stays in the second-level cache
+GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
+TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
+SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
+IN_PLACE_TILES = 2  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
+SUMS = 8  # independent accumulators that hide the latency of a multiply-add
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows: `row_tiles` tiles, the first `tall` of them `rows` high and the others one lower. Columns: `panels` of
+    `vectors` x `lanes`. Tasks: `batch_groups` x `blocks` of row tiles x `groups` of panels.
+
+    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype (`stage_b` says how:
+    "panel" converts a packed one, "rows" and "columns" gather along b's unit stride, "any" has none, "" reads in place).
+    """
+
+    lanes: int
+    vectors: int
+    rows: int
+    tall: int
+    row_tiles: int
+    panels: int
+    batch: int
+    batch_groups: int
+    blocks: int
+    groups: int
+    stage_a: bool
+    stage_b: str
+    registers: int
+
+    @property
+    def columns(self) -> int:
+        return self.vectors * self.lanes
+
+    @property
+    def tasks(self) -> int:
+        return self.batch_groups * self.blocks * self.groups
+
+    def first_row(self, tile: int) -> int:
+        """The row at which a row tile starts."""
+        return tile * (self.rows - 1) + min(tile, self.tall) if self.tall else tile * self.rows
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the largest block."""
+        starts = [self.first_row(b * self.row_tiles // self.blocks) for b in range(self.blocks + 1)]
+        return max((after - before for before, after in zip(starts, starts[1:])), default=0)
+
+    def unroll(self, rows: int, vectors: int) -> int:
+        """Steps of k with sums of their own: low tiles have too few accumulators to hide a multiply-add's latency."""
+        steps = 1
+        while rows * vectors * steps < SUMS and 2 * rows * vectors * steps + vectors < self.registers:
+            steps *= 2
+        return steps
+
+
+def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
+    """The one table: how this contraction is cut up for this target."""
+    lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
+    registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+    while c.b.panel % lanes:
+        lanes //= 2
+    vectors = c.b.panel // lanes or _panel_vectors(c, registers)
+    highest = max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+    row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
+    low, tall = divmod(c.m, row_tiles) if row_tiles else (0, 0)
+    rows = low + (tall > 0)
+    stage_a = c.a.buffer.dtype != c.acc.dtype
+    batch = prod(extent for _, extent in kernel.grid)
+    row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
+    row_bytes += c.k * c.acc.dtype.itemsize if stage_a else 0
+    fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
+    blocks = -(-row_tiles // max(1, fit // max(1, rows)))
+    blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads)
+    stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
+    return Plan(lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, stage_a, stage_b, registers)
+
+
+def _panel_vectors(c: Contract, registers: int) -> int:
+    """Vectors of a panel that nobody packed: more of them where few rows share each one."""
+    wide = 8 if c.m == 1 else 6 if c.m == 2 else 3
+    return wide if registers == 32 else min(wide, 4 if c.m <= 2 else 2)
+
+
+def _stage_b(b: Operand, c: Contract, tiles: int) -> str:
+    if b.panel:
+        return "panel" if b.buffer.dtype != c.acc.dtype and tiles > IN_PLACE_TILES else ""
+    if b.col_stride == 1 or c.n == 1:
+        return "rows" if tiles > IN_PLACE_TILES else ""
+    return "columns" if b.row_stride == 1 or c.k == 1 else "any"
+
+
+def _tasks(c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int) -> tuple[int, int, int]:
+    """(blocks of rows, groups of panels, groups of batch entries): at least `blocks`, and enough work for every thread."""
+    if not (row_tiles and panels and batch):
+        return 0, 0, 0
+    worth = max(1, batch * c.m * c.n * max(1, c.k) // GRAIN)
+    wanted = 1 if threads == 1 else min(worth, threads * TASKS_PER_THREAD)
+    groups = 1
+    if wanted > batch * blocks and not c.rows:
+        groups = min(panels, -(-wanted // (batch * blocks)))
+    if wanted > batch * blocks * groups:  # whole rows in one task, or few columns: lower blocks
+        most = max(threads, row_tiles // 4)
+        blocks = min(row_tiles, max(blocks, min(most, -(-wanted // (batch * groups)))))
+    batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
+    return blocks, groups, batch_groups
