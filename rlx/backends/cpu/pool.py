@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -33,7 +34,7 @@ from rlx.errors import OptionError
 
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
-NO_WORKERS = -1  # what `run` returns when all went well but the pool has no workers yet (or none any more, after a fork)
+ATTEND = -1  # what a run returns when all went well, but `Pool.attend` should be called before the next
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, and within one, before it sleeps
 YIELDS = 8  # sched_yield calls between spinning and sleeping
 
@@ -62,7 +63,8 @@ class Control(ctypes.Structure):
         ("sleepers", ctypes.c_int32), ("lock", ctypes.c_int32), ("workers", ctypes.c_int32), ("caller_asleep", ctypes.c_int32),
         ("stop", ctypes.c_int32), ("pad", ctypes.c_int64 * 2),
         ("idle_spins", ctypes.c_int64), ("busy_spins", ctypes.c_int64), ("yields", ctypes.c_int64),
-        ("wait", ctypes.c_void_p), ("sched_yield", ctypes.c_void_p),
+        ("wait", ctypes.c_void_p), ("sched_yield", ctypes.c_void_p), ("getcpu", ctypes.c_void_p),
+        ("pinned", ctypes.c_uint8 * 128),
     ]  # fmt: skip
 
 
@@ -86,7 +88,7 @@ NAP = """
 TEXT = """
 %Step = type { ptr, ptr, i64 }
 %Run = type { ptr, ptr, ptr, i64, ptr, ptr, i32 }
-%Control = type { i64, ptr, ptr, i32, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, ptr, ptr }
+%Control = type { i64, ptr, ptr, i32, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, ptr, ptr, ptr, [128 x i8] }
 $pause_declaration
 attributes #0 = { nounwind }
 
@@ -376,7 +378,8 @@ out:
   ret void
 }
 
-; The entry. Returns the status; $no_workers: done without error, but the pool has no workers.
+; The entry. Returns the status; $attend: no error, but the pool has no workers,
+; or we are on the CPU of one, which then cannot run.
 define i32 @rlx_run(ptr %run) #0 {
 entry:
   %first = load ptr, ptr %run
@@ -403,7 +406,7 @@ empty:
   %r.empty = call i32 @alone(ptr %run)
   store atomic i32 0, ptr %lock.p release, align 4
   %good = icmp eq i32 %r.empty, 0
-  %r.none = select i1 %good, i32 $no_workers, i32 %r.empty
+  %r.none = select i1 %good, i32 $attend, i32 %r.empty
   ret i32 %r.none
 together:
   %run.p = getelementptr %Control, ptr %c, i32 0, i32 2
@@ -418,7 +421,30 @@ join:
 out:
   %status = load i32, ptr %status.p
   store atomic i32 0, ptr %lock.p release, align 4
-  ret i32 %status
+  %getcpu.p = getelementptr %Control, ptr %c, i32 0, i32 16
+  %getcpu = load ptr, ptr %getcpu.p
+  %known = icmp ne ptr %getcpu, null
+  %well = icmp eq i32 %status, 0
+  %ask = and i1 %known, %well
+  br i1 %ask, label %where, label %back
+where:
+  %cpu = call i32 %getcpu()
+  %byte = lshr i32 %cpu, 3
+  %inside = icmp ult i32 %byte, 128
+  br i1 %inside, label %test, label %back
+test:
+  %byte.p = getelementptr %Control, ptr %c, i32 0, i32 17, i32 %byte
+  %bits = load i8, ptr %byte.p
+  %shift = and i32 %cpu, 7
+  %bits.32 = zext i8 %bits to i32
+  %moved = lshr i32 %bits.32, %shift
+  %bit = and i32 %moved, 1
+  %clash = icmp ne i32 %bit, 0
+  %answer = select i1 %clash, i32 $attend, i32 0
+  br label %back
+back:
+  %result = phi i32 [%status, %out], [0, %where], [%answer, %test]
+  ret i32 %result
 }
 
 define void @rlx_work(ptr %c, i64 %tid) #0 {
@@ -460,7 +486,7 @@ def _library() -> Library:
     doze = futex.safe_substitute(futex=_futex_call(), operation=128, value="%seen")
     wake = futex.safe_substitute(futex=_futex_call(), operation=129, value="%n") if _futex_call() else ""
     text = Template(TEXT).substitute(
-        pause_declaration=declaration, pause=pause, doze=doze, wake=wake, bias=BIAS, end=END, no_workers=NO_WORKERS
+        pause_declaration=declaration, pause=pause, doze=doze, wake=wake, bias=BIAS, end=END, attend=ATTEND
     )
     symbols = ("rlx_run", "rlx_work", "rlx_stop", "rlx_spin")
     return Library([compile_object(text, host_target(1), "worker pool")], symbols)
@@ -473,7 +499,7 @@ def _futex_call() -> int:
 
 @cache
 def run_function() -> Any:
-    """`call(address of a Run) -> int`: the whole run, without the GIL. 0, a status, or NO_WORKERS: then `Pool.start`."""
+    """`call(address of a Run) -> int`: the whole run, without the GIL. 0, a status, or ATTEND: then call `Pool.attend`."""
     return _library().function("rlx_run", ctypes.c_int32, ctypes.c_void_p)
 
 
@@ -508,7 +534,8 @@ class Pool:
             oversubscribed = self.threads > _cpus_here()
             self._control.idle_spins = 1 if oversubscribed else IDLE_SPIN_US * _turns_per_us()
             self._control.busy_spins = 1 if oversubscribed else BUSY_SPIN_US * _turns_per_us()
-            for tid, cpu in enumerate(worker_cpus(self.threads - 1), 1):
+            self._pins = worker_cpus(self.threads - 1)
+            for tid, cpu in enumerate(self._pins, 1):
                 worker = threading.Thread(target=self._work, args=(tid, cpu), name=f"rlx-worker-{tid}", daemon=True)
                 try:
                     worker.start()
@@ -517,6 +544,22 @@ class Pool:
                     break
                 self._workers.append(worker)
             self._control.workers = len(self._workers)
+            self._mark(cpu for cpu in self._pins if cpu is not None)
+
+    def attend(self) -> None:
+        """After a run returned ATTEND: start the workers, or leave the CPU that one of them is pinned to."""
+        if not self._started:
+            return self.start()
+        allowed = os.sched_getaffinity(0)
+        free = allowed - set(self._pins)
+        if free:  # move this thread now; the scheduler would take some 10 ms to see that two threads share a CPU
+            os.sched_setaffinity(0, free)
+            os.sched_setaffinity(0, allowed)
+            return None
+        for worker in self._workers:  # this thread may be nowhere else: let the workers look for room themselves
+            if worker.native_id is not None and worker.is_alive():
+                os.sched_setaffinity(worker.native_id, allowed | set(filter(None, self._pins)))
+        return self._mark(())
 
     def close(self) -> None:
         """Wake the workers and wait until they have left. Later runs walk alone; `start` does nothing any more."""
@@ -527,6 +570,14 @@ class Pool:
             for worker in self._workers:
                 worker.join()
             self._workers.clear()
+
+    def _mark(self, cpus: Iterable[int]) -> None:
+        """Tell runs which CPUs belong to workers."""
+        ctypes.memset(self._control.pinned, 0, 128)
+        for cpu in cpus:
+            if cpu < 1024:
+                self._control.pinned[cpu // 8] |= 1 << cpu % 8
+                self._control.getcpu = ctypes.cast(ctypes.CDLL(None).sched_getcpu, ctypes.c_void_p).value
 
     def _work(self, tid: int, cpu: int | None) -> None:
         if cpu is not None:
@@ -543,6 +594,7 @@ class Pool:
         self._control.yields = YIELDS
         self._control.wait = ctypes.cast(wait, ctypes.c_void_p).value
         self._control.sched_yield = ctypes.cast(libc.sched_yield, ctypes.c_void_p).value
+        self._pins: list[int | None] = []
         self._workers: list[threading.Thread] = []
         self._started = False
         self._starting = threading.Lock()
