@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -67,8 +67,9 @@ class Executable(Protocol):
         """Address of the buffer in the device's address space."""
         ...
 
-    def prepare(self, steps: Sequence[int]) -> None:
-        """Run these steps of program.prepare, in this order."""
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+        """Run these steps of program.prepare, in this order. `given`: param buffers read from these C-contiguous host
+        arrays (of the buffer's shape and dtype) instead of from the store."""
         ...
 
     def run(self) -> None:

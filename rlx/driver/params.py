@@ -13,21 +13,30 @@ from typing import Any
 
 @dataclass
 class ParamEntry:
-    """One buffer. `version` counts how often it was written (0: never); `memory` is what the backend allocated."""
+    """One buffer: what the backend allocated, and where it is."""
 
     memory: Any
     address: int
     nbytes: int
-    version: int = 0
 
 
 @dataclass
 class ParamStore:
-    """`entries` by name. `sources`: prepared name -> versions of the params it was last computed from."""
+    """Params and prepared buffers by name, and how current they are.
+
+    `versions`: times each param was set. `sources`: prepared buffer -> versions of the params it was computed from.
+    `kept`: params whose own bytes are here too (others were only read, to prepare something).
+    """
 
     entries: dict[str, ParamEntry] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)  # param name -> times it was set, kept when its bytes are released
+    kept: set[str] = field(default_factory=set)
+
+    @property
+    def generation(self) -> int:
+        """Grows with every param that is set."""
+        return sum(self.versions.values())
 
     def get(self, name: str, nbytes: int, allocate: Callable[[int], tuple[Any, int]]) -> ParamEntry:
         """The entry `name`, made by `allocate(nbytes) -> (memory, address)` if it is not there yet."""

@@ -1,0 +1,126 @@
+"""Where values lie: which views are only another way to address a buffer, and which need a kernel of their own.
+
+A value is *based* on the value whose buffer holds it: itself, or, through views that strides can express, an earlier
+one. Buffers are row-major unless a later reshape becomes free under another order of the same dims (attention writes
+[batch, heads, seq, dim] so that merging heads and dim costs nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value
+from rlx.ir.op import Kind
+from rlx.ir.program import Layout
+from rlx.ir.shape import contiguous_strides
+
+
+class Places:
+    """Answers `locate(value) -> (base, Layout)`. `computed`: view nodes that strides cannot express."""
+
+    def __init__(self, graph: Graph, copies: Iterable[Node]) -> None:
+        """`copies`: view nodes that must be computed whatever strides could say (outputs that would alias an input)."""
+        self.nodes = graph.nodes()
+        self.computed: set[Node] = set(copies)
+        self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
+        self._fixed = _under_views(graph.roots())
+        self._memo: dict[Value, tuple[Value, Layout]] = {}
+        for node in self.nodes:
+            if node.op.kind is Kind.VIEW and node not in self.computed and not self._addressable(node):
+                self.computed.add(node)
+
+    def locate(self, value: Value) -> tuple[Value, Layout]:
+        """The base of `value`, and where its elements are in the base's buffer."""
+        found = self._memo.get(value)
+        if found is None:
+            node = value.node
+            if node.op.kind is Kind.VIEW and node not in self.computed:
+                base, layout = self.locate(node.inputs[0])
+                seen = _view(value, layout)
+                assert seen is not None, f"{value} was addressable when placed"
+                found = (base, seen)
+            else:
+                found = (value, Layout(self.orders.get(value) or contiguous_strides(value.shape.static)))
+            self._memo[value] = found
+        return found
+
+    def base(self, value: Value) -> Value:
+        return self.locate(value)[0]
+
+    def is_row_major(self, value: Value) -> bool:
+        """Whether the value's elements are the base's own bytes in order, from the start."""
+        base, layout = self.locate(value)
+        return (
+            layout.offset == 0
+            and base.shape.num_elements == value.shape.num_elements
+            and _same_strides(value.shape.static, layout.strides, contiguous_strides(value.shape.static))
+        )
+
+    def _addressable(self, node: Node) -> bool:
+        base, layout = self.locate(node.inputs[0])
+        if all(_view(v, layout) is not None for v in node.results):
+            return True
+        order = self._order_for(base, node.inputs[0].shape.static, layout)
+        if order is None:
+            return False
+        previous = dict(self._memo)
+        self.orders[base] = order
+        self._memo.clear()
+        if self._still_addressable(node):
+            return True
+        del self.orders[base]
+        self._memo = previous
+        return False
+
+    def _still_addressable(self, last: Node) -> bool:
+        """Whether every view placed so far, and `last`, can still be addressed."""
+        for node in self.nodes:
+            if node.op.kind is Kind.VIEW and node not in self.computed:
+                _, layout = self.locate(node.inputs[0])
+                if any(_view(v, layout) is None for v in node.results):
+                    return False
+            if node is last:
+                return True
+        return True
+
+    def _order_for(self, base: Value, dims: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
+        """Strides of `base` that make the view (dims, layout) row-major, if the view only permutes the base's dims."""
+        if base.node.op.kind is Kind.LEAF or base in self.orders or base in self._fixed or layout.offset:
+            return None
+        own = base.shape.static
+        wanted = {s: w for d, s, w in zip(dims, layout.strides, contiguous_strides(dims)) if d != 1}
+        order = tuple(wanted.get(s, 1) if d != 1 else 1 for d, s in zip(own, contiguous_strides(own)))
+        same_dims = sorted(d for d in dims if d != 1) == sorted(d for d in own if d != 1)
+        return order if same_dims and len(wanted) == sum(d != 1 for d in own) else None
+
+
+def _under_views(values: Iterable[Value]) -> set[Value]:
+    """The values, and those they are views of."""
+    out: set[Value] = set()
+    for value in values:
+        out.add(value)
+        while value.node.op.kind is Kind.VIEW:
+            value = value.node.inputs[0]
+            out.add(value)
+    return out
+
+
+def _view(value: Value, layout: Layout) -> Layout | None:
+    """Layout of one result of a view node over its operand's layout; None where strides cannot say it."""
+    node = value.node
+    if node.op.strided is None:
+        return None
+    return node.op.strided(node.attrs, node.inputs[0].shape.static, value.shape.static, layout, value.index)
+
+
+def _same_strides(dims: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return 0 in dims or all(d == 1 or x == y for d, x, y in zip(dims, a, b))
+
+
+def static_nodes(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes that depend on params and constants alone: computed when params are set, not at every run."""
+    out: set[Node] = set()
+    for node in nodes:
+        if node.op in (PARAM, CONSTANT) or (node.op.kind is not Kind.LEAF and all(v.node in out for v in node.inputs)):
+            out.add(node)
+    return out

@@ -1,0 +1,54 @@
+"""Strict binding: what a caller passes is compared with what the program declares before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.program import BufferDecl
+from rlx.ir.shape import Shape
+
+
+def fits(what: str, array: object, shape: Shape) -> np.ndarray:
+    """`array` as an ndarray of exactly this dtype and these dims, or an error that says what was wanted and found."""
+    found = array if isinstance(array, np.ndarray) else np.asarray(array)
+    if found.dtype != shape.dtype.numpy:
+        raise InputDTypeError(f"{what} is {shape}; got dtype {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
+    if found.shape != shape.static:
+        raise InputShapeError(f"{what} is {shape}; got dims {list(found.shape)}")
+    return found
+
+
+def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+    """Named arrays in declaration order: every one there, no other, each of its shape and dtype."""
+    if not isinstance(given, Mapping):
+        raise BindingError(f"{what}s are given by name, {{name: array}}; got {type(given).__name__}")
+    names = [d.name for d in decls]
+    if unknown := [n for n in given if n not in names]:
+        raise UnknownNameError(f"no {what} is called {known(unknown)}; there are {known(names)}")
+    if missing := [n for n in names if n not in given]:
+        raise MissingInputError(f"{what} {known(missing)} missing; given: {known(given)}")
+    return [fits(f"{what} {d.name!r}", given[d.name], d.shape) for d in decls]
+
+
+def by_position(given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+    """Arrays in declaration order."""
+    if len(given) != len(decls):
+        wanted = ", ".join(f"{d.name!r} {d.shape}" for d in decls)
+        error = MissingInputError if len(given) < len(decls) else BindingError
+        raise error(f"{len(decls)} inputs ({wanted or 'none'}), got {len(given)}")
+    return [fits(f"input {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
+
+
+def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
+    """Raw little-endian bytes of `dtype` as an array of `shape`, of the same dtype and of exactly its size."""
+    given = as_dtype(dtype)
+    if given != shape.dtype:
+        raise InputDTypeError(f"{what} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")
+    view = memoryview(data)
+    if view.nbytes != shape.size_bytes:
+        raise InputShapeError(f"{what} is {shape}, {shape.size_bytes} bytes; got {view.nbytes}")
+    return np.frombuffer(view, shape.dtype.numpy).reshape(shape.static)
