@@ -31,7 +31,8 @@ _MAY_WRITE = {
 def check_program(program: Program) -> None:
     """Raise PlanError listing every fault of the program's places, arguments and order of steps."""
     if bad := program_faults(program):
-        raise PlanError(f"program {program.name!r} for {program.target.name} has a bad plan:\n  " + "\n  ".join(bad) + f"\n{program}")
+        found = "\n  ".join(bad)
+        raise PlanError(f"program {program.name!r} for {program.target.name} has a bad plan:\n  {found}\n{program}")
 
 
 def program_faults(program: Program) -> list[str]:
@@ -42,11 +43,13 @@ def program_faults(program: Program) -> list[str]:
         bad.append("two buffers have one id")
     _check_signature(program, decls, bad)
     _check_places(program, decls, bad)
+    facts: dict[K.Kernel, _Facts] = {}
     for phase in ("prepare", "steps", "commit"):
         for at, step in enumerate(getattr(program, phase)):
-            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, decls, bad)
+            kernel_facts = facts.setdefault(step.kernel, facts.get(step.kernel) or _Facts(step.kernel))
+            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, kernel_facts, decls, bad)
     if not bad:  # a replay needs places and arguments that make sense
-        _Replay(program, decls, bad).run()
+        _Replay(program, decls, facts, bad).run()
     return bad
 
 
@@ -77,8 +80,8 @@ def _check_places(program: Program, decls: dict[int, BufferDecl], bad: list[str]
     if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
         bad.append(f"alignment {plan.alignment} is not a power of two")
         return
-    for id in plan.offsets.keys() - {b.id for b in program.buffers if b.region in IN_ARENA}:
-        bad.append(f"%{id} has a place in the arena and is not an arena buffer")
+    strangers = plan.offsets.keys() - {b.id for b in program.buffers if b.region in IN_ARENA}
+    bad.extend(f"%{id} has a place in the arena and is not an arena buffer" for id in sorted(strangers))
     for b in program.buffers:
         if b.region not in IN_ARENA:
             continue
@@ -91,15 +94,13 @@ def _check_places(program: Program, decls: dict[int, BufferDecl], bad: list[str]
             bad.append(f"%{b.id} at {at} is not aligned to {plan.alignment}")
 
 
-def _check_arguments(where: str, phase: str, step: Step, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: dict[int, BufferDecl], bad: list[str]) -> None:
     kernel = step.kernel
     if len(step.args) != len(kernel.buffers):
         bad.append(f"{where}: {len(step.args)} arguments for {len(kernel.buffers)} buffers")
         return
-    loaded = {a.buffer for a in _accesses(kernel) if not a.stores}
-    stored = {a.buffer for a in _accesses(kernel) if a.stores}
-    for b in (loaded | stored) - set(kernel.buffers) - set(kernel.locals):
-        bad.append(f"{where}: touches {b.name!r}, which is not among its buffers")
+    strangers = sorted(b.name for b in (facts.loaded | facts.stored) - set(kernel.buffers) - set(kernel.locals))
+    bad.extend(f"{where}: touches {name!r}, which is not among its buffers" for name in strangers)
     for arg, b in zip(step.args, kernel.buffers):
         decl = decls.get(arg)
         if decl is None:
@@ -107,11 +108,12 @@ def _check_arguments(where: str, phase: str, step: Step, decls: dict[int, Buffer
             continue
         if b.dtype != decl.shape.dtype or b.size > decl.shape.num_elements:
             bad.append(f"{where}: {b.name!r} is {b.dtype}[{b.size}], %{arg} is {decl.shape}")
-        if b in stored and not b.writable:
-            bad.append(f"{where}: stores to {b.name!r} (%{arg}), which is not marked as written")
+        if (b in facts.stored) != b.writable and b.size:
+            marked = "is marked as written and never stored to" if b.writable else "is stored to and not marked as written"
+            bad.append(f"{where}: {b.name!r} (%{arg}) {marked}")
         if b.writable and decl.region not in _MAY_WRITE[phase]:
             bad.append(f"{where}: writes %{arg}, which is {decl.region.value}")
-        if b in loaded and decl.region not in _MAY_READ[phase]:
+        if b in facts.loaded and decl.region not in _MAY_READ[phase]:
             bad.append(f"{where}: reads %{arg}, which is {decl.region.value}")
 
 
@@ -124,9 +126,10 @@ class _Replay:
 
     program: Program
     decls: dict[int, BufferDecl]
+    facts: dict[K.Kernel, _Facts]
     bad: list[str]
     written: set[int] = field(default_factory=set)
-    proofs: dict[tuple[int, int, int], bool] = field(default_factory=dict)  # by (id of kernel, read, written)
+    proofs: dict[tuple[K.Kernel, int, int], bool] = field(default_factory=dict)  # by kernel, argument read, argument written
 
     def run(self) -> None:
         p = self.program
@@ -139,8 +142,8 @@ class _Replay:
             if any(self.owner[s] is not None for s in self.segments[id]):
                 self.bad.append(f"input %{id} shares bytes with input %{next(self.owner[s] for s in self.segments[id])}")
             self.own(id)
+        committed: set[int] = set()
         for phase in ("prepare", "steps", "commit"):
-            committed: set[int] = set()
             for at, step in enumerate(getattr(p, phase)):
                 where = f"{phase}[{at}] {step.kernel.name}"
                 if phase == "commit" and (stale := committed & self.reads(step)):
@@ -148,8 +151,10 @@ class _Replay:
                 if phase == "prepare" and (both := self.reads(step) & self.writes(step)):
                     self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
                 self.step(where, step)
-                committed |= self.writes(step)
+                committed |= self.writes(step) if phase == "commit" else set()
         for out in p.outputs:
+            if out.buffer in committed:
+                self.bad.append(f"output {out.name!r} is in %{out.buffer}, which the commit overwrites with the next state")
             self.expect(f"output {out.name!r}", out.buffer)
         for id in p.inputs:
             self.expect("at the end", id)
@@ -169,7 +174,7 @@ class _Replay:
             self.bad.append(f"{where}: %{id} was overwritten by %{lost}")
 
     def reads(self, step: Step) -> set[int]:
-        loaded = {a.buffer for a in _accesses(step.kernel) if not a.stores}
+        loaded = self.facts[step.kernel].loaded
         return {arg for arg, b in zip(step.args, step.kernel.buffers) if b in loaded}
 
     def writes(self, step: Step) -> set[int]:
@@ -186,9 +191,8 @@ class _Replay:
             if not buffer.writable:
                 continue
             for r, (other, beside) in enumerate(zip(step.args, step.kernel.buffers)):
-                if r != w and self.together(written, other) and not (other in reads or beside.writable):
-                    continue  # an argument the kernel never loads
-                if r != w and self.together(written, other) and (beside.writable or not self.proved(step, r, w)):
+                used = r != w and (beside.writable or other in reads)
+                if used and self.together(written, other) and (beside.writable or not self.proved(step, r, w)):
                     self.bad.append(f"{where}: writes %{written} over %{other}, which it still uses")
         for id in sorted(writes):
             self.own(id)
@@ -205,9 +209,9 @@ class _Replay:
         """Whether argument w may be written over argument r while the kernel reads it."""
         if self.segments.get(step.args[r]) != self.segments.get(step.args[w]):
             return False
-        key = (id(step.kernel), r, w)
+        key = (step.kernel, r, w)
         if key not in self.proofs:
-            self.proofs[key] = _overwrites_after_reading(step.kernel, r, w)
+            self.proofs[key] = _overwrites_after_reading(self.facts[step.kernel], r, w)
         return self.proofs[key]
 
 
@@ -226,13 +230,21 @@ class _Access:
     loops: tuple[tuple[K.Var, int], ...]
 
 
+class _Facts:
+    """What a kernel loads and stores."""
+
+    def __init__(self, kernel: K.Kernel) -> None:
+        self.kernel = kernel
+        self.accesses = _accesses(kernel)
+        self.loaded = frozenset(a.buffer for a in self.accesses if not a.stores)
+        self.stored = frozenset(a.buffer for a in self.accesses if a.stores)
+
+
 def _accesses(kernel: K.Kernel) -> list[_Access]:
     found: list[_Access] = []
 
     def note(es: Iterable[K.Expr | None], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...]) -> None:
-        for e in _inside(es):
-            if isinstance(e, K.Load):
-                found.append(_Access(e.buffer, False, e.index, path, loops))
+        found.extend(_Access(e.buffer, False, e.index, path, loops) for e in _inside(es) if isinstance(e, K.Load))
 
     def walk(body: Sequence[K.Stmt], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...], start: int = 0) -> None:
         for at, s in enumerate(body, start):
@@ -275,18 +287,18 @@ def _inside(es: Iterable[K.Expr | None]) -> list[K.Expr]:
     return list(seen.values())
 
 
-def _overwrites_after_reading(kernel: K.Kernel, r: int, w: int) -> bool:
+def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
     """Every element of buffer w is written once, by the iteration that alone reads that element of r, after reading it.
 
     Judged by signatures: the position where all indices are 0, and the stride and extent of each grid and loop index.
     """
+    kernel, accesses = facts.kernel, facts.accesses
     read, written = kernel.buffers[r], kernel.buffers[w]
     if read.dtype.itemsize != written.dtype.itemsize:
         return False
-    accesses = _accesses(kernel)
     mine = [a for a in accesses if a.buffer is read and not a.stores]
     its = [a for a in accesses if a.buffer is written and a.stores]
-    if any(a.buffer is read and a.stores or a.buffer is written and not a.stores for a in accesses):
+    if any(a.buffer is (read if a.stores else written) for a in accesses):
         return False
     signatures = {_signature(kernel, a) for a in mine + its}
     if len(signatures) > 1 or not its:
@@ -303,7 +315,7 @@ def _signature(kernel: K.Kernel, a: _Access) -> _Signature | None:
     around = (*kernel.grid, *a.loops)
     parts = [] if a.index is None else _inside([a.index])
     known = {id(v) for v, _ in around}
-    if a.index is None or any(isinstance(e, K.Load) or isinstance(e, K.Var) and id(e) not in known for e in parts):
+    if a.index is None or any(isinstance(e, K.Load) or (isinstance(e, K.Var) and id(e) not in known) for e in parts):
         return None
     strides = [K.coefficient(a.index, v) for v, _ in around]
     origin = _at_zero(a.index)

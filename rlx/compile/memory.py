@@ -87,8 +87,8 @@ def plan_arena(
     slots = _slots(decls, lives, taken_over)
     by_size = sorted(slots, key=lambda s: (-s.nbytes, s.life.first, s.members[0]))
     by_time = sorted(slots, key=lambda s: (s.life.first, -s.nbytes, s.members[0]))
-    placed, size = min((_place(order, alignment) for order in (by_size, by_time)), key=lambda plan: plan[1])
-    offsets = {id: placed[slot.members[0]] for slot in slots for id in slot.members}
+    placed, size = min((_place(order, alignment) for order in (by_size, by_time)), key=lambda placed: placed[1])
+    offsets = {b: placed[slot.members[0]] for slot in slots for b in slot.members}
     return ArenaPlan(
         offsets=dict(sorted(offsets.items())),
         size_bytes=size,
@@ -98,9 +98,7 @@ def plan_arena(
     )
 
 
-def _take_overs(
-    decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict[int, Lifetime], pairs: Pairs
-) -> dict[int, int]:
+def _take_overs(decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict[int, Lifetime], pairs: Pairs) -> dict[int, int]:
     """written buffer -> the buffer whose place it takes: one that dies at the step which first writes it."""
     found: dict[int, int] = {}
     for at, step in enumerate(steps):
@@ -109,7 +107,7 @@ def _take_overs(
         for w, written in enumerate(step.args):
             if not step.kernel.buffers[w].writable or written not in decls or lives[written].first != at or written in found:
                 continue
-            for r, read in enumerate(step.args):
+            for read in step.args:
                 fits = read in decls and read not in gone and decls[read].region is Region.ARENA and lives[read].last == at
                 if not fits or lives[read].first >= at or not 0 < decls[read].nbytes == decls[written].nbytes:
                     continue
@@ -123,16 +121,18 @@ def _take_overs(
 
 
 def _slots(decls: dict[int, BufferDecl], lives: dict[int, Lifetime], taken_over: dict[int, int]) -> list[_Slot]:
+    slots: list[_Slot] = []
     slot_of: dict[int, _Slot] = {}
-    for id in sorted(decls, key=lambda i: (lives[i].first, i)):  # a buffer comes after the one it takes over from
-        slot = slot_of.get(taken_over[id]) if id in taken_over else None
-        if slot is None:
-            slot_of[id] = _Slot([id], decls[id].nbytes, lives[id])
+    for b in sorted(decls, key=lambda b: (lives[b].first, b)):  # a buffer comes after the one it takes over from
+        if b in taken_over:
+            slot = slot_of[taken_over[b]]
+            slot.members.append(b)
+            slot.life = Lifetime(slot.life.first, lives[b].last)
         else:
-            slot.members.append(id)
-            slot.life = Lifetime(slot.life.first, lives[id].last)
-            slot_of[id] = slot
-    return list({id(s): s for s in slot_of.values()}.values())
+            slot = _Slot([b], decls[b].nbytes, lives[b])
+            slots.append(slot)
+        slot_of[b] = slot
+    return slots
 
 
 def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]:
@@ -143,7 +143,7 @@ def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]
     size = 0
     for slot in order:
         best, best_gap, cursor = None, 0, 0
-        for start, end, other in sorted((p for p in placed if p[2].life.overlaps(slot.life)), key=lambda p: p[:2]):
+        for start, end in sorted((start, end) for start, end, other in placed if other.life.overlaps(slot.life)):
             gap = start - cursor
             if gap >= slot.nbytes and (best is None or gap < best_gap):
                 best, best_gap = cursor, gap

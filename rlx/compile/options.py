@@ -131,6 +131,7 @@ def _handles(handles: Any) -> tuple[BufferHandle, ...]:
     for handle in handles:
         if not isinstance(handle, BufferHandle):
             raise OptionError(f"handles are BufferHandles, got {handle!r}")
-        if by_name.setdefault(handle.name, handle) != handle:
-            raise OptionError(f"handle {handle.name!r} is bound as {by_name[handle.name].shape} and as {handle.shape}; use two names")
+        other = by_name.setdefault(handle.name, handle)
+        if other != handle:
+            raise OptionError(f"handle {handle.name!r} is bound as {other.shape} and as {handle.shape}; use two names")
     return tuple(by_name.values())

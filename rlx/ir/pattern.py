@@ -86,7 +86,7 @@ def _is_number(value: Value, number: int | float | bool) -> bool:
     if value.node.op is not CONSTANT:
         return False
     dtype, data = value.dtype, value.node.attrs.data  # type: ignore[union-attr]
-    if isinstance(number, bool) != (dtype.kind == "b") or isinstance(number, float) and not dtype.is_float:
+    if isinstance(number, bool) != (dtype.kind == "b") or (isinstance(number, float) and not dtype.is_float):
         return False
     if data.size == 0 or data.flat[0] != number or not (data == data.flat[0]).all():
         return False

@@ -1,0 +1,153 @@
+"""Named dims get values, and composites that the target does not claim become smaller ops, down to core ones.
+
+After these passes every shape is static, every dtype is one the target has, and every node is a leaf, a core op, or native.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rlx.compile.options import CompileOptions
+from rlx.errors import CompileError, OptionError, UnboundDimError, known
+from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
+from rlx.ir.op import Attrs, Kind
+from rlx.ir.shape import Dim, Shape
+from rlx.ir.target import Target
+from rlx.ir.verify import where
+
+NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]
+
+# -- named dims ----------------------------------------------------------------------------------------------------
+
+
+def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """`graph` with the values of options.dims in every shape and attribute, shapes inferred anew.
+
+    UnboundDimError: a name without a value. OptionError: a value for a name that the graph does not have.
+    """
+    binding, nodes = options.binding, graph.nodes()
+    first_use: dict[str, Node] = {}
+    for node in nodes:
+        for name in _dim_names((node.attrs, node.shapes)):
+            first_use.setdefault(name, node)
+    if unknown := sorted(binding.keys() - first_use.keys()):
+        raise OptionError(f"dims={unknown}: graph {graph.name!r} has no dim of that name; it has {known(first_use)}")
+    if missing := [n for n in first_use if n not in binding]:
+        uses = "; ".join(f"{n!r} in {where(first_use[n])} {first_use[n].shapes[0]}" for n in missing)
+        raise UnboundDimError(f"graph {graph.name!r}: no value for {uses}. Bind it: CompileOptions(dims={{{missing[0]!r}: …}})")
+    if not binding:
+        return graph
+    done: dict[Value, Value] = {}
+    for node in nodes:
+        if node.op is CONSTANT:
+            done[node.results[0]] = node.results[0]
+            continue
+        inputs, attrs = tuple(done[v] for v in node.inputs), node.attrs and node.attrs.bind(binding)
+        shapes = node.op.result_shapes(attrs, tuple(v.shape for v in inputs))
+        done.update(zip(node.results, Node(node.op, inputs, attrs, shapes, node.name, node.source).results, strict=True))
+    out = Graph(graph.name)
+    out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
+    out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)
+    out.assigns = [(done[h], done[v]) for h, v in graph.assigns]
+    return out
+
+
+def _dim_names(x: Any) -> Iterable[str]:
+    if isinstance(x, Dim):
+        yield from x.names
+    elif isinstance(x, Shape):
+        yield from _dim_names(x.dims)
+    elif isinstance(x, tuple):
+        for inner in x:
+            yield from _dim_names(inner)
+    elif isinstance(x, Attrs):
+        for f in fields(x):
+            yield from _dim_names(getattr(x, f.name))
+
+
+# -- composites ----------------------------------------------------------------------------------------------------
+
+
+def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """`graph` in ops that the target claims or that are core. CompileError names the node that cannot be had, and why."""
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        results = keep(node, inputs)
+        how, why = decide(results[0].node, target)
+        if how == "refused":
+            raise CompileError(f"graph {graph.name!r}: {where(results[0].node)} cannot be compiled for {target.name}: {why}")
+        return expand(results[0].node, new) if how == "decomposed" else results
+
+    for leaf in graph.leaves():
+        new(leaf.node, ())
+    return graph.rebuild(new)
+
+
+def decide(node: Node, target: Target) -> tuple[str, str]:
+    """(how, why) of one node: "native", "kept" (core), "decomposed", or "refused"."""
+    for value in (*node.inputs, *node.results):
+        if value.dtype.name not in target.dtypes:
+            return "refused", f"no {value.dtype.name} on this target; it has {known(target.dtypes)}"
+    claim = target.natives.get(node.op.name)
+    reason = claim(node) if claim is not None else ""
+    if reason is None:
+        return "native", ""
+    if node.op.kind is not Kind.COMPOSITE:
+        return "kept", reason
+    if node.op.decompose is None:
+        return "refused", reason or "it is neither native there nor made of smaller ops"
+    return "decomposed", reason
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What legalise does with one node: `how` and `why` as `decide` gives them."""
+
+    node: Node
+    how: str
+    why: str
+
+
+def decisions(graph: Graph, target: Target) -> tuple[Decision, ...]:
+    """What legalise does with each node of `graph` but its leaves, refusals included, without doing it."""
+    return tuple(Decision(node, *decide(node, target)) for node in graph.nodes() if node.op.kind is not Kind.LEAF)
+
+
+def expand(node: Node, new: NewNode) -> tuple[Value, ...]:
+    """Results of a composite's decomposition, each node of which went through `new` as in Graph.rebuild.
+
+    The nodes carry the source line of the composite; the one that gives its result carries its name.
+    """
+    assert node.op.decompose is not None
+    made = node.op.decompose(node.attrs, *node.inputs)
+    made = made if isinstance(made, tuple) else (made,)
+    found = tuple(v.shape for v in made)
+    assert found == node.shapes, f"{node.op.name} is {node.shapes}, its decomposition gives {found}"
+    outside = {v.node for v in node.inputs}
+    done: dict[Value, Value] = {v: v for n in outside for v in n.results}
+    for inner in _inside(made, outside):
+        inputs = tuple(done[v] for v in inner.inputs)
+        label = node.name if inner is made[0].node else None
+        done.update(zip(inner.results, new(replace(inner, name=label, source=node.source), inputs), strict=True))
+    return tuple(done[v] for v in made)
+
+
+def _inside(results: Iterable[Value], outside: set[Node]) -> list[Node]:
+    """Nodes that `results` need and that are not outside, operands first."""
+    done: dict[Node, None] = {}
+    todo = [v.node for v in reversed(tuple(results))]
+    while todo:
+        node = todo[-1]
+        waiting = [] if node in done else [v.node for v in node.inputs if v.node not in done and v.node not in outside]
+        if waiting and node not in outside:
+            todo += reversed(waiting)
+            continue
+        todo.pop()
+        if node not in outside:
+            done[node] = None
+    return list(done)
+
+
+__all__ = ["Decision", "bind_dims", "decide", "decisions", "expand", "legalise"]
