@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, DuplicateNameError, GraphError, ShapeError
-from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import DimLike, Shape
@@ -185,15 +185,17 @@ def constant(data: Any, dtype: DType | str | None = None, name: str | None = Non
 def apply(
     op: OpDef, operands: Sequence[Any], attrs: dict[str, Any], *, shape: Any = None, name: str | None = None
 ) -> Value | tuple[Value, ...]:
-    """A node of `op`. Non-Value operands become constants in the dtype of the first Value operand.
+    """A node of `op`. Non-Value operands become constants: in the dtype of the first Value among the operands of the op's
+    dtype, i64 where an index stands, bool where a condition stands (OpDef.roles).
 
     `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).
     """
-    like = next((x.dtype for x in operands if isinstance(x, Value)), None)
+    roles = op.roles.ljust(len(operands), "x")
+    like = {"i": i64, "b": bool_, "x": next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)}
     for x in operands:
         if isinstance(x, Node):
             raise GraphError(f"{op.name}: pass a result of the node (node.results[i]), not the node {x!r}")
-    values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like) for x in operands)
+    values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like[r]) for x, r in zip(operands, roles))
     made = op.make_attrs(attrs)
     shapes = op.result_shapes(made, tuple(v.shape for v in values))
     if shape is not None:

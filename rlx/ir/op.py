@@ -6,13 +6,15 @@ a composite says what it is in smaller ops (`decompose`). Every op has a numpy `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from rlx.errors import AttributeValueError, GraphError, ShapeError
-from rlx.ir.shape import Shape
+import numpy as np
+
+from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
+from rlx.ir.shape import Dim, Shape
 
 if TYPE_CHECKING:  # the table holds functions over nodes; graph.py holds nodes over the table
     from rlx.ir.graph import Value
@@ -33,8 +35,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Attrs:
-    """Base of an op's attributes: a frozen dataclass of ints, floats, bools, strings, DTypes, Shapes and tuples of
+    """Base of an op's attributes: a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and tuples of
     them, so that attributes are hashable and print and parse as text."""
+
+    def bind(self, binding: Mapping[str, int]) -> Attrs:
+        """These attributes with the named dims in them replaced by their values."""
+
+        def bound(x: Any) -> Any:
+            if isinstance(x, (Dim, Shape)):
+                return x.bind(binding)
+            return tuple(bound(e) for e in x) if isinstance(x, tuple) else x
+
+        return replace(self, **{f.name: bound(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Contraction:
-    """Dims of a contraction: out = batch + rows + columns, summed over k. Each entry is a tuple of axes of the operand."""
+    """Dims of a contraction: out = batch + rows + columns, summed over k. Each entry is a tuple of axes of the operand.
+
+    a_batch and b_batch are as long as each other and broadcast: axis -1 where the operand lacks that batch dim, and a
+    batch dim of 1 in one operand stands for every index of the other's.
+    """
 
     a_batch: tuple[int, ...]
     a_rows: tuple[int, ...]
@@ -82,12 +98,13 @@ class OpDef:
     arity: tuple[int, int | None] = (1, 1)  # least and most operands; None: any number
     scalar: Callable[..., Any] | None = None  # POINTWISE: (k, attrs, *Expr) -> Expr, in compute dtype
     element: Callable[..., Any] | None = None  # VIEW, INDEX: (ctx, node, result index, coords) -> Expr
-    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout | None (a copy is needed)
+    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout, result index) -> Layout, or None: needs a copy
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
+    roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition
     samples: tuple[Sample, ...] = ()
     doc: str = ""
 
@@ -115,6 +132,9 @@ class OpDef:
             want = str(least) if least == most else f"{least} to {most if most is not None else 'any number of'}"
             raise ShapeError(f"{self.name} takes {want} operands, got {len(shapes)}")
         try:
+            if shapes and shapes[0].dtype.kind not in self.dtypes:
+                takes = ", ".join(KINDS[letter] for letter in self.dtypes)
+                raise DTypeError(f"the first operand is {shapes[0].dtype}, it takes {takes}; cast it first")
             out = self.infer(attrs, *shapes)
         except GraphError as e:
             operands = ", ".join(map(str, shapes))
@@ -123,17 +143,52 @@ class OpDef:
 
 
 OPS: dict[str, OpDef] = {}
+KINDS = {"f": "floats", "i": "signed integers", "u": "unsigned integers", "b": "bool", "c": "complex"}
+
+
+def _rounding(reference: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
+    """`reference` seeing 16-bit and 8-bit floats as f32, its results rounded once to the result dtype; without warnings."""
+
+    def run(attrs: Attrs | None, *arrays: Any) -> Any:
+        arrays = tuple(np.asarray(a) for a in arrays)
+        shapes = [Shape(a.shape, a.dtype) for a in arrays]
+        want = infer(attrs, *shapes)
+        with np.errstate(all="ignore"):
+            made = reference(attrs, *(a.astype(s.dtype.compute.numpy, copy=False) for a, s in zip(arrays, shapes)))
+            made = made if isinstance(made, tuple) else (made,)
+            results = tuple(
+                np.asarray(m).astype(w.dtype.compute.numpy, copy=False).astype(w.dtype.numpy, copy=False)
+                for m, w in zip(made, want if isinstance(want, tuple) else (want,), strict=True)
+            )
+        return results if isinstance(want, tuple) else results[0]
+
+    return run
 
 
 def op(name: str, **facts: Any) -> Callable[..., Any]:
-    """Declare an op. Returns its constructor: Values (or Python and numpy constants) and attributes in, Value(s) out."""
+    """Declare an op. Returns its constructor: Values (or Python and numpy constants) and attributes in, Value(s) out.
+
+    Positional arguments beyond the operands are attributes in their order: `reshape(x, (2, 3))`. An op of any number of
+    operands also takes them as one list: `concat([a, b], axis=0)`.
+    """
     if name in OPS:
         raise GraphError(f"op {name!r} is declared twice")
+    facts["reference"] = _rounding(facts["reference"], facts["infer"])
     declared = OPS[name] = OpDef(name=name, **facts)
+    most = declared.arity[1]
+    attr_names = [f.name for f in fields(declared.attrs)] if declared.attrs else []
 
     def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
         from rlx.ir.graph import apply  # graph.py needs the table first
 
+        if most is None and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+            operands = tuple(operands[0])
+        elif most is not None and len(operands) > most:
+            operands, extra = operands[:most], operands[most:]
+            if len(extra) > len(attr_names) or (twice := set(attrs) & set(attr_names[: len(extra)])):
+                problem = f"{twice} given twice" if len(extra) <= len(attr_names) else f"{len(extra)} too many arguments"
+                raise AttributeValueError(f"{declared.name}: {problem}; attributes are: {', '.join(attr_names) or 'none'}")
+            attrs.update(zip(attr_names, extra))
         return apply(declared, operands, attrs, shape=shape, name=name)
 
     build.__name__ = build.__qualname__ = name

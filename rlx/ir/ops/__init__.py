@@ -1,0 +1,28 @@
+"""The op table, by family. Importing this package fills OPS; the constructors here are what users call."""
+
+from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu, softplus
+from rlx.ir.ops.attention import attention, rope
+from rlx.ir.ops.contract import linear, matmul, pack_panels
+from rlx.ir.ops.elementwise import (
+    abs, add, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
+    is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, neg,
+    not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
+)  # fmt: skip
+from rlx.ir.ops.index import concat, embedding, gather, iota, pad, scatter_add
+from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
+from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
+from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
+from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
+
+astype, take = cast, gather  # numpy's names for the same constructors
+
+__all__ = [
+    "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "bitwise_and", "bitwise_not", "bitwise_or",
+    "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "div", "embedding", "equal", "erf", "exp",
+    "expm1", "floor", "floor_div", "gather", "gelu", "group_norm", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear",
+    "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",
+    "min", "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pad", "pow", "prod", "reciprocal", "relu", "rem", "reshape",
+    "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice",
+    "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "tanh", "top_k", "transpose", "trunc",
+    "unsqueeze", "variance", "where",
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""The reference evaluator: runs a graph with each op's numpy reference. It is the meaning that backends are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rlx.errors import InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.op import Kind
+
+
+def evaluate_node(node: Node, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """The results of one node for these operands, in the node's dtypes."""
+    out = node.op.reference(node.attrs, *operands)
+    return out if isinstance(out, tuple) else (np.asarray(out),)
+
+
+def evaluate(
+    graph: Graph,
+    inputs: Mapping[str, np.ndarray],
+    params: Mapping[str, np.ndarray] | None = None,
+    handles: Mapping[str, np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """(outputs in order, next value of every handle). Arguments are by name and are not changed; results are fresh arrays.
+
+    Named dims take the sizes of the arrays given. A handle that is not given starts as zeros.
+    """
+    values = _bind_leaves(graph, inputs, params or {}, handles or {})
+    users = _last_users(graph)
+    for node in graph.nodes():
+        if node.op.kind is Kind.LEAF and node.results[0] in values:
+            continue
+        for value, array in zip(node.results, evaluate_node(node, tuple(values[v] for v in node.inputs)), strict=True):
+            values[value] = array
+        for v in users.get(node, ()):
+            del values[v]
+    outputs = [np.array(values[v], order="C") for v in graph.outputs]
+    following = {h.name or "": values[h] for h in graph.handles} | {h.name or "": values[v] for h, v in graph.assigns}
+    return outputs, {name: np.array(array, order="C") for name, array in following.items()}
+
+
+def _last_users(graph: Graph) -> dict[Node, list[Value]]:
+    """Values that no node after this one reads, so that their memory can go."""
+    last: dict[Value, Node] = {v: node for node in graph.nodes() for v in node.inputs}
+    kept = {*graph.roots(), *graph.leaves()}
+    users: dict[Node, list[Value]] = {}
+    for value, node in last.items():
+        if value not in kept:
+            users.setdefault(node, []).append(value)
+    return users
+
+
+def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
+    values: dict[Value, np.ndarray] = {}
+    sizes: dict[str, int] = {}
+    for kind, leaves, given in zip(("input", "param", "handle"), (graph.inputs, graph.params, graph.handles), groups):
+        if unknown := sorted(set(given) - {v.name for v in leaves}):
+            raise UnknownNameError(f"graph {graph.name!r} has no {kind} {unknown[0]!r}; it has: {known(v.name for v in leaves)}")
+        for v in leaves:
+            if v.name in given:
+                values[v] = _bind_leaf(v, np.asarray(given[v.name]), sizes)
+            elif kind != "handle":
+                raise MissingInputError(f"graph {graph.name!r}: no value for the {kind} {v.name!r} ({v.shape})")
+    for v in graph.handles:
+        if v not in values:
+            values[v] = np.zeros(v.shape.bind(sizes).static, v.dtype.numpy)
+    return values
+
+
+def _bind_leaf(v: Value, array: np.ndarray, sizes: dict[str, int]) -> np.ndarray:
+    if array.dtype != v.dtype.numpy:
+        raise InputDTypeError(f"{v.node.op.name} {v.name!r} is {v.shape}, got an array of {array.dtype}")
+    if array.ndim == v.rank:
+        for dim, size in zip(v.dims, array.shape):
+            if not isinstance(dim, int) and len(dim.names) == 1 and size % dim.factor == 0:
+                sizes.setdefault(dim.names[0], size // dim.factor)
+        if v.shape.bind(sizes).dims == array.shape:
+            return array
+    raise InputShapeError(f"{v.node.op.name} {v.name!r} is {v.shape}, got an array of [{','.join(map(str, array.shape))}]")

@@ -1,0 +1,118 @@
+"""Activations and other elementwise composites."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.elementwise import UNARY, abs, equal, erf, exp, log, maximum, minimum, tanh, where
+from rlx.ir.ops.rules import same, widened
+
+SQRT_HALF = math.sqrt(0.5)
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def composite(name: str, reference: Any, decompose: Any, *, dtypes: str = "f", samples: Any = UNARY, attrs: Any = None, doc: str) -> Any:
+    return op(
+        name, kind=Kind.COMPOSITE, infer=same, attrs=attrs, reference=reference, decompose=widened(decompose), dtypes=dtypes,
+        samples=samples, doc=doc,
+    )  # fmt: skip
+
+
+# log1p and expm1 after W. Kahan: the rounding of 1 + x (of exp x) is divided out again, so that no digits are lost near 0.
+
+
+def _log1p(attrs: Any, x: Any) -> Any:
+    u = x + 1.0
+    exact = log(u) * x / (u - 1.0)
+    return where(equal(u, 1.0), x, where(equal(u, x), log(u), exact))
+
+
+def _expm1(attrs: Any, x: Any) -> Any:
+    u = exp(x)
+    d = u - 1.0
+    return where(equal(u, 1.0), x, where(equal(d, -1.0), d, where(equal(u, math.inf), u, d * x / log(u))))
+
+
+log1p = composite(
+    "log1p", lambda a, x: np.log1p(x), _log1p, doc="log(1 + x), accurate near 0.",
+    samples=(Sample(((3, 17),), low=-0.9, high=2.0), Sample(((33,),), low=-1e-4, high=1e-4), Sample(((),), low=0.5)),
+)  # fmt: skip
+expm1 = composite(
+    "expm1", lambda a, x: np.expm1(x), _expm1, doc="exp(x) - 1, accurate near 0.",
+    samples=(Sample(((3, 17),)), Sample(((33,),), low=-1e-4, high=1e-4), Sample(((),))),
+)  # fmt: skip
+
+
+def _sigmoid_array(attrs: Any, x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+relu = composite("relu", lambda a, x: np.maximum(x, 0), lambda a, x: maximum(x, 0), dtypes="fi", doc="max(x, 0).")
+sigmoid = composite("sigmoid", _sigmoid_array, lambda a, x: 1.0 / (exp(-x) + 1.0), doc="1 / (1 + exp(-x)).")
+silu = composite("silu", lambda a, x: x * _sigmoid_array(a, x), lambda a, x: x / (exp(-x) + 1.0), doc="x * sigmoid(x).")
+softplus = composite(
+    "softplus", lambda a, x: np.logaddexp(x, 0), lambda a, x: maximum(x, 0.0) + log1p(exp(-abs(x))), doc="log(1 + exp(x))."
+)
+
+
+@dataclass(frozen=True)
+class GeluAttrs(Attrs):
+    approximate: str = "none"  # "none": x Φ(x) by erf; "tanh": the tanh formula
+
+    def __post_init__(self) -> None:
+        if self.approximate not in ("none", "tanh"):
+            raise AttributeValueError(f"approximate is 'none' or 'tanh', got {self.approximate!r}")
+
+
+def _gelu_array(attrs: GeluAttrs, x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    if attrs.approximate == "tanh":
+        return 0.5 * x * (1 + np.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3)))
+    return 0.5 * x * _erfc(-x * SQRT_HALF) if x.size else x
+
+
+def _gelu(attrs: GeluAttrs, x: Any) -> Any:
+    if attrs.approximate == "tanh":
+        return x * 0.5 * (tanh((x + x * x * x * 0.044715) * SQRT_2_OVER_PI) + 1.0)
+    return x * 0.5 * (erf(x * SQRT_HALF) + 1.0)
+
+
+gelu = composite(
+    "gelu", _gelu_array, _gelu, attrs=GeluAttrs, doc="x times the normal distribution function of x; approximate: 'none' or 'tanh'.",
+    samples=(Sample(((3, 17),)), Sample(((33,),), {"approximate": "tanh"}, low=-6.0, high=6.0), Sample(((2, 5),), low=-6.0, high=6.0)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClipAttrs(Attrs):
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", float(self.low))
+        object.__setattr__(self, "high", float(self.high))
+
+
+def _clip(attrs: ClipAttrs, x: Any) -> Any:
+    if attrs.low > -math.inf:
+        x = maximum(x, attrs.low)
+    return minimum(x, attrs.high) if attrs.high < math.inf else x + 0 if attrs.low == -math.inf else x
+
+
+def _clip_array(attrs: ClipAttrs, x: np.ndarray) -> np.ndarray:
+    x = np.maximum(x, x.dtype.type(attrs.low)) if attrs.low > -math.inf else x
+    return np.minimum(x, x.dtype.type(attrs.high)) if attrs.high < math.inf else x
+
+
+clip = composite(
+    "clip", _clip_array, _clip, dtypes="fi", attrs=ClipAttrs,
+    samples=(Sample(((3, 17),), {"low": -1.0, "high": 1.0}), Sample(((33,),), {"low": 0.0}), Sample(((5,),), {"high": 1.0})),
+    doc="min(max(x, low), high); NaN stays NaN. A bound left out does not bind.",
+)  # fmt: skip

@@ -1,0 +1,203 @@
+"""Attention with every mask kind and grouped heads, and rotary position encoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.dtype import bool_
+from rlx.ir.graph import constant
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.contract import matmul
+from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, where
+from rlx.ir.ops.index import concat, iota
+from rlx.ir.ops.reduce import max, sum
+from rlx.ir.ops.rules import integer, same_dtype, widened
+from rlx.ir.ops.view import slice_axis
+from rlx.ir.shape import Shape, broadcast_dims
+
+MASKS = ("none", "causal", "sliding_window", "custom", "bias")
+
+
+@dataclass(frozen=True)
+class AttentionAttrs(Attrs):
+    """`scale` 0.0 means 1 / sqrt(head_dim). `mask`: "none"; "causal": a query attends to its own position and earlier ones;
+    "sliding_window": of those, the last `window`; "custom": a bool operand, True where to attend; "bias": an operand that
+    is added to the scores. The last query stands at the last key."""
+
+    scale: float = 0.0
+    mask: str = "none"
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", float(self.scale))
+        if self.mask not in MASKS:
+            raise AttributeValueError(f"mask is one of {', '.join(MASKS)}, got {self.mask!r}")
+        if (self.mask == "sliding_window") != (self.window > 0):
+            raise AttributeValueError(f"a window of at least 1 belongs to mask 'sliding_window', got {self.window} and {self.mask!r}")
+
+
+def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: Shape | None = None) -> Shape:
+    same_dtype(q, k, v)
+    if not q.rank == k.rank == v.rank == 4:
+        raise ShapeError("q, k and v are [batch, heads, sequence, head_dim]")
+    batch, heads, queries, width = q.dims
+    if k.dims[:3] != v.dims[:3] or k.dims[0] != batch or k.dims[3] != width:
+        raise ShapeError("k must have q's batch and head_dim, and v k's batch, heads and sequence")
+    if heads != k.dims[1] and not (isinstance(heads, int) and isinstance(k.dims[1], int) and k.dims[1] and heads % k.dims[1] == 0):
+        raise ShapeError(f"{heads} query heads cannot share {k.dims[1]} key heads equally")
+    keys = k.dims[2]
+    if attrs.mask in ("causal", "sliding_window") and isinstance(queries, int) and isinstance(keys, int) and keys < queries:
+        raise ShapeError(f"mask {attrs.mask!r} puts the last query at the last key: {keys} keys are fewer than {queries} queries")
+    if (mask is not None) != (attrs.mask in ("custom", "bias")):
+        raise ShapeError(f"mask {attrs.mask!r} takes {'no' if mask is not None else 'a'} fourth operand")
+    if mask is not None:
+        if mask.dtype != (bool_ if attrs.mask == "custom" else q.dtype):
+            raise DTypeError(f"the mask operand must be {bool_ if attrs.mask == 'custom' else q.dtype}, got {mask.dtype}; cast it")
+        want = (batch, heads, queries, keys)
+        if broadcast_dims(mask.dims, want) != want:
+            raise ShapeError(f"the mask operand must broadcast to [{','.join(map(str, want))}], got {mask}")
+    return q.with_dims((*q.dims[:3], v.dims[3]))
+
+
+def _scale(attrs: AttentionAttrs, width: int) -> float:
+    return attrs.scale or 1 / math.sqrt(width or 1)
+
+
+def _position_mask(attrs: AttentionAttrs, queries: int, keys: int) -> Any:
+    """bool [queries, keys] for the causal kinds."""
+    key = iota(dims=(queries, keys), axis=1)
+    last = iota(dims=(queries, keys), axis=0) + (keys - queries)
+    causal = less_equal(key, last)
+    return causal if attrs.mask == "causal" else logical_and(causal, less(last - attrs.window, key))
+
+
+def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    batch, heads, queries, width = q.shape.static
+    shared, keys = k.shape.static[1:3]
+    together = heads // shared * queries if shared else 0  # the queries of all heads that share a key head stand as rows of one matrix
+    rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
+    scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
+    if attrs.mask == "bias":
+        scores = scores + mask
+    elif attrs.mask != "none":
+        scores = where(mask if attrs.mask == "custom" else _position_mask(attrs, queries, keys), scores, -math.inf)
+    top = max(scores, axis=-1, keepdims=True)
+    e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # a row of -inf alone gives e = 0, not NaN
+    total = sum(e, axis=-1, keepdims=True)
+    weights = e / where(equal(total, 0.0), 1.0, total)
+    out = matmul(weights.reshape((batch, shared, together, keys)), v)
+    return out.reshape((batch, heads, queries, v.shape.static[3]))
+
+
+def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any = None) -> np.ndarray:
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) * _scale(attrs, q.shape[3])
+    queries, keys = scores.shape[2:]
+    last = np.arange(queries)[:, None] + keys - queries
+    if attrs.mask == "bias":
+        scores = scores + mask
+    elif attrs.mask == "custom":
+        scores = np.where(mask, scores, -np.inf)
+    elif attrs.mask != "none":
+        behind = last - np.arange(keys)
+        scores = np.where((behind >= 0) & ((behind < attrs.window) | (attrs.mask == "causal")), scores, -np.inf)
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    e = np.exp(scores - np.where(top == -np.inf, 0, top))
+    total = np.sum(e, axis=-1, keepdims=True)
+    return np.einsum("bhqk,bhkd->bhqd", e / np.where(total == 0, 1, total), v)
+
+
+QKV = ((2, 4, 5, 8),) * 3
+GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
+attention = op(
+    "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 4),
+    reference=_attention_array, decompose=widened(_attention),
+    samples=(
+        Sample(QKV), Sample(QKV, {"mask": "causal"}), Sample(GROUPED, {"mask": "causal"}), Sample(GROUPED, {"scale": 0.3}),
+        Sample(GROUPED, {"mask": "sliding_window", "window": 3}), Sample(((1, 3, 1, 16), (1, 1, 33, 16), (1, 1, 33, 16))),
+        Sample((*QKV, (2, 1, 1, 5)), {"mask": "custom"}, dtypes=("", "", "", "bool")),
+        Sample((*GROUPED, (3, 17)), {"mask": "custom"}, dtypes=("", "", "", "bool")),
+        Sample((*QKV, (4, 5, 5)), {"mask": "bias"}), Sample((*GROUPED, (2, 1, 1, 17)), {"mask": "bias"}),
+        Sample(((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 6))),
+    ),
+    doc="softmax(q kᵀ · scale + mask) v over [batch, heads, sequence, head_dim]. k and v may have fewer heads, each shared by "
+    "as many consecutive query heads. A row that may attend to nothing is zeros.",
+)  # fmt: skip
+
+
+# -- rope ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RopeAttrs(Attrs):
+    """`interleaved`: pairs are elements (2i, 2i+1) of head_dim; otherwise (i, i + head_dim/2)."""
+
+    theta: float = 10000.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "theta", float(self.theta))
+
+
+def _rope_shape(attrs: RopeAttrs, x: Shape, positions: Shape) -> Shape:
+    integer("positions", positions)
+    if x.rank < 2 or not isinstance(x.dims[-1], int) or x.dims[-1] % 2:
+        raise ShapeError(f"x is [..., sequence, head_dim] with an even head_dim, got {x}")
+    if positions.dims not in ((x.dims[-2],), (x.dims[0], x.dims[-2])) or (positions.rank == 2 and x.rank < 3):
+        raise ShapeError(f"positions are [{x.dims[-2]}] or [{x.dims[0]},{x.dims[-2]}], got {positions}")
+    return x
+
+
+def _frequencies(attrs: RopeAttrs, width: int) -> np.ndarray:
+    """Radians per position of each pair, f32 as models are trained with: theta ** (-2i / head_dim)."""
+    return (1.0 / attrs.theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
+
+
+def _rope(attrs: RopeAttrs, x: Any, positions: Any) -> Any:
+    *lead, length, width = x.shape.static
+    half = width // 2
+    dims = (length, 1) if positions.rank == 1 else (lead[0], *(1,) * (len(lead) - 1), length, 1)
+    angle = positions.astype("f32").reshape(dims) * constant(_frequencies(attrs, width))
+    c, s = cos(angle).astype(x.dtype), sin(angle).astype(x.dtype)
+    if attrs.interleaved:
+        pairs = x.reshape((*lead, length, half, 2))
+        a, b = (slice_axis(pairs, -1, i, i + 1).reshape((*lead, length, half)) for i in (0, 1))
+        turned = [v.reshape((*lead, length, half, 1)) for v in (a * c - b * s, b * c + a * s)]
+        return concat(turned, axis=-1).reshape((*lead, length, width))
+    a, b = slice_axis(x, -1, 0, half), slice_axis(x, -1, half, width)
+    return concat([a * c - b * s, b * c + a * s], axis=-1)
+
+
+def _rope_array(attrs: RopeAttrs, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Each pair times exp(i · angle), as complex numbers."""
+    width = x.shape[-1]
+    where_x = positions if positions.ndim == 1 else positions.reshape((positions.shape[0],) + (1,) * (x.ndim - 3) + positions.shape[1:])
+    angle = where_x.astype(np.float32)[..., None] * _frequencies(attrs, width)
+    a, b = (x[..., 0::2], x[..., 1::2]) if attrs.interleaved else (x[..., : width // 2], x[..., width // 2 :])
+    z = (a + 1j * b.astype(np.float64)) * np.exp(1j * angle.astype(np.float64))
+    out = np.empty(x.shape, np.float64)
+    if attrs.interleaved:
+        out[..., 0::2], out[..., 1::2] = z.real, z.imag
+    else:
+        out[..., : width // 2], out[..., width // 2 :] = z.real, z.imag
+    return out
+
+
+rope = op(
+    "rope", kind=Kind.COMPOSITE, infer=_rope_shape, attrs=RopeAttrs, arity=(2, 2), roles="xi",
+    reference=_rope_array, decompose=widened(_rope),
+    samples=(
+        Sample(((2, 3, 5, 8), (5,)), low=0, high=50, dtypes=("", "i64")),
+        Sample(((2, 3, 5, 8), (2, 5)), {"theta": 500000.0}, low=0, high=50, dtypes=("", "i32")),
+        Sample(((1, 17, 6), (17,)), {"interleaved": True}, low=0, high=50, dtypes=("", "i64")),
+        Sample(((2, 1, 3, 4), (2, 3)), {"interleaved": True}, low=0, high=50, dtypes=("", "i64")),
+    ),
+    doc="Rotary position encoding: each pair of x [..., sequence, head_dim] turned by position * theta ** (-2i / head_dim). "
+    "positions: [sequence], or [batch, sequence] where dim 0 of x is the batch.",
+)  # fmt: skip

@@ -1,0 +1,252 @@
+"""Elementwise core ops: out[c] = scalar(in0[c], in1[c], …) with numpy's broadcasting and one dtype for all operands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import DTypeError
+from rlx.ir.dtype import DType, as_dtype, bool_
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.rules import comparison, pointwise, same, same_dtype
+from rlx.ir.shape import Shape, broadcast_dims
+
+UNARY = (Sample(((3, 17),)), Sample(((33,),), low=-8.0, high=8.0), Sample(((),)), Sample(((1, 5),)))
+POSITIVE = (Sample(((3, 17),), low=0.05, high=4.0), Sample(((33,),), low=1e-6, high=1e4), Sample(((),), low=0.5))
+BINARY = (
+    Sample(((3, 17), (3, 17))),
+    Sample(((2, 3, 33), (33,))),
+    Sample(((4, 1, 5), (3, 1))),
+    Sample(((), (7,))),
+    Sample(((1,), (1,)), low=-8.0, high=8.0),
+)
+BITS = BINARY[:3] + (Sample(((17,), (17,)), low=-100, high=100),)
+
+
+def unary(name: str, reference: Any, scalar: Any, *, dtypes: str = "f", samples: Any = UNARY, infer: Any = same, doc: str) -> Any:
+    return op(
+        name, kind=Kind.POINTWISE, infer=infer, reference=lambda attrs, x: reference(x),
+        scalar=lambda k, attrs, x: scalar(k, x), dtypes=dtypes, samples=samples, doc=doc,
+    )  # fmt: skip
+
+
+def binary(
+    name: str, reference: Any, scalar: Any, *, dtypes: str = "fiu", samples: Any = BINARY, infer: Any = pointwise, doc: str
+) -> Any:
+    return op(
+        name, kind=Kind.POINTWISE, infer=infer, arity=(2, 2), reference=lambda attrs, x, y: reference(x, y),
+        scalar=lambda k, attrs, x, y: scalar(k, x, y), dtypes=dtypes, samples=samples, doc=doc,
+    )  # fmt: skip
+
+
+# -- unary ---------------------------------------------------------------------------------------------------------
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def erf_array(x: np.ndarray) -> np.ndarray:
+    """erf of every element, computed in f64 by the C library."""
+    return _erf(x) if x.size else x
+
+
+def _neg(k: Any, x: Any) -> Any:
+    return k.sub(0, x) if x.dtype.kind == "u" else k.neg(x)
+
+
+def _sign(k: Any, x: Any) -> Any:
+    return k.select(k.lt(k.const(0, x.dtype), x), k.const(1, x.dtype), k.select(k.lt(x, 0), k.const(-1, x.dtype), x))
+
+
+neg = unary("neg", np.negative, _neg, dtypes="fiu", doc="-x; unsigned integers wrap.")
+abs = unary(
+    "abs", np.abs, lambda k, x: x if x.dtype.kind == "u" else k.abs(x), dtypes="fiu",
+    doc="|x|; the least signed integer stays what it is.",
+)  # fmt: skip
+sqrt = unary("sqrt", np.sqrt, lambda k, x: k.sqrt(x), samples=POSITIVE, doc="Square root; NaN below zero.")
+rsqrt = unary("rsqrt", lambda x: 1 / np.sqrt(x), lambda k, x: k.div(1.0, k.sqrt(x)), samples=POSITIVE, doc="1 / sqrt(x).")
+reciprocal = unary("reciprocal", lambda x: 1 / x, lambda k, x: k.div(1.0, x), samples=POSITIVE, doc="1 / x.")
+exp = unary("exp", np.exp, lambda k, x: k.exp(x), doc="e to the power x.")
+log = unary("log", np.log, lambda k, x: k.log(x), samples=POSITIVE, doc="Natural logarithm; NaN below zero, -inf at zero.")
+sin = unary("sin", np.sin, lambda k, x: k.sin(x), doc="Sine of x radians.")
+cos = unary("cos", np.cos, lambda k, x: k.cos(x), doc="Cosine of x radians.")
+tanh = unary("tanh", np.tanh, lambda k, x: k.tanh(x), doc="Hyperbolic tangent.")
+erf = unary("erf", erf_array, lambda k, x: k.erf(x), doc="Error function.")
+floor = unary("floor", np.floor, lambda k, x: k.floor(x), doc="Largest whole number not above x.")
+ceil = unary("ceil", np.ceil, lambda k, x: k.ceil(x), doc="Smallest whole number not below x.")
+round = unary("round", np.rint, lambda k, x: k.round(x), doc="Nearest whole number, halves to the even one.")
+trunc = unary("trunc", np.trunc, lambda k, x: k.trunc(x), doc="x without its fraction.")
+sign = unary(
+    "sign", lambda x: np.where(x > 0, x.dtype.type(1), np.where(x < 0, -np.ones_like(x), x)) if x.dtype.kind != "u" else np.sign(x),
+    lambda k, x: _sign(k, x) if x.dtype.kind != "u" else k.min(x, 1), dtypes="fiu", doc="-1, 0 or 1; zeros and NaN as they are.",
+)  # fmt: skip
+is_nan = unary("is_nan", np.isnan, lambda k, x: k.ne(x, x), infer=comparison, doc="True where x is NaN.")
+logical_not = unary("logical_not", np.logical_not, lambda k, x: k.not_(x), dtypes="b", doc="True where x is False.")
+bitwise_not = unary("bitwise_not", np.invert, lambda k, x: k.not_(x), dtypes="iu", doc="Every bit flipped.")
+
+
+# -- binary --------------------------------------------------------------------------------------------------------
+
+
+def _is_float(x: Any) -> bool:
+    return np.issubdtype(x.dtype, np.floating)
+
+
+def divide_array(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """IEEE on floats; on integers truncates, x / 0 = 0, and the least integer / -1 wraps to itself."""
+    if _is_float(x):
+        return np.divide(x, y)
+    x, y = np.broadcast_arrays(x, y)
+    return (x - remainder_array(x, y)) // np.where(y == 0, 1, y) * (y != 0)
+
+
+def remainder_array(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """C's fmod: the sign of the dividend; x rem 0 is NaN on floats and 0 on integers."""
+    if _is_float(x):
+        return np.fmod(x, y)
+    safe = np.where((y == 0) | (y == -1 if y.dtype.kind == "i" else False), 1, y).astype(y.dtype)
+    return np.fmod(x, safe)
+
+
+def _crosses(k: Any, r: Any, y: Any) -> Any:
+    """True where the remainder is not zero and its sign is not the divisor's."""
+    return k.and_(k.ne(r, 0), k.xor(k.lt(r, 0), k.lt(y, 0)))
+
+
+def _mod(k: Any, x: Any, y: Any) -> Any:
+    r = k.rem(x, y)
+    return r if x.dtype.kind == "u" else k.select(_crosses(k, r, y), k.add(r, y), r)
+
+
+def _floor_div(k: Any, x: Any, y: Any) -> Any:
+    """As numpy: exact where x / y would round up to the next whole number (1.0 // 0.1 is 9)."""
+    if x.dtype.kind == "u":
+        return k.div(x, y)
+    r = k.rem(x, y)
+    down = k.select(_crosses(k, r, y), k.const(1, x.dtype), k.const(0, x.dtype))
+    if x.dtype.kind == "i":
+        return k.sub(k.div(x, y), down)
+    quotient = k.sub(k.div(k.sub(x, r), y), down)
+    whole = k.floor(quotient)
+    whole = k.select(k.lt(k.const(0.5, x.dtype), k.sub(quotient, whole)), k.add(whole, 1.0), whole)
+    return k.select(k.eq(y, 0), k.div(x, y), whole)
+
+
+def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
+    """A shift whose count may be anything: counts outside 0 … bits-1 shift every bit out."""
+    bits = x.dtype.bits
+    inside = k.lt(count, bits) if count.dtype.kind == "u" else k.and_(k.le(k.const(0, count.dtype), count), k.lt(count, bits))
+    if name == "shr" and x.dtype.kind == "i":
+        return k.shr(x, k.select(inside, count, k.const(bits - 1, count.dtype)))
+    shifted = getattr(k, name)(x, k.select(inside, count, k.const(0, count.dtype)))
+    return k.select(inside, shifted, k.const(0, x.dtype))
+
+
+NON_ZERO = (Sample(((3, 17), (3, 17)), low=1, high=9), Sample(((2, 3, 5), (5,)), low=-6, high=7), Sample(((), (33,)), low=1, high=5))
+add = binary("add", np.add, lambda k, x, y: k.add(x, y), doc="x + y; integers wrap.")
+sub = binary("sub", np.subtract, lambda k, x, y: k.sub(x, y), doc="x - y; integers wrap.")
+mul = binary("mul", np.multiply, lambda k, x, y: k.mul(x, y), doc="x * y; integers wrap.")
+div = binary(
+    "div", divide_array, lambda k, x, y: k.div(x, y), samples=NON_ZERO,
+    doc="x / y. Integers truncate toward zero, and x / 0 is 0.",
+)  # fmt: skip
+rem = binary(
+    "rem", remainder_array, lambda k, x, y: k.rem(x, y), samples=NON_ZERO,
+    doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
+)  # fmt: skip
+mod = binary("mod", np.mod, _mod, samples=NON_ZERO, doc="Remainder with the sign of y (Python's %); on integers x mod 0 is 0.")
+floor_div = binary("floor_div", np.floor_divide, _floor_div, samples=NON_ZERO, doc="floor(x / y); on integers x // 0 is 0.")
+pow = binary(
+    "pow", np.power, lambda k, x, y: k.pow(x, y), dtypes="f",
+    samples=(Sample(((3, 17), (3, 17)), low=0.1, high=3.0), Sample(((2, 5), ()), low=-3.0, high=3.0)),
+    doc="x to the power y, as C's pow: NaN for a negative x and a fractional y, 1 wherever y is 0 or x is 1.",
+)  # fmt: skip
+maximum = binary("maximum", np.maximum, lambda k, x, y: k.max(x, y), doc="The greater of x and y; NaN if either is NaN.")
+minimum = binary("minimum", np.minimum, lambda k, x, y: k.min(x, y), doc="The lesser of x and y; NaN if either is NaN.")
+less = binary("less", np.less, lambda k, x, y: k.lt(x, y), infer=comparison, doc="x < y; False with NaN.")
+less_equal = binary("less_equal", np.less_equal, lambda k, x, y: k.le(x, y), infer=comparison, doc="x <= y; False with NaN.")
+equal = binary("equal", np.equal, lambda k, x, y: k.eq(x, y), dtypes="fiub", infer=comparison, doc="x == y; False with NaN.")
+not_equal = binary(
+    "not_equal", np.not_equal, lambda k, x, y: k.ne(x, y), dtypes="fiub", infer=comparison, doc="x != y; True with NaN."
+)
+logical_and = binary("logical_and", np.logical_and, lambda k, x, y: k.and_(x, y), dtypes="b", doc="True where both are True.")
+logical_or = binary("logical_or", np.logical_or, lambda k, x, y: k.or_(x, y), dtypes="b", doc="True where either is True.")
+logical_xor = binary("logical_xor", np.logical_xor, lambda k, x, y: k.xor(x, y), dtypes="b", doc="True where just one is True.")
+bitwise_and = binary("bitwise_and", np.bitwise_and, lambda k, x, y: k.and_(x, y), dtypes="iu", samples=BITS, doc="Bits of both.")
+bitwise_or = binary("bitwise_or", np.bitwise_or, lambda k, x, y: k.or_(x, y), dtypes="iu", samples=BITS, doc="Bits of either.")
+bitwise_xor = binary("bitwise_xor", np.bitwise_xor, lambda k, x, y: k.xor(x, y), dtypes="iu", samples=BITS, doc="Bits of just one.")
+shift_left = binary(
+    "shift_left", np.left_shift, lambda k, x, y: _shift(k, "shl", x, y), dtypes="iu", samples=BITS,
+    doc="x << y; a count below 0 or not below the width of x gives 0.",
+)  # fmt: skip
+shift_right = binary(
+    "shift_right", np.right_shift, lambda k, x, y: _shift(k, "shr", x, y), dtypes="iu", samples=BITS,
+    doc="x >> y, copying the sign bit of signed x; a count outside 0 … bits-1 shifts every bit out (0, or -1 where x < 0).",
+)  # fmt: skip
+
+
+# -- where, cast ---------------------------------------------------------------------------------------------------
+
+
+def _where_shape(attrs: Any, condition: Shape, x: Shape, y: Shape) -> Shape:
+    same_dtype(x, y)
+    return Shape(broadcast_dims(condition.dims, x.dims, y.dims), x.dtype)
+
+
+where = op(
+    "where", kind=Kind.POINTWISE, infer=_where_shape, arity=(3, 3), dtypes="b", roles="bxx",
+    reference=lambda attrs, condition, x, y: np.where(condition, x, y),
+    scalar=lambda k, attrs, condition, x, y: k.select(condition, x, y),
+    samples=tuple(
+        Sample(shapes, dtypes=("bool", d, d))
+        for d in ("f32", "f16", "bf16", "f64", "i32", "bool") for shapes in (((3, 17),) * 3, ((4, 1), (5,), ()))
+    ),
+    doc="x where the condition is True, else y; the three broadcast together.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CastAttrs(Attrs):
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+
+
+def cast_array(x: np.ndarray, dtype: DType) -> np.ndarray:
+    """Float to integer truncates and saturates, NaN gives 0; to bool is x != 0; integers wrap; 16-bit floats round by f32."""
+    if dtype == bool_:
+        return x != 0
+    if not (_is_float(x) and dtype.is_int):
+        return x.astype(dtype.compute.numpy)
+    limits = np.iinfo(dtype.numpy)
+    t = np.trunc(x.astype(np.float64))
+    above, below = t >= float(limits.max), t <= float(limits.min)
+    inside = np.where(above | below | np.isnan(t), 0.0, t).astype(dtype.numpy)
+    return np.where(above, limits.max, np.where(below, limits.min, inside)).astype(dtype.numpy)
+
+
+def _cast_scalar(k: Any, attrs: CastAttrs, x: Any) -> Any:
+    wide = k.cast(x, attrs.dtype.compute)
+    if attrs.dtype == attrs.dtype.compute:
+        return wide
+    return k.cast(k.cast(wide, attrs.dtype), attrs.dtype.compute)  # rounds even where the result never reaches memory
+
+
+def _cast_shape(attrs: CastAttrs, x: Shape) -> Shape:
+    if attrs.dtype.kind == "c":
+        raise DTypeError(f"cast to {attrs.dtype} is not defined")
+    return x.with_dtype(attrs.dtype)
+
+
+cast = op(
+    "cast", kind=Kind.POINTWISE, infer=_cast_shape, attrs=CastAttrs, dtypes="fiub",
+    reference=lambda attrs, x: cast_array(x, attrs.dtype), scalar=_cast_scalar,
+    samples=tuple(
+        Sample(((3, 17),), {"dtype": as_dtype(d)}, low=-300.0, high=300.0)
+        for d in ("f32", "f64", "f16", "bf16", "i64", "i32", "i8", "u8", "u32", "bool")
+    ),
+    doc="The same values in another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0.",
+)  # fmt: skip

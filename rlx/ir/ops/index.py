@@ -1,0 +1,274 @@
+"""Ops that compute each element from any elements of their operands: gather, concat, pad, iota; and scatter_add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
+from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
+from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.rules import as_ints, axis_of, integer, same_dtype, static_dim
+from rlx.ir.ops.view import as_dims
+from rlx.ir.shape import DimLike, Shape
+
+INDEX_OUT_OF_RANGE = 1  # kernel.STATUS
+
+
+@dataclass(frozen=True)
+class AxisAttrs(Attrs):
+    axis: int = 0
+
+
+def check_range(indices: np.ndarray, size: int, what: str) -> None:
+    """Raise IndexRangeError naming the first index outside 0 … size-1."""
+    outside = (indices < 0) | (indices >= size)
+    if outside.any():
+        at = tuple(int(c[0]) for c in np.nonzero(outside)) if indices.ndim else ()
+        raise IndexRangeError(f"{what}: index {indices[at]} at {list(at)} is outside 0 … {size - 1}")
+
+
+# -- gather, embedding, scatter_add --------------------------------------------------------------------------------
+
+
+def _gather_shape(attrs: AxisAttrs, x: Shape, indices: Shape) -> Shape:
+    integer("the indices", indices)
+    axis = axis_of(attrs.axis, x.rank)
+    return x.with_dims((*x.dims[:axis], *indices.dims, *x.dims[axis + 1 :]))
+
+
+def _gather_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    check_range(indices, x.shape[attrs.axis], "gather")
+    return np.take(x, indices.astype(np.int64), axis=attrs.axis)
+
+
+def _in_range(index: Any, size: int) -> Any:
+    return k.and_(k.le(k.const(0), index), k.lt(index, k.const(size)))
+
+
+def _gather_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    x, indices = node.inputs
+    axis, count = axis_of(node.attrs.axis, x.rank), indices.rank
+    size = ctx.dims(x)[axis]
+    index = k.cast(ctx.element(indices, tuple(coords[axis : axis + count])), i64)
+    ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
+    inside = k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
+    guard = None if size else const(False, bool_)
+    return ctx.element(x, (*coords[:axis], inside, *coords[axis + count :]), guard)
+
+
+GATHERS = (
+    Sample(((5, 17), (4,)), low=0, high=5, dtypes=("", "i64")),
+    Sample(((3, 5, 2), (2, 3)), {"axis": 1}, low=0, high=5, dtypes=("", "i32")),
+    Sample(((33, 7), ()), {"axis": -1}, low=0, high=7, dtypes=("", "i64")),
+    Sample(((5, 3), (0,)), low=0, high=5, dtypes=("", "i64")),
+)
+gather = op(
+    "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiub", roles="xi",
+    reference=_gather_array, element=_gather_element, samples=GATHERS,
+    doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
+    "dim is an IndexRangeError.",
+)  # fmt: skip
+
+
+def _embedding_shape(attrs: Any, table: Shape, ids: Shape) -> Shape:
+    if table.rank != 2:
+        raise ShapeError(f"the table is [entries, width], got {table}")
+    return _gather_shape(AxisAttrs(0), table, ids)
+
+
+embedding = op(
+    "embedding", kind=Kind.COMPOSITE, infer=_embedding_shape, arity=(2, 2), roles="xi",
+    reference=lambda attrs, table, ids: _gather_array(AxisAttrs(0), table, ids),
+    decompose=lambda attrs, table, ids: gather(table, ids, axis=0),
+    samples=(Sample(((7, 33), (2, 3)), low=0, high=7, dtypes=("", "i64")), Sample(((5, 4), (6,)), low=0, high=5, dtypes=("", "i32"))),
+    doc="Rows of a table [entries, width], one per id.",
+)  # fmt: skip
+
+
+def _scatter_shape(attrs: AxisAttrs, x: Shape, indices: Shape, updates: Shape) -> Shape:
+    same_dtype(x, updates)
+    want = _gather_shape(attrs, x, indices)
+    if updates.dims != want.dims:
+        raise ShapeError(f"the updates must be {want}, got {updates}")
+    return x
+
+
+def _scatter_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    axis = attrs.axis % x.ndim
+    check_range(indices, x.shape[axis], "scatter_add")
+    out = np.array(np.moveaxis(x, axis, 0))
+    moved = np.moveaxis(updates, tuple(range(axis, axis + indices.ndim)), tuple(range(indices.ndim)))
+    np.add.at(out, indices.astype(np.int64), moved)
+    return np.moveaxis(out, 0, axis)
+
+
+def _scatter_kernel(ctx: Any, node: Any) -> Any:
+    """Per line of x along the axis: copy it to local memory, add the updates in order, write it out."""
+    x, indices, updates = node.inputs
+    dims, index_dims = ctx.dims(x), ctx.dims(indices)
+    axis = axis_of(node.attrs.axis, x.rank)
+    outer = [Var("o") for d in dims[:axis]]
+    inner = [Var("n") for d in dims[axis + 1 :]]
+    line = ctx.local(x.dtype.compute, dims[axis])
+    at = lambda c: (*outer, c, *inner)  # noqa: E731
+    i, j, picks = Var("i"), Var("j"), [Var("s") for _ in index_dims]
+    index = k.cast(ctx.element(indices, tuple(picks)), i64)
+    inside = _in_range(index, dims[axis])
+    safe = k.select(inside, index, k.const(0))
+    total = k.add(Load(line, safe, inside), ctx.element(updates, (*outer, *picks, *inner)))
+    body: tuple[Any, ...] = (Check(inside, INDEX_OUT_OF_RANGE), Store(line, safe, total, inside))
+    for pick, extent in reversed(list(zip(picks, index_dims))):
+        body = (Loop(pick, extent, body),)
+    copy_in = Loop(i, dims[axis], (Store(line, i, ctx.element(x, at(i))),))
+    copy_out = Loop(j, dims[axis], (ctx.store(0, at(j), Load(line, j)),))
+    grid = (*zip(outer, dims[:axis]), *zip(inner, dims[axis + 1 :]))
+    return grid, (copy_in, *body, copy_out)
+
+
+scatter_add = op(
+    "scatter_add", kind=Kind.KERNEL, infer=_scatter_shape, attrs=AxisAttrs, arity=(3, 3), dtypes="fiu", roles="xix",
+    reference=_scatter_array, kernel=_scatter_kernel,
+    samples=(
+        Sample(((5, 17), (4,), (4, 17)), low=0, high=5, dtypes=("", "i64", "")),
+        Sample(((3, 5, 2), (2, 3), (3, 2, 3, 2)), {"axis": 1}, low=0, high=5, dtypes=("", "i32", "")),
+        Sample(((7,), (33,), (33,)), low=0, high=7, dtypes=("", "i64", "")),
+        Sample(((4, 3), (0,), (0, 3)), low=0, high=4, dtypes=("", "i64", "")),
+    ),
+    doc="x with `updates` (shaped as gather's result) added at the indices along `axis`; an index may repeat.",
+)  # fmt: skip
+
+
+# -- concat, pad ---------------------------------------------------------------------------------------------------
+
+
+def _concat_shape(attrs: AxisAttrs, *shapes: Shape) -> Shape:
+    same_dtype(*shapes)
+    first = shapes[0]
+    axis = axis_of(attrs.axis, first.rank)
+    total: DimLike = first.dims[axis]
+    for s in shapes[1:]:
+        if s.rank != first.rank or any(a != b for i, (a, b) in enumerate(zip(s.dims, first.dims)) if i != axis):
+            raise ShapeError(f"{s} and {first} differ in more than dim {axis}")
+        total = static_dim(total, "concat") + static_dim(s.dims[axis], "concat")
+    return first.with_dims((*first.dims[:axis], total, *first.dims[axis + 1 :]))
+
+
+def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    """A guarded load from each operand; the first whose end lies behind the coordinate is the one."""
+    axis = axis_of(node.attrs.axis, len(coords))
+    position, start, picks = coords[axis], 0, []
+    for value in node.inputs:
+        size = ctx.dims(value)[axis]
+        own = k.sub(position, k.const(start))
+        guard = k.and_(k.le(k.const(0), own), k.lt(own, k.const(size)))
+        if size:
+            picks.append((start + size, ctx.element(value, (*coords[:axis], own, *coords[axis + 1 :]), guard)))
+        start += size
+    if not picks:
+        return const(0, node.shapes[0].dtype.compute)
+    out = picks[-1][1]
+    for end, element in reversed(picks[:-1]):
+        out = k.select(k.lt(position, k.const(end)), element, out)
+    return out
+
+
+concat = op(
+    "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiub",
+    reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element,
+    samples=(
+        Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)), Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
+    ),
+    doc="The operands one after the other along `axis`.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PadAttrs(Attrs):
+    """Elements added before and after each dim, and their value."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", as_ints(self.low))
+        object.__setattr__(self, "high", as_ints(self.high))
+        object.__setattr__(self, "value", float(self.value))
+
+
+def _pad_shape(attrs: PadAttrs, x: Shape) -> Shape:
+    if not len(attrs.low) == len(attrs.high) == x.rank:
+        raise AttributeValueError(f"low and high must have one entry for each of the {x.rank} dims")
+    if min((*attrs.low, *attrs.high), default=0) < 0:
+        raise AttributeValueError("low and high cannot be negative; use slice to cut")
+    if x.dtype.is_int and not attrs.value.is_integer():
+        raise DTypeError(f"the value {attrs.value} does not fit {x.dtype}")
+    grown = lambda d, extra: static_dim(d, "pad") + extra if extra else d  # noqa: E731
+    return x.with_dims(grown(d, a + b) for d, a, b in zip(x.dims, attrs.low, attrs.high))
+
+
+def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    attrs, guard, at = node.attrs, None, []
+    for c, size, low, high in zip(coords, ctx.dims(node.inputs[0]), attrs.low, attrs.high):
+        own = k.sub(c, k.const(low))
+        at.append(own)
+        tests = ([k.le(k.const(0), own)] if low else []) + ([k.lt(own, k.const(size))] if high else [])
+        for test in tests:
+            guard = test if guard is None else k.and_(guard, test)
+    element = ctx.element(node.inputs[0], tuple(at), guard)
+    return element if guard is None or attrs.value == 0 else k.select(guard, element, const(attrs.value, element.dtype))
+
+
+pad = op(
+    "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiub", element=_pad_element,
+    reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=np.asarray(a.value).astype(x.dtype)),
+    samples=(
+        Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),
+        Sample(((2, 3),), {"low": (0, 0), "high": (0, 0)}), Sample(((0, 2),), {"low": (1, 0), "high": (1, 1), "value": 1.0}),
+    ),
+    doc="x with `value` before and after: `low` and `high` elements per dim.",
+)  # fmt: skip
+
+
+# -- iota ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class IotaAttrs(Attrs):
+    dims: tuple[DimLike, ...]
+    axis: int = 0
+    dtype: DType = i64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", as_dims(self.dims))
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+
+
+def _iota_shape(attrs: IotaAttrs) -> Shape:
+    axis_of(attrs.axis, len(attrs.dims))
+    if attrs.dtype.kind not in "fiu":
+        raise DTypeError(f"positions are numbers, not {attrs.dtype}")
+    return Shape(attrs.dims, attrs.dtype)
+
+
+def _iota_array(attrs: IotaAttrs) -> np.ndarray:
+    shape = _iota_shape(attrs).static
+    along = [1] * len(shape)
+    along[attrs.axis] = shape[attrs.axis]
+    return np.broadcast_to(np.arange(shape[attrs.axis]).reshape(along), shape)
+
+
+iota = op(
+    "iota", kind=Kind.INDEX, infer=_iota_shape, attrs=IotaAttrs, arity=(0, 0), reference=_iota_array,
+    element=lambda ctx, node, result, coords: k.cast(coords[axis_of(node.attrs.axis, len(coords))], node.attrs.dtype.compute),
+    samples=(
+        Sample((), {"dims": (17,)}), Sample((), {"dims": (3, 33), "axis": -1, "dtype": f32}), Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}),
+        Sample((), {"dims": (0, 2), "axis": 1}),
+    ),
+    doc="A tensor of `dims` whose elements are their own position along `axis`.",
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Normalisations. Scale and bias have the operand's dtype and may be left out; sums are carried out in f32 at least."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.elementwise import rsqrt
+from rlx.ir.ops.reduce import mean
+from rlx.ir.ops.rules import axis_of, divide, same_dtype, widened
+from rlx.ir.shape import Shape
+
+
+@dataclass(frozen=True)
+class LayerNormAttrs(Attrs):
+    axis: int = -1  # normalised together: this dim and all after it
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class RmsNormAttrs(Attrs):
+    axis: int = -1
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class GroupNormAttrs(Attrs):
+    groups: int
+    eps: float = 1e-5
+
+
+def _norm_shape(attrs: LayerNormAttrs | RmsNormAttrs, x: Shape, *affine: Shape) -> Shape:
+    same_dtype(x, *affine)
+    dims = x.dims[axis_of(attrs.axis, x.rank) :]
+    for s in affine:
+        if s.dims != dims:
+            raise ShapeError(f"scale and bias must be [{','.join(map(str, dims))}], got {s}")
+    return x
+
+
+def _axes(attrs: LayerNormAttrs | RmsNormAttrs, x: Any) -> tuple[int, ...]:
+    rank = len(x.shape) if isinstance(x, np.ndarray) else x.rank
+    return tuple(range(axis_of(attrs.axis, rank), rank))
+
+
+def _affine(x: Any, scale: Any = None, bias: Any = None) -> Any:
+    x = x if scale is None else x * scale
+    return x if bias is None else x + bias
+
+
+def _layer_norm(attrs: LayerNormAttrs, x: Any, *affine: Any) -> Any:
+    axes = _axes(attrs, x)
+    d = x - mean(x, axis=axes, keepdims=True)
+    return _affine(d * rsqrt(mean(d * d, axis=axes, keepdims=True) + attrs.eps), *affine)
+
+
+def _rms_norm(attrs: RmsNormAttrs, x: Any, *affine: Any) -> Any:
+    return _affine(x * rsqrt(mean(x * x, axis=_axes(attrs, x), keepdims=True) + attrs.eps), *affine)
+
+
+def _layer_norm_array(attrs: Any, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    axes, x = _axes(attrs, x), x.astype(np.float64)
+    d = x - np.mean(x, axis=axes, keepdims=True)
+    return _affine(d / np.sqrt(np.mean(d * d, axis=axes, keepdims=True) + attrs.eps), *affine)
+
+
+def _rms_norm_array(attrs: RmsNormAttrs, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    return _affine(x / np.sqrt(np.mean(x * x, axis=_axes(attrs, x), keepdims=True) + attrs.eps), *affine)
+
+
+layer_norm = op(
+    "layer_norm", kind=Kind.COMPOSITE, infer=_norm_shape, attrs=LayerNormAttrs, arity=(1, 3),
+    reference=_layer_norm_array, decompose=widened(_layer_norm),
+    samples=(
+        Sample(((3, 17), (17,), (17,))), Sample(((2, 3, 33), (33,)), {"eps": 1e-12}), Sample(((5, 4),)),
+        Sample(((2, 3, 5), (3, 5), (3, 5)), {"axis": 1}), Sample(((0, 4), (4,), (4,))), Sample(((3, 1), (1,), (1,))),
+    ),
+    doc="(x - mean) / sqrt(variance + eps) * scale + bias over the dims from `axis` to the last.",
+)  # fmt: skip
+rms_norm = op(
+    "rms_norm", kind=Kind.COMPOSITE, infer=_norm_shape, attrs=RmsNormAttrs, arity=(1, 2),
+    reference=_rms_norm_array, decompose=widened(_rms_norm),
+    samples=(Sample(((3, 17), (17,))), Sample(((2, 3, 33),), {"eps": 1e-5}), Sample(((2, 3, 5), (3, 5)), {"axis": -2}), Sample(((4, 1), (1,)))),
+    doc="x / sqrt(mean(x²) + eps) * scale over the dims from `axis` to the last.",
+)  # fmt: skip
+
+
+def _group_norm_shape(attrs: GroupNormAttrs, x: Shape, *affine: Shape) -> Shape:
+    same_dtype(x, *affine)
+    if x.rank < 2:
+        raise ShapeError(f"the operand is [batch, channels, …], got {x}")
+    if attrs.groups < 1 or divide(x.dims[1], attrs.groups) is None:
+        raise AttributeValueError(f"{x.dims[1]} channels cannot form {attrs.groups} equal groups")
+    for s in affine:
+        if s.dims != x.dims[1:2]:
+            raise ShapeError(f"scale and bias must be [{x.dims[1]}], got {s}")
+    return x
+
+
+def _group_norm(attrs: GroupNormAttrs, x: Any, *affine: Any) -> Any:
+    dims = x.shape.static
+    grouped = x.reshape((dims[0], attrs.groups, math.prod(dims[1:]) // attrs.groups))
+    d = grouped - mean(grouped, axis=-1, keepdims=True)
+    out = (d * rsqrt(mean(d * d, axis=-1, keepdims=True) + attrs.eps)).reshape(dims)
+    return _affine(out, *(v.reshape((dims[1],) + (1,) * (len(dims) - 2)) for v in affine))
+
+
+def _group_norm_array(attrs: GroupNormAttrs, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    parts = [_layer_norm_array(LayerNormAttrs(1, attrs.eps), part) for part in np.split(x, attrs.groups, axis=1)]
+    return _affine(np.concatenate(parts, axis=1), *(v.reshape((-1,) + (1,) * (x.ndim - 2)) for v in affine))
+
+
+group_norm = op(
+    "group_norm", kind=Kind.COMPOSITE, infer=_group_norm_shape, attrs=GroupNormAttrs, arity=(1, 3),
+    reference=_group_norm_array, decompose=widened(_group_norm),
+    samples=(
+        Sample(((2, 6, 5), (6,), (6,)), {"groups": 3}), Sample(((2, 4, 3, 3), (4,)), {"groups": 2}), Sample(((3, 4),), {"groups": 1}),
+        Sample(((2, 3, 17), (3,), (3,)), {"groups": 3}),
+    ),
+    doc="x [batch, channels, …] normalised over each group of channels and all later dims; scale and bias per channel.",
+)  # fmt: skip

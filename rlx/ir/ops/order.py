@@ -1,0 +1,249 @@
+"""Ops that go along an axis in order: argmax, argmin, cumsum, top_k, sort. NaN counts as greater than every number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.dtype import bool_, i64
+from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.rules import axis_of, same, static_dim
+from rlx.ir.shape import Shape
+
+
+def _is_nan(x: Any) -> Any:
+    return k.ne(x, x) if x.dtype.kind == "f" else const(False, bool_)
+
+
+def _precedes(a: Any, at_a: Any, b: Any, at_b: Any, descending: bool) -> Any:
+    """True where (a, at_a) stands before (b, at_b): by value, NaN greatest, then by position. A total order."""
+    ahead = k.lt(b, a) if descending else k.lt(a, b)
+    tie = k.eq(a, b)
+    if a.dtype.kind == "f":
+        nan_a, nan_b = _is_nan(a), _is_nan(b)
+        ahead = k.or_(ahead, k.and_(nan_a, k.not_(nan_b)) if descending else k.and_(nan_b, k.not_(nan_a)))
+        tie = k.or_(tie, k.and_(nan_a, nan_b))
+    return k.or_(ahead, k.and_(tie, k.lt(at_a, at_b)))
+
+
+# -- argmax, argmin ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArgAttrs(Attrs):
+    axis: int = -1
+    keepdims: bool = False
+
+
+def _arg_shape(attrs: ArgAttrs, x: Shape) -> Shape:
+    axis = axis_of(attrs.axis, x.rank)
+    if x.dims[axis] == 0:
+        raise ShapeError("no element to choose from: the dim is 0")
+    return Shape((*x.dims[:axis], *((1,) if attrs.keepdims else ()), *x.dims[axis + 1 :]), i64)
+
+
+def _arg_kernel(better: Any) -> Any:
+    def kernel(ctx: Any, node: Any) -> Any:
+        x = node.inputs[0]
+        dims, axis = ctx.dims(x), axis_of(node.attrs.axis, x.rank)
+        lead, tail = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
+        i, best, found = Var("i"), Var("best", x.dtype.compute), Var("found")
+        value = ctx.element(x, (*lead, i, *tail))
+        take = better(value, best)
+        if x.dtype.kind == "f":  # the first NaN stays
+            take = k.and_(k.or_(take, _is_nan(value)), k.not_(_is_nan(best)))
+        loop = Loop(i, dims[axis], (), carries=(
+            Carry(best, ctx.element(x, (*lead, const(0), *tail)), k.select(take, value, best)),
+            Carry(found, const(0), k.select(take, i, found)),
+        ))  # fmt: skip
+        at = (*lead, *((const(0),) if node.attrs.keepdims else ()), *tail)
+        return (*zip(lead, dims[:axis]), *zip(tail, dims[axis + 1 :])), (loop, ctx.store(0, at, found))
+
+    return kernel
+
+
+PICKS = (Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}), Sample(((4, 1),)), Sample(((0, 3),)))
+argmax = op(
+    "argmax", kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", samples=PICKS,
+    reference=lambda a, x: np.argmax(x, axis=a.axis, keepdims=a.keepdims), kernel=_arg_kernel(lambda x, best: k.lt(best, x)),
+    doc="Position (i64) of the greatest element along `axis`: the first of equals, the first NaN if there is one.",
+)  # fmt: skip
+argmin = op(
+    "argmin", kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", samples=PICKS,
+    reference=lambda a, x: np.argmin(x, axis=a.axis, keepdims=a.keepdims), kernel=_arg_kernel(lambda x, best: k.lt(x, best)),
+    doc="Position (i64) of the least element along `axis`: the first of equals, the first NaN if there is one.",
+)  # fmt: skip
+
+
+# -- cumsum --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CumsumAttrs(Attrs):
+    """`exclusive`: without the element itself. `reverse`: from the end."""
+
+    axis: int = -1
+    exclusive: bool = False
+    reverse: bool = False
+
+
+def _cumsum_shape(attrs: CumsumAttrs, x: Shape) -> Shape:
+    axis_of(attrs.axis, x.rank)
+    return x
+
+
+def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
+    x = np.flip(x, attrs.axis) if attrs.reverse else x
+    total = np.cumsum(x, axis=attrs.axis, dtype=x.dtype)
+    if attrs.exclusive:
+        total = np.roll(total, 1, axis=attrs.axis)
+        np.moveaxis(total, attrs.axis, 0)[:1] = 0
+    return np.flip(total, attrs.axis) if attrs.reverse else total
+
+
+def _cumsum_kernel(ctx: Any, node: Any) -> Any:
+    x, attrs = node.inputs[0], node.attrs
+    dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
+    lead, tail = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
+    i, total = Var("i"), Var("total", x.dtype.compute)
+    at = (*lead, k.sub(k.const(dims[axis] - 1), i) if attrs.reverse else i, *tail)
+    following = k.add(total, ctx.element(x, at))
+    store = ctx.store(0, at, total if attrs.exclusive else following)
+    loop = Loop(i, dims[axis], (store,), carries=(Carry(total, const(0, x.dtype.compute), following),))
+    return (*zip(lead, dims[:axis]), *zip(tail, dims[axis + 1 :])), (loop,)
+
+
+cumsum = op(
+    "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu", reference=_cumsum_array, kernel=_cumsum_kernel,
+    samples=(
+        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((5, 3),), {"axis": 0, "exclusive": True}),
+        Sample(((7,),), {"exclusive": True, "reverse": True}), Sample(((2, 0),)),
+    ),
+    doc="Sum of the elements up to and with each one along `axis`; integers wrap.",
+)  # fmt: skip
+
+
+# -- top_k, sort ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopKAttrs(Attrs):
+    k: int
+    largest: bool = True
+
+
+@dataclass(frozen=True)
+class SortAttrs(Attrs):
+    descending: bool = False
+
+
+def _top_k_shapes(attrs: TopKAttrs, x: Shape) -> tuple[Shape, ...]:
+    if not x.rank:
+        raise ShapeError("the operand needs a dim to choose along")
+    if not 0 <= attrs.k <= static_dim(x.dims[-1], "top_k"):
+        raise AttributeValueError(f"k is between 0 and the last dim, {x.dims[-1]}, got {attrs.k}")
+    out = x.with_dims((*x.dims[:-1], attrs.k))
+    return out, out.with_dtype(i64)
+
+
+def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndarray]:
+    if descending:  # stable from the back, so that equals keep their order
+        order = x.shape[-1] - 1 - np.flip(np.argsort(np.flip(x, -1), axis=-1, kind="stable"), -1)
+    else:
+        order = np.argsort(x, axis=-1, kind="stable")
+    return np.take_along_axis(x, order, axis=-1), order
+
+
+def _top_k_arrays(attrs: TopKAttrs, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(a[..., : attrs.k] for a in _sorted_arrays(x, attrs.largest))
+
+
+def _top_k_kernel(ctx: Any, node: Any) -> Any:
+    """One pass over the row per result: the first element in order that stands after the previous result."""
+    x, attrs = node.inputs[0], node.attrs
+    *outer, n = ctx.dims(x)
+    lead, dtype = [Var("o") for _ in outer], x.dtype.compute
+    p, i = Var("p"), Var("i")
+    last, last_at = Var("last", dtype), Var("last_at")
+    best, best_at = Var("best", dtype), Var("best_at")
+    value = ctx.element(x, (*lead, i))
+    left = k.or_(k.lt(last_at, k.const(0)), _precedes(last, last_at, value, i, attrs.largest))
+    take = k.and_(left, k.or_(k.eq(best_at, k.const(n)), _precedes(value, i, best, best_at, attrs.largest)))
+    search = Loop(i, n, (), carries=(
+        Carry(best, const(0, dtype), k.select(take, value, best)), Carry(best_at, const(n), k.select(take, i, best_at)),
+    ))  # fmt: skip
+    body = (search, ctx.store(0, (*lead, p), best), ctx.store(1, (*lead, p), best_at))
+    passes = Loop(p, attrs.k, body, carries=(Carry(last, const(0, dtype), best), Carry(last_at, const(-1), best_at)))
+    return tuple(zip(lead, outer)), (passes,)
+
+
+top_k = op(
+    "top_k", kind=Kind.KERNEL, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", reference=_top_k_arrays, kernel=_top_k_kernel,
+    samples=(
+        Sample(((3, 17),), {"k": 5}), Sample(((2, 2, 33),), {"k": 33, "largest": False}), Sample(((4,),), {"k": 1}), Sample(((3, 4),), {"k": 0}),
+    ),
+    doc="The k greatest (or least) elements along the last dim, in order, and their positions (i64); equals by position.",
+)  # fmt: skip
+
+
+def _sort_kernel(ctx: Any, node: Any) -> Any:
+    """K. E. Batcher's bitonic network over a power of two of (value, position) pairs in local memory. Positions from n on
+    are padding and stand last. One loop over all passes: merges of `size` = 2, 4, 8 …, each in steps `size`/2 … 2, 1."""
+    x = node.inputs[0]
+    *outer, n = ctx.dims(x)
+    stages = max(n - 1, 0).bit_length()
+    full = 1 << stages
+    values, places = ctx.local(x.dtype.compute, full), ctx.local(i64, full)
+    lead = [Var("o") for _ in outer]
+    i, j, t, m = Var("i"), Var("j"), Var("t"), Var("m")
+    real = k.lt(i, k.const(n))
+    fill = Loop(i, full, (
+        Store(values, i, ctx.element(x, (*lead, i), real)), Store(places, i, i),
+    ))  # fmt: skip
+    size, step = Var("size"), Var("step")
+    low = k.add(k.mul(k.mul(k.const(2), step), k.div(j, step)), k.rem(j, step))
+    high = k.add(low, step)
+    a, b, at_a, at_b = Load(values, low), Load(values, high), Load(places, low), Load(places, high)
+    real_a, real_b = k.lt(at_a, k.const(n)), k.lt(at_b, k.const(n))
+    first = lambda v, at, rv, w, at_w, rw: k.select(  # noqa: E731
+        k.xor(rv, rw), rv, _precedes(v, at, w, at_w, node.attrs.descending)
+    )
+    upward = k.eq(k.rem(k.div(low, size), k.const(2)), k.const(0))
+    swap = k.select(upward, first(b, at_b, real_b, a, at_a, real_a), first(a, at_a, real_a, b, at_b, real_b))
+    exchange = Loop(j, full // 2, (
+        Store(values, low, k.select(swap, b, a)), Store(values, high, k.select(swap, a, b)),
+        Store(places, low, k.select(swap, at_b, at_a)), Store(places, high, k.select(swap, at_a, at_b)),
+    ))  # fmt: skip
+    ended = k.eq(step, k.const(1))
+    passes = Loop(t, stages * (stages + 1) // 2, (exchange,), carries=(
+        Carry(size, const(2), k.select(ended, k.mul(size, k.const(2)), size)),
+        Carry(step, const(1), k.select(ended, size, k.div(step, k.const(2)))),
+    ))  # fmt: skip
+    out = Loop(m, n, (ctx.store(0, (*lead, m), Load(values, m)), ctx.store(1, (*lead, m), Load(places, m))))
+    return tuple(zip(lead, outer)), (fill, passes, out) if stages else (fill, out)
+
+
+def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
+    if not x.rank:
+        raise ShapeError("the operand needs a dim to sort along")
+    return x, x.with_dtype(i64)
+
+
+SORTS: Sequence[Sample] = (
+    Sample(((3, 17),)), Sample(((2, 33),), {"descending": True}, low=-3, high=3), Sample(((5,),), low=0, high=3), Sample(((2, 1),)), Sample(((2, 0),)),
+)  # fmt: skip
+sort = op(
+    "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS,
+    reference=lambda a, x: _sorted_arrays(x, a.descending),
+    doc="The elements along the last dim in order, and where each stood (i64); equals keep their order.",
+)  # fmt: skip
+argsort = op(
+    "argsort", kind=Kind.COMPOSITE, infer=lambda a, x: _sort_shapes(a, same(a, x))[1], attrs=SortAttrs, dtypes="fiu", samples=SORTS,
+    reference=lambda a, x: _sorted_arrays(x, a.descending)[1], decompose=lambda a, x: sort(x, descending=a.descending)[1],
+    doc="Positions (i64) that put the last dim in order; equals keep their order.",
+)  # fmt: skip

@@ -1,0 +1,165 @@
+"""Reductions over axes, and the composites that are one reduction and little else. `axis`: an int, ints, or () for all."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.ir.op import Attrs, Kind, Reduction, Sample, op
+from rlx.ir.ops.elementwise import exp, log, sub
+from rlx.ir.ops.rules import as_ints, axes_of, axis_of, same, widened
+from rlx.ir.shape import Shape
+
+
+@dataclass(frozen=True)
+class ReduceAttrs(Attrs):
+    axis: tuple[int, ...] = ()
+    keepdims: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", as_ints(self.axis))
+
+
+@dataclass(frozen=True)
+class VarianceAttrs(ReduceAttrs):
+    correction: int = 0  # the sum of squares is divided by n - correction
+
+
+@dataclass(frozen=True)
+class AxisAttrs(Attrs):
+    axis: int = -1
+
+
+def _reduced(attrs: ReduceAttrs, x: Shape) -> Shape:
+    axes = axes_of(attrs.axis, x.rank)
+    if attrs.keepdims:
+        return x.with_dims(1 if i in axes else d for i, d in enumerate(x.dims))
+    return x.with_dims(d for i, d in enumerate(x.dims) if i not in axes)
+
+
+def _over(attrs: ReduceAttrs, x: np.ndarray) -> dict[str, Any]:
+    return {"axis": axes_of(attrs.axis, x.ndim), "keepdims": attrs.keepdims}
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Floats in f64, so that the reference's own rounding is not what a comparison finds."""
+    return x.astype(np.float64) if x.dtype.kind == "f" else x
+
+
+SAMPLES = (
+    Sample(((3, 17),), {"axis": (1,)}),
+    Sample(((3, 17),), {"axis": (0,), "keepdims": True}),
+    Sample(((2, 33, 5),), {"axis": (0, 2)}),
+    Sample(((2, 3, 4),)),
+    Sample(((4, 1),), {"axis": (-1,)}),
+    Sample(((0, 3),), {"axis": (0,)}),
+)
+
+
+def reduction(name: str, reference: Any, combine: str, *, dtypes: str = "fiu", samples: Any = SAMPLES, doc: str) -> Any:
+    return op(
+        name, kind=Kind.REDUCE, infer=_reduced, attrs=ReduceAttrs, reference=reference, dtypes=dtypes, samples=samples, doc=doc,
+        reduce=lambda attrs, x: Reduction(combine, axes_of(attrs.axis, x.rank), attrs.keepdims),
+    )  # fmt: skip
+
+
+def _lowest(x: np.ndarray) -> Any:
+    return -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
+
+
+def _highest(x: np.ndarray) -> Any:
+    return np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).max
+
+
+sum = reduction("sum", lambda a, x: np.sum(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "add", doc="Sum; 0 over nothing. Integers wrap.")
+prod = reduction("prod", lambda a, x: np.prod(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "mul", doc="Product; 1 over nothing.")
+max = reduction(
+    "max", lambda a, x: np.max(x, initial=_lowest(x), **_over(a, x)), "max",
+    doc="Greatest element; NaN if there is one. Over nothing: -inf, or the least integer.",
+)  # fmt: skip
+min = reduction(
+    "min", lambda a, x: np.min(x, initial=_highest(x), **_over(a, x)), "min",
+    doc="Least element; NaN if there is one. Over nothing: inf, or the greatest integer.",
+)  # fmt: skip
+any = reduction("any", lambda a, x: np.any(x, **_over(a, x)), "or", dtypes="b", doc="True where one element is; False over nothing.")
+all = reduction("all", lambda a, x: np.all(x, **_over(a, x)), "and", dtypes="b", doc="True where every element is; True over nothing.")
+
+
+def _count(attrs: ReduceAttrs, x: Any) -> int:
+    return math.prod(x.shape.static[i] for i in axes_of(attrs.axis, x.rank))
+
+
+def _mean(attrs: ReduceAttrs, x: Any) -> Any:
+    return sum(x, axis=attrs.axis, keepdims=attrs.keepdims) / float(_count(attrs, x))
+
+
+def _variance(attrs: VarianceAttrs, x: Any) -> Any:
+    d = x - mean(x, axis=attrs.axis, keepdims=True)
+    return sum(d * d, axis=attrs.axis, keepdims=attrs.keepdims) / float(builtins.max(_count(attrs, x) - attrs.correction, 0))
+
+
+mean = op(
+    "mean", kind=Kind.COMPOSITE, infer=_reduced, attrs=ReduceAttrs, decompose=widened(_mean), samples=SAMPLES,
+    reference=lambda a, x: np.sum(_wide(x), **_over(a, x)) / np.float64(math.prod(x.shape[i] for i in axes_of(a.axis, x.ndim))),
+    doc="Arithmetic mean; NaN over nothing.",
+)  # fmt: skip
+variance = op(
+    "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=widened(_variance),
+    reference=lambda a, x: _variance_array(a, _wide(x)),
+    samples=(*SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101)),
+    doc="Mean of the squared distances from the mean, in two passes; `correction` is taken off the count.",
+)  # fmt: skip
+
+
+def _variance_array(attrs: VarianceAttrs, x: np.ndarray) -> np.ndarray:
+    axes = axes_of(attrs.axis, x.ndim)
+    count = math.prod(x.shape[i] for i in axes)
+    centred = x - np.sum(x, axis=axes, keepdims=True) / np.float64(count)
+    return np.sum(centred**2, axis=axes, keepdims=attrs.keepdims) / np.float64(builtins.max(count - attrs.correction, 0))
+
+
+def _along(attrs: AxisAttrs, x: Shape) -> Shape:
+    axis_of(attrs.axis, x.rank)
+    return same(attrs, x)
+
+
+def _softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - np.max(x, axis=attrs.axis, keepdims=True, initial=-np.inf))
+    return e / np.sum(e, axis=attrs.axis, keepdims=True)
+
+
+def _softmax(attrs: AxisAttrs, x: Any) -> Any:
+    e = exp(sub(x, max(x, axis=attrs.axis, keepdims=True)))
+    return e / sum(e, axis=attrs.axis, keepdims=True)
+
+
+def _log_softmax(attrs: AxisAttrs, x: Any) -> Any:
+    centred = sub(x, max(x, axis=attrs.axis, keepdims=True))
+    return centred - log(sum(exp(centred), axis=attrs.axis, keepdims=True))
+
+
+def _log_softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
+    centred = x - np.max(x, axis=attrs.axis, keepdims=True, initial=-np.inf)
+    return centred - np.log(np.sum(np.exp(centred), axis=attrs.axis, keepdims=True))
+
+
+ROWS = (
+    Sample(((3, 17),)),
+    Sample(((2, 33, 5),), {"axis": 1}),
+    Sample(((2, 3),), {"axis": 0}, low=-200.0, high=200.0),
+    Sample(((4, 1),)),
+    Sample(((0, 3),)),
+)
+softmax = op(
+    "softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_softmax),
+    reference=lambda a, x: _softmax_array(a, _wide(x)), samples=ROWS,
+    doc="exp(x) / sum(exp(x)) along `axis`, with the maximum taken off first; a row of -inf alone is NaN.",
+)  # fmt: skip
+log_softmax = op(
+    "log_softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_log_softmax),
+    reference=lambda a, x: _log_softmax_array(a, _wide(x)), samples=ROWS, doc="log(softmax(x)) along `axis`, without the loss of digits.",
+)  # fmt: skip

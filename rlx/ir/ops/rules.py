@@ -1,0 +1,94 @@
+"""Type rules and small shared pieces of the op families: dtype agreement, axes, monomial division, f32 decompositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.dtype import bool_
+from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims
+
+
+def same_dtype(*shapes: Shape) -> None:
+    """All operands have one dtype, else a DTypeError that says what to cast."""
+    for s in shapes[1:]:
+        if s.dtype != shapes[0].dtype:
+            raise DTypeError(f"operands are {shapes[0].dtype} and {s.dtype}; cast one of them: x.astype({s.dtype.name!r})")
+
+
+def pointwise(attrs: Any, *shapes: Shape) -> Shape:
+    """Operands of one dtype, broadcast; the result has that dtype."""
+    same_dtype(*shapes)
+    return Shape(broadcast_dims(*(s.dims for s in shapes)), shapes[0].dtype)
+
+
+def comparison(attrs: Any, *shapes: Shape) -> Shape:
+    """As pointwise, giving bool."""
+    return pointwise(attrs, *shapes).with_dtype(bool_)
+
+
+def same(attrs: Any, x: Shape, *_: Shape) -> Shape:
+    """The result is as the first operand."""
+    return x
+
+
+def integer(what: str, s: Shape) -> None:
+    if not s.dtype.is_int:
+        raise DTypeError(f"{what} must be integers, got {s.dtype}; cast them: x.astype('i64')")
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """A non-negative axis."""
+    if not -rank <= axis < rank:
+        raise AttributeValueError(f"axis {axis} does not exist in {rank} dims")
+    return axis % rank
+
+
+def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Non-negative, sorted, distinct axes; () means all of them."""
+    out = tuple(sorted(axis_of(a, rank) for a in axes)) if axes else tuple(range(rank))
+    if len(set(out)) != len(out):
+        raise AttributeValueError(f"axes {tuple(axes)} name one dim twice")
+    return out
+
+
+def as_ints(x: Any) -> tuple[int, ...]:
+    """An int or a sequence of ints as a tuple of ints."""
+    try:
+        return (x.__index__(),) if hasattr(x, "__index__") else tuple(e.__index__() for e in x)
+    except (AttributeError, TypeError):
+        raise AttributeValueError(f"expected an int or a sequence of ints, got {x!r}") from None
+
+
+def static_dim(d: DimLike, what: str) -> int:
+    if not isinstance(d, int):
+        raise ShapeError(f"{what} needs a known size, the dim is {d}; bind it first")
+    return d
+
+
+def divide(total: DimLike, by: DimLike) -> DimLike | None:
+    """total / by where that is a whole number or a monomial, else None."""
+    a = total if isinstance(total, Dim) else Dim((), total)
+    b = by if isinstance(by, Dim) else Dim((), by)
+    names = list(a.names)
+    for n in b.names:
+        if n not in names:
+            return None
+        names.remove(n)
+    if b.factor == 0 or a.factor % b.factor:
+        return None
+    return Dim(names, a.factor // b.factor) if names else a.factor // b.factor
+
+
+def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition carried out in f32 for 16-bit and 8-bit floats, rounded once at the end, as its reference is."""
+
+    def run(attrs: Any, *values: Any) -> Any:
+        dtype = values[0].dtype
+        if dtype.compute == dtype:
+            return decompose(attrs, *values)
+        out = decompose(attrs, *(v.astype(v.dtype.compute) if v.dtype.is_float else v for v in values))
+        return tuple(v.astype(dtype) for v in out) if isinstance(out, tuple) else out.astype(dtype)
+
+    return run

@@ -1,0 +1,376 @@
+"""Views: out[c] = in[f(c)]. `strided` gives the view's Layout where no copy is needed; `element` works always."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.kernel import k
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.rules import as_ints, axis_of, divide, static_dim
+from rlx.ir.program import Layout
+from rlx.ir.shape import Dim, DimLike, Shape, as_dim, broadcast_dims, contiguous_strides, product
+
+END = 2**63 - 1  # a slice's stop: to the end of the dim
+ANY = "fiubc"
+
+
+def as_dims(x: Any) -> tuple[DimLike, ...]:
+    """Dims from an int, a name, or a sequence of them."""
+    return tuple(as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
+
+
+# -- reshape -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReshapeAttrs(Attrs):
+    dims: tuple[DimLike, ...]  # one may be -1
+
+    def __post_init__(self) -> None:
+        dims = (self.dims,) if isinstance(self.dims, (int, str, Dim)) else tuple(self.dims)
+        object.__setattr__(self, "dims", tuple(-1 if isinstance(d, int) and d == -1 else as_dim(d) for d in dims))
+
+
+def _reshape_shape(attrs: ReshapeAttrs, x: Shape) -> Shape:
+    total, known = product(x.dims), product(d for d in attrs.dims if d != -1)
+    unknown = [i for i, d in enumerate(attrs.dims) if d == -1]
+    if len(unknown) > 1:
+        raise AttributeValueError(f"dims {attrs.dims} leave more than one size open")
+    if unknown:
+        rest = divide(total, known)
+        if rest is None:
+            raise ShapeError(f"{total} elements cannot be divided into dims of {known}")
+        return x.with_dims(rest if d == -1 else d for d in attrs.dims)
+    if total != known:
+        raise ShapeError(f"dims {attrs.dims} hold {known} elements, the operand {total}")
+    return x.with_dims(attrs.dims)
+
+
+def regroup(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The finest groups of axes of `a` and of `b` with equal products, in order; dims of 1 stand alone with nothing.
+
+    reshape [2,3,4] -> [6,4] is ([0,1],[0]), ([2],[1]). Both must hold the same number of elements, not zero.
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        left, right, size_left, size_right = [], [], 1, 1
+        while True:
+            if size_left <= size_right and i < len(a) and (size_left < size_right or not left):
+                left.append(i)
+                size_left, i = size_left * a[i], i + 1
+            elif size_right < size_left and j < len(b):
+                right.append(j)
+                size_right, j = size_right * b[j], j + 1
+            else:
+                break
+            if size_left == size_right:
+                break
+        if not left:  # only dims of 1 remain in b
+            right.append(j)
+            j += 1
+        groups.append((left, right))
+    return groups
+
+
+def _reshape_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    source = node.inputs[0]
+    dims, out = ctx.dims(source), ctx.dims(node.results[0])
+    at: list[Any] = [k.const(0)] * len(dims)
+    if math.prod(dims):
+        for left, right in regroup(dims, out):
+            _delinearise(k, dims, left, _linear(k, out, right, coords), at)
+    return ctx.element(source, tuple(at))
+
+
+def _linear(k: Any, dims: Sequence[int], axes: Sequence[int], coords: Sequence[Any]) -> Any:
+    """Row-major position of coords within these axes."""
+    position = k.const(0)
+    for axis in axes:
+        if dims[axis] != 1:
+            position = k.add(k.mul(position, k.const(dims[axis])), coords[axis])
+    return position
+
+
+def _delinearise(k: Any, dims: Sequence[int], axes: Sequence[int], position: Any, at: list[Any]) -> None:
+    """Coords of a row-major position within these axes, written into `at`; the outermost needs no remainder."""
+    real = [axis for axis in axes if dims[axis] != 1]
+    for axis in reversed(real):
+        at[axis] = position if axis == real[0] else k.rem(position, k.const(dims[axis]))
+        position = k.div(position, k.const(dims[axis])) if axis != real[0] else position
+
+
+def _reshape_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
+    if not math.prod(dims):
+        return Layout(contiguous_strides(tuple(out)), layout.offset)
+    strides = [0] * len(out)
+    for left, right in regroup(dims, out):
+        real = [axis for axis in left if dims[axis] != 1]
+        for outer, inner in zip(real, real[1:]):
+            if layout.strides[outer] != layout.strides[inner] * dims[inner]:
+                return None
+        step = layout.strides[real[-1]] if real else 0
+        for axis in reversed(right):
+            strides[axis] = step
+            step *= out[axis]
+    return Layout(tuple(strides), layout.offset)
+
+
+reshape = op(
+    "reshape", kind=Kind.VIEW, infer=_reshape_shape, attrs=ReshapeAttrs, dtypes=ANY,
+    reference=lambda a, x: x.reshape(_reshape_shape(a, Shape(x.shape, x.dtype)).static),
+    element=_reshape_element, strided=_reshape_strided,
+    samples=(
+        Sample(((2, 3, 4),), {"dims": (6, 4)}), Sample(((6, 5),), {"dims": (2, 3, -1)}), Sample(((4, 6),), {"dims": (3, 8)}),
+        Sample(((2, 17, 3, 1),), {"dims": (1, 2, 51)}), Sample(((5,),), {"dims": (1, 5, 1)}), Sample(((0, 3),), {"dims": (3, 0)}),
+        Sample(((1, 1),), {"dims": ()}), Sample(((),), {"dims": (1, 1)}),
+    ),
+    doc="The same elements in row-major order under other dims, one of which may be -1.",
+)  # fmt: skip
+
+
+# -- transpose, broadcast_to, slice --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransposeAttrs(Attrs):
+    axes: tuple[int, ...] = ()  # (): reversed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", as_ints(self.axes))
+
+
+def _permutation(attrs: TransposeAttrs, rank: int) -> tuple[int, ...]:
+    axes = tuple(axis_of(a, rank) for a in attrs.axes) or tuple(reversed(range(rank)))
+    if sorted(axes) != list(range(rank)):
+        raise AttributeValueError(f"axes {attrs.axes} are not a permutation of {rank} dims")
+    return axes
+
+
+def _transpose_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    axes = _permutation(node.attrs, len(coords))
+    return ctx.element(node.inputs[0], tuple(coords[axes.index(i)] for i in range(len(axes))))
+
+
+transpose = op(
+    "transpose", kind=Kind.VIEW, attrs=TransposeAttrs, dtypes=ANY,
+    infer=lambda a, x: x.with_dims(x.dims[i] for i in _permutation(a, x.rank)),
+    reference=lambda a, x: np.transpose(x, _permutation(a, x.ndim)),
+    element=_transpose_element,
+    strided=lambda a, dims, out, lay, result=0: Layout(tuple(lay.strides[i] for i in _permutation(a, len(dims))), lay.offset),
+    samples=(
+        Sample(((3, 17),)), Sample(((2, 3, 4, 5),), {"axes": (0, 2, 1, 3)}), Sample(((2, 33, 4),), {"axes": (2, 0, -2)}),
+        Sample(((),)), Sample(((0, 2),)),
+    ),
+    doc="Dims permuted: result dim i is operand dim axes[i]; without axes, reversed.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BroadcastAttrs(Attrs):
+    dims: tuple[DimLike, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", as_dims(self.dims))
+
+
+def _broadcast_shape(attrs: BroadcastAttrs, x: Shape) -> Shape:
+    if broadcast_dims(x.dims, attrs.dims) != attrs.dims:
+        raise ShapeError(f"{x} cannot be broadcast to dims {attrs.dims}")
+    return x.with_dims(attrs.dims)
+
+
+def _broadcast_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    dims = ctx.dims(node.inputs[0])
+    inner = coords[len(coords) - len(dims) :]
+    return ctx.element(node.inputs[0], tuple(k.const(0) if d == 1 else c for d, c in zip(dims, inner)))
+
+
+def _broadcast_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout:
+    kept = tuple(0 if d == 1 else s for d, s in zip(dims, layout.strides))
+    return Layout((0,) * (len(out) - len(dims)) + kept, layout.offset)
+
+
+broadcast_to = op(
+    "broadcast_to", kind=Kind.VIEW, infer=_broadcast_shape, attrs=BroadcastAttrs, dtypes=ANY,
+    reference=lambda a, x: np.broadcast_to(x, a.dims), element=_broadcast_element, strided=_broadcast_strided,
+    samples=(
+        Sample(((17,),), {"dims": (3, 17)}), Sample(((2, 1, 5),), {"dims": (2, 3, 5)}), Sample(((),), {"dims": (4,)}),
+        Sample(((1,),), {"dims": (0,)}),
+    ),
+    doc="The operand repeated along new leading dims and along its dims of 1.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SliceAttrs(Attrs):
+    """One start, stop and step per dim, as in Python's slices; stop END goes to the end."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    steps: tuple[int, ...] = ()  # (): 1 everywhere
+
+    def __post_init__(self) -> None:
+        for name in ("starts", "stops", "steps"):
+            object.__setattr__(self, name, as_ints(getattr(self, name)))
+        if not self.steps:
+            object.__setattr__(self, "steps", (1,) * len(self.starts))
+
+
+def _ranges(attrs: SliceAttrs, dims: Sequence[DimLike]) -> list[tuple[int, DimLike, int]]:
+    """(start, length, step) per dim."""
+    if not len(attrs.starts) == len(attrs.stops) == len(attrs.steps) == len(dims):
+        raise AttributeValueError(f"starts, stops and steps must have one entry for each of the {len(dims)} dims")
+    out: list[tuple[int, DimLike, int]] = []
+    for start, stop, step, dim in zip(attrs.starts, attrs.stops, attrs.steps, dims):
+        if step == 0:
+            raise AttributeValueError("a step of 0 goes nowhere")
+        if isinstance(dim, int):
+            span = range(*builtin_slice(start, stop, step).indices(dim))
+            out.append((span.start, len(span), step))
+        elif (start, stop, step) == (0, END, 1):
+            out.append((0, dim, 1))
+        else:
+            static_dim(dim, f"the slice {start}:{stop}:{step}")
+    return out
+
+
+def _slice_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    ranges = _ranges(node.attrs, ctx.dims(node.inputs[0]))
+    at = tuple(k.add(k.mul(c, k.const(step)), k.const(start)) for c, (start, _, step) in zip(coords, ranges))
+    return ctx.element(node.inputs[0], at)
+
+
+def _slice_strided(attrs: SliceAttrs, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
+    ranges = _ranges(attrs, dims)
+    if any(step < 0 for _, _, step in ranges):
+        return None  # kernels take windows that grow upwards
+    if not math.prod(out):
+        return Layout(contiguous_strides(tuple(out)), layout.offset)  # nothing is read; a start may lie past the end
+    offset = sum(start * s for (start, _, _), s in zip(ranges, layout.strides))
+    return Layout(tuple(step * s for (_, _, step), s in zip(ranges, layout.strides)), layout.offset + offset)
+
+
+def _slice_array(attrs: SliceAttrs, x: np.ndarray) -> np.ndarray:
+    for axis, (start, length, step) in enumerate(_ranges(attrs, x.shape)):
+        x = np.take(x, start + step * np.arange(length), axis=axis)
+    return x
+
+
+builtin_slice = slice
+slice = op(
+    "slice", kind=Kind.VIEW, attrs=SliceAttrs, dtypes=ANY, reference=_slice_array,
+    infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
+    element=_slice_element, strided=_slice_strided,
+    samples=(
+        Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}), Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
+        Sample(((6, 3),), {"starts": (5, 0), "stops": (-7, 3), "steps": (-1, 1)}), Sample(((4,),), {"starts": (2,), "stops": (2,)}),
+        Sample(((3, 33),), {"starts": (-1, 1), "stops": (END, 99)}),
+    ),
+    doc="Part of every dim: start, stop and step as in Python's slices, negative ones counted from the end.",
+)  # fmt: skip
+
+
+# -- compositions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitAttrs(Attrs):
+    """`parts`: a number of equal parts, or the size of each."""
+
+    parts: int | tuple[int, ...]
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self.parts if isinstance(self.parts, int) else as_ints(self.parts))
+
+
+def _part_sizes(attrs: SplitAttrs, dims: Sequence[DimLike]) -> tuple[int, tuple[DimLike, ...]]:
+    axis = axis_of(attrs.axis, len(dims))
+    dim = dims[axis]
+    if isinstance(attrs.parts, int):
+        size = divide(dim, attrs.parts) if attrs.parts > 0 else None
+        if size is None:
+            raise ShapeError(f"a dim of {dim} cannot be split into {attrs.parts} equal parts")
+        return axis, (size,) * attrs.parts
+    if not attrs.parts or min(attrs.parts) < 0 or sum(attrs.parts) != static_dim(dim, "a split by sizes"):
+        raise ShapeError(f"parts {attrs.parts} do not add up to the dim of {dim}")
+    return axis, attrs.parts
+
+
+def _split_shapes(attrs: SplitAttrs, x: Shape) -> tuple[Shape, ...]:
+    axis, sizes = _part_sizes(attrs, x.dims)
+    return tuple(x.with_dims((*x.dims[:axis], size, *x.dims[axis + 1 :])) for size in sizes)
+
+
+def _split(attrs: SplitAttrs, x: Any) -> Any:
+    axis, sizes = _part_sizes(attrs, x.shape.static)
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]  # type: ignore[arg-type]
+    parts = tuple(slice_axis(x, axis, low, high) for low, high in zip(bounds, bounds[1:]))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def slice_axis(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+    """A slice of one axis, the others whole."""
+    axis = axis_of(axis, x.rank)
+    pick = lambda here, other: tuple(here if i == axis else other for i in range(x.rank))  # noqa: E731
+    return slice(x, starts=pick(start, 0), stops=pick(stop, END), steps=pick(step, 1))
+
+
+def _split_arrays(attrs: SplitAttrs, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    axis, sizes = _part_sizes(attrs, x.shape)
+    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
+
+
+split = op(
+    "split", kind=Kind.COMPOSITE, infer=_split_shapes, attrs=SplitAttrs, dtypes=ANY, reference=_split_arrays, decompose=_split,
+    samples=(
+        Sample(((6, 5),), {"parts": 3}), Sample(((2, 17),), {"parts": (5, 1, 11), "axis": -1}), Sample(((4, 2),), {"parts": (0, 4)}),
+        Sample(((3,),), {"parts": 1}),
+    ),
+    doc="Consecutive parts along `axis`: a number of equal ones, or the size of each.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AxesAttrs(Attrs):
+    axes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", as_ints(self.axes))
+
+
+def _squeezed(attrs: AxesAttrs, x: Shape) -> Shape:
+    axes = {axis_of(a, x.rank) for a in attrs.axes}
+    if wrong := [a for a in sorted(axes) if x.dims[a] != 1]:
+        raise ShapeError(f"dim {wrong[0]} is {x.dims[wrong[0]]}, not 1")
+    return x.with_dims(d for i, d in enumerate(x.dims) if i not in axes)
+
+
+def _unsqueezed(attrs: AxesAttrs, x: Shape) -> Shape:
+    rank = x.rank + len(attrs.axes)
+    axes = {axis_of(a, rank) for a in attrs.axes}
+    if len(axes) != len(attrs.axes):
+        raise AttributeValueError(f"axes {attrs.axes} name one dim twice")
+    rest = iter(x.dims)
+    return x.with_dims(1 if i in axes else next(rest) for i in range(rank))
+
+
+squeeze = op(
+    "squeeze", kind=Kind.COMPOSITE, infer=_squeezed, attrs=AxesAttrs, dtypes=ANY,
+    reference=lambda a, x: np.squeeze(x, a.axes), decompose=lambda a, x: reshape(x, dims=_squeezed(a, x.shape).dims),
+    samples=(Sample(((3, 1, 5),), {"axes": (1,)}), Sample(((1, 17, 1),), {"axes": (0, -1)})),
+    doc="The dims `axes`, which must be 1, left out.",
+)  # fmt: skip
+unsqueeze = op(
+    "unsqueeze", kind=Kind.COMPOSITE, infer=_unsqueezed, attrs=AxesAttrs, dtypes=ANY,
+    reference=lambda a, x: np.expand_dims(x, a.axes), decompose=lambda a, x: reshape(x, dims=_unsqueezed(a, x.shape).dims),
+    samples=(Sample(((3, 5),), {"axes": (1,)}), Sample(((17,),), {"axes": (0, -1)}), Sample(((),), {"axes": (0,)})),
+    doc="Dims of 1 put in, so that the result has them at `axes`.",
+)  # fmt: skip
