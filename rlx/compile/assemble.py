@@ -144,7 +144,7 @@ def _reports(
     for group in fusion.groups:
         kernel = lowered[group].kernel.name
         for node in group.nodes:
-            how = "prepared" if node in static else "native" if isinstance(lowered[group].kernel.body[0:1], K.Native) else "lowered"
+            how = "prepared" if node in static else "native" if isinstance(lowered[group].kernel.body[0], K.Native) else "lowered"
             out.append(NodeReport(_label(node), node.op.name, how, kernel))
     for node in fusion.graph.nodes():
         if node.op.kind is Kind.VIEW and node not in fusion.places.computed:

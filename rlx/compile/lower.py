@@ -455,7 +455,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[tuple[tuple[K.Var, int], 
     facts = contraction(anchor)
     left, right = anchor.inputs
     dims = anchor.shapes[0].static
-    batch = len(dims) - len(facts.a_rows) - len(facts.b_columns)
+    batch = len(facts.a_batch)
     rows = _row_axes(b.places, left, facts.a_rows)
     split_rows = len(facts.a_rows) - len(rows)
     grid = [(K.Var("g"), d) for d in dims[: batch + split_rows]]
@@ -533,11 +533,12 @@ def _row_axes(places: Places, value: Value, axes: tuple[int, ...]) -> tuple[int,
 
 
 def _operand(b: KernelBuilder, value: Value, batch_vars, batch_axes, extra, row_axes, col_axes) -> K.Operand:
-    """A strided matrix operand. `extra`: further axes with a grid variable each."""
+    """A strided matrix operand. `batch_axes`: its axis for each batch variable, -1 where it has none; `extra`: further axes
+    with a grid variable each."""
     base, layout = b.places.locate(value)
     dims = value.shape.static
-    terms = [(v, layout.strides[a] if dims[a] != 1 else 0) for v, a in zip(batch_vars[len(batch_vars) - len(batch_axes) :], batch_axes)]
-    terms += [(v, layout.strides[a]) for a, v in zip(*extra)]
+    terms = [(v, layout.strides[a]) for v, a in zip(batch_vars, batch_axes, strict=True) if a >= 0 and dims[a] != 1]
+    terms += [(v, layout.strides[a]) for a, v in zip(*extra, strict=True)]
     return K.Operand(b.buffer(base), K.linear(terms, layout.offset), _stride(layout, dims, row_axes), _stride(layout, dims, col_axes))
 
 

@@ -110,7 +110,7 @@ def _view(value: Value, layout: Layout) -> Layout | None:
     node = value.node
     if node.op.strided is None:
         return None
-    return node.op.strided(node.attrs, node.inputs[0].shape.static, value.shape.static, layout, value.index)
+    return node.op.strided(node.attrs, node.inputs[0].shape.static, value.shape.static, layout)
 
 
 def _same_strides(dims: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:

@@ -63,6 +63,11 @@ class Executable(Protocol):
         """The buffer's own memory as a writable array, or None where the host cannot see it."""
         ...
 
+    @property
+    def arena_ptr(self) -> int:
+        """Address of arena offset 0."""
+        ...
+
     def address(self, buffer: int) -> int:
         """Address of the buffer in the device's address space."""
         ...

@@ -98,7 +98,7 @@ class OpDef:
     arity: tuple[int, int | None] = (1, 1)  # least and most operands; None: any number
     scalar: Callable[..., Any] | None = None  # POINTWISE: (k, attrs, *Expr) -> Expr, in compute dtype
     element: Callable[..., Any] | None = None  # VIEW, INDEX: (ctx, node, result index, coords) -> Expr
-    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout, result index) -> Layout, or None: needs a copy
+    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout, or None: needs a copy
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op

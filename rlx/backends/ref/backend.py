@@ -7,7 +7,7 @@ packs contraction operands into panels of three columns and runs claimed ops who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,8 +98,6 @@ class RefExecutable:
         decl = self.decls[buffer]
         assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
         self.array(buffer)[:] = array.reshape(-1)
-        if decl.region is Region.PARAM:
-            self.params.entries[decl.name].version += 1
 
     def read(self, buffer: int) -> np.ndarray:
         return self.view(buffer).copy()
@@ -110,14 +108,15 @@ class RefExecutable:
     def address(self, buffer: int) -> int:
         return self.memory_of[buffer].ctypes.data
 
-    def prepare(self, steps: Sequence[int]) -> None:
+    @property
+    def arena_ptr(self) -> int:
+        return self.arena.ctypes.data
+
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+        given = {} if given is None else given
         for i in steps:
             step = self.program.prepare[i]
-            self._run(step)
-            for buffer in step.writes:
-                decl = self.decls[buffer]
-                if decl.region is Region.PREPARED:
-                    self.params.entries[decl.name].version += 1
+            self._run(step, [given[a].reshape(-1) if a in given else self.array(a) for a in step.args])
 
     def run(self) -> None:
         self.run_steps()
@@ -134,8 +133,8 @@ class RefExecutable:
         for step in self.program.commit:
             self._run(step)
 
-    def _run(self, step: Step) -> None:
-        status = run_kernel(step.kernel, [self.array(a) for a in step.args])
+    def _run(self, step: Step, arrays: list[np.ndarray] | None = None) -> None:
+        status = run_kernel(step.kernel, [self.array(a) for a in step.args] if arrays is None else arrays)
         if status:
             where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")

@@ -1,0 +1,436 @@
+"""CompiledGraph: one program in memory, bound to names. Every check is made before anything changes.
+
+The fast path is `run_slots`: it compares dtype and dims, copies each input into its slot and makes one native call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from rlx.compile.options import CompileOptions
+from rlx.driver.backend import Executable
+from rlx.driver.device import Device
+from rlx.driver.params import ParamStore
+from rlx.errors import (
+    BindingError,
+    DuplicateNameError,
+    InputDTypeError,
+    InputShapeError,
+    NumericsError,
+    RlxError,
+    StaleViewError,
+    UnknownNameError,
+    Unsupported,
+    known,
+)
+from rlx.ir.dtype import DType
+from rlx.ir.program import BufferDecl, Program
+from rlx.runtime.binding import by_name, by_position, fits, from_bytes
+from rlx.runtime.report import CompileReport, MemoryPlan
+from rlx.runtime.weights import Weights
+
+
+class CompiledGraph:
+    """A graph compiled for one device. Made by Session.compile. One thread at a time runs it; `clone` it for more."""
+
+    def __init__(self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport) -> None:
+        program = executable.program
+        self.device, self.options = device, options
+        self._executable, self._program, self._report = executable, program, report
+        self._weights = Weights(executable)
+        self._inputs = tuple(program.buffers[id] for id in program.inputs)
+        self._handles = {program.buffers[id].name: program.buffers[id] for id in program.handles}
+        self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
+        self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
+        self._output_views = tuple(self._host_view(o.buffer).reshape(o.shape.static) for o in program.outputs)
+        self._fast = tuple((v, v.dtype, v.shape) for v in self._input_views)
+        self._feeds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._queue: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def _host_view(self, buffer: int) -> np.ndarray:
+        view = self._executable.view(buffer)
+        return np.empty(self._program.buffers[buffer].shape.static, self._program.buffers[buffer].shape.dtype.numpy) if view is None else view
+
+    # -- params
+
+    @property
+    def params(self) -> ParamStore:
+        """The weights, to be shared with other compiles: Session.compile(graph, options, params=compiled.params)."""
+        return self._weights.store
+
+    def set_param(self, name: str, array: np.ndarray) -> None:
+        """Copy a weight in; packed copies follow. `array`: the declared dims and dtype, any strides.
+
+        UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything.
+        """
+        with self._lock:
+            self._weights.set(name, array)
+
+    def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
+        """The same from raw little-endian bytes of exactly the param's size."""
+        decl = self._weights.decls.get(name)
+        if decl is None:
+            raise UnknownNameError(f"no param is called {name!r}; there are {known(self._weights.decls)}")
+        self.set_param(name, from_bytes(f"param {name!r}", data, dtype, decl.shape))
+
+    def missing_params(self) -> list[str]:
+        """Params to set before the next run."""
+        return self._weights.missing()
+
+    # -- running
+
+    def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
+        """One run on named arrays; a fresh array per output."""
+        arrays = by_name("input", {} if inputs is None else inputs, self._inputs)
+        with self._lock:
+            self._run(arrays)
+            return [v.copy() for v in self._current_outputs()]
+
+    def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int]) -> list[np.ndarray]:
+        """One run; fresh arrays of these outputs only."""
+        wanted = [self._output_index(i) for i in indices]
+        arrays = by_name("input", inputs, self._inputs)
+        with self._lock:
+            self._run(arrays)
+            views = self._current_outputs()
+            return [views[i].copy() for i in wanted]
+
+    def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+        """One run; (address, element count) per output, in place. The bytes are valid until the next run."""
+        arrays = by_name("input", inputs, self._inputs)
+        with self._lock:
+            self._run(arrays)
+            return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
+
+    def outputs_view(self) -> list[OutputView]:
+        """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites."""
+        return [OutputView(self, i) for i in range(len(self._program.outputs))]
+
+    def run_slots(self, inputs: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
+        """The fast path: arrays by position; the fixed (byte offset in the arena, element count) of each output.
+
+        Nothing is allocated. An input that is the array `input_view` gave is not copied.
+        """
+        if len(inputs) != len(self._fast):
+            by_position(inputs, self._inputs)
+        at = 0
+        for view, dtype, shape in self._fast:
+            array = inputs[at]
+            if array is not view and (type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape):
+                fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
+            at += 1
+        with self._lock:
+            self._before_run()
+            at = 0
+            for view, _, _ in self._fast:
+                if inputs[at] is not view:
+                    np.copyto(view, inputs[at])
+                at += 1
+            self._execute()
+        return self._slots
+
+    def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
+        """One run on raw little-endian bytes; (bytes, dtype) per output."""
+        decls = {b.name: b for b in self._inputs}
+        arrays = {
+            name: from_bytes(f"input {name!r}", data, dtype, decls[name].shape) if name in decls else None
+            for name, (data, dtype) in inputs.items()
+        }
+        outputs = self.run(arrays)  # type: ignore[arg-type]
+        return [(array.tobytes(), o.shape.dtype) for array, o in zip(outputs, self._program.outputs)]
+
+    def arena_ptr(self) -> int:
+        """Base address of the offsets that run_slots gives."""
+        return self._executable.arena_ptr
+
+    def input_view(self, name: str) -> np.ndarray:
+        """The input's own slot, writable: fill it, pass it to run_slots, and nothing is copied."""
+        for decl, view in zip(self._inputs, self._input_views):
+            if decl.name == name:
+                return view
+        raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
+
+    def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
+        """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, as a fresh array."""
+        flat = self._current_outputs()[self._output_index(output)].reshape(-1)
+        if row_inner < 1 or row < 0 or (row + 1) * row_inner > flat.size:
+            raise InputShapeError(f"output {output} has {flat.size} elements; row {row} of {row_inner} is outside")
+        return flat[row * row_inner : (row + 1) * row_inner].copy()
+
+    # -- queued runs
+
+    def commit_no_wait(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Queue a run and return. Inputs are checked and copied now; errors of the run come from sync_pending."""
+        self._submit(inputs, None)
+
+    def sync_pending(self) -> None:
+        """Wait for every queued run; raise the first error, naming its place in the queue."""
+        pending, self._pending = self._pending, []
+        errors = [(i, e) for i, f in enumerate(pending) if (e := f.exception()) is not None]
+        if errors:
+            at, error = errors[0]
+            raise type(error)(f"queued run {at}: {error}") from error if isinstance(error, RlxError) else error
+
+    def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
+        """Queue a run per set, wait once; out[run][output]. All sets are checked before the first run."""
+        sets = [by_name("input", inputs, self._inputs) for inputs in input_sets]
+        results: list[list[np.ndarray]] = [[] for _ in sets]
+        for arrays, result in zip(sets, results):
+            self._enqueue(arrays, result)
+        self.sync_pending()
+        return results
+
+    def _submit(self, inputs: Mapping[str, np.ndarray], result: list[np.ndarray] | None) -> None:
+        self._enqueue(by_name("input", inputs, self._inputs), result)
+
+    def _enqueue(self, arrays: list[np.ndarray], result: list[np.ndarray] | None) -> None:
+        own = [np.array(a, order="C") for a in arrays]  # the caller may change its arrays at once
+
+        def job() -> None:
+            with self._lock:
+                self._before_run(queued=True)
+                self._copy_in(own)
+                self._execute()
+                if result is not None:
+                    result.extend(v.copy() for v in self._current_outputs())
+
+        if self._queue is None:
+            self._queue = ThreadPoolExecutor(1, thread_name_prefix="rlx-queue")
+        self._pending.append(self._queue.submit(job))
+
+    # -- state
+
+    def bind_handle(self, name: str, array: np.ndarray) -> bool:
+        """Set a state. False where the graph has no such handle; wrong dims or dtype raise and change nothing."""
+        decl = self._handles.get(name)
+        if decl is None:
+            return False
+        value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
+        with self._lock:
+            self._executable.write(decl.id, value)
+        return True
+
+    def read_handle(self, name: str) -> np.ndarray | None:
+        """A fresh array with the state, or None where the graph has no such handle. A state never set is zeros."""
+        decl = self._handles.get(name)
+        if decl is None:
+            return None
+        self._drain()
+        return self._executable.read(decl.id)
+
+    bind_gpu_handle = bind_handle  # state lives where the device's memory is: one set of handles
+    read_gpu_handle = read_handle
+
+    def has_gpu_handle(self, name: str) -> bool:
+        return name in self._handles
+
+    def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> None:
+        """After each run `handle` takes the value of that output, on the device. None ends the feed."""
+        if output_index is None:
+            self._feeds.pop(handle, None)
+            return
+        self._check_feed(handle, output_index)
+        self._feeds[handle] = output_index
+
+    def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
+        """One run, after which `handle` takes that output's value; returns the output too."""
+        self._check_feed(handle, output_index)
+        arrays = by_name("input", inputs, self._inputs)
+        with self._lock:
+            self._run(arrays)
+            self._feed(handle, output_index)
+            return self._current_outputs()[output_index].copy()
+
+    def snapshot_handles(self) -> Snapshot:
+        """A copy of every state."""
+        self._drain()
+        return Snapshot({name: self._executable.read(decl.id) for name, decl in self._handles.items()})
+
+    def restore_handles(self, snapshot: Snapshot) -> None:
+        """Put every state back as `snapshot` has it. The names, dims and dtypes must be this graph's."""
+        if not isinstance(snapshot, Snapshot):
+            raise BindingError(f"restore_handles takes what snapshot_handles gave, got {type(snapshot).__name__}")
+        decls = list(self._handles.values())
+        arrays = by_name("handle", snapshot.states, decls)
+        with self._lock:
+            for decl, array in zip(decls, arrays):
+                self._executable.write(decl.id, array)
+
+    def fork_handles(self, k: int) -> None:
+        raise Unsupported("fork_handles (copy-on-write branches of state) is not in this version; clone() copies state whole")
+
+    def set_active_extent(self, extent: tuple[int, int] | None) -> None:
+        """None: every row is processed, which is all this version can do."""
+        if extent is not None:
+            raise Unsupported("set_active_extent is not in this version: every run processes all rows; compile a smaller graph instead")
+
+    # -- for people and tools
+
+    def clone(self) -> CompiledGraph:
+        """An independent executable: shares code and weights, owns its arena and states (copied as they stand)."""
+        self._drain()
+        with self._lock:
+            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report)
+        twin._feeds = dict(self._feeds)
+        return twin
+
+    def program(self) -> Program:
+        """The lowered program: buffers, steps, plan. str() prints it; `texts` of the report has the generated code."""
+        return self._program
+
+    def memory_plan(self) -> MemoryPlan:
+        """Where every byte is, known before the first run."""
+        return MemoryPlan.of(self._program, self._executable.memory())
+
+    def report(self) -> CompileReport:
+        """What became of each node, the kernels with their generated code, and where compile time went."""
+        return self._report
+
+    # -- inside
+
+    def _run(self, arrays: list[np.ndarray]) -> None:
+        self._before_run()
+        self._copy_in(arrays)
+        self._execute()
+
+    def _before_run(self, queued: bool = False) -> None:
+        if self._pending and not queued:
+            self._lock.release()  # queued runs need it to finish first
+            try:
+                self.sync_pending()
+            finally:
+                self._lock.acquire()
+        self._weights.ready()
+
+    def _copy_in(self, arrays: Sequence[np.ndarray]) -> None:
+        for decl, view, array in zip(self._inputs, self._input_views, arrays):
+            if array is not view:
+                np.copyto(view, array)
+            if self._executable.view(decl.id) is None:
+                self._executable.write(decl.id, view)
+
+    def _execute(self) -> None:
+        self._generation += 1
+        if self.options.checked:
+            self._executable.run_steps()
+            self._check_numbers()
+            self._executable.run_commit()
+        else:
+            self._executable.run()
+        for handle, output in self._feeds.items():
+            self._feed(handle, output)
+
+    def _check_numbers(self) -> None:
+        """Checked mode: no NaN in an output or a next state, before any state changes."""
+        program = self._program
+        named = [(f"output {o.name!r}", o.buffer) for o in program.outputs]
+        for step in program.commit:
+            source, handle = step.args
+            named.append((f"the next state of handle {program.buffers[handle].name!r}", source))
+        for what, buffer in named:
+            array = self._executable.read(buffer)
+            if program.buffers[buffer].shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
+                raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
+
+    def _feed(self, handle: str, output: int) -> None:
+        decl = self._handles[handle]
+        source = self._program.outputs[output]
+        goal = self._executable.view(decl.id)
+        if goal is None:
+            self._executable.write(decl.id, self._executable.read(source.buffer).reshape(decl.shape.static))
+        else:
+            np.copyto(goal, self._output_views[output])
+
+    def _check_feed(self, handle: str, output: int) -> None:
+        decl = self._handles.get(handle)
+        if decl is None:
+            raise UnknownNameError(f"no handle is called {handle!r}; there are {known(self._handles)}")
+        shape = self._program.outputs[self._output_index(output)].shape
+        if shape != decl.shape:
+            raise InputShapeError(f"handle {handle!r} is {decl.shape}, output {output} is {shape}: it cannot feed it")
+        if any(self._program.buffers[s.args[1]].name == handle for s in self._program.commit):
+            raise DuplicateNameError(f"handle {handle!r} is assigned in the graph; a feed would overwrite that")
+
+    def _output_index(self, index: int) -> int:
+        if not isinstance(index, int) or not 0 <= index < len(self._program.outputs):
+            names = [o.name for o in self._program.outputs]
+            raise UnknownNameError(f"no output {index!r}; there are {len(names)}: {', '.join(map(repr, names))}")
+        return index
+
+    def _current_outputs(self) -> Sequence[np.ndarray]:
+        if not self._generation:
+            raise BindingError(f"{self._program.name} has not run yet")
+        if any(self._executable.view(o.buffer) is None for o in self._program.outputs[:1]):
+            return [self._executable.read(o.buffer).reshape(o.shape.static) for o in self._program.outputs]
+        return self._output_views
+
+    def _drain(self) -> None:
+        if self._pending:
+            self.sync_pending()
+
+
+class Snapshot:
+    """States of one moment, by handle name. Arrays are read-only."""
+
+    def __init__(self, states: dict[str, np.ndarray]) -> None:
+        self.states = states
+        for array in states.values():
+            array.flags.writeable = False
+
+
+class OutputView:
+    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` see the executable's own memory, read-only.
+
+    In debug mode (CompileOptions(debug=True)) each such access raises StaleViewError once another run has begun.
+    """
+
+    def __init__(self, owner: CompiledGraph, index: int) -> None:
+        self._owner, self._index, self._generation = owner, index, owner._generation
+        self._array = owner._current_outputs()[index].view()
+        self._array.flags.writeable = False
+
+    def numpy(self) -> np.ndarray:
+        """The output's memory, valid until the next run."""
+        if self._owner.options.debug and self._generation != self._owner._generation:
+            raise StaleViewError(
+                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._generation} has overwritten it; "
+                "take a copy, or a new outputs_view()"
+            )
+        return self._array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None and not copy else np.array(array, dtype=dtype, copy=bool(copy))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.numpy()[key]
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.numpy().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __repr__(self) -> str:
+        return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"
+
+

@@ -1,0 +1,61 @@
+"""What a compile did and where bytes are, as plain records with a readable text form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlx.ir.program import NodeReport, Program
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass."""
+
+    name: str
+    device: str
+    nodes: tuple[NodeReport, ...]
+    kernels: int
+    steps: int
+    seconds: Mapping[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
+    stages: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())
+        lines = [f"{self.name} on {self.device}: {self.steps} steps, {self.kernels} different kernels; {times}"]
+        width = max((len(n.node) for n in self.nodes), default=0)
+        for n in self.nodes:
+            where = f" in {n.kernel}" if n.kernel else ""
+            lines.append(f"  {n.node:{width}}  {n.how}{where}{': ' + n.why if n.why else ''}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, all known at compile. `regions`: by purpose, of this executable. `slots`: arena buffer -> (offset, bytes)."""
+
+    arena_bytes: int
+    unshared_bytes: int
+    lower_bound_bytes: int
+    alignment: int
+    regions: Mapping[str, int]
+    slots: Mapping[str, tuple[int, int]]
+
+    @staticmethod
+    def of(program: Program, regions: Mapping[str, int]) -> MemoryPlan:
+        plan = program.plan
+        slots = {
+            f"%{b.id} {b.region.value} {b.name}": (plan.offsets[b.id], b.nbytes) for b in program.buffers if b.id in plan.offsets
+        }
+        return MemoryPlan(plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment, regions, slots)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.regions.values())
+
+    def __str__(self) -> str:
+        head = f"arena {self.arena_bytes} bytes (without sharing {self.unshared_bytes}, least possible {self.lower_bound_bytes})"
+        parts = [f"  {name}: {n} bytes" for name, n in self.regions.items()]
+        slots = [f"  {at:>10} +{n:<10} {name}" for name, (at, n) in sorted(self.slots.items(), key=lambda s: s[1])]
+        return "\n".join([head, *parts, "slots:", *slots])

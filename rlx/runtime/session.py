@@ -1,0 +1,62 @@
+"""Session: a device to compile for. `build` is the whole story of a compile, one type per line."""
+
+from __future__ import annotations
+
+import time
+
+from rlx.backends import backend_of
+from rlx.compile import lower
+from rlx.compile.options import CompileOptions
+from rlx.driver.device import Device
+from rlx.driver.params import ParamStore
+from rlx.errors import OptionError, known
+from rlx.ir.graph import Graph
+from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.report import CompileReport
+
+
+class Session:
+    """Compiles graphs for one device. DeviceUnavailableError, at once, if the device cannot be used here."""
+
+    def __init__(self, device: Device | str = Device.CPU, threads: int | None = None) -> None:
+        """`threads`: default for compiles whose options do not say (None: as many as the process may use)."""
+        self.device = Device.parse(device)
+        self.threads = threads
+        self._backend = backend_of(self.device)
+
+    def compile(self, graph: Graph, options: CompileOptions | None = None, params: ParamStore | None = None) -> CompiledGraph:
+        """An executable of `graph`. `params`: weights shared with another compile (compiled.params).
+
+        Raises VerifyError, CompileError, OptionError or UnboundDimError; the graph is left as it was.
+        """
+        if not isinstance(graph, Graph):
+            raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
+        options = options or CompileOptions()
+        _check_handles(graph, options)
+        return self._build(graph, options, params)
+
+    def _build(self, graph: Graph, options: CompileOptions, params: ParamStore | None) -> CompiledGraph:
+        clock = [time.perf_counter()]
+        target = self._backend.target(self.device.index, options.threads or self.threads)
+        program = lower(graph, target, options)
+        clock.append(time.perf_counter())
+        artifact = self._backend.compile(program)
+        clock.append(time.perf_counter())
+        executable = self._backend.load(artifact, params, self.device.index)
+        clock.append(time.perf_counter())
+        seconds = dict(zip(("lower", "code", "load"), (b - a for a, b in zip(clock, clock[1:]))))
+        texts = artifact.texts()
+        steps = len(program.prepare) + len(program.steps) + len(program.commit)
+        report = CompileReport(program.name, str(self.device), program.nodes, len(texts), steps, seconds, texts, program.stages)
+        if options.verbose:
+            print(report)
+        return CompiledGraph(executable, self.device, options, report)
+
+
+def _check_handles(graph: Graph, options: CompileOptions) -> None:
+    have = {v.name: v.shape for v in graph.handles}
+    for handle in options.handles:
+        if handle.name not in have:
+            raise OptionError(f"options bind the handle {handle.name!r}, which graph {graph.name!r} does not use; it has {known(have)}")
+        if have[handle.name] != handle.shape:
+            raise OptionError(f"handle {handle.name!r} is {handle.shape} in the options and {have[handle.name]} in graph {graph.name!r}")

@@ -1,0 +1,392 @@
+"""CompiledGraph: the public surface of spec.md on every device that computes, and each binding error."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.errors import (
+    BindingError,
+    DuplicateNameError,
+    IndexRangeError,
+    InputDTypeError,
+    InputShapeError,
+    MissingInputError,
+    MissingParamError,
+    NumericsError,
+    OptionError,
+    StaleViewError,
+    UnknownNameError,
+    Unsupported,
+)
+
+DEVICES = ("ref", "ref:1", "cpu")
+F = np.float32
+
+
+@pytest.fixture(params=DEVICES)
+def session(request: pytest.FixtureRequest) -> rlx.Session:
+    return rlx.Session(request.param)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    import math
+
+    return np.vectorize(lambda v: 0.5 * v * (1 + math.erf(v / math.sqrt(2))))(x.astype(np.float64)).astype(F)
+
+
+def example() -> rlx.Graph:
+    g = rlx.Graph("matmul_bias_gelu")
+    x = g.input("x", (2, 4), rlx.f32)
+    w = g.param("w", (4, 3), rlx.f32)
+    b = g.param("b", (3,), rlx.f32)
+    g.set_outputs([rlx.gelu(x @ w + b)])
+    return g
+
+
+def counter() -> tuple[rlx.Graph, rlx.BufferHandle]:
+    g = rlx.Graph("counter")
+    total = rlx.BufferHandle("total", (4,), rlx.f32)
+    state = g.handle(total)
+    delta = g.input("delta", (4,), rlx.f32)
+    g.assign(state, state + delta)
+    g.set_outputs([state + delta])
+    return g, total
+
+
+def test_the_example_of_the_specification(session: rlx.Session) -> None:
+    compiled = session.compile(example())
+    bias = np.array([0.5, -0.5, 0.0], F)
+    compiled.set_param("w", np.eye(4, 3, dtype=F))
+    compiled.set_param("b", bias)
+    x = np.zeros((2, 4), F)
+    x[0, 0] = x[1, 1] = 1
+    (y,) = compiled.run({"x": x})
+    np.testing.assert_allclose(y, gelu(np.array([[1.5, -0.5, 0.0], [0.5, 0.5, 0.0]])), atol=1e-6)
+    (again,) = compiled.run({"x": np.zeros((2, 4), F)})
+    np.testing.assert_allclose(again, np.tile(gelu(bias), (2, 1)), atol=1e-6)
+    np.testing.assert_allclose(y, gelu(np.array([[1.5, -0.5, 0.0], [0.5, 0.5, 0.0]])), atol=1e-6)  # its own array
+
+
+def test_state_outlives_runs(session: rlx.Session) -> None:
+    g, total = counter()
+    compiled = session.compile(g, rlx.CompileOptions().bind_handle(total))
+    assert compiled.bind_handle("total", np.zeros(4, F))
+    for _ in range(5):
+        (out,) = compiled.run({"delta": np.ones(4, F)})
+    np.testing.assert_array_equal(out, np.full(4, 5, F))
+    np.testing.assert_array_equal(compiled.read_handle("total"), np.full(4, 5, F))
+    assert compiled.bind_handle("totals", np.zeros(4, F)) is False
+    assert compiled.read_handle("totals") is None and not compiled.has_gpu_handle("totals")
+    with pytest.raises(InputShapeError):
+        compiled.bind_handle("total", np.zeros(5, F))
+    np.testing.assert_array_equal(compiled.read_gpu_handle("total"), np.full(4, 5, F))
+
+
+def test_states_that_swap(session: rlx.Session) -> None:
+    g = rlx.Graph("swap")
+    a, b = g.handle(rlx.BufferHandle("a", (3,), rlx.f32)), g.handle(rlx.BufferHandle("b", (3,), rlx.f32))
+    g.assign(a, b)
+    g.assign(b, a)
+    g.set_outputs([a + b])
+    compiled = session.compile(g)
+    compiled.bind_handle("a", np.array([1, 2, 3], F))
+    compiled.bind_handle("b", np.array([4, 5, 6], F))
+    compiled.run({})
+    np.testing.assert_array_equal(compiled.read_handle("a"), [4, 5, 6])
+    np.testing.assert_array_equal(compiled.read_handle("b"), [1, 2, 3])
+
+
+def test_outputs_that_are_leaves_views_and_twins(session: rlx.Session) -> None:
+    g = rlx.Graph("aliases")
+    x, p = g.input("x", (2, 3), rlx.f32), g.param("p", (3,), rlx.f32)
+    y = x * 2.0
+    g.set_outputs([x, x.T, y, y, y.T, y.reshape(6), p, p * 3.0, g.constant(np.arange(4, dtype=F))])
+    compiled = session.compile(g)
+    compiled.set_param("p", np.array([1, 2, 3], F))
+    data = np.arange(6, dtype=F).reshape(2, 3)
+    out = compiled.run({"x": data})
+    want = [data, data.T, 2 * data, 2 * data, 2 * data.T, 2 * data.reshape(6), [1, 2, 3], [3, 6, 9], np.arange(4)]
+    for found, expected in zip(out, want, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_slots_views_rows_and_raw_bytes(session: rlx.Session) -> None:
+    g = rlx.Graph("slots")
+    x = g.input("x", (4, 3), rlx.f32)
+    g.set_outputs([x + 1.0, rlx.sum(x, axis=1)])
+    compiled = session.compile(g)
+    data = np.arange(12, dtype=F).reshape(4, 3)
+    slots = compiled.run_slots([data])
+    assert [n for _, n in slots] == [12, 4]
+    np.testing.assert_array_equal(compiled.outputs_view()[0], data + 1)
+    view = compiled.input_view("x")
+    view[...] = 7
+    compiled.run_slots([view])
+    np.testing.assert_array_equal(np.from_dlpack(compiled.outputs_view()[1]), np.full(4, 21, F))
+    np.testing.assert_array_equal(compiled.read_output_row(0, 2, 3), [8, 8, 8])
+    with pytest.raises(InputShapeError):
+        compiled.read_output_row(0, 4, 3)
+    (only,) = compiled.run_read_outputs({"x": data}, [1])
+    np.testing.assert_array_equal(only, data.sum(1))
+    (typed, _) = compiled.run_typed({"x": (data.tobytes(), "f32")})
+    np.testing.assert_array_equal(np.frombuffer(typed[0], F).reshape(4, 3), data + 1)
+    assert typed[1] == rlx.f32
+    with pytest.raises(InputShapeError):
+        compiled.run_typed({"x": (data.tobytes()[:-4], "f32")})
+    raw = compiled.run_raw({"x": data})
+    assert [n for _, n in raw] == [12, 4]
+
+
+def test_the_arena_pointer_and_offsets_name_the_outputs() -> None:
+    import ctypes
+
+    g = rlx.Graph("raw")
+    x = g.input("x", (5,), rlx.f32)
+    g.set_outputs([x * 3.0])
+    compiled = rlx.Session("cpu").compile(g)
+    ((offset, count),) = compiled.run_slots([np.arange(5, dtype=F)])
+    found = (ctypes.c_float * count).from_address(compiled.arena_ptr() + offset)
+    assert list(found) == [0, 3, 6, 9, 12]
+    ((address, _),) = compiled.run_raw({"x": np.ones(5, F)})
+    assert address == compiled.arena_ptr() + offset
+
+
+def test_wrong_inputs_change_nothing(session: rlx.Session) -> None:
+    compiled = session.compile(example())
+    with pytest.raises(MissingParamError, match="'b', 'w'"):
+        compiled.run({"x": np.zeros((2, 4), F)})
+    with pytest.raises(UnknownNameError, match="no param is called 'W'"):
+        compiled.set_param("W", np.zeros((4, 3), F))
+    with pytest.raises(InputShapeError):
+        compiled.set_param("w", np.zeros((4, 4), F))
+    with pytest.raises(InputDTypeError, match="astype"):
+        compiled.set_param("w", np.zeros((4, 3)))
+    compiled.set_param("w", np.eye(4, 3, dtype=F))
+    with pytest.raises(InputShapeError):
+        compiled.set_param_typed("b", b"\0" * 16, "f32")
+    compiled.set_param_typed("b", np.zeros(3, F).tobytes(), rlx.f32)
+    x = np.ones((2, 4), F)
+    (want,) = compiled.run({"x": x})
+    for error, inputs in (
+        (MissingInputError, {}),
+        (UnknownNameError, {"x": x, "y": x}),
+        (UnknownNameError, {"X": x}),
+        (InputShapeError, {"x": np.zeros((4, 2), F)}),
+        (InputShapeError, {"x": np.zeros(9, F)}),
+        (InputDTypeError, {"x": np.zeros((2, 4))}),
+        (InputDTypeError, {"x": [[1, 2, 3, 4]] * 2}),
+        (BindingError, [x]),
+    ):
+        with pytest.raises(error):
+            compiled.run(inputs)
+    for error, slots in (
+        (MissingInputError, []),
+        (BindingError, [x, x]),
+        (InputShapeError, [x[:1]]),
+        (InputDTypeError, [x.astype(np.int32)]),
+    ):
+        with pytest.raises(error):
+            compiled.run_slots(slots)
+    np.testing.assert_array_equal(compiled.input_view("x"), x)
+    np.testing.assert_array_equal(compiled.run({"x": x})[0], want)
+
+
+def test_a_rebound_weight_reaches_every_packed_copy(session: rlx.Session) -> None:
+    rng = np.random.default_rng(0)
+    g = rlx.Graph("qkv")
+    x = g.input("x", (5, 8), rlx.f32)
+    parts = [g.param(n, (6, 8), rlx.f32) for n in "qkv"]
+    both = rlx.concat(*(p.T for p in parts), axis=1)
+    g.set_outputs([x @ both, x @ parts[0].T, parts[1] + 0.5])
+    compiled = session.compile(g)
+    data = rng.standard_normal((5, 8)).astype(F)
+    weights = {n: rng.standard_normal((6, 8)).astype(F) for n in "qkv"}
+    for n, w in weights.items():
+        compiled.set_param(n, w)
+    for changed in ("", "q", "k", "v"):
+        if changed:
+            weights[changed] = rng.standard_normal((6, 8)).astype(F)
+            compiled.set_param(changed, weights[changed])
+        joined = np.concatenate([weights[n].T for n in "qkv"], axis=1)
+        out = compiled.run({"x": data})
+        for found, want in zip(out, [data @ joined, data @ weights["q"].T, weights["k"] + F(0.5)], strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_shared_between_compiles(session: rlx.Session) -> None:
+    def build(rows: int) -> rlx.Graph:
+        g = rlx.Graph("shared")
+        x, w = g.input("x", (rows, 4), rlx.f32), g.param("w", (4, 3), rlx.f32)
+        g.set_outputs([x @ w])
+        return g
+
+    small = session.compile(build(2))
+    small.set_param("w", np.eye(4, 3, dtype=F))
+    large = session.compile(build(5), params=small.params)
+    assert large.missing_params() == []
+    np.testing.assert_array_equal(large.run({"x": np.ones((5, 4), F)})[0], np.ones((5, 3)))
+    small.set_param("w", 2 * np.eye(4, 3, dtype=F))
+    np.testing.assert_array_equal(large.run({"x": np.ones((5, 4), F)})[0], np.full((5, 3), 2))
+
+
+def test_non_contiguous_inputs(session: rlx.Session) -> None:
+    g = rlx.Graph("strided")
+    x = g.input("x", (3, 4), rlx.f32)
+    g.set_outputs([x * 2.0])
+    compiled = session.compile(g)
+    data = np.arange(24, dtype=F).reshape(4, 6)
+    for view in (data[:, :3].T, data[::-1, ::2].T, np.broadcast_to(F(2), (3, 4))):
+        np.testing.assert_array_equal(compiled.run({"x": view})[0], view * 2)
+        compiled.run_slots([view])
+        np.testing.assert_array_equal(compiled.outputs_view()[0], view * 2)
+
+
+def test_an_index_out_of_range_is_an_error_and_keeps_state(session: rlx.Session) -> None:
+    g = rlx.Graph("lookup")
+    table, ids = g.param("table", (10, 4), rlx.f32), g.input("ids", (3,), rlx.i32)
+    seen = g.handle(rlx.BufferHandle("seen", (3, 4), rlx.f32))
+    rows = rlx.embedding(table, ids)
+    g.assign(seen, rows)
+    g.set_outputs([rows])
+    compiled = session.compile(g)
+    compiled.set_param("table", np.arange(40, dtype=F).reshape(10, 4))
+    compiled.run({"ids": np.array([0, 9, 3], np.int32)})
+    before = compiled.read_handle("seen")
+    for bad in ([0, 10, 1], [-1, 0, 0], [2**31 - 1, 0, 0]):
+        with pytest.raises(IndexRangeError):
+            compiled.run({"ids": np.array(bad, np.int32)})
+        np.testing.assert_array_equal(compiled.read_handle("seen"), before)
+    np.testing.assert_array_equal(compiled.run({"ids": np.array([1, 1, 1], np.int32)})[0][2], [4, 5, 6, 7])
+
+
+def test_checked_mode_refuses_nan_before_state_changes(session: rlx.Session) -> None:
+    g, total = counter()
+    compiled = session.compile(g, rlx.CompileOptions(checked=True))
+    compiled.run({"delta": np.ones(4, F)})
+    with pytest.raises(NumericsError, match="total|output0"):
+        compiled.run({"delta": np.array([1, np.nan, 1, 1], F)})
+    np.testing.assert_array_equal(compiled.read_handle("total"), np.ones(4, F))
+
+
+def test_stale_views_raise_in_debug_mode(session: rlx.Session) -> None:
+    g = rlx.Graph("view")
+    x = g.input("x", (2,), rlx.f32)
+    g.set_outputs([x + 1.0])
+    compiled = session.compile(g, rlx.CompileOptions(debug=True))
+    with pytest.raises(BindingError, match="not run"):
+        compiled.outputs_view()
+    compiled.run_slots([np.zeros(2, F)])
+    (view,) = compiled.outputs_view()
+    np.testing.assert_array_equal(view, [1, 1])
+    compiled.run_slots([np.ones(2, F)])
+    for use in (np.asarray, np.from_dlpack, lambda v: v[0]):
+        with pytest.raises(StaleViewError):
+            use(view)
+    np.testing.assert_array_equal(compiled.outputs_view()[0], [2, 2])
+
+
+def test_feeds_move_outputs_into_state(session: rlx.Session) -> None:
+    g = rlx.Graph("feed")
+    h = g.handle(rlx.BufferHandle("h", (3,), rlx.f32))
+    x = g.input("x", (3,), rlx.f32)
+    g.set_outputs([h * 2.0 + x, x])
+    compiled = session.compile(g)
+    compiled.set_gpu_handle_feed("h", 0)
+    for _ in range(3):
+        compiled.run({"x": np.ones(3, F)})
+    np.testing.assert_array_equal(compiled.read_handle("h"), [7, 7, 7])
+    compiled.set_gpu_handle_feed("h", None)
+    got = compiled.run_feed_gpu_handle({"x": np.ones(3, F)}, "h", 1)
+    np.testing.assert_array_equal(got, [1, 1, 1])
+    np.testing.assert_array_equal(compiled.read_handle("h"), [1, 1, 1])
+    with pytest.raises(UnknownNameError):
+        compiled.set_gpu_handle_feed("g", 0)
+    with pytest.raises(UnknownNameError):
+        compiled.set_gpu_handle_feed("h", 2)
+
+
+def test_snapshots_restore_state(session: rlx.Session) -> None:
+    g, _ = counter()
+    compiled = session.compile(g)
+    compiled.run({"delta": np.ones(4, F)})
+    snapshot = compiled.snapshot_handles()
+    first = compiled.run({"delta": np.ones(4, F)})[0]
+    compiled.run({"delta": np.ones(4, F)})
+    compiled.restore_handles(snapshot)
+    np.testing.assert_array_equal(compiled.run({"delta": np.ones(4, F)})[0], first)
+
+
+def test_what_this_version_lacks_says_so(session: rlx.Session) -> None:
+    compiled = session.compile(counter()[0])
+    with pytest.raises(Unsupported):
+        compiled.fork_handles(2)
+    with pytest.raises(Unsupported):
+        compiled.set_active_extent((1, 4))
+    compiled.set_active_extent(None)
+
+
+def test_queued_runs_keep_every_output(session: rlx.Session) -> None:
+    compiled = session.compile(counter()[0])
+    sets = [{"delta": np.full(4, i, F)} for i in range(1, 6)]
+    out = compiled.run_pipelined(sets)
+    assert [int(run[0][0]) for run in out] == [1, 3, 6, 10, 15]
+    array = np.ones(4, F)
+    compiled.commit_no_wait({"delta": array})
+    array[...] = 100  # the queue has its own copy
+    compiled.sync_pending()
+    np.testing.assert_array_equal(compiled.read_handle("total"), np.full(4, 16, F))
+    with pytest.raises(MissingInputError):
+        compiled.run_pipelined([{"delta": array}, {}])
+    np.testing.assert_array_equal(compiled.read_handle("total"), np.full(4, 16, F))
+
+
+def test_clones_run_at_once(session: rlx.Session) -> None:
+    compiled = session.compile(example())
+    compiled.set_param("w", np.eye(4, 3, dtype=F))
+    compiled.set_param("b", np.zeros(3, F))
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        own = compiled.clone()
+        rng = np.random.default_rng(seed)
+        for _ in range(50):
+            x = rng.standard_normal((2, 4)).astype(F)
+            if not np.allclose(own.run({"x": x})[0], gelu(x[:, :3]), atol=1e-5):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_a_clone_owns_its_state(session: rlx.Session) -> None:
+    compiled = session.compile(counter()[0])
+    compiled.run({"delta": np.ones(4, F)})
+    twin = compiled.clone()
+    twin.run({"delta": np.ones(4, F)})
+    np.testing.assert_array_equal(compiled.read_handle("total"), np.ones(4, F))
+    np.testing.assert_array_equal(twin.read_handle("total"), np.full(4, 2, F))
+
+
+def test_options_must_fit_the_graph(session: rlx.Session) -> None:
+    g, total = counter()
+    with pytest.raises(OptionError):
+        session.compile(g, rlx.CompileOptions().bind_handle(rlx.BufferHandle("other", (4,), rlx.f32)))
+    with pytest.raises(OptionError):
+        session.compile(g, rlx.CompileOptions().bind_handle(rlx.BufferHandle("total", (5,), rlx.f32)))
+    with pytest.raises(DuplicateNameError):
+        g.input("delta", (4,), rlx.f32)
+
+
+def test_plan_program_and_report_can_be_read(session: rlx.Session) -> None:
+    compiled = session.compile(example())
+    assert "matmul" in str(compiled.program()) and "arena" in str(compiled.memory_plan())
+    assert any(n.op == "gelu" and n.how == "decomposed" for n in compiled.report().nodes)
+    assert compiled.memory_plan().total_bytes >= compiled.memory_plan().arena_bytes > 0
