@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -594,7 +594,7 @@ class Pool:
         self._control.yields = YIELDS
         self._control.wait = ctypes.cast(wait, ctypes.c_void_p).value
         self._control.sched_yield = ctypes.cast(libc.sched_yield, ctypes.c_void_p).value
-        self._pins: list[int | None] = []
+        self._pins: Sequence[int | None] = ()
         self._workers: list[threading.Thread] = []
         self._started = False
         self._starting = threading.Lock()
@@ -629,7 +629,7 @@ if hasattr(os, "register_at_fork"):
 # -- CPUs ----------------------------------------------------------------------------------------------------------
 
 
-def worker_cpus(count: int) -> list[int | None]:
+def worker_cpus(count: int) -> Sequence[int | None]:
     """A CPU of its own for each worker, from those this thread may use: other cores than the one we are on first, then
     their second hardware threads. All None (not pinned) where there are too few, or where threads cannot be pinned."""
     if not hasattr(os, "sched_setaffinity") or count >= len(os.sched_getaffinity(0)):
