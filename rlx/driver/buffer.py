@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlx.driver.arena import aligned_bytes
-from rlx.driver.device import Device
+from rlx.driver.device import TEST_NAMES, Device
 from rlx.driver.stream import note
 from rlx.errors import DeviceUnavailableError, InputDTypeError, InputShapeError, TransferError
 from rlx.ir.dtype import DType, as_dtype
@@ -61,8 +61,9 @@ class HostMemory:
         into[:] = block[: into.size]
 
 
-# Memories by device. The host's own are here; rlx.backends adds those of a backend with discrete memory when it loads it.
-MEMORIES: dict[Device, Memory] = {d: HostMemory(d) for d in (Device.CPU, Device("ref"), Device("null"))}
+_HOST_NAMES = ("cpu", *TEST_NAMES)
+# Memories by device. Those of host devices are made on demand; rlx.backends adds a discrete one when it loads its backend.
+MEMORIES: dict[Device, Memory] = {Device.CPU: HostMemory(Device.CPU)}
 
 _DLPACK_CPU = (1, 0)
 _DLPACK_CODES = {"bf16": 4, "f8e4m3": 10, "f8e5m2": 12}  # types that DLPack knows and numpy does not
@@ -241,6 +242,8 @@ class Buffer:
 def memory_of(device: Device | str) -> Memory:
     """The memory of a device. DeviceUnavailableError where no backend has supplied one."""
     device = Device.parse(device)
+    if device.name in _HOST_NAMES and device not in MEMORIES:
+        MEMORIES[device] = HostMemory(device)
     memory = MEMORIES.get(device)
     if memory is None:
         raise DeviceUnavailableError(
