@@ -3,30 +3,29 @@
 Every peer gets the same ids and mask and returns the same normalised embeddings, which are compared first. Times are
 medians and 99th percentiles of single runs. The ONNX model is built here from the same weights, twice: of standard operators,
 for its optimiser to fuse, and of ONNX Runtime's own fused operators. Neither is always the faster.
-The FMA limit is the time that the model's multiply-adds take at the peak measured in the same run.
+The FMA limit is the time that the model's multiply-adds take at the peak of one core, measured in the same rounds, times the
+threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.measure import fma_peak
-
 import rlx
+from benchmarks.measure import fma_call, header
 from rlx.frontends.models import bert
 from rlx.models import EmbeddingModel, default_folder, load
 
@@ -52,7 +51,7 @@ def run_rlx(model: EmbeddingModel, ids: np.ndarray, mask: np.ndarray, threads: i
 
     def run() -> np.ndarray:
         compiled.run_slots(inputs)
-        return compiled.outputs_view()[0]
+        return compiled.outputs_view()[0].numpy()
 
     return run
 
@@ -181,7 +180,7 @@ def onnx_model(config: bert.BertConfig, weights: dict[str, np.ndarray], fused: b
     return made
 
 
-def measure(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
+def measure(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
     """Seconds per run of each peer: blocks of a few runs in turn, with a rest so that no peer's spinning threads disturb."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     once = {}
@@ -240,10 +239,11 @@ def main() -> None:
                 "torch": run_torch(folder, ids, mask, threads),
             }
             rows += compare(runs, batch, length, threads, flops(model.config, batch, length), args.seconds)
-    print("\n".join(rows))
+    about = header("onnxruntime", "torch", "llvmlite")
+    print(about, *rows, sep="\n")
     if args.write:
         path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        head = f"\n## MiniLM-L6, {time.strftime('%Y-%m-%d')}, {platform.machine()}, `make bench`\n\n"
+        head = f"\n## MiniLM-L6, {time.strftime('%Y-%m-%d')}, `make bench`\n\n{about}\n\n"
         with path.open("a", encoding="utf-8") as f:
             f.write(head + "\n".join(rows) + "\n")
 
@@ -254,8 +254,9 @@ def compare(runs: dict[str, Run], batch: int, length: int, threads: int, work: f
     apart = {name: float(np.abs(run() - want).max()) for name, run in runs.items()}
     if max(apart.values()) > 1e-4:
         raise SystemExit(f"{batch} x {length}: the peers disagree: {apart}")
-    limit = work / fma_peak(threads)
-    times = measure(runs, seconds)
+    fma, fma_work = fma_call(steps=20_000)
+    times = measure({**runs, "fma": fma}, seconds)
+    limit = work / (fma_work / statistics.median(times.pop("fma"))) / threads
     ours = statistics.median(times["rlx"])
     rows = []
     for name, taken in times.items():

@@ -14,7 +14,8 @@ _WORDS = (
 ).split()
 _SPECIAL = (
     "", " ", "\t\n", ".", "?!…", "1234567890", "3.14159 × 10⁻²³", "naïve café façade", "Ελληνικά και Ιστορία", "Привет, мир!",
-    "日本語のテキストです。", "한국어 문장입니다", "مرحبا بالعالم", "שלום עולם", "👩‍👩‍👧‍👦 🚀🚀 🇺🇳", "ﬁ ligature, ½, №, ™", "e\u0301 combining a\u0308",
+    "日本語のテキストです。", "한국어 문장입니다", "مرحبا بالعالم", "שלום עולם",
+    "👩‍👩‍👧‍👦 🚀🚀 🇺🇳", "ﬁ ligature, ½, №, ™", "e\u0301 combining a\u0308",
     "zero\u200bwidth\u00a0space\ufeff", "\x00 control \x07 chars \x1b[0m", "[CLS] [SEP] [MASK] [PAD]", "http://example.org/a?b=c&d=e#f",
     "def f(x):\n    return x**2", "<html><body>&amp;</body></html>", "A" * 300, "don't can't o'clock", "UPPER lower MiXeD",
     "\U00010348 gothic \U0001f9ec", "tab\tseparated\tvalues", "....", "-" * 80,

@@ -41,8 +41,8 @@ def test_embed_prints_similarities_time_and_memory(vectors):
     assert f"{vectors[0] @ vectors[1]:.2f}" in done.stdout and "1.00" in done.stdout
     assert "float32 [3, 384]" in done.stdout and re.search(r"\d+\.\d+ ms per text", done.stdout)
     assert re.search(r"memory planned for 4 x 8 tokens: .*arena \d", done.stdout)
-    for phase in ("imports", "read model", "read tokenizer", "build graph", "compile: lower", "compile: code", "set weights", "run"):
-        assert phase in done.stdout
+    phases = ("imports", "read model", "read tokenizer", "build graph", "compile: lower", "compile: code", "set weights", "run")
+    assert all(phase in done.stdout for phase in phases)
     assert done.stderr == ""
 
 
@@ -115,11 +115,9 @@ def test_input_that_is_not_text():
     assert (done.returncode, done.stderr) == (1, "rlx: standard input is not UTF-8 text: byte 5 cannot be read\n")
 
 
-@pytest.mark.parametrize(
-    "args", [["embed"], ["embed", "--threads", "0", "x"], ["embed", "--threads", "many", "x"], ["embed", "--nonsense"], ["nonsense"]]
-)
-def test_wrong_usage(args):
-    done = rlx_command(*args)
+@pytest.mark.parametrize("line", ["embed", "embed --threads 0 x", "embed --threads many x", "embed --nonsense", "nonsense"])
+def test_wrong_usage(line):
+    done = rlx_command(*line.split())
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr
 
 
@@ -145,9 +143,9 @@ def test_knobs():
 
 
 def test_the_command_starts_without_the_rest():
-    code = "import sys, rlx.cli.main; print([m for m in ('numpy', 'llvmlite', 'tokenizers', 'torch', 'rich.progress') if m in sys.modules])"
+    code = "import sys, rlx.cli.main; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() in ("[]", "['numpy']")  # numpy comes with the package itself
+    assert not {"llvmlite", "tokenizers", "torch", "rich.progress", "rlx.frontends.embedding"} & set(done.stdout.split())
 
 
 def test_script_and_module_are_the_same():

@@ -59,6 +59,8 @@ def embed(
     stats: Annotated[bool, typer.Option("--stats", help="Say where the time and the memory went.")] = False,
 ) -> None:
     """Turn texts into vectors, and show how alike a few of them are."""
+    if output is not None and not output.parent.is_dir():  # now, not after the work is done
+        raise RlxError(f"cannot write {output}: there is no folder {output.parent}")
     start = time.perf_counter()
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
