@@ -89,7 +89,7 @@ class _Module:
         tiles = [_share(e, block, p.row_tiles, p.blocks, end) for end in (0, 1)]
         panels = [_share(e, group, p.panels, p.groups, end) for end in (0, 1)]
         points = [_share(e, batch_group, p.batch, p.batch_groups, end) for end in (0, 1)]
-        with e.loop(*points, nonempty=True) as point:
+        with e.loop(points[0], points[1], nonempty=True) as point:
             self._point(e, point.index, tiles, panels)
         return _finished(e)
 
@@ -230,7 +230,7 @@ class _Module:
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
         inside = e.bin("sub", row, i0)
-        parts = {x: _step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.local_at if x.per_row}
+        parts: dict[Buffer | Local, V] = {x: _step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.local_at if x.per_row}
         return scope.child({self.c.i: row}, pointers=parts)
 
 

@@ -96,8 +96,8 @@ def tile_function(e: Emitter, base_a: V, base_b: V, sums: V, t: Tile, k: int, a:
         for r in range(t.rows):
             element = e.load(alu.memory_type(a.dtype), e.gep(at_a, a.byte(r, u)), a.dtype.itemsize)
             row = e.splat(convert(e, element, a.dtype, t.acc), t.lanes)
-            for v in range(t.vectors):
-                out.append(multiply_add(e, row, columns[v], partial[r * t.vectors + v], t.acc))
+            sums_of_row = partial[r * t.vectors : (r + 1) * t.vectors]
+            out += [multiply_add(e, row, column, total, t.acc) for column, total in zip(columns, sums_of_row)]
         return out
 
     whole = k - k % t.unroll

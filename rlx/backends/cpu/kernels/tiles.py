@@ -8,6 +8,7 @@ on the machine at hand or on which thread runs what, so equal inputs give equal 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from rlx.ir.kernel import Contract, Kernel, Operand
@@ -61,7 +62,7 @@ class Plan:
     def block_rows(self) -> int:
         """Rows of the largest block."""
         starts = [self.first_row(b * self.row_tiles // self.blocks) for b in range(self.blocks + 1)]
-        return max((after - before for before, after in zip(starts, starts[1:])), default=0)
+        return max((after - before for before, after in pairwise(starts)), default=0)
 
     def unroll(self, rows: int, vectors: int) -> int:
         """Steps of k with sums of their own: low tiles have too few accumulators to hide a multiply-add's latency."""

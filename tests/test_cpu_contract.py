@@ -1,0 +1,416 @@
+"""Contraction kernels against numpy in float64 (exact integers for integer types).
+
+Every buffer ends at an unreadable page in one run and starts right after one in another, so an access outside of it cannot
+pass unseen; outputs and scratch are poisoned before each run; tasks run in an order of our own, on scratch of our own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlx.backends.cpu import jit
+from rlx.backends.cpu.kernels import contract
+from rlx.backends.cpu.kernels.tiles import Plan, plan
+from rlx.backends.cpu.target import host_target, machine_of, missing_features, target_for
+from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
+from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, const, linear
+from rlx.ir.kernel import k as scalar
+from rlx.ir.target import Target
+
+TRIPLE = machine_of(host_target(1))[0]
+CPUS = ("x86-64-v4", "x86-64-v3", "x86-64") if TRIPLE.startswith("x86_64") else ()
+TARGETS = {"host": host_target(1)} | {name: t for name in CPUS if not missing_features(t := target_for(TRIPLE, name))}
+PAGE = mmap.PAGESIZE
+Arrays = dict[str, np.ndarray]
+DTypes = tuple[DType, DType, DType]  # of a, b and the result
+
+
+# -- running a kernel ----------------------------------------------------------------------------------------------
+
+
+class Fenced:
+    """`nbytes` of memory with an unreadable page right after it, or right before it; poisoned."""
+
+    def __init__(self, nbytes: int, at_end: bool) -> None:
+        pages = -(-nbytes // PAGE)
+        self.memory = mmap.mmap(-1, (pages + 2) * PAGE)
+        whole = np.frombuffer(self.memory, np.uint8)
+        whole[:] = 0xFF
+        start = (pages + 1) * PAGE - nbytes if at_end else PAGE
+        self.data = whole[start : start + nbytes]
+        protect = ctypes.CDLL(None).mprotect
+        for page in (0, pages + 1):
+            assert protect(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, 0) == 0
+        self.address = whole.ctypes.data + start
+
+    def array(self, value: np.ndarray) -> np.ndarray:
+        out = self.data.view(value.dtype).reshape(value.shape)
+        out[...] = value
+        return out
+
+
+@cache
+def _compiled(text: str, target: Target) -> object:
+    library = jit.load([jit.compile_object(text, target)], ["mm"], target)
+    return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def run(kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | None = None) -> Arrays:
+    """The written buffers after a run; buffers not in `values` are poisoned. `same`: a buffer in another one's memory."""
+    rendered = contract.render(kernel, target, "mm")
+    function = _compiled(rendered.text, target)
+    results = []
+    for at_end in (True, False):
+        held = {b.name: Fenced(b.size * b.dtype.itemsize, at_end) for b in kernel.buffers}
+        for name, host in (same or {}).items():
+            held[name] = held[host]
+        for name, value in values.items():
+            held[name].array(value)
+        before = {b.name: held[b.name].data.copy() for b in kernel.buffers if not b.writable}
+        table = (ctypes.c_void_p * max(1, len(held)))(*(held[b.name].address for b in kernel.buffers))
+        status = ctypes.c_int32(0)
+        order = range(rendered.tasks) if at_end else reversed(range(rendered.tasks))
+        for task in order:
+            scratch = Fenced(-(-rendered.scratch_bytes // 64) * 64, at_end)
+            function(table, task, ctypes.c_void_p(scratch.address), ctypes.byref(status))  # type: ignore[operator]
+        assert status.value == 0
+        for name, old in before.items():
+            assert same or (held[name].data == old).all(), f"input {name} was written"
+        results.append({b.name: held[b.name].data.view(b.dtype.numpy).copy() for b in kernel.buffers if b.writable})
+    for name, value in results[0].items():
+        assert value.tobytes() == results[1][name].tobytes(), f"{name} depends on the order of tasks or on its address"
+    return results[0]
+
+
+def packed(b: np.ndarray, panel: int) -> np.ndarray:
+    """[..., k, n] as [..., ceil(n/panel)][k][panel], zero padded."""
+    *batch, k, n = b.shape
+    out = np.zeros((*batch, -(-n // panel), k, panel), b.dtype)
+    for p in range(-(-n // panel)):
+        part = b[..., p * panel : (p + 1) * panel]
+        out[..., p, :, : part.shape[-1]] = part
+    return out
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------
+
+I, J = Var("i"), Var("j")
+
+
+def matrix(rows: int, columns: int, layout: str, panel: int) -> tuple[int, tuple[int, int], int]:
+    """(elements, (row stride, column stride), panel) of a rows x columns matrix."""
+    if layout == "panel":
+        return -(-columns // panel) * panel * rows, (0, 0), panel
+    if layout == "rows":
+        return rows * columns, (columns, 1), 0
+    if layout == "padded":  # rows lie further apart than they are long
+        return rows * (columns + 5), (columns + 5, 1), 0
+    if layout == "columns":
+        return rows * columns, (1, rows), 0
+    if layout == "every other":
+        return 2 * rows * columns, (2 * columns, 2), 0
+    if layout == "one row":
+        return columns, (0, 1), 0
+    assert layout == "one column"
+    return rows, (1, 0), 0
+
+
+def product(m: int, n: int, k: int, a: str = "rows", b: str = "panel", dtypes: DTypes = (f32, f32, f32), panel: int = 0) -> Kernel:
+    """c = a @ b"""
+    (size_a, strides_a, _), (size_b, strides_b, panel) = matrix(m, k, a, 0), matrix(k, n, b, panel)
+    left, right, out = Buffer("a", dtypes[0], size_a), Buffer("b", dtypes[1], size_b), Buffer("c", dtypes[2], m * n, True)
+    acc = Var("acc", dtypes[2])
+    body = Contract(
+        I, J, m, n, k, Operand(left, const(0), *strides_a), Operand(right, const(0), *strides_b, panel), acc,
+        (Store(out, linear([(I, n), (J, 1)]), acc),),
+    )  # fmt: skip
+    return Kernel("mm", (left, right, out), (), (), (body,))
+
+
+def numbers(shape: tuple[int, ...] | int, dtype: DType, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if dtype.is_float:
+        return rng.standard_normal(shape).astype(dtype.numpy)
+    info = np.iinfo(dtype.numpy)
+    return rng.integers(info.min, info.max, shape, dtype.numpy, endpoint=True)
+
+
+def dense(flat: np.ndarray, o: Operand, rows: int, columns: int) -> np.ndarray:
+    """The operand as a matrix."""
+    if not rows * columns:
+        return np.zeros((rows, columns), flat.dtype)
+    if o.panel:
+        return np.swapaxes(flat.reshape(-1, rows, o.panel), 0, 1).reshape(rows, -1)[:, :columns]
+    return flat[np.arange(rows)[:, None] * o.row_stride + np.arange(columns) * o.col_stride]
+
+
+def check_product(kernel: Kernel, target: Target, seed: int = 0) -> None:
+    (c,) = kernel.body
+    assert isinstance(c, Contract)
+    a = numbers(c.a.buffer.size, c.a.buffer.dtype, seed)
+    b = numbers(c.b.buffer.size, c.b.buffer.dtype, seed + 1)
+    got = run(kernel, target, {"a": a, "b": b})["c"].reshape(c.m, c.n)
+    left, right = dense(a, c.a, c.m, c.k), dense(b, c.b, c.k, c.n)
+    if not c.acc.dtype.is_float:
+        to = c.acc.dtype.numpy
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(got, left.astype(to) @ right.astype(to))
+        return
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    bound = (4 + np.sqrt(c.k)) * np.finfo(c.acc.dtype.numpy).eps * (np.abs(left) @ np.abs(right))
+    error = np.abs(got - left @ right)
+    assert (error <= bound).all(), f"error {error.max()} where {bound.flat[error.argmax()]} is allowed"
+
+
+# -- tests ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [
+    (1, 1, 1), (1, 48, 7), (1, 100, 33), (2, 49, 16), (3, 47, 5), (4, 95, 64), (5, 16, 17), (7, 17, 9), (8, 48, 3),
+    (9, 1, 40), (16, 96, 32), (17, 97, 31), (33, 130, 20), (100, 31, 12), (129, 50, 8), (140, 33, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed(shape: tuple[int, int, int], cpu: str) -> None:
+    target = TARGETS[cpu]
+    check_product(product(*shape, panel=target.panel("f32")), target)
+
+
+STRIDED = [(1, 50, 20), (1, 300, 3), (2, 65, 7), (6, 33, 40), (40, 70, 33), (50, 1, 9), (50, 17, 1)]
+
+
+@pytest.mark.parametrize("b", ["rows", "padded", "columns", "every other", "one row", "one column"])
+@pytest.mark.parametrize("shape", STRIDED, ids=str)
+def test_strided_b(shape: tuple[int, int, int], b: str) -> None:
+    check_product(product(*shape, b=b), TARGETS["host"])
+
+
+@pytest.mark.parametrize("cpu", [name for name in TARGETS if name != "host"])
+@pytest.mark.parametrize("b", ["rows", "columns", "every other"])
+@pytest.mark.parametrize("shape", [(1, 50, 20), (40, 70, 33)], ids=str)
+def test_strided_b_elsewhere(shape: tuple[int, int, int], b: str, cpu: str) -> None:
+    check_product(product(*shape, b=b), TARGETS[cpu])
+
+
+@pytest.mark.parametrize("a", ["padded", "columns", "every other", "one row", "one column"])
+@pytest.mark.parametrize("shape", [(1, 20, 30), (19, 50, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_strided_a(shape: tuple[int, int, int], a: str, dtype: DType) -> None:
+    check_product(product(*shape, a=a, dtypes=(dtype, f32, f32), panel=48), TARGETS["host"])
+
+
+FLOATS = [
+    (f64, f64, f64), (f16, f16, f32), (bf16, bf16, f32), (f32, bf16, f32), (bf16, f32, f32), (f32, f16, f32), (f32, f64, f64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("b", ["panel", "rows", "columns"])
+@pytest.mark.parametrize("dtypes", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 75, 18), (11, 50, 33), (40, 30, 9)], ids=str)
+def test_floats(shape: tuple[int, int, int], dtypes: DTypes, b: str, cpu: str) -> None:
+    target = TARGETS[cpu]
+    if f16 in dtypes and cpu == "x86-64":
+        pytest.skip("x86-64 without F16C converts f16 by a library call")
+    check_product(product(*shape, b=b, dtypes=dtypes, panel=target.panel(dtypes[1].name)), target)
+
+
+INTEGERS = [(d, d, d) for d in (i8, i16, i32, i64, u8, u16, u32, u64)]
+INTEGERS += [(i8, i8, i32), (u8, i8, i32), (u8, u8, u32), (i32, i8, i64)]
+
+
+@pytest.mark.parametrize("b", ["rows", "columns"])
+@pytest.mark.parametrize("dtypes", INTEGERS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 75, 9), (40, 20, 18)], ids=str)
+def test_integers_wrap(shape: tuple[int, int, int], dtypes: DTypes, b: str) -> None:
+    check_product(product(*shape, b=b, dtypes=dtypes), TARGETS["host"])
+
+
+def test_half_precision_reaches_its_ends() -> None:
+    """Denormals, infinities and NaN of the 16-bit formats survive the conversion."""
+    for dtype in (f16, bf16):
+        tiny = np.finfo(np.float16).smallest_subnormal if dtype == f16 else np.float32(2.0**-133)
+        values = np.array([tiny, 1.0, np.inf, np.nan, -tiny], dtype.numpy)
+        kernel = product(5, 1, 1, b="rows", dtypes=(dtype, dtype, f32))
+        got = run(kernel, TARGETS["host"], {"a": values, "b": np.ones(1, dtype.numpy)})["c"]
+        np.testing.assert_array_equal(got, values.astype(np.float32))
+
+
+@pytest.mark.parametrize("b", ["panel", "rows", "columns", "every other"])
+def test_no_steps(b: str) -> None:
+    kernel = product(9, 20, 0, b=b, panel=48)
+    assert (run(kernel, TARGETS["host"], {})["c"] == 0).all()
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 5), (5, 0), (0, 0)])
+def test_no_cells(m: int, n: int) -> None:
+    assert contract.render(product(m, n, 4, b="rows"), TARGETS["host"], "mm").tasks == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(1, 120), st.integers(0, 50),
+    st.sampled_from(["rows", "padded", "columns", "every other"]),
+    st.sampled_from(["panel", "rows", "padded", "columns", "every other"]),
+    st.sampled_from([(f32, f32, f32), (f32, bf16, f32), (f64, f64, f64)]), st.sampled_from(sorted(TARGETS)), st.integers(1, 5),
+)  # fmt: skip
+def test_any_shape(m: int, n: int, k: int, a: str, b: str, dtypes: DTypes, cpu: str, threads: int) -> None:
+    target = with_threads(TARGETS[cpu], threads)
+    check_product(product(m, n, k, a, b, dtypes, target.panel(dtypes[1].name)), target, seed=m)
+
+
+def with_threads(target: Target, threads: int) -> Target:
+    triple, cpu, _ = machine_of(target)
+    return target_for(triple, cpu, [f for f in target.features if "=" not in f], threads)
+
+
+# -- batches, epilogues, rows --------------------------------------------------------------------------------------
+
+
+def test_batches_share_an_operand() -> None:
+    """c[x, y] = a[x, y] @ b[y], and a 3-d grid whose first axis is broadcast in a."""
+    x, y, m, n, k = 3, 2, 10, 40, 13
+    gx, gy, acc = Var("x"), Var("y"), Var("acc", f32)
+    a, b, c = Buffer("a", f32, y * m * k), Buffer("b", f32, x * k * n), Buffer("c", f32, x * y * m * n, True)
+    body = Contract(
+        I, J, m, n, k, Operand(a, linear([(gy, m * k)]), k, 1), Operand(b, linear([(gx, k * n)]), n, 1), acc,
+        (Store(c, linear([(gx, y * m * n), (gy, m * n), (I, n), (J, 1)]), acc),),
+    )  # fmt: skip
+    kernel = Kernel("mm", (a, b, c), (), ((gx, x), (gy, y)), (body,))
+    va, vb = numbers((y, m, k), f32, 0), numbers((x, k, n), f32, 1)
+    for threads in (1, 2, 7):
+        got = run(kernel, with_threads(TARGETS["host"], threads), {"a": va, "b": vb})["c"].reshape(x, y, m, n)
+        np.testing.assert_allclose(got, va.astype(np.float64)[None] @ vb.astype(np.float64)[:, None], atol=1e-5)
+
+
+def residual_kernel(m: int, n: int, k: int, panel: int) -> Kernel:
+    """c = max(a @ b + bias, 0) * scale[i] + r"""
+    a, b, bias = Buffer("a", f32, m * k), Buffer("b", f32, -(-n // panel) * panel * k), Buffer("bias", f32, n)
+    scale, r, c = Buffer("scale", f32, m), Buffer("r", f32, m * n), Buffer("c", f32, m * n, True)
+    acc, at = Var("acc", f32), linear([(I, n), (J, 1)])
+    value = scalar.mul(scalar.max(scalar.add(acc, Load(bias, J)), 0.0), Load(scale, I))
+    store = Store(c, at, scalar.add(value, Load(r, at)))
+    body = Contract(I, J, m, n, k, Operand(a, const(0), k, 1), Operand(b, const(0), panel=panel), acc, (store,))
+    return Kernel("mm", (a, b, bias, scale, r, c), (), (), (body,))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", [(1, 60, 8), (20, 100, 16), (131, 49, 5)], ids=str)
+def test_epilogue(shape: tuple[int, int, int], in_place: bool) -> None:
+    m, n, k = shape
+    target = with_threads(TARGETS["host"], 2)
+    values = {"a": numbers((m, k), f32, 0), "bias": numbers(n, f32, 2), "scale": numbers(m, f32, 3), "r": numbers((m, n), f32, 4)}
+    b = numbers((k, n), f32, 1)
+    kernel = residual_kernel(m, n, k, target.panel("f32"))
+    same = {"c": "r"} if in_place else {}
+    got = run(kernel, target, {**values, "b": packed(b, target.panel("f32"))}, same)["c"].reshape(m, n)
+    wide = {name: v.astype(np.float64) for name, v in values.items()}
+    want = np.maximum(wide["a"] @ b + wide["bias"], 0) * wide["scale"][:, None] + wide["r"]
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def norm_kernel(m: int, n: int, k: int, panel: int, batch: int = 1) -> Kernel:
+    """h = a @ b + bias + r (kept in a per-row local); c = (h - mean(h)) / sqrt(var(h) + 1e-5) * gain"""
+    a, b = Buffer("a", f32, batch * m * k), Buffer("b", f32, -(-n // panel) * panel * k)
+    bias, gain, r = Buffer("bias", f32, n), Buffer("gain", f32, n), Buffer("r", f32, batch * m * n)
+    c, h = Buffer("c", f32, batch * m * n, True), Local("h", f32, n, per_row=True)
+    acc, g, x, y, z = Var("acc", f32), Var("g"), Var("x"), Var("y"), Var("z")
+    total, square = Var("total", f32), Var("square", f32)
+    at = linear([(g, m * n), (I, n), (J, 1)])
+    epilogue = (Store(h, J, scalar.add(scalar.add(acc, Load(bias, J)), Load(r, at))),)
+    mean = scalar.mul(total, 1.0 / n)
+    off = scalar.sub(Load(h, y), mean)
+    spread = scalar.sqrt(scalar.add(scalar.mul(square, 1.0 / n), 1e-5))
+    result = scalar.mul(scalar.div(scalar.sub(Load(h, z), mean), spread), Load(gain, z))
+    rows = (
+        Loop(x, n, (), vector=True, reduces=(Reduce(total, "add", Load(h, x)),)),
+        Loop(y, n, (), vector=True, reduces=(Reduce(square, "add", scalar.mul(off, off)),)),
+        Loop(z, n, (Store(c, linear([(g, m * n), (I, n), (z, 1)]), result),), vector=True),
+    )
+    left = Operand(a, linear([(g, m * k)]), k, 1)
+    body = Contract(I, J, m, n, k, left, Operand(b, const(0), panel=panel), acc, epilogue, rows)
+    return Kernel("mm", (a, b, bias, gain, r, c), (h,), ((g, batch),), (body,))
+
+
+@pytest.mark.parametrize("shape", [(1, 60, 8, 1), (16, 100, 16, 1), (131, 49, 5, 2), (5, 20, 4, 6)], ids=str)
+def test_rows(shape: tuple[int, int, int, int]) -> None:
+    m, n, k, batch = shape
+    target = with_threads(TARGETS["host"], 2)
+    values = {"a": numbers((batch, m, k), f32, 0), "bias": numbers(n, f32, 2), "gain": numbers(n, f32, 3)}
+    values["r"] = numbers((batch, m, n), f32, 4)
+    b = numbers((k, n), f32, 1)
+    panel = target.panel("f32")
+    got = run(norm_kernel(m, n, k, panel, batch), target, {**values, "b": packed(b, panel)})["c"].reshape(batch, m, n)
+    h = values["a"].astype(np.float64) @ b + values["bias"] + values["r"]
+    want = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5) * values["gain"]
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+# -- how work is cut -----------------------------------------------------------------------------------------------
+
+
+def plan_of(kernel: Kernel, threads: int) -> Plan:
+    (c,) = kernel.body
+    assert isinstance(c, Contract)
+    return plan(kernel, c, with_threads(TARGETS["host"], threads))
+
+
+def test_same_bits_at_any_thread_count() -> None:
+    kernel = product(50, 500, 70, panel=TARGETS["host"].panel("f32"))
+    values = {"a": numbers(50 * 70, f32, 0), "b": numbers(kernel.buffers[1].size, f32, 1)}
+    results = [run(kernel, with_threads(TARGETS["host"], threads), values)["c"].tobytes() for threads in (1, 2, 3, 16)]
+    assert len(set(results)) == 1
+    assert plan_of(kernel, 16).tasks > plan_of(kernel, 1).tasks == 1
+
+
+@pytest.mark.parametrize("threads", [2, 4, 16])
+@pytest.mark.parametrize("shape", [(16, 384, 384), (128, 1536, 384), (1, 4096, 4096), (1024, 48, 1024)], ids=str)
+def test_every_thread_has_work(shape: tuple[int, int, int], threads: int) -> None:
+    assert plan_of(product(*shape, panel=TARGETS["host"].panel("f32")), threads).tasks >= threads
+
+
+def test_rows_stay_whole() -> None:
+    """Two blocks of eight rows for two threads, over all panels."""
+    p = plan_of(norm_kernel(16, 384, 384, 48), 2)
+    assert (p.groups, p.tasks) == (1, 2)
+    assert TARGETS["host"].vector_bytes != 64 or p.block_rows == 8
+
+
+@pytest.mark.parametrize("m", range(1, 300, 7))
+def test_row_tiles_are_even(m: int) -> None:
+    p = plan_of(product(m, 48, 64, panel=48), 3)
+    starts = [p.first_row(t) for t in range(p.row_tiles + 1)]
+    heights = {after - before for before, after in pairwise(starts)}
+    assert starts[0] == 0 and starts[-1] == m and heights <= {p.rows, p.rows - 1}
+
+
+def test_code_does_not_grow_with_extents() -> None:
+    shapes = (64, 96, 32), (4096, 9600, 4096)
+    small, large = (contract.render(product(*shape, panel=48), TARGETS["host"], "mm").text for shape in shapes)
+    assert len(large) < 1.05 * len(small)
+
+
+def test_compiles_for_aarch64() -> None:
+    arm = target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))
+    for kernel in (product(33, 70, 20, panel=16), product(40, 70, 33, b="columns"), norm_kernel(9, 40, 8, 16)):
+        text = jit.assembly(contract.render(kernel, arm, "mm").text, arm)
+        assert "fmla" in text
+
+
+def test_uses_the_widest_registers() -> None:
+    for cpu, register in (("x86-64-v4", "%zmm"), ("x86-64-v3", "%ymm")):
+        if cpu not in CPUS:
+            pytest.skip("x86-64 only")
+        target = target_for(TRIPLE, cpu)
+        text = jit.assembly(contract.render(product(64, 96, 32, panel=target.panel("f32")), target, "mm").text, target)
+        body = text[text.index("tile_") :]
+        assert any("vfmadd" in line and register in line for line in body.splitlines())
