@@ -279,8 +279,9 @@ class _Fuser:
             group.forms = dict(sorted(group.forms.items(), key=lambda item: self.order[item[0]]))
 
     def absorb(self, group: Group, node: Node) -> None:
-        """Recompute, inside the reader, loop groups that only this node reads at coordinates of its own."""
-        for value in node.inputs:
+        """Recompute, inside the reader, loop groups that only this node reads at coordinates of its own. A pointwise
+        reader is not one: it would read the same element under a broadcast, or two different ones, and pay for each."""
+        for value in node.inputs if node.op.kind is not Kind.POINTWISE else ():
             base = self.places.base(value)
             other = self.group_of.get(base.node)
             if other is None or other is group or other.anchor is not None or other.static != group.static or other.row_reductions():

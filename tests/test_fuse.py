@@ -1,0 +1,133 @@
+"""Fusion: how many kernels a graph becomes, and that each value is computed once, in the right kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends import get
+from rlx.compile import lower
+from rlx.ir import kernel as K
+from rlx.ir.evaluate import evaluate
+from rlx.ir.graph import Graph, Value
+from rlx.ir.program import Program
+
+
+def compiled(build: Callable[[Graph], list[Value]], device: str = "ref", index: int = 1, **options) -> tuple[Graph, Program]:
+    g = Graph("g")
+    g.set_outputs(build(g))
+    return g, lower(g, replace(get(device).target(index), threads=2), rlx.CompileOptions(**options))
+
+
+def x(g: Graph, *dims: int, name: str = "x") -> Value:
+    return g.input(name, dims, rlx.f32)
+
+
+def param(g: Graph, name: str, *dims: int) -> Value:
+    return g.param(name, dims, rlx.f32)
+
+
+CASES: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
+    "a chain of pointwise ops": (lambda g: [rlx.exp(x(g, 4, 5) * 2.0) + 1.0], 1),
+    "two branches that meet": (lambda g: [rlx.exp(x(g, 4, 5)) * rlx.tanh(x(g, 4, 5, name="y"))], 1),
+    "softmax": (lambda g: [rlx.softmax(x(g, 4, 5) * 0.5)], 1),
+    "layer_norm of a sum": (lambda g: [rlx.layer_norm(x(g, 4, 5) + x(g, 4, 5, name="y"), param(g, "s", 5), param(g, "b", 5))], 1),
+    "two norms in a row": (lambda g: [rlx.rms_norm(rlx.softmax(x(g, 4, 5)), param(g, "s", 5))], 1),
+    "contraction with bias and gelu": (lambda g: [rlx.gelu(x(g, 4, 5) @ param(g, "w", 5, 6) + param(g, "b", 6))], 1),
+    "contraction, residual and norm": (
+        lambda g: [rlx.layer_norm(x(g, 32, 6) @ param(g, "w", 6, 6) + x(g, 32, 6, name="r"), param(g, "s", 6), param(g, "b", 6))],
+        1,
+    ),
+    "few rows keep the norm apart": (lambda g: [rlx.softmax(x(g, 2, 6) @ param(g, "w", 6, 6))], 2),
+    "mean over the middle, then a norm": (
+        lambda g: [rlx.rms_norm(rlx.sum(x(g, 2, 7, 5) * x(g, 2, 7, 1, name="m"), axis=1), param(g, "s", 5))],
+        1,
+    ),
+    "heads are split and merged without a copy": (
+        lambda g: [
+            rlx.matmul(
+                rlx.attention(*(x(g, 7, 24, name=n).reshape(1, 7, 4, 6).transpose(0, 2, 1, 3) for n in "qkv"))
+                .transpose(0, 2, 1, 3)
+                .reshape(7, 24),
+                param(g, "w", 24, 3),
+            )
+        ],
+        2,
+    ),
+    "a value read under a transpose is written first": (lambda g: (lambda y: [y + y.T])(rlx.exp(x(g, 4, 4))), 2),
+    "views alone cost nothing": (lambda g: [x(g, 6, 4).reshape(2, 3, 4).transpose(1, 0, 2) + 1.0], 1),
+    "gather feeds a norm": (lambda g: [rlx.rms_norm(rlx.embedding(param(g, "t", 9, 5), g.input("i", (3,), rlx.i32)), param(g, "s", 5))], 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_count_and_value(name: str) -> None:
+    build, kernels = CASES[name]
+    g, program = compiled(build)
+    assert len(program.steps) == kernels, str(program)
+    run_and_compare(g)
+
+
+def run_and_compare(g: Graph, devices: tuple[str, ...] = ("ref", "ref:1", "cpu")) -> None:
+    rng = np.random.default_rng(0)
+    make = lambda v: (  # noqa: E731
+        rng.integers(0, 3, v.dims).astype(np.int32) if v.dtype == rlx.i32 else rng.standard_normal(v.dims).astype(np.float32)
+    )
+    inputs, params = {v.name: make(v) for v in g.inputs}, {v.name: make(v) for v in g.params}
+    want, _ = evaluate(g, inputs, params, {})
+    for device in devices:
+        for options in (rlx.CompileOptions(), rlx.CompileOptions(disable=("fuse", "inplace", "reuse"))):
+            run = rlx.Session(device).compile(g, options)
+            for n, value in params.items():
+                run.set_param(n, value)
+            for found, expected in zip(run.run(inputs), want, strict=True):
+                np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5, err_msg=f"{device} {options}")
+
+
+def test_fusion_can_be_switched_off() -> None:
+    _, program = compiled(lambda g: [rlx.softmax(x(g, 4, 5) * 0.5)], disable=("fuse",))
+    assert len(program.steps) == 6  # mul, max, sub, exp, sum, div
+
+
+def test_weights_are_packed_once_and_ahead_of_runs() -> None:
+    def build(g: Graph) -> list[Value]:
+        w = param(g, "w", 6, 5)
+        return [x(g, 4, 6) @ w, x(g, 3, 6, name="y") @ w]
+
+    _, program = compiled(build)
+    assert [len(program.prepare), len(program.steps)] == [1, 2]
+    assert "pack_panels" in program.prepare[0].kernel.origin
+    for step in program.steps:
+        (body,) = step.kernel.body
+        assert isinstance(body, K.Contract) and body.b.panel == 3
+
+
+def test_a_joined_weight_is_packed_without_being_written_in_between() -> None:
+    def build(g: Graph) -> list[Value]:
+        return [x(g, 4, 6) @ rlx.concat(param(g, "a", 5, 6), param(g, "b", 5, 6), axis=0).T]
+
+    g, program = compiled(build)
+    assert len(program.prepare) == 1 and {"concat", "pack_panels"} <= set(program.prepare[0].kernel.origin)
+    run_and_compare(g)
+
+
+def test_rows_kept_between_passes_are_only_those_worth_it() -> None:
+    _, program = compiled(lambda g: [rlx.softmax(x(g, 4, 5))])
+    assert [local.size for local in program.steps[0].kernel.locals] == [5]  # exp is kept, x is read again
+    _, program = compiled(lambda g: [x(g, 4, 5) - rlx.mean(x(g, 4, 5, name="y"), axis=1, keepdims=True)])
+    assert program.steps[0].kernel.locals == ()
+
+
+def test_equal_layers_share_their_kernels() -> None:
+    def build(g: Graph) -> list[Value]:
+        h = x(g, 16, 8)
+        for i in range(4):
+            h = rlx.gelu(h @ param(g, f"w{i}", 8, 8) + param(g, f"b{i}", 8))
+        return [h]
+
+    _, program = compiled(build)
+    assert len(program.steps) == 4 and len({s.kernel.key for s in program.steps}) == 1
