@@ -84,8 +84,9 @@ class CpuExecutable:
         self._scratch = memory.allocate(self._stride * (program.target.threads if many else 1), SCRATCH_ALIGNMENT)
         self._table = self._calls([*self._used("steps"), *self._used("commit")], {})
         middle, end = len(program.steps), len(program.steps) + len(program.commit)
-        self._call = pool.run_function()
-        self._whole, self._steps, self._commit = self._run_of(0, end), self._run_of(0, middle), self._run_of(middle, end)
+        spans = ((0, end), (0, middle), (middle, end))
+        self._runs = [pool.Run(*self._table.bounds(*span), *self._surroundings()) for span in spans]
+        self._whole, self._steps, self._commit = map(pool.callable_of, self._runs)
 
     # -- buffers
 
@@ -145,20 +146,20 @@ class CpuExecutable:
 
     def run(self) -> None:
         """All steps, then commit. Raises IndexRangeError (nothing committed) if a Check failed."""
-        status = self._call(self._whole)
+        status = self._whole()
         if status:
-            self._after(status, self._whole)
+            self._after(status, self._runs[0], self._table)
 
     def run_steps(self) -> None:
         """The steps without the commit; raises as run does."""
-        status = self._call(self._steps)
+        status = self._steps()
         if status:
-            self._after(status, self._steps)
+            self._after(status, self._runs[1], self._table)
 
     def run_commit(self) -> None:
-        status = self._call(self._commit)
+        status = self._commit()
         if status:
-            self._after(status, self._commit)
+            self._after(status, self._runs[2], self._table)
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
         """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers."""
@@ -166,9 +167,9 @@ class CpuExecutable:
         used = self._used("prepare")
         table = self._calls([used[i] for i in steps], {i: array.ctypes.data for i, array in arrays.items()})
         run = pool.Run(*table.bounds(0, len(steps)), *self._surroundings())
-        status = self._call(ctypes.addressof(run))
+        status = pool.callable_of(run)()
         if status:
-            self._after(status, ctypes.c_void_p(ctypes.addressof(run)), table)
+            self._after(status, run, table)
 
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
@@ -222,18 +223,13 @@ class CpuExecutable:
     def _surroundings(self) -> tuple[int, int, int | None]:
         return self._scratch.address, self._stride, self._pool.address if self._pool else None
 
-    def _run_of(self, first: int, end: int) -> ctypes.c_void_p:
-        self._table.runs.append(run := pool.Run(*self._table.bounds(first, end), *self._surroundings()))
-        return ctypes.c_void_p(ctypes.addressof(run))
-
-    def _after(self, status: int, run: ctypes.c_void_p, table: _Table | None = None) -> None:
+    def _after(self, status: int, run: pool.Run, table: _Table) -> None:
         """What a run's status asks for."""
         if status == pool.ATTEND:
             if self._pool:
                 self._pool.attend()
             return
-        table = table or self._table
-        kernel = table.kernels[table.index(pool.Run.from_address(run.value or 0).failed)]
+        kernel = table.kernels[table.index(run.failed)]
         origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
         raise IndexRangeError(f"{self.program.name}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
 
@@ -242,7 +238,7 @@ class _Table:
     """Steps as machine code walks them: rows of (function, tasks, argument addresses)."""
 
     def __init__(self, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        self.kernels, self.runs = kernels, []
+        self.kernels = kernels
         self.arguments = (ctypes.c_uint64 * sum(len(a) for _, _, a in rows))(*(x for _, _, a in rows for x in a))
         self.steps = (pool.Step * len(rows))()
         at = ctypes.addressof(self.arguments)

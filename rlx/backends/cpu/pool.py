@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -447,6 +447,21 @@ back:
   ret i32 %result
 }
 
+; the entry as a CPython function of no arguments: %self is an int, the address of the Run; other Python threads go on
+declare ptr @PyLong_AsVoidPtr(ptr)
+declare ptr @PyLong_FromLong(i64)
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+define ptr @rlx_run_py(ptr %self, ptr %unused) #0 {
+  %run = call ptr @PyLong_AsVoidPtr(ptr %self)
+  %thread = call ptr @PyEval_SaveThread()
+  %status = call i32 @rlx_run(ptr %run)
+  call void @PyEval_RestoreThread(ptr %thread)
+  %long = sext i32 %status to i64
+  %result = call ptr @PyLong_FromLong(i64 %long)
+  ret ptr %result
+}
+
 define void @rlx_work(ptr %c, i64 %tid) #0 {
   call void @share(ptr %c, i64 %tid, ptr null)
   ret void
@@ -488,8 +503,10 @@ def _library() -> Library:
     text = Template(TEXT).substitute(
         pause_declaration=declaration, pause=pause, doze=doze, wake=wake, bias=BIAS, end=END, attend=ATTEND
     )
-    symbols = ("rlx_run", "rlx_work", "rlx_stop", "rlx_spin")
-    return Library([compile_object(text, host_target(1), "worker pool")], symbols)
+    symbols = ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin")
+    python = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
+    imports = {name: _address(getattr(ctypes.pythonapi, name)) for name in python}
+    return Library([compile_object(text, host_target(1), "worker pool")], symbols, imports)
 
 
 def _futex_call() -> int:
@@ -497,10 +514,29 @@ def _futex_call() -> int:
     return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
 
 
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef of CPython's stable ABI."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
+
+
 @cache
-def run_function() -> Any:
-    """`call(address of a Run) -> int`: the whole run, without the GIL. 0, a status, or ATTEND: then call `Pool.attend`."""
-    return _library().function("rlx_run", ctypes.c_int32, ctypes.c_void_p)
+def _method() -> _MethodDef:
+    no_arguments = 4  # METH_NOARGS
+    return _MethodDef(b"run", _library().address("rlx_run_py"), no_arguments, b"The whole run.")
+
+
+def callable_of(run: Run) -> Callable[[], int]:
+    """A built-in function that performs `run`, which must outlive it, without the GIL (a third of the cost of a ctypes call).
+
+    It returns 0, a status, or ATTEND: then call `Pool.attend`."""
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
+    return make(ctypes.addressof(_method()), ctypes.addressof(run), None)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class Pool:
@@ -577,7 +613,7 @@ class Pool:
         for cpu in cpus:
             if cpu < 1024:
                 self._control.pinned[cpu // 8] |= 1 << cpu % 8
-                self._control.getcpu = ctypes.cast(ctypes.CDLL(None).sched_getcpu, ctypes.c_void_p).value
+                self._control.getcpu = _address(ctypes.CDLL(None).sched_getcpu)
 
     def _work(self, tid: int, cpu: int | None) -> None:
         if cpu is not None:
@@ -592,8 +628,7 @@ class Pool:
         wait = libc.syscall if _futex_call() else libc.usleep
         self._control.ticket = END
         self._control.yields = YIELDS
-        self._control.wait = ctypes.cast(wait, ctypes.c_void_p).value
-        self._control.sched_yield = ctypes.cast(libc.sched_yield, ctypes.c_void_p).value
+        self._control.wait, self._control.sched_yield = _address(wait), _address(libc.sched_yield)
         self._pins: Sequence[int | None] = ()
         self._workers: list[threading.Thread] = []
         self._started = False
