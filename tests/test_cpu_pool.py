@@ -1,0 +1,373 @@
+"""The worker pool: every task once, steps in order, whatever the threads do; fork, exit, sleep, two callers at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlx.backends.cpu import pool as pools
+from rlx.backends.cpu.jit import Library, compile_object
+from rlx.backends.cpu.target import host_target
+from rlx.errors import OptionError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Kernels of the pool's ABI, void (args, task, scratch, status).
+#   count(mine, before, n): mine[task] += 1; status 7 unless before[0..n) all equal the new value: the step before is done
+#   fail(x): status 5.   meet(x): waits until two tasks are inside at once.   hold(flags): flags[1] = 1, then waits for flags[0]
+#   who(mine): mine[task] = own scratch address
+KERNELS = """
+define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %mine = load ptr, ptr %args
+  %before.p = getelementptr ptr, ptr %args, i64 1
+  %before = load ptr, ptr %before.p
+  %n.p = getelementptr i64, ptr %args, i64 2
+  %n = load i64, ptr %n.p
+  %p = getelementptr i64, ptr %mine, i64 %task
+  %old = load i64, ptr %p
+  %new = add i64 %old, 1
+  store i64 %new, ptr %p
+  br label %look
+look:
+  %i = phi i64 [0, %entry], [%i.next, %next]
+  %more = icmp slt i64 %i, %n
+  br i1 %more, label %next, label %out
+next:
+  %b.p = getelementptr i64, ptr %before, i64 %i
+  %b = load i64, ptr %b.p
+  %i.next = add i64 %i, 1
+  %good = icmp eq i64 %b, %new
+  br i1 %good, label %look, label %bad
+bad:
+  store i32 7, ptr %status
+  ret void
+out:
+  ret void
+}
+define void @fail(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+  store i32 5, ptr %status
+  ret void
+}
+define void @meet(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %p = load ptr, ptr %args
+  %x = atomicrmw add ptr %p, i64 1 seq_cst
+  br label %wait
+wait:
+  %i = phi i64 [0, %entry], [%i.next, %again]
+  %v = load atomic i64, ptr %p seq_cst, align 8
+  %both = icmp sge i64 %v, 2
+  br i1 %both, label %out, label %again
+again:
+  %i.next = add i64 %i, 1
+  %more = icmp slt i64 %i.next, 10000000000
+  br i1 %more, label %wait, label %alone
+alone:
+  store i32 9, ptr %status
+  br label %out
+out:
+  ret void
+}
+define void @hold(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %p = load ptr, ptr %args
+  %q = getelementptr i64, ptr %p, i64 1
+  store atomic i64 1, ptr %q seq_cst, align 8
+  br label %wait
+wait:
+  %v = load atomic i64, ptr %p seq_cst, align 8
+  %free = icmp ne i64 %v, 0
+  br i1 %free, label %out, label %wait
+out:
+  ret void
+}
+define void @who(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+  %mine = load ptr, ptr %args
+  %p = getelementptr ptr, ptr %mine, i64 %task
+  store ptr %scratch, ptr %p
+  ret void
+}
+"""
+
+
+@cache
+def library() -> Library:
+    return Library([compile_object(KERNELS, host_target(1))], ("count", "fail", "meet", "hold", "who"))
+
+
+class Table:
+    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints."""
+
+    def __init__(self, steps, threads: int) -> None:
+        self.pool = pools.pool(threads) if threads > 1 else None
+        self.keep = [np.array([a.ctypes.data if isinstance(a, np.ndarray) else a for a in args], np.int64) for *_, args in steps]
+        self.arrays = [a for *_, args in steps for a in args]
+        rows = [pools.Step(library().address(n), a.ctypes.data, tasks) for (n, tasks, _), a in zip(steps, self.keep)]
+        self.steps = (pools.Step * len(rows))(*rows)
+        base = ctypes.addressof(self.steps)
+        self.scratch = np.zeros(64 * threads, np.uint8)
+        control = self.pool.address if self.pool else None
+        self.state = pools.Run(base, base + ctypes.sizeof(self.steps), self.scratch.ctypes.data, 64, control, None, 0)
+        self.call = pools.callable_of(self.state)
+
+    def run(self) -> int:
+        status = self.call()
+        if status == pools.ATTEND:
+            assert self.pool
+            self.pool.attend()
+            return 0
+        return status
+
+    @property
+    def failed(self) -> int:
+        return (self.state.failed - ctypes.addressof(self.steps)) // ctypes.sizeof(pools.Step)
+
+
+def chain(widths, threads: int) -> tuple[Table, list[np.ndarray]]:
+    """Counting steps, each of which checks that all of the one before is done."""
+    counts = [np.zeros(max(w, 1), np.int64) for w in widths]
+    steps, before, n = [], counts[0], 0
+    for width, mine in zip(widths, counts):
+        steps.append(("count", width, (mine, before, n)))
+        if width:
+            before, n = mine, width
+    return Table(steps, threads), counts
+
+
+@pytest.mark.parametrize(("threads", "runs"), [(1, 20_000), (2, 50_000), (3, 10_000), (4, 20_000)])
+def test_every_task_runs_once_and_steps_are_in_order(threads, runs):
+    rng = np.random.default_rng(threads)
+    for _ in range(10):
+        widths = rng.choice([0, 1, 1, 2, 3, 4, 7, 16], size=rng.integers(1, 9)).tolist()
+        table, counts = chain(widths, threads)
+        for _ in range(runs // 10):
+            assert table.run() == 0
+        for width, count in zip(widths, counts):
+            assert (count[:width] == runs // 10).all() and not count[width:].any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_run_without_steps_or_tasks(threads):
+    assert Table([], threads).run() == 0
+    table, counts = chain([0, 0], threads)
+    assert table.run() == 0 and not counts[0].any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("tasks", [1, 6])
+def test_a_status_ends_the_run_and_names_the_step(threads, tasks):
+    first, last = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    steps = [("count", 4, (first, first, 0)), ("fail", tasks, (first,)), ("count", 4, (last, last, 0))]
+    table = Table(steps, threads)
+    for i in range(1, 200):
+        assert table.run() == 5
+        assert table.failed == 1
+        assert (first == i).all() and not last.any()
+    good, counts = chain([4, 4], threads)  # and the pool is as good as before
+    assert good.run() == 0 and (counts[1] == 1).all()
+
+
+def test_sleeping_workers_wake():
+    met = np.zeros(1, np.int64)
+    table = Table([("meet", 2, (met,))], 2)
+    chained, counts = chain([2, 1, 5, 2], 2)
+    for i in range(1, 11):
+        time.sleep(0.005)  # far longer than a worker spins
+        met[0] = 0
+        assert table.run() == 0, "no second thread took part"
+        assert chained.run() == 0 and (counts[3] == i).all()
+
+
+def test_threads_have_scratch_of_their_own():
+    seen = np.zeros(2, np.int64)
+    met = np.zeros(1, np.int64)
+    table = Table([("meet", 2, (met,)), ("who", 2, (seen,))], 2)
+    found = set()
+    for _ in range(50):
+        met[0] = 0
+        assert table.run() == 0
+        found |= set((seen - table.scratch.ctypes.data).tolist())
+    assert found <= {0, 64}
+
+
+def test_workers_do_not_spin_when_idle():
+    table, _ = chain([4, 4], 4)
+    assert table.run() == 0
+    time.sleep(0.05)
+    start = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - start < 0.1  # a spinning worker would burn 0.2 s
+
+
+def test_a_busy_pool_leaves_the_second_caller_alone():
+    flags = np.zeros(2, np.int64)
+    held = Table([("hold", 2, (flags,))], 2)
+    other, counts = chain([3, 1, 8], 2)
+    first = threading.Thread(target=held.run)
+    first.start()
+    while not flags[1]:
+        time.sleep(0.001)
+    for _ in range(100):
+        assert other.run() == 0
+    flags[0] = 1
+    first.join()
+    assert (counts[2] == 100).all()
+
+
+def test_two_python_threads_run_at_once():
+    results = {}
+
+    def work(name):
+        table, counts = chain([2, 5, 1, 3], 2)
+        statuses = {table.run() for _ in range(5000)}
+        results[name] = statuses, [int(c.min()) for c in counts], [int(c.max()) for c in counts]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert results == {i: ({0}, [5000] * 4, [5000] * 4) for i in range(3)}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
+def test_workers_are_pinned_and_the_caller_is_not():
+    before = os.sched_getaffinity(0)
+    assert chain([4], 2)[0].run() == 0
+    assert os.sched_getaffinity(0) == before
+    (worker,) = pools.pool(2).workers
+    assert worker.daemon
+    pinned = os.sched_getaffinity(worker.native_id or 0)
+    assert pinned <= before and len(pinned) == (1 if len(before) > 1 else len(before))
+    for count in range(1, len(before)):
+        cpus = pools.worker_cpus(count)
+        assert len(set(cpus)) == count and set(cpus) < before
+    assert list(pools.worker_cpus(len(before))) == [None] * len(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
+def test_the_caller_leaves_the_cpu_of_a_worker():
+    table, _ = chain([4], 2)
+    (worker,) = table.pool.workers if table.pool else ()
+    allowed, theirs = os.sched_getaffinity(0), os.sched_getaffinity(worker.native_id or 0)
+    if len(allowed) == 1:
+        pytest.skip("one CPU: nowhere to go")
+    os.sched_setaffinity(0, theirs)
+    os.sched_setaffinity(0, allowed)
+    table.run()
+    assert os.sched_getaffinity(0) == allowed
+    os.sched_setaffinity(0, theirs)  # a caller that may be nowhere else frees the workers instead
+    try:
+        assert table.call() == pools.ATTEND
+        assert table.pool
+        table.pool.attend()
+        assert os.sched_getaffinity(worker.native_id or 0) >= theirs
+        assert table.call() == 0
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5000])
+def test_a_thread_count_without_meaning(threads):
+    with pytest.raises(OptionError, match=f"threads must be from 1 to 1024, got {threads}"):
+        pools.Pool(threads)
+
+
+def test_a_pool_that_was_closed_still_runs():
+    own = pools.Pool(2)
+    own.start()
+    table, counts = chain([4, 4], 2)
+    table.pool, table.state.control = own, own.address
+    assert table.run() == 0 and len(own.workers) == 1
+    own.close()
+    assert own.workers == ()
+    assert table.run() == 0 and table.run() == 0
+    assert (counts[1] == 3).all()
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def script(body: str, expect: int = 0, interpreter: tuple[str, ...] = ("-X", "dev", "-W", "error")) -> subprocess.CompletedProcess:
+    """Run `body` in a fresh interpreter, with this file's helpers at hand."""
+    setup = "import os, sys, threading, time, warnings\nimport numpy as np\nfrom test_cpu_pool import *\n"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, *interpreter, "-c", setup + body],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+FORK = """
+warnings.simplefilter("ignore", DeprecationWarning)  # Python dislikes forks of threaded processes; users do it
+table, counts = chain([4, 1, 6], 2)
+stop = []
+other = threading.Thread(target=lambda: [chain([3, 5], 2)[0].run() for _ in iter(lambda: bool(stop), True)])
+other.start()
+for _ in range(10):
+    assert table.run() == 0
+    child = os.fork()
+    if child == 0:
+        met = np.zeros(1, np.int64)
+        assert table.pool.workers == ()
+        assert [table.run() for _ in range(100)] == [0] * 100
+        assert len(table.pool.workers) == 1  # of its own
+        assert Table([("meet", 2, (met,))], 2).run() == 0
+        assert (counts[2] == counts[0][0]).all()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop.append(True)
+other.join()
+assert (counts[2] == 10).all()
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_workers_of_its_own():
+    assert script(FORK).stdout == "done\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('boom')", 1), ("os._exit(4)", 4)], ids=lambda x: str(x)[:5]
+)
+def test_the_interpreter_exits_cleanly(end, code):
+    done = script(f"table, _ = chain([4, 4], 4)\nassert table.run() == 0\n{end}\n", code)
+    assert ("boom" in done.stderr) if "boom" in end else done.stderr == ""
+
+
+def test_exit_while_a_daemon_thread_runs():
+    body = """
+table, _ = chain([4, 2, 8], 2)
+def forever():
+    while True:
+        table.run()
+threading.Thread(target=forever, daemon=True).start()
+time.sleep(0.05)
+"""
+    assert script(body).stderr == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin threads")
+def test_one_cpu_for_many_threads():
+    body = """
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+table, counts = chain([4, 2, 8], 4)
+assert [table.run() for _ in range(300)] == [0] * 300
+met = np.zeros(1, np.int64)
+assert Table([("meet", 2, (met,))], 4).run() == 0
+assert all(os.sched_getaffinity(w.native_id) == os.sched_getaffinity(0) for w in pools.pool(4).workers)
+"""
+    script(body)
