@@ -140,15 +140,15 @@ def convert(x: np.ndarray, dtype: DType) -> np.ndarray:
     source = as_dtype(x.dtype)
     if source == dtype:
         return np.ascontiguousarray(x)
-    if dtype.kind == "b":
-        return np.ascontiguousarray(x != 0)
-    if source.kind == "c":
-        x, source = np.real(x), f32
-    if dtype.is_int and source.is_float:
-        return _truncate(x.astype(np.float64), dtype)
-    if dtype.name == "bf16" and source == f32:
-        return f32_to_bf16(x).view(dtype.numpy)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # infinities and NaN are values like others here
+        if dtype.kind == "b":
+            return np.ascontiguousarray(x != 0)
+        if source.kind == "c":
+            x, source = np.real(x), f32
+        if dtype.is_int and source.is_float:
+            return _truncate(x.astype(np.float64), dtype)
+        if dtype.name == "bf16" and source == f32:
+            return f32_to_bf16(x).view(dtype.numpy)
         return np.ascontiguousarray(x.astype(dtype.numpy))
 
 
