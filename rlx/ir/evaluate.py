@@ -56,11 +56,12 @@ def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value,
     values: dict[Value, np.ndarray] = {}
     sizes: dict[str, int] = {}
     for kind, leaves, given in zip(("input", "param", "handle"), (graph.inputs, graph.params, graph.handles), groups):
-        if unknown := sorted(set(given) - {v.name for v in leaves}):
-            raise UnknownNameError(f"graph {graph.name!r} has no {kind} {unknown[0]!r}; it has: {known(v.name for v in leaves)}")
-        for v in leaves:
-            if v.name in given:
-                values[v] = _bind_leaf(v, np.asarray(given[v.name]), sizes)
+        names = [v.name or "" for v in leaves]
+        if unknown := sorted(set(given) - set(names)):
+            raise UnknownNameError(f"graph {graph.name!r} has no {kind} {unknown[0]!r}; it has: {known(names)}")
+        for v, name in zip(leaves, names):
+            if name in given:
+                values[v] = _bind_leaf(v, np.asarray(given[name]), sizes)
             elif kind != "handle":
                 raise MissingInputError(f"graph {graph.name!r}: no value for the {kind} {v.name!r} ({v.shape})")
     for v in graph.handles:

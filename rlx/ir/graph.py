@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, DTypeError, DuplicateNameError, GraphError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, DuplicateNameError, GraphError, IndexRangeError, ShapeError
 from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
@@ -112,6 +112,10 @@ class Value:
         """Dims permuted by `axes` (none given: reversed)."""
         return _call("transpose", self, axes=axes or tuple(reversed(range(self.rank))))
 
+    def __getitem__(self, key: Any) -> Value:
+        """x[1], x[:, 2:5], x[..., None, ::-1]: ints, slices, None and ... as in numpy. For other indices: rlx.gather."""
+        return _indexed(self, key if isinstance(key, tuple) else (key,))
+
     @property
     def T(self) -> Value:
         return self.transpose()
@@ -122,6 +126,37 @@ class Value:
 
 def _call(name: str, *operands: Any, **attrs: Any) -> Value:
     return apply(OPS[name], operands, attrs)  # type: ignore[return-value]
+
+
+def _indexed(x: Value, keys: tuple[Any, ...]) -> Value:
+    """A slice of x, then a reshape that drops the dims indexed by an int and adds those asked for by None."""
+    end, dots = 2**63 - 1, [i for i, e in enumerate(keys) if e is Ellipsis]
+    missing = x.rank - sum(e is not None and e is not Ellipsis for e in keys)
+    if missing < 0 or len(dots) > 1:
+        raise ShapeError(f"{x!r} has {x.rank} dims, indexed by {len(keys)} keys of which {len(dots)} are ...")
+    at = dots[0] if dots else len(keys)
+    ranges: list[tuple[int, int, int]] = []
+    kept: list[int | None] = []  # dims of the result: an axis of the slice, or None for a dim of 1
+    for e in (*keys[:at], *(slice(None),) * missing, *keys[at + 1 :]):
+        if isinstance(e, slice):
+            step = 1 if e.step is None else e.step
+            start = e.start if e.start is not None else 0 if step > 0 else end
+            kept.append(len(ranges))
+            ranges.append((start, e.stop if e.stop is not None else end if step > 0 else -end, step))
+        elif e is None:
+            kept.append(None)
+        elif isinstance(e, (int, np.integer)):
+            i, dim = int(e), x.dims[len(ranges)]
+            if isinstance(dim, int) and not -dim <= i < dim:
+                raise IndexRangeError(f"index {i} of {x!r}: dim {len(ranges)} is {dim}")
+            ranges.append((i, i + 1 if i != -1 else end, 1))
+        else:
+            raise GraphError(f"{x!r} indexed by {type(e).__name__}; use rlx.gather")
+    starts, stops, steps = zip(*ranges) if ranges else ((), (), ())
+    part = x if all(r == (0, end, 1) for r in ranges) else _call("slice", x, starts=starts, stops=stops, steps=steps)
+    if kept == list(range(x.rank)):
+        return part
+    return _call("reshape", part, dims=tuple(1 if i is None else part.dims[i] for i in kept))
 
 
 def _caller() -> str | None:
@@ -179,7 +214,7 @@ def constant(data: Any, dtype: DType | str | None = None, name: str | None = Non
     array = np.array(array, order="C")  # a copy: the caller's array may change later
     array.flags.writeable = False
     attrs = ConstantAttrs(array)
-    return Value(Node(CONSTANT, (), attrs, (Shape(array.shape, array.dtype),), name, _caller()))
+    return Value(Node(CONSTANT, (), attrs, (Shape(array.shape, as_dtype(array.dtype)),), name, _caller()))
 
 
 def apply(
@@ -191,7 +226,8 @@ def apply(
     `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).
     """
     roles = op.roles.ljust(len(operands), "x")
-    like = {"i": i64, "b": bool_, "x": next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)}
+    own = next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)
+    like = {"x": own, "i": i64, "b": bool_}
     for x in operands:
         if isinstance(x, Node):
             raise GraphError(f"{op.name}: pass a result of the node (node.results[i]), not the node {x!r}")

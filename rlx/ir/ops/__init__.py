@@ -1,4 +1,5 @@
 """The op table, by family. Importing this package fills OPS; the constructors here are what users call."""
+# ruff: noqa: I001 (one line per family reads as a table)
 
 from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu, softplus
 from rlx.ir.ops.attention import attention, rope
@@ -17,12 +18,12 @@ from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transp
 astype, take = cast, gather  # numpy's names for the same constructors
 
 __all__ = [
-    "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "div", "embedding", "equal", "erf", "exp",
-    "expm1", "floor", "floor_div", "gather", "gelu", "group_norm", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear",
-    "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pad", "pow", "prod", "reciprocal", "relu", "rem", "reshape",
-    "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice",
-    "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "tanh", "top_k", "transpose", "trunc",
-    "unsqueeze", "variance", "where",
+    "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "div", "embedding", "equal",
+    "erf", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm", "iota", "is_nan", "layer_norm", "less",
+    "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul",
+    "max", "maximum", "mean", "min", "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pad", "pow", "prod",
+    "reciprocal", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right",
+    "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take",
+    "tanh", "top_k", "transpose", "trunc", "unsqueeze", "variance", "where",
 ]  # fmt: skip

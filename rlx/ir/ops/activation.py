@@ -18,7 +18,9 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
-def composite(name: str, reference: Any, decompose: Any, *, dtypes: str = "f", samples: Any = UNARY, attrs: Any = None, doc: str) -> Any:
+def composite(
+    name: str, reference: Any, decompose: Any, *, dtypes: str = "f", samples: Any = UNARY, attrs: Any = None, doc: str
+) -> Any:
     return op(
         name, kind=Kind.COMPOSITE, infer=same, attrs=attrs, reference=reference, decompose=widened(decompose), dtypes=dtypes,
         samples=samples, doc=doc,
@@ -85,8 +87,11 @@ def _gelu(attrs: GeluAttrs, x: Any) -> Any:
 
 
 gelu = composite(
-    "gelu", _gelu_array, _gelu, attrs=GeluAttrs, doc="x times the normal distribution function of x; approximate: 'none' or 'tanh'.",
-    samples=(Sample(((3, 17),)), Sample(((33,),), {"approximate": "tanh"}, low=-6.0, high=6.0), Sample(((2, 5),), low=-6.0, high=6.0)),
+    "gelu", _gelu_array, _gelu, attrs=GeluAttrs,
+    samples=(
+        Sample(((3, 17),)), Sample(((33,),), {"approximate": "tanh"}, low=-6.0, high=6.0), Sample(((2, 5),), low=-6, high=6),
+    ),
+    doc="x times the normal distribution function of x; approximate: 'none' or 'tanh'.",
 )  # fmt: skip
 
 
@@ -101,9 +106,8 @@ class ClipAttrs(Attrs):
 
 
 def _clip(attrs: ClipAttrs, x: Any) -> Any:
-    if attrs.low > -math.inf:
-        x = maximum(x, attrs.low)
-    return minimum(x, attrs.high) if attrs.high < math.inf else x + 0 if attrs.low == -math.inf else x
+    x = maximum(x, attrs.low) if attrs.low > -math.inf else x
+    return minimum(x, attrs.high) if attrs.high < math.inf else x
 
 
 def _clip_array(attrs: ClipAttrs, x: np.ndarray) -> np.ndarray:

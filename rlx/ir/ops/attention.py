@@ -16,7 +16,7 @@ from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, where
 from rlx.ir.ops.index import concat, iota
 from rlx.ir.ops.reduce import max, sum
-from rlx.ir.ops.rules import integer, same_dtype, widened
+from rlx.ir.ops.rules import divide, integer, same_dtype, widened
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
@@ -38,7 +38,8 @@ class AttentionAttrs(Attrs):
         if self.mask not in MASKS:
             raise AttributeValueError(f"mask is one of {', '.join(MASKS)}, got {self.mask!r}")
         if (self.mask == "sliding_window") != (self.window > 0):
-            raise AttributeValueError(f"a window of at least 1 belongs to mask 'sliding_window', got {self.window} and {self.mask!r}")
+            found = f"got {self.mask!r} and {self.window}"
+            raise AttributeValueError(f"mask 'sliding_window' and a window of at least 1 go together, {found}")
 
 
 def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: Shape | None = None) -> Shape:
@@ -48,7 +49,7 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: 
     batch, heads, queries, width = q.dims
     if k.dims[:3] != v.dims[:3] or k.dims[0] != batch or k.dims[3] != width:
         raise ShapeError("k must have q's batch and head_dim, and v k's batch, heads and sequence")
-    if heads != k.dims[1] and not (isinstance(heads, int) and isinstance(k.dims[1], int) and k.dims[1] and heads % k.dims[1] == 0):
+    if heads != k.dims[1] and divide(heads, k.dims[1]) is None:
         raise ShapeError(f"{heads} query heads cannot share {k.dims[1]} key heads equally")
     keys = k.dims[2]
     if attrs.mask in ("causal", "sliding_window") and isinstance(queries, int) and isinstance(keys, int) and keys < queries:
@@ -56,8 +57,9 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: 
     if (mask is not None) != (attrs.mask in ("custom", "bias")):
         raise ShapeError(f"mask {attrs.mask!r} takes {'no' if mask is not None else 'a'} fourth operand")
     if mask is not None:
-        if mask.dtype != (bool_ if attrs.mask == "custom" else q.dtype):
-            raise DTypeError(f"the mask operand must be {bool_ if attrs.mask == 'custom' else q.dtype}, got {mask.dtype}; cast it")
+        dtype = bool_ if attrs.mask == "custom" else q.dtype
+        if mask.dtype != dtype:
+            raise DTypeError(f"the mask operand must be {dtype}, got {mask.dtype}; cast it")
         want = (batch, heads, queries, keys)
         if broadcast_dims(mask.dims, want) != want:
             raise ShapeError(f"the mask operand must broadcast to [{','.join(map(str, want))}], got {mask}")
@@ -79,7 +81,7 @@ def _position_mask(attrs: AttentionAttrs, queries: int, keys: int) -> Any:
 def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
-    together = heads // shared * queries if shared else 0  # the queries of all heads that share a key head stand as rows of one matrix
+    together = heads // shared * queries if shared else 0  # queries of the heads that share a key head: rows of one matrix
     rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
     scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
     if attrs.mask == "bias":
@@ -164,7 +166,7 @@ def _rope(attrs: RopeAttrs, x: Any, positions: Any) -> Any:
     half = width // 2
     dims = (length, 1) if positions.rank == 1 else (lead[0], *(1,) * (len(lead) - 1), length, 1)
     angle = positions.astype("f32").reshape(dims) * constant(_frequencies(attrs, width))
-    c, s = cos(angle).astype(x.dtype), sin(angle).astype(x.dtype)
+    c, s = cos(angle.astype(x.dtype)), sin(angle.astype(x.dtype))
     if attrs.interleaved:
         pairs = x.reshape((*lead, length, half, 2))
         a, b = (slice_axis(pairs, -1, i, i + 1).reshape((*lead, length, half)) for i in (0, 1))
@@ -177,8 +179,9 @@ def _rope(attrs: RopeAttrs, x: Any, positions: Any) -> Any:
 def _rope_array(attrs: RopeAttrs, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Each pair times exp(i · angle), as complex numbers."""
     width = x.shape[-1]
-    where_x = positions if positions.ndim == 1 else positions.reshape((positions.shape[0],) + (1,) * (x.ndim - 3) + positions.shape[1:])
-    angle = where_x.astype(np.float32)[..., None] * _frequencies(attrs, width)
+    if positions.ndim == 2:
+        positions = positions.reshape((positions.shape[0],) + (1,) * (x.ndim - 3) + positions.shape[1:])
+    angle = positions.astype(np.float32)[..., None] * _frequencies(attrs, width)
     a, b = (x[..., 0::2], x[..., 1::2]) if attrs.interleaved else (x[..., : width // 2], x[..., width // 2 :])
     z = (a + 1j * b.astype(np.float64)) * np.exp(1j * angle.astype(np.float64))
     out = np.empty(x.shape, np.float64)

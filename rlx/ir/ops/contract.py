@@ -38,7 +38,7 @@ def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
     c = _contraction(attrs, a, b)
     inner = (a.dims[c.a_sum[0]], b.dims[c.b_sum[0]])
     if inner[0] != inner[1]:
-        raise ShapeError(f"the last dim of {a} is {inner[0]}, the {'second-last' if b.rank > 1 else 'only'} dim of {b} is {inner[1]}")
+        raise ShapeError(f"the last dim of {a} is {inner[0]}, dim {c.b_sum[0]} of {b} is {inner[1]}")
     batch = broadcast_dims(tuple(a.dims[i] for i in c.a_batch if i >= 0), tuple(b.dims[i] for i in c.b_batch if i >= 0))
     return a.with_dims((*batch, *(a.dims[i] for i in c.a_rows), *(b.dims[i] for i in c.b_columns)))
 
@@ -47,9 +47,10 @@ matmul = op(
     "matmul", kind=Kind.CONTRACT, infer=_matmul_shape, arity=(2, 2), dtypes="fiu",
     reference=lambda attrs, a, b: np.matmul(a, b), contract=_contraction,
     samples=(
-        Sample(((3, 17), (17, 5))), Sample(((2, 3, 4), (4, 33))), Sample(((2, 3, 5, 4), (2, 3, 4, 7))), Sample(((2, 1, 5, 4), (3, 4, 2))),
-        Sample(((5, 4), (3, 4, 2))), Sample(((17,), (17, 3))), Sample(((3, 17), (17,))), Sample(((5,), (5,))), Sample(((4,), (2, 4, 3))),
-        Sample(((1, 33), (33, 49))), Sample(((0, 3), (3, 2))), Sample(((2, 0), (0, 3))),
+        Sample(((3, 17), (17, 5))), Sample(((2, 3, 4), (4, 33))), Sample(((2, 3, 5, 4), (2, 3, 4, 7))),
+        Sample(((2, 1, 5, 4), (3, 4, 2))), Sample(((5, 4), (3, 4, 2))), Sample(((17,), (17, 3))), Sample(((3, 17), (17,))),
+        Sample(((5,), (5,))), Sample(((4,), (2, 4, 3))), Sample(((2, 3, 4), (4,))), Sample(((1, 33), (33, 49))),
+        Sample(((0, 3), (3, 2))), Sample(((2, 0), (0, 3))),
     ),
     doc="numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast; 16-bit floats accumulate in f32, integers wrap.",
 )  # fmt: skip
@@ -109,7 +110,10 @@ def _panels_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
 pack_panels = op(
     "pack_panels", kind=Kind.INDEX, infer=_panels_shape, attrs=PanelAttrs, dtypes="fiu",
     reference=_panels_array, element=_panels_element,
-    samples=(Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}), Sample(((3, 2),), {"panel": 4})),
+    samples=(
+        Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}),
+        Sample(((3, 2),), {"panel": 4}),
+    ),
     doc="[..., k, n] as panels of columns [..., ceil(n / panel), k, panel], zeros in the last one's missing columns: the form "
     "in which a contraction streams its right operand.",
 )  # fmt: skip

@@ -57,6 +57,8 @@ def _neg(k: Any, x: Any) -> Any:
 
 
 def _sign(k: Any, x: Any) -> Any:
+    if x.dtype.kind == "u":
+        return k.min(x, 1)
     return k.select(k.lt(k.const(0, x.dtype), x), k.const(1, x.dtype), k.select(k.lt(x, 0), k.const(-1, x.dtype), x))
 
 
@@ -79,8 +81,8 @@ ceil = unary("ceil", np.ceil, lambda k, x: k.ceil(x), doc="Smallest whole number
 round = unary("round", np.rint, lambda k, x: k.round(x), doc="Nearest whole number, halves to the even one.")
 trunc = unary("trunc", np.trunc, lambda k, x: k.trunc(x), doc="x without its fraction.")
 sign = unary(
-    "sign", lambda x: np.where(x > 0, x.dtype.type(1), np.where(x < 0, -np.ones_like(x), x)) if x.dtype.kind != "u" else np.sign(x),
-    lambda k, x: _sign(k, x) if x.dtype.kind != "u" else k.min(x, 1), dtypes="fiu", doc="-1, 0 or 1; zeros and NaN as they are.",
+    "sign", lambda x: np.where(x > 0, 1, np.where(x < 0, -1, x) if x.dtype.kind != "u" else x), _sign, dtypes="fiu",
+    doc="-1, 0 or 1; zeros and NaN as they are.",
 )  # fmt: skip
 is_nan = unary("is_nan", np.isnan, lambda k, x: k.ne(x, x), infer=comparison, doc="True where x is NaN.")
 logical_not = unary("logical_not", np.logical_not, lambda k, x: k.not_(x), dtypes="b", doc="True where x is False.")
@@ -144,7 +146,9 @@ def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
     return k.select(inside, shifted, k.const(0, x.dtype))
 
 
-NON_ZERO = (Sample(((3, 17), (3, 17)), low=1, high=9), Sample(((2, 3, 5), (5,)), low=-6, high=7), Sample(((), (33,)), low=1, high=5))
+NON_ZERO = (
+    Sample(((3, 17), (3, 17)), low=1, high=9), Sample(((2, 3, 5), (5,)), low=-6, high=7), Sample(((), (33,)), low=1, high=5),
+)  # fmt: skip
 add = binary("add", np.add, lambda k, x, y: k.add(x, y), doc="x + y; integers wrap.")
 sub = binary("sub", np.subtract, lambda k, x, y: k.sub(x, y), doc="x - y; integers wrap.")
 mul = binary("mul", np.multiply, lambda k, x, y: k.mul(x, y), doc="x * y; integers wrap.")
@@ -174,9 +178,15 @@ not_equal = binary(
 logical_and = binary("logical_and", np.logical_and, lambda k, x, y: k.and_(x, y), dtypes="b", doc="True where both are True.")
 logical_or = binary("logical_or", np.logical_or, lambda k, x, y: k.or_(x, y), dtypes="b", doc="True where either is True.")
 logical_xor = binary("logical_xor", np.logical_xor, lambda k, x, y: k.xor(x, y), dtypes="b", doc="True where just one is True.")
-bitwise_and = binary("bitwise_and", np.bitwise_and, lambda k, x, y: k.and_(x, y), dtypes="iu", samples=BITS, doc="Bits of both.")
-bitwise_or = binary("bitwise_or", np.bitwise_or, lambda k, x, y: k.or_(x, y), dtypes="iu", samples=BITS, doc="Bits of either.")
-bitwise_xor = binary("bitwise_xor", np.bitwise_xor, lambda k, x, y: k.xor(x, y), dtypes="iu", samples=BITS, doc="Bits of just one.")
+bitwise_and = binary(
+    "bitwise_and", np.bitwise_and, lambda k, x, y: k.and_(x, y), dtypes="iu", samples=BITS, doc="Bits of both."
+)
+bitwise_or = binary(
+    "bitwise_or", np.bitwise_or, lambda k, x, y: k.or_(x, y), dtypes="iu", samples=BITS, doc="Bits of either."
+)
+bitwise_xor = binary(
+    "bitwise_xor", np.bitwise_xor, lambda k, x, y: k.xor(x, y), dtypes="iu", samples=BITS, doc="Bits of just one."
+)
 shift_left = binary(
     "shift_left", np.left_shift, lambda k, x, y: _shift(k, "shl", x, y), dtypes="iu", samples=BITS,
     doc="x << y; a count below 0 or not below the width of x gives 0.",

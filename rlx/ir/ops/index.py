@@ -85,7 +85,9 @@ embedding = op(
     "embedding", kind=Kind.COMPOSITE, infer=_embedding_shape, arity=(2, 2), roles="xi",
     reference=lambda attrs, table, ids: _gather_array(AxisAttrs(0), table, ids),
     decompose=lambda attrs, table, ids: gather(table, ids, axis=0),
-    samples=(Sample(((7, 33), (2, 3)), low=0, high=7, dtypes=("", "i64")), Sample(((5, 4), (6,)), low=0, high=5, dtypes=("", "i32"))),
+    samples=(
+        Sample(((7, 33), (2, 3)), low=0, high=7, dtypes=("", "i64")), Sample(((5, 4), (6,)), low=0, high=5, dtypes=("", "i32")),
+    ),
     doc="Rows of a table [entries, width], one per id.",
 )  # fmt: skip
 
@@ -112,8 +114,8 @@ def _scatter_kernel(ctx: Any, node: Any) -> Any:
     x, indices, updates = node.inputs
     dims, index_dims = ctx.dims(x), ctx.dims(indices)
     axis = axis_of(node.attrs.axis, x.rank)
-    outer = [Var("o") for d in dims[:axis]]
-    inner = [Var("n") for d in dims[axis + 1 :]]
+    outer = [Var("o") for _ in dims[:axis]]
+    inner = [Var("n") for _ in dims[axis + 1 :]]
     line = ctx.local(x.dtype.compute, dims[axis])
     at = lambda c: (*outer, c, *inner)  # noqa: E731
     i, j, picks = Var("i"), Var("j"), [Var("s") for _ in index_dims]
@@ -181,7 +183,8 @@ concat = op(
     "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiub",
     reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element,
     samples=(
-        Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)), Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
+        Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)),
+        Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
     ),
     doc="The operands one after the other along `axis`.",
 )  # fmt: skip
@@ -267,7 +270,8 @@ iota = op(
     "iota", kind=Kind.INDEX, infer=_iota_shape, attrs=IotaAttrs, arity=(0, 0), reference=_iota_array,
     element=lambda ctx, node, result, coords: k.cast(coords[axis_of(node.attrs.axis, len(coords))], node.attrs.dtype.compute),
     samples=(
-        Sample((), {"dims": (17,)}), Sample((), {"dims": (3, 33), "axis": -1, "dtype": f32}), Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}),
+        Sample((), {"dims": (17,)}), Sample((), {"dims": (3, 33), "axis": -1, "dtype": f32}),
+        Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}),
         Sample((), {"dims": (0, 2), "axis": 1}),
     ),
     doc="A tensor of `dims` whose elements are their own position along `axis`.",

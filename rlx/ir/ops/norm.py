@@ -86,7 +86,10 @@ layer_norm = op(
 rms_norm = op(
     "rms_norm", kind=Kind.COMPOSITE, infer=_norm_shape, attrs=RmsNormAttrs, arity=(1, 2),
     reference=_rms_norm_array, decompose=widened(_rms_norm),
-    samples=(Sample(((3, 17), (17,))), Sample(((2, 3, 33),), {"eps": 1e-5}), Sample(((2, 3, 5), (3, 5)), {"axis": -2}), Sample(((4, 1), (1,)))),
+    samples=(
+        Sample(((3, 17), (17,))), Sample(((2, 3, 33),), {"eps": 1e-5}), Sample(((2, 3, 5), (3, 5)), {"axis": -2}),
+        Sample(((4, 1), (1,))),
+    ),
     doc="x / sqrt(mean(x²) + eps) * scale over the dims from `axis` to the last.",
 )  # fmt: skip
 
@@ -120,7 +123,8 @@ group_norm = op(
     "group_norm", kind=Kind.COMPOSITE, infer=_group_norm_shape, attrs=GroupNormAttrs, arity=(1, 3),
     reference=_group_norm_array, decompose=widened(_group_norm),
     samples=(
-        Sample(((2, 6, 5), (6,), (6,)), {"groups": 3}), Sample(((2, 4, 3, 3), (4,)), {"groups": 2}), Sample(((3, 4),), {"groups": 1}),
+        Sample(((2, 6, 5), (6,), (6,)), {"groups": 3}), Sample(((2, 4, 3, 3), (4,)), {"groups": 2}),
+        Sample(((3, 4),), {"groups": 1}),
         Sample(((2, 3, 17), (3,), (3,)), {"groups": 3}),
     ),
     doc="x [batch, channels, …] normalised over each group of channels and all later dims; scale and bias per channel.",

@@ -12,7 +12,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.dtype import bool_, i64
 from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, same, static_dim
+from rlx.ir.ops.rules import axis_of, static_dim
 from rlx.ir.shape import Shape
 
 
@@ -67,7 +67,10 @@ def _arg_kernel(better: Any) -> Any:
     return kernel
 
 
-PICKS = (Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}), Sample(((4, 1),)), Sample(((0, 3),)))
+PICKS = (
+    Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}),
+    Sample(((4, 1),)), Sample(((0, 3),)),
+)  # fmt: skip
 argmax = op(
     "argmax", kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", samples=PICKS,
     reference=lambda a, x: np.argmax(x, axis=a.axis, keepdims=a.keepdims), kernel=_arg_kernel(lambda x, best: k.lt(best, x)),
@@ -119,9 +122,11 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
 
 
 cumsum = op(
-    "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu", reference=_cumsum_array, kernel=_cumsum_kernel,
+    "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
+    reference=_cumsum_array, kernel=_cumsum_kernel,
     samples=(
-        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((5, 3),), {"axis": 0, "exclusive": True}),
+        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}),
+        Sample(((5, 3),), {"axis": 0, "exclusive": True}),
         Sample(((7,),), {"exclusive": True, "reverse": True}), Sample(((2, 0),)),
     ),
     doc="Sum of the elements up to and with each one along `axis`; integers wrap.",
@@ -185,7 +190,8 @@ def _top_k_kernel(ctx: Any, node: Any) -> Any:
 top_k = op(
     "top_k", kind=Kind.KERNEL, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", reference=_top_k_arrays, kernel=_top_k_kernel,
     samples=(
-        Sample(((3, 17),), {"k": 5}), Sample(((2, 2, 33),), {"k": 33, "largest": False}), Sample(((4,),), {"k": 1}), Sample(((3, 4),), {"k": 0}),
+        Sample(((3, 17),), {"k": 5}), Sample(((2, 2, 33),), {"k": 33, "largest": False}), Sample(((4,),), {"k": 1}),
+        Sample(((3, 4),), {"k": 0}),
     ),
     doc="The k greatest (or least) elements along the last dim, in order, and their positions (i64); equals by position.",
 )  # fmt: skip
@@ -235,7 +241,8 @@ def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
 
 
 SORTS: Sequence[Sample] = (
-    Sample(((3, 17),)), Sample(((2, 33),), {"descending": True}, low=-3, high=3), Sample(((5,),), low=0, high=3), Sample(((2, 1),)), Sample(((2, 0),)),
+    Sample(((3, 17),)), Sample(((2, 33),), {"descending": True}, low=-3, high=3), Sample(((5,),), low=0, high=3),
+    Sample(((2, 1),)), Sample(((2, 0),)),
 )  # fmt: skip
 sort = op(
     "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS,
@@ -243,7 +250,7 @@ sort = op(
     doc="The elements along the last dim in order, and where each stood (i64); equals keep their order.",
 )  # fmt: skip
 argsort = op(
-    "argsort", kind=Kind.COMPOSITE, infer=lambda a, x: _sort_shapes(a, same(a, x))[1], attrs=SortAttrs, dtypes="fiu", samples=SORTS,
+    "argsort", kind=Kind.COMPOSITE, infer=lambda a, x: _sort_shapes(a, x)[1], attrs=SortAttrs, dtypes="fiu", samples=SORTS,
     reference=lambda a, x: _sorted_arrays(x, a.descending)[1], decompose=lambda a, x: sort(x, descending=a.descending)[1],
     doc="Positions (i64) that put the last dim in order; equals keep their order.",
 )  # fmt: skip

@@ -75,8 +75,12 @@ def _highest(x: np.ndarray) -> Any:
     return np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).max
 
 
-sum = reduction("sum", lambda a, x: np.sum(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "add", doc="Sum; 0 over nothing. Integers wrap.")
-prod = reduction("prod", lambda a, x: np.prod(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "mul", doc="Product; 1 over nothing.")
+sum = reduction(
+    "sum", lambda a, x: np.sum(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "add", doc="Sum; 0 over nothing. Integers wrap."
+)
+prod = reduction(
+    "prod", lambda a, x: np.prod(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "mul", doc="Product; 1 over nothing."
+)
 max = reduction(
     "max", lambda a, x: np.max(x, initial=_lowest(x), **_over(a, x)), "max",
     doc="Greatest element; NaN if there is one. Over nothing: -inf, or the least integer.",
@@ -85,8 +89,8 @@ min = reduction(
     "min", lambda a, x: np.min(x, initial=_highest(x), **_over(a, x)), "min",
     doc="Least element; NaN if there is one. Over nothing: inf, or the greatest integer.",
 )  # fmt: skip
-any = reduction("any", lambda a, x: np.any(x, **_over(a, x)), "or", dtypes="b", doc="True where one element is; False over nothing.")
-all = reduction("all", lambda a, x: np.all(x, **_over(a, x)), "and", dtypes="b", doc="True where every element is; True over nothing.")
+any = reduction("any", lambda a, x: np.any(x, **_over(a, x)), "or", dtypes="b", doc="True where one is; False over nothing.")
+all = reduction("all", lambda a, x: np.all(x, **_over(a, x)), "and", dtypes="b", doc="True where all are; True over nothing.")
 
 
 def _count(attrs: ReduceAttrs, x: Any) -> int:
@@ -110,7 +114,9 @@ mean = op(
 variance = op(
     "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=widened(_variance),
     reference=lambda a, x: _variance_array(a, _wide(x)),
-    samples=(*SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101)),
+    samples=(
+        *SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101),
+    ),
     doc="Mean of the squared distances from the mean, in two passes; `correction` is taken off the count.",
 )  # fmt: skip
 
@@ -161,5 +167,6 @@ softmax = op(
 )  # fmt: skip
 log_softmax = op(
     "log_softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_log_softmax),
-    reference=lambda a, x: _log_softmax_array(a, _wide(x)), samples=ROWS, doc="log(softmax(x)) along `axis`, without the loss of digits.",
+    reference=lambda a, x: _log_softmax_array(a, _wide(x)), samples=ROWS,
+    doc="log(softmax(x)) along `axis`, without the loss of digits.",
 )  # fmt: skip

@@ -259,7 +259,7 @@ def _slice_strided(attrs: SliceAttrs, dims: Sequence[int], out: Sequence[int], l
 
 def _slice_array(attrs: SliceAttrs, x: np.ndarray) -> np.ndarray:
     for axis, (start, length, step) in enumerate(_ranges(attrs, x.shape)):
-        x = np.take(x, start + step * np.arange(length), axis=axis)
+        x = np.take(x, [start + step * i for i in range(static_dim(length, "a slice"))], axis=axis)
     return x
 
 
@@ -269,8 +269,10 @@ slice = op(
     infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
     element=_slice_element, strided=_slice_strided,
     samples=(
-        Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}), Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
-        Sample(((6, 3),), {"starts": (5, 0), "stops": (-7, 3), "steps": (-1, 1)}), Sample(((4,),), {"starts": (2,), "stops": (2,)}),
+        Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}),
+        Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
+        Sample(((6, 3),), {"starts": (5, 0), "stops": (-7, 3), "steps": (-1, 1)}),
+        Sample(((4,),), {"starts": (2,), "stops": (2,)}),
         Sample(((3, 33),), {"starts": (-1, 1), "stops": (END, 99)}),
     ),
     doc="Part of every dim: start, stop and step as in Python's slices, negative ones counted from the end.",
@@ -312,8 +314,7 @@ def _split_shapes(attrs: SplitAttrs, x: Shape) -> tuple[Shape, ...]:
 def _split(attrs: SplitAttrs, x: Any) -> Any:
     axis, sizes = _part_sizes(attrs, x.shape.static)
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]  # type: ignore[arg-type]
-    parts = tuple(slice_axis(x, axis, low, high) for low, high in zip(bounds, bounds[1:]))
-    return parts if len(parts) > 1 else parts[0]
+    return tuple(slice_axis(x, axis, low, high) for low, high in zip(bounds, bounds[1:]))
 
 
 def slice_axis(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
@@ -325,13 +326,14 @@ def slice_axis(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
 
 def _split_arrays(attrs: SplitAttrs, x: np.ndarray) -> tuple[np.ndarray, ...]:
     axis, sizes = _part_sizes(attrs, x.shape)
-    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
+    return tuple(np.split(x, np.cumsum(np.array(sizes))[:-1], axis=axis))
 
 
 split = op(
     "split", kind=Kind.COMPOSITE, infer=_split_shapes, attrs=SplitAttrs, dtypes=ANY, reference=_split_arrays, decompose=_split,
     samples=(
-        Sample(((6, 5),), {"parts": 3}), Sample(((2, 17),), {"parts": (5, 1, 11), "axis": -1}), Sample(((4, 2),), {"parts": (0, 4)}),
+        Sample(((6, 5),), {"parts": 3}), Sample(((2, 17),), {"parts": (5, 1, 11), "axis": -1}),
+        Sample(((4, 2),), {"parts": (0, 4)}),
         Sample(((3,),), {"parts": 1}),
     ),
     doc="Consecutive parts along `axis`: a number of equal ones, or the size of each.",
