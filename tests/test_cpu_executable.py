@@ -72,12 +72,11 @@ def program(buffers, steps=(), commit=(), prepare=(), threads=1, name="p") -> Pr
         if region in (Region.ARENA, Region.INPUT, Region.OUTPUT):
             offsets[id], at = at, at + -(-decl.nbytes // 64) * 64
     ids = {d.name: d.id for d in decls}
-    phase = lambda calls: tuple(Step(kernel, tuple(ids[a] for a in args)) for kernel, *args in calls)
-    of = lambda region: tuple(d.id for d in decls if d.region is region)
+    phases = [tuple(Step(kernel, tuple(ids[a] for a in args)) for kernel, *args in calls) for calls in (prepare, steps, commit)]
+    of = {region: tuple(d.id for d in decls if d.region is region) for region in Region}
     return Program(
-        name, CPU.target(threads=threads), tuple(decls), phase(prepare), phase(steps), phase(commit), of(Region.INPUT),
-        of(Region.PARAM), of(Region.HANDLE), tuple(OutputDecl(decls[i].name, i, decls[i].shape) for i in of(Region.OUTPUT)),
-        ArenaPlan(offsets, at, 64, at, at),
+        name, CPU.target(threads=threads), tuple(decls), *phases, of[Region.INPUT], of[Region.PARAM], of[Region.HANDLE],
+        tuple(OutputDecl(decls[i].name, i, decls[i].shape) for i in of[Region.OUTPUT]), ArenaPlan(offsets, at, 64, at, at),
     )  # fmt: skip
 
 
@@ -105,7 +104,8 @@ COUNTER = [
 
 
 def counter() -> Program:
-    return program(COUNTER, [(add(), "total", "x", "next"), (take(), "x", "at", "o")], [(copy(), "next", "total")], name="counter")
+    steps = [(add(), "total", "x", "next"), (take(), "x", "at", "o")]
+    return program(COUNTER, steps, [(copy(), "next", "total")], name="counter")
 
 
 # -- running -------------------------------------------------------------------------------------------------------

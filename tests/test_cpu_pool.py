@@ -298,12 +298,12 @@ def test_a_pool_that_was_closed_still_runs():
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
-def script(body: str, expect: int = 0, interpreter: tuple[str, ...] = ("-X", "dev", "-W", "error")) -> subprocess.CompletedProcess:
+def script(body: str, expect: int = 0) -> subprocess.CompletedProcess:
     """Run `body` in a fresh interpreter, with this file's helpers at hand."""
     setup = "import os, sys, threading, time, warnings\nimport numpy as np\nfrom test_cpu_pool import *\n"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, *interpreter, "-c", setup + body],
+        [sys.executable, "-X", "dev", "-W", "error", "-c", setup + body],
         env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
