@@ -22,10 +22,10 @@ import hashlib
 import json
 import math
 import re
-import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -119,7 +119,7 @@ def _constant_text(data: np.ndarray, digest: bool) -> str:
         flat, dtype = flat.view(np.float32), f32
     if flat.size <= INLINE:
         return ", ".join(_number_text(x, dtype) for x in flat)
-    raw = _little_endian(flat).tobytes()
+    raw = flat.tobytes()  # every host that rlx runs on is little-endian
     return f'sha256 "{hashlib.sha256(raw).hexdigest()}"' if digest else f'base64 "{base64.b64encode(raw).decode()}"'
 
 
@@ -143,153 +143,19 @@ def _bits(dtype: DType) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _little_endian(array: np.ndarray) -> np.ndarray:
-    return array if sys.byteorder == "little" else array.view(_bits(as_dtype(array.dtype))).byteswap()
-
-
 # -- parsing
 
 _TOKEN = re.compile(
-    r"""(?P<string>"[^"\\]*(?:\\.[^"\\]*)*")
+    r"""\s*(?:(?P<string>"[^"\\]*(?:\\.[^"\\]*)*")
       | (?P<ref>%(?:[0-9]+(?:\.[0-9]+)?|[A-Za-z_][\w.]*|"[^"\\]*(?:\\.[^"\\]*)*"))
       | (?P<number>-?(?:0x[0-9a-fA-F]+|[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)(?![\w.])|-inf(?![\w.]))
       | (?P<word>[A-Za-z_][\w.]*)
-      | (?P<mark>[()\[\],:=*])""",
+      | (?P<mark>[()\[\],:=*])
+      | (?P<end>(?:\#.*)?$))""",
     re.VERBOSE,
 )
-_BLANK = re.compile(r"\s*(?:\#.*)?")  # before a token, and a comment up to the end
-
-
-class _Line:
-    """The tokens of one line, read from left to right; `fail` is how every complaint is made."""
-
-    def __init__(self, number: int, text: str) -> None:
-        self.number, self.at = number, 0
-        self.tokens: list[tuple[str, str]] = []
-        place = _skip(text, 0)
-        while place < len(text):
-            found = _TOKEN.match(text, place)
-            if found is None:
-                raise ParseError(f"line {number}: {text[place : place + 20]!r} at column {place + 1} is no name, number or mark")
-            self.tokens.append((str(found.lastgroup), found.group()))
-            place = _skip(text, found.end())
-
-    def fail(self, expected: str) -> NoReturn:
-        found = repr(self.tokens[self.at][1][:60]) if self.at < len(self.tokens) else "the end of the line"
-        raise ParseError(f"line {self.number}: expected {expected}, found {found}")
-
-    def peek(self, kind: str, text: str | None = None) -> bool:
-        if self.at >= len(self.tokens) or self.tokens[self.at][0] != kind:
-            return False
-        return text is None or self.tokens[self.at][1] == text
-
-    def take(self, kind: str, expected: str) -> str:
-        if not self.peek(kind):
-            self.fail(expected)
-        self.at += 1
-        return self.tokens[self.at - 1][1]
-
-    def accept(self, mark: str) -> bool:
-        if self.peek("mark", mark):
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, mark: str) -> None:
-        if not self.accept(mark):
-            self.fail(repr(mark))
-
-    def end(self) -> None:
-        if self.at < len(self.tokens):
-            self.fail("the end of the line")
-
-    def string(self, expected: str = "a string") -> str:
-        return self.decoded(self.take("string", expected))
-
-    def decoded(self, text: str) -> str:
-        try:
-            return json.loads(text)
-        except ValueError as e:
-            raise ParseError(f"line {self.number}: {text[:60]} is no JSON string: {e}") from None
-
-    def name(self, expected: str) -> str:
-        return self.string() if self.peek("string") else self.take("word", expected)
-
-    def integer(self, expected: str) -> int:
-        text = self.take("number", expected)
-        if not re.fullmatch(r"-?[0-9]{1,40}", text):
-            self.at -= 1
-            self.fail(expected)
-        return int(text)
-
-    def dim(self) -> DimLike:
-        factor, names = 1, []
-        while True:
-            if self.peek("word"):
-                names.append(self.take("word", "a dim"))
-            else:
-                factor *= self.integer("a dim: an integer, a name, or a product of them")
-            if not self.accept("*"):
-                return Dim(names, factor) if names else factor
-
-    def shape(self) -> Shape:
-        dtype = self.take("word", "a dtype")
-        if dtype not in DTYPES:
-            self.at -= 1
-            self.fail(f"a dtype ({known(DTYPES)})")
-        self.expect("[")
-        dims: list[DimLike] = []
-        while not self.accept("]"):
-            if dims:
-                self.expect(",")
-            dims.append(self.dim())
-        return Shape(dims, dtype)
-
-    def attribute(self, depth: int = 0) -> Any:
-        """An attribute's value: number, string, true, false, none, dtype, shape, dim[…], or a tuple of them."""
-        if self.peek("string"):
-            return self.string()
-        if self.peek("number"):
-            text = self.tokens[self.at][1]
-            if re.fullmatch(r"-?[0-9]+", text):
-                return self.integer("an integer of at most 40 digits")
-            self.at += 1
-            return float(text)
-        if self.accept("("):
-            if depth == _NESTING:
-                self.fail(f"at most {_NESTING} tuples within each other")
-            items = []
-            while not self.accept(")"):
-                items.append(self.attribute(depth + 1))
-                if not self.accept(",") and not self.peek("mark", ")"):
-                    self.fail("',' or ')'")
-            return tuple(items)
-        return self.word_attribute()
-
-    def word_attribute(self) -> Any:
-        word = self.take("word", "an attribute's value")
-        if word in _WORDS:
-            return _WORDS[word]
-        if word == "dim":
-            self.expect("[")
-            dim = self.dim()
-            self.expect("]")
-            return dim
-        self.at -= 1
-        if word not in DTYPES:
-            self.fail("an attribute's value")
-        if self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][1] == "[":
-            return self.shape()
-        self.at += 1
-        return DTYPES[word]
-
-
-def _skip(text: str, place: int) -> int:
-    blank = _BLANK.match(text, place)
-    return blank.end() if blank else place
-
-
-_WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "nan": math.nan}
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf, "nan": math.nan, **DTYPES}
+T = TypeVar("T")
 
 
 def parse_graph(text: str) -> Graph:
@@ -300,213 +166,279 @@ def parse_graph(text: str) -> Graph:
 
 
 class _Parser:
-    """State between lines: the graph so far, and what each reference means."""
+    """The graph so far, what each reference means, and the tokens of the line being read."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
-        self.nodes: dict[str, Node] = {}  # "%3" -> node
-        self.leaves: dict[str, Value] = {}  # name -> leaf
+        self.leaves: dict[str, Value] = {}
+        self.nodes: dict[int, Node] = {}
         self.finished = False
+        self.number, self.at = 1, 0
+        self.tokens: list[tuple[str, str]] = []  # (kind, text); the last is of kind "end"
 
     def parse(self, text: str) -> Graph:
-        number = 0
-        for number, raw in enumerate(text.split("\n"), 1):
-            line = _Line(number, raw)
-            if not line.tokens:
-                continue
+        for self.number, line in enumerate(text.split("\n"), 1):
+            self.tokenise(line)
             try:
-                self.statement(line)
-                line.end()
+                if len(self.tokens) > 1:
+                    self.statement()
+                    self.next("end", "the end of the line")
             except ParseError:
                 raise
-            except Exception as e:  # untrusted attributes meet the ops' own rules: what those raise is the text's fault
-                raise ParseError(f"line {number}: {e or type(e).__name__}") from e
+            except Exception as e:  # noqa: BLE001  attributes meet the ops' rules: what those raise is the text's fault
+                self.error(str(e) or type(e).__name__, e)
         if self.graph is None or not self.finished:
-            raise ParseError(f"line {number}: expected {'return' if self.graph else 'graph NAME'}, found the end of the text")
+            self.error(f"expected {'return' if self.graph else 'graph NAME'}, found the end of the text")
         return self.graph
 
-    def statement(self, line: _Line) -> None:
-        if self.finished:
-            line.fail("nothing after return")
-        if self.graph is None:
-            if not line.peek("word", "graph"):
-                line.fail("graph NAME")
-            line.at += 1
-            self.graph = Graph(line.name("the graph's name"))
-        elif line.peek("ref"):
-            self.node(line)
-        else:
-            word = line.take("word", "input, param, handle, %N, assign or return")
-            if word in ("input", "param", "handle"):
-                self.leaf(word, line, self.graph)
-            elif word == "assign":
-                self.assign(line, self.graph)
-            elif word == "return":
-                self.results(line, self.graph)
+    # -- tokens
+
+    def tokenise(self, line: str) -> None:
+        self.tokens, self.at, place, kind = [], 0, 0, ""
+        while kind != "end":
+            found = _TOKEN.match(line, place)
+            if found is None:
+                self.error(f"no name, number or mark begins at column {place + 1}: {line[place : place + 20].strip()!r}")
+            kind, place = str(found.lastgroup), found.end()
+            self.tokens.append((kind, found[kind]))
+
+    def error(self, message: str, cause: Exception | None = None) -> NoReturn:
+        raise ParseError(f"line {self.number}: {message}") from cause
+
+    def fail(self, expected: str) -> NoReturn:
+        kind, text = self.tokens[self.at]
+        self.error(f"expected {expected}, found {'the end of the line' if kind == 'end' else repr(text[:60])}")
+
+    def next(self, kind: str, expected: str) -> str:
+        """The next token's text, which must be of this kind."""
+        if self.tokens[self.at][0] != kind:
+            self.fail(expected)
+        self.at += kind != "end"
+        return self.tokens[self.at - 1][1]
+
+    def choose(self, table: Mapping[str, T], expected: str) -> T:
+        """What the next word means in `table`."""
+        kind, text = self.tokens[self.at]
+        if kind != "word" or text not in table:
+            self.fail(expected)
+        self.at += 1
+        return table[text]
+
+    def accept(self, text: str) -> bool:
+        here = self.tokens[self.at] in (("mark", text), ("word", text))
+        self.at += here
+        return here
+
+    def expect(self, mark: str) -> None:
+        if not self.accept(mark):
+            self.fail(repr(mark))
+
+    def items(self, close: str) -> Iterator[None]:
+        """Once for each comma-separated item before the mark `close`."""
+        while not self.accept(close):
+            yield
+            if not self.accept(","):
+                return self.expect(close)
+
+    def string(self, text: str) -> str:
+        try:
+            return json.loads(text)
+        except ValueError as e:
+            self.error(f"{text[:60]} is no JSON string: {e}")
+
+    def name(self, expected: str) -> str:
+        if self.tokens[self.at][0] == "string":
+            return self.string(self.next("string", ""))
+        return self.next("word", expected)
+
+    # -- what stands inside a statement
+
+    def dim(self) -> DimLike:
+        factor, names = 1, []
+        while True:
+            kind, text = self.tokens[self.at]
+            if kind == "word":
+                names.append(text)
+            elif re.fullmatch("-?[0-9]{1,18}", text):
+                factor *= int(text)
             else:
-                line.at -= 1
-                line.fail("input, param, handle, %N, assign or return")
+                self.fail("a dim: an integer, a name, or a product of them")
+            self.at += 1
+            if not self.accept("*"):
+                return Dim(names, factor) if names else factor
 
-    def leaf(self, kind: str, line: _Line, graph: Graph) -> None:
-        name = line.name(f"the {kind}'s name")
-        line.expect(":")
-        shape = line.shape()
-        if kind == "handle":
-            value = graph.handle(BufferHandle(name, shape.dims, shape.dtype))
-        else:
-            value = (graph.input if kind == "input" else graph.param)(name, shape.dims, shape.dtype)
-        self.leaves[name] = value
+    def dims(self) -> list[DimLike]:
+        self.expect("[")
+        return [self.dim() for _ in self.items("]")]
 
-    def value(self, line: _Line) -> Value:
-        text = line.take("ref", "a value (%name, %N or %N.I)")[1:]
+    def shape(self) -> Shape:
+        dtype = self.choose(DTYPES, f"a dtype ({known(DTYPES)})")
+        return Shape(self.dims(), dtype)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        self.expect(":")
+        found = [self.shape()]
+        while self.accept(","):
+            found.append(self.shape())
+        return tuple(found)
+
+    def attribute(self, depth: int = 0) -> Any:
+        """An attribute's value: number, string, true, false, none, dtype, shape, dim[…], or a tuple of them."""
+        kind, text = self.tokens[self.at]
+        if kind == "string":
+            return self.name("")
+        if kind == "number":
+            self.at += 1
+            return int(text) if re.fullmatch("-?[0-9]{1,40}", text) else float(text)
+        if self.accept("("):
+            if depth == _NESTING:
+                self.fail(f"at most {_NESTING} tuples within each other")
+            return tuple(self.attribute(depth + 1) for _ in self.items(")"))
+        if kind == "word" and self.tokens[self.at + 1][1] == "[":
+            if text != "dim":
+                return self.shape()
+            self.at += 1
+            (dim,) = self.dims()
+            return dim
+        return self.choose(_WORDS, "an attribute's value")
+
+    def value(self) -> Value:
+        text = self.next("ref", "a value (%name, %N or %N.I)")[1:]
         if not text[0].isdigit():
-            name = line.decoded(text) if text[0] == '"' else text
+            name = self.string(text) if text[0] == '"' else text
             if name not in self.leaves:
-                raise ParseError(f"line {line.number}: no leaf {name!r} is declared above; declared: {known(self.leaves)}")
+                self.error(f"no leaf {name!r} is declared above; declared: {known(self.leaves)}")
             return self.leaves[name]
         number, _, index = text.partition(".")
-        node = self.nodes.get(number)
-        if node is None:
-            raise ParseError(f"line {line.number}: %{number} is not defined above")
+        if (node := self.nodes.get(int(number))) is None:
+            self.error(f"%{number} is not defined above")
         count = len(node.shapes)
         if (count > 1) != bool(index) or int(index or 0) >= count:
-            raise ParseError(f"line {line.number}: %{text}: {node.op.name} has {count} result{'s' * (count > 1)}, write "
-                             + (f"%{number}.0 to %{number}.{count - 1}" if count > 1 else f"%{number}"))  # fmt: skip
+            right = f"%{number}.0 to %{number}.{count - 1}" if count > 1 else f"%{number}"
+            self.error(f"%{text}: the results of this {node.op.name} are written {right}")
         return node.results[int(index or 0)]
 
-    def node(self, line: _Line) -> None:
-        number = line.take("ref", "%N")[1:]
-        if not number.isdigit() or number in self.nodes:
-            line.at -= 1
-            line.fail("a node number not used yet")
-        line.expect("=")
-        name = line.take("word", "an op's name")
-        op = OPS.get(name)
-        if op is None or (op.kind is Kind.LEAF and op is not CONSTANT):
-            line.at -= 1
-            line.fail("an op" if op is None else f"an op; a leaf is declared as: {name} NAME : SHAPE")
-        line.expect("(")
+    # -- statements
+
+    def statement(self) -> None:
+        if self.finished:
+            self.fail("nothing after return")
+        if self.graph is None:
+            self.choose({"graph": None}, "graph NAME")
+            self.graph = Graph(self.name("the graph's name"))
+        elif self.tokens[self.at][0] == "ref":
+            self.node()
+        else:
+            graph = self.graph
+            rows: dict[str, Callable[[], None]] = {
+                "input": lambda: self.leaf(graph.input),
+                "param": lambda: self.leaf(graph.param),
+                "handle": lambda: self.leaf(lambda *given: graph.handle(BufferHandle(*given))),
+                "assign": lambda: self.assign(graph),
+                "return": lambda: self.results(graph),
+            }
+            self.choose(rows, "input, param, handle, %N, assign or return")()
+
+    def leaf(self, declare: Callable[..., Value]) -> None:
+        name = self.name("the leaf's name")
+        self.expect(":")
+        shape = self.shape()
+        self.leaves[name] = declare(name, shape.dims, shape.dtype)
+
+    def node(self) -> None:
+        number = self.tokens[self.at][1][1:]
+        if not number.isdigit() or int(number) in self.nodes:
+            self.fail("a node number not used yet")
+        self.at += 1
+        self.expect("=")
+        ops = {name: op for name, op in OPS.items() if op.kind is not Kind.LEAF or op is CONSTANT}
+        op = self.choose(ops, "an op (a leaf is declared as: input NAME : SHAPE)")
+        self.expect("(")
         inputs: list[Value] = []
         if op is CONSTANT:
-            pieces = self.constant_pieces(line)
-            shapes = self.shapes(line)
-            attrs: Attrs | None = ConstantAttrs(_constant_data(line, pieces, shapes[0]))
+            raw = self.constant_text()
+            shapes = self.shapes()
+            attrs: Attrs | None = ConstantAttrs(self.constant_data(raw, shapes[0]))
         else:
-            given = self.arguments(line, inputs)
-            shapes = self.shapes(line)
+            given = self.arguments(inputs)
+            shapes = self.shapes()
             attrs = op.make_attrs(given)
             if wrong := attribute_faults(op, attrs):
-                raise ParseError(f"line {line.number}: {'; '.join(wrong)}")
+                self.error("; ".join(wrong))
         inferred = op.result_shapes(attrs, tuple(v.shape for v in inputs))
         if inferred != shapes:
             want, found = (", ".join(map(str, s)) for s in (inferred, shapes))
-            raise ParseError(f"line {line.number}: the shape rule of {name} gives {want}, the text says {found}")
-        label = line.string() if line.peek("string") else None
-        self.nodes[number] = Node(op, tuple(inputs), attrs, shapes, label, f"<text>:{line.number}")
+            self.error(f"the shape rule of {op.name} gives {want}, the text says {found}")
+        label = self.name("") if self.tokens[self.at][0] == "string" else None
+        self.nodes[int(number)] = Node(op, tuple(inputs), attrs, shapes, label, f"<text>:{self.number}")
 
-    def shapes(self, line: _Line) -> tuple[Shape, ...]:
-        line.expect(":")
-        shapes = [line.shape()]
-        while line.accept(","):
-            shapes.append(line.shape())
-        return tuple(shapes)
-
-    def arguments(self, line: _Line, inputs: list[Value]) -> dict[str, Any]:
+    def arguments(self, inputs: list[Value]) -> dict[str, Any]:
         """Operands, appended to `inputs`, then attributes by name; up to the closing parenthesis."""
         given: dict[str, Any] = {}
-        while not line.accept(")"):
-            if inputs or given:
-                line.expect(",")
-            if line.peek("ref") and not given:
-                inputs.append(self.value(line))
+        for _ in self.items(")"):
+            if self.tokens[self.at][0] == "ref" and not given:
+                inputs.append(self.value())
                 continue
-            name = line.take("word", "a value or an attribute's name")
+            name = self.next("word", "a value or an attribute's name")
             if name in given:
-                line.at -= 1
-                line.fail("each attribute once")
-            line.expect("=")
-            given[name] = line.attribute()
+                self.error(f"attribute {name} stands twice")
+            self.expect("=")
+            given[name] = self.attribute()
         return given
 
-    def constant_pieces(self, line: _Line) -> list[str] | bytes:
-        if line.peek("word", "base64"):
-            line.at += 1
-            text = line.string("base64 in a string")
-            line.expect(")")
-            return base64.b64decode(text, validate=True)
-        pieces: list[str] = []
-        while not line.accept(")"):
-            if pieces:
-                line.expect(",")
-            pieces.append(line.take("word" if line.peek("word") else "number", "a number"))
-        return pieces
+    def constant_text(self) -> list[str] | bytes:
+        """A constant's numbers, or its bytes; up to the closing parenthesis."""
+        if self.accept("base64"):
+            raw = base64.b64decode(self.string(self.next("string", "base64 in a string")), validate=True)
+            self.expect(")")
+            return raw
+        kinds = ("number", "word")
+        return [self.next(kinds[self.tokens[self.at][0] == "word"], "a number") for _ in self.items(")")]
 
-    def assign(self, line: _Line, graph: Graph) -> None:
-        name = line.name("a handle's name")
+    def constant_data(self, given: list[str] | bytes, shape: Shape) -> np.ndarray:
+        """The array that `_constant_text` printed; refused unless sizes agree and every number fits the dtype."""
+        dtype = f32 if shape.dtype.kind == "c" else shape.dtype
+        raw = given if isinstance(given, bytes) else b"".join(self.number_bytes(text, dtype) for text in given)
+        if len(raw) != shape.size_bytes:
+            self.error(f"{shape} takes {shape.size_bytes} bytes, the text has {len(raw)}")
+        if dtype.kind == "b" and raw and max(raw) > 1:
+            self.error(f"a bool's byte is 0 or 1, found {max(raw)}")
+        data = (np.frombuffer(raw, shape.dtype.numpy) if raw else np.empty(0, shape.dtype.numpy)).reshape(shape.static)
+        data.flags.writeable = False
+        return data
+
+    def number_bytes(self, text: str, dtype: DType) -> bytes:
+        host = dtype.numpy.type
+        try:
+            if dtype.kind == "b":
+                return host({"true": True, "false": False}[text]).tobytes()
+            if dtype.kind != "f":
+                return host(int(text)).tobytes()
+            if text.startswith("0x"):
+                return int(text, 16).to_bytes(dtype.itemsize, "little")
+            with np.errstate(over="ignore"):
+                number = host(float(text))
+            if math.isinf(float(number)) and "inf" not in text:
+                raise OverflowError
+            return number.tobytes()
+        except (KeyError, ValueError, OverflowError):
+            self.error(f"{text[:60]} is no {dtype.name}")
+
+    def assign(self, graph: Graph) -> None:
+        name = self.name("a handle's name")
         if name not in self.leaves:
-            raise ParseError(f"line {line.number}: no handle {name!r} is declared above; declared: {known(self.leaves)}")
-        line.expect("=")
-        graph.assign(self.leaves[name], self.value(line))
+            self.error(f"no handle {name!r} is declared above; declared: {known(self.leaves)}")
+        self.expect("=")
+        graph.assign(self.leaves[name], self.value())
 
-    def results(self, line: _Line, graph: Graph) -> None:
+    def results(self, graph: Graph) -> None:
         names: list[str] = []
         values: list[Value] = []
-        while line.at < len(line.tokens):
+        while self.tokens[self.at][0] != "end":
             if names:
-                line.expect(",")
-            names.append(line.name("an output's name"))
-            line.expect("=")
-            values.append(self.value(line))
+                self.expect(",")
+            names.append(self.name("an output's name"))
+            self.expect("=")
+            values.append(self.value())
         graph.set_outputs(values, names)
         self.finished = True
-
-
-def _constant_data(line: _Line, pieces: list[str] | bytes, shape: Shape) -> np.ndarray:
-    """The array that `_constant_text` printed; refused unless sizes agree and every number fits the dtype."""
-    dtype, parts = shape.dtype, 2 if shape.dtype.kind == "c" else 1
-    want = shape.num_elements * parts
-    if isinstance(pieces, bytes):
-        if len(pieces) != shape.size_bytes:
-            raise ParseError(f"line {line.number}: {shape} takes {shape.size_bytes} bytes, the text has {len(pieces)}")
-        data = _little_endian(np.frombuffer(pieces, dtype.numpy) if pieces else np.empty(0, dtype.numpy)).view(dtype.numpy)
-        if dtype.kind == "b" and len(pieces) and max(pieces) > 1:
-            raise ParseError(f"line {line.number}: a bool's byte is 0 or 1, found {max(pieces)}")
-    else:
-        if len(pieces) != want:
-            raise ParseError(f"line {line.number}: {shape} takes {want} numbers, the text has {len(pieces)}")
-        data = np.empty(want, (f32 if parts == 2 else dtype).numpy)
-        for i, text in enumerate(pieces):
-            _set_number(line, data, i, text)
-        data = data.view(dtype.numpy)
-    data = data.reshape(shape.static)
-    data.flags.writeable = False
-    return data
-
-
-def _set_number(line: _Line, data: np.ndarray, i: int, text: str) -> None:
-    dtype = as_dtype(data.dtype)
-
-    def refuse() -> NoReturn:
-        raise ParseError(f"line {line.number}: {text[:60]} is no {dtype.name}")
-
-    if dtype.kind == "b":
-        if text not in ("true", "false"):
-            refuse()
-        data[i] = text == "true"
-    elif dtype.kind == "f" and text.startswith("0x"):
-        if len(text) - 2 > dtype.bits // 4:
-            refuse()
-        data.view(_bits(dtype))[i] = int(text, 16)
-    elif dtype.kind == "f":
-        if text[0].isalpha() and text != "inf":
-            refuse()
-        value = float(text)
-        with np.errstate(over="ignore"):
-            data[i] = value
-        if math.isfinite(value) and not np.isfinite(data[i].astype(np.float64)):
-            refuse()
-    else:
-        info = np.iinfo(dtype.numpy)
-        if not re.fullmatch(r"-?[0-9]{1,20}", text) or not info.min <= int(text) <= info.max:
-            refuse()
-        data[i] = int(text)

@@ -1,0 +1,222 @@
+"""The architecture as a test: who may import whom, which package lives in which folder, and a few habits."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "rlx"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+BASE = {"errors", "knobs"}
+MAY_IMPORT = {
+    "errors": set(),
+    "knobs": {"errors"},
+    "ir": BASE,
+    "autodiff": BASE | {"ir"},
+    "compile": BASE | {"ir"},
+    "driver": BASE | {"ir"},
+    "backends": BASE | {"ir", "driver"},
+    "runtime": BASE | {"ir", "compile", "driver", "backends"},
+    "frontends": BASE | {"ir", "autodiff", "runtime"},
+    "models": {"frontends"},  # rlx.models, a public name for a part of frontends
+    "cli": BASE | {"ir", "autodiff", "compile", "driver", "backends", "runtime", "frontends", "models", "__version__"},
+    "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "models"},
+    "__main__": {"cli"},
+}
+ARRAYS = {"numpy", "ml_dtypes"}
+THIRD_PARTY = {  # the longest prefix of the file's path decides
+    "errors": set(),
+    "knobs": set(),
+    "ir": ARRAYS,
+    "autodiff": ARRAYS,
+    "compile": ARRAYS,
+    "driver": ARRAYS,
+    "backends": ARRAYS,
+    "backends/cpu": ARRAYS | {"llvmlite"},
+    "runtime": ARRAYS,
+    "frontends": ARRAYS | {"safetensors", "tokenizers"},
+    "models": set(),
+    "cli": ARRAYS | {"typer", "rich"},
+    "__init__": set(),
+    "__main__": set(),
+}
+HEAVY = {"ml_dtypes", "llvmlite", "typer", "rich", "tokenizers", "safetensors", "torch", "onnx"}  # never loaded by `import rlx`
+
+
+def imports(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.stmt, str, bool]]:
+    """(statement, absolute module name, whether it stands under TYPE_CHECKING) of every import. `from rlx import x` is rlx.x."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for inner in node.body:
+                yield from imports(ast.Module([inner], []), True)
+            for inner in node.orelse:
+                yield from imports(ast.Module([inner], []), typing_only)
+        elif isinstance(node, ast.Import):
+            yield from ((node, a.name, typing_only) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            if module in ("rlx", "rlx.backends", "rlx.frontends"):
+                yield from ((node, f"{module}.{a.name}", typing_only) for a in node.names)
+            else:
+                yield node, module, typing_only
+        else:
+            yield from imports(node, typing_only)
+
+
+def parts_of(path: str) -> list[str]:
+    """Path inside the package, without the suffix: rlx/ir/text.py -> ["ir", "text"]."""
+    return path.removesuffix(".py").split("/")
+
+
+def import_faults(path: str, source: str) -> list[str]:
+    """What the file `path` (inside rlx) imports against the law."""
+    here = parts_of(path)
+    package = here[0]
+    found = []
+    for node, name, typing_only in imports(ast.parse(source)):
+        fault = None
+        root, *rest = name.split(".")
+        if name.startswith("."):
+            fault = "relative import: write it out"
+        elif root == "rlx":
+            fault = rlx_import_fault(here, rest, typing_only)
+        elif root not in sys.stdlib_module_names:
+            allowed = max((p for p in THIRD_PARTY if "/".join(here).startswith(p)), key=len)
+            if root not in THIRD_PARTY[allowed]:
+                fault = f"rlx.{package} may not import {root}"
+            elif root in HEAVY and package in ("ir", "driver", "compile") and node.col_offset == 0:
+                fault = f"{root} is imported on first use, inside a function"
+        if fault:
+            found.append(f"rlx/{path}:{node.lineno}: {fault}")
+    return found
+
+
+def rlx_import_fault(here: list[str], there: list[str], typing_only: bool) -> str | None:
+    package, name = here[0], ".".join(["rlx", *there])
+    if not there:
+        return "import the module that has the name, not all of rlx"
+    if there[0] != package:
+        if there[0] not in MAY_IMPORT[package]:
+            how = " (nor for its types)" if typing_only else ""
+            return f"rlx.{package} may not import {name}{how}"
+        if there[0] == "backends" and len(there) > 1 and (PACKAGE / "backends" / there[1]).is_dir():
+            return f"rlx.{package} reaches a backend through rlx.backends.get(name), not by importing {name}"
+    elif package == "backends" and len(here) > 2 and len(there) > 1 and there[1] != here[1]:
+        if (PACKAGE / "backends" / there[1]).is_dir():
+            return f"backend {here[1]} may not import backend {there[1]}"
+    return None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(file):
+    faults = import_faults(file.relative_to(PACKAGE).as_posix(), file.read_text())
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "path,source,expected",
+    [
+        ("backends/cpu/render.py", "from rlx.compile.fuse import fuse", "rlx.backends may not import rlx.compile.fuse"),
+        ("compile/fuse.py", "import rlx.backends", "rlx.compile may not import rlx.backends"),
+        ("ir/graph.py", "from rlx import driver", "rlx.ir may not import rlx.driver"),
+        ("ir/graph.py", "if TYPE_CHECKING:\n    from rlx.compile.fuse import X", "nor for its types"),
+        ("ir/graph.py", "def f():\n    from rlx.runtime import X", "rlx.ir may not import rlx.runtime"),
+        ("ir/graph.py", "from ..compile import X", "relative import"),
+        ("ir/graph.py", "import scipy", "rlx.ir may not import scipy"),
+        ("ir/graph.py", "import ml_dtypes", "on first use"),
+        ("backends/ref/backend.py", "import llvmlite.binding", "rlx.backends may not import llvmlite"),
+        ("backends/cpu/x.py", "from rlx.backends.ref.backend import X", "backend cpu may not import backend ref"),
+        ("backends/cpu/x.py", "from rlx.backends import ref", "backend cpu may not import backend ref"),
+        ("runtime/session.py", "from rlx.backends.cpu import target", "through rlx.backends.get"),
+        ("runtime/session.py", "from rlx.backends import cpu", "through rlx.backends.get"),
+        ("runtime/session.py", "import rich", "rlx.runtime may not import rich"),
+        ("driver/buffer.py", "import rlx", "not all of rlx"),
+        ("frontends/onnx/load.py", "from rlx.compile import lower", "rlx.frontends may not import rlx.compile"),
+    ],
+)
+def test_the_law_bites(path, source, expected):
+    (fault,) = import_faults(path, source)
+    assert expected in fault and fault.startswith(f"rlx/{path}:")
+
+
+@pytest.mark.parametrize(
+    "path,source",
+    [
+        ("cli/main.py", "import rlx.ir.graph, typer"),
+        ("ir/dtype.py", "def f():\n    import ml_dtypes"),
+        ("ir/op.py", "if TYPE_CHECKING:\n    from rlx.ir.graph import Value"),
+        (
+            "backends/cpu/jit.py",
+            "import llvmlite.binding as llvm\nfrom rlx.backends.cpu.emit import V\nfrom rlx.driver import Device",
+        ),
+        ("runtime/session.py", "from rlx.backends import get, is_available"),
+    ],
+)
+def test_the_law_allows(path, source):
+    assert import_faults(path, source) == []
+
+
+def test_every_package_has_its_row():
+    packages = {parts_of(f.relative_to(PACKAGE).as_posix())[0] for f in FILES}
+    assert packages <= set(MAY_IMPORT) and {p.partition("/")[0] for p in THIRD_PARTY} == set(MAY_IMPORT)
+
+
+def test_importing_rlx_loads_nothing_heavy():
+    code = f"import sys, rlx; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def environment_reads(source: str) -> list[int]:
+    """Lines that touch the environment."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+            lines.append(node.lineno)
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"}:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_only_knobs_reads_the_environment():
+    assert environment_reads("import os\nx = os.environ['A']") == environment_reads("1\nfrom os import getenv") == [2]
+    found = {str(f.relative_to(ROOT)): environment_reads(f.read_text()) for f in FILES if f.name != "knobs.py"}
+    assert not {f: lines for f, lines in found.items() if lines}
+
+
+def habits_broken(name: str, source: str) -> list[str]:
+    """Habits that a reviewer would name: (file name, text) -> sentences."""
+    found = []
+    if name in ("utils.py", "common.py", "helpers.py", "misc.py"):
+        found.append(f"{name} does not say what it is")
+    for number, line in enumerate(source.split("\n"), 1):
+        if re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", line):
+            found.append(f"line {number}: unfinished work")
+        if re.search(r"""["'](/home/|/root/|/work/|[A-Z]:\\)""", line):
+            found.append(f"line {number}: a path of one machine")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            if broad and all(isinstance(s, ast.Pass) for s in node.body):
+                found.append(f"line {node.lineno}: a swallowed exception")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_habits(file):
+    broken = habits_broken(file.name, file.read_text())
+    assert not broken, "\n".join(broken)
+
+
+def test_the_habits_bite():
+    assert habits_broken("utils.py", "") and habits_broken("a.py", "x = 1  # TO" + "DO later")
+    assert habits_broken("a.py", "try: f()\nexcept Exception: pass") and habits_broken("a.py", "x = '/ho" + "me/me/x'")
+    assert not habits_broken("a.py", "try: f()\nexcept OSError: pass")
