@@ -29,7 +29,9 @@ def _initialize() -> None:
 @cache
 def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
     _initialize()
-    return llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small", jit=True
+    )
 
 
 def compile_object(text: str, target: Target, name: str = "") -> bytes:

@@ -17,18 +17,26 @@ UNROLLED_WEIGHT = 64  # weight of all their iterations together
 WEIGHTS = {"exp": 14, "log": 16, "sin": 24, "cos": 24, "tanh": 18, "erf": 24, "pow": 60, "div": 4, "rem": 40, "sqrt": 4}  # in add's
 
 
+Held = list[tuple[Store, V, Scope]]  # stores whose values are known and that are yet to be written
+
+
 def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
     """The statements in order. Stores that follow one another are written together, after all of their values are
     known: buffers of different names may be one memory where their indices agree."""
-    held: list[Store] = []
+    _write(_emit(stmts, scope))
+
+
+def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
+    """The statements, but for the writing of the stores they end in."""
+    held: Held = []
     for s in stmts:
-        if isinstance(s, Store) and not _loads_of(s, scope) & {h.buffer for h in held}:
-            held.append(s)
-            continue
-        _flush(held, scope)
         if isinstance(s, Store):
-            held.append(s)
-        elif isinstance(s, Let):
+            if _loads_of((s.index, s.value, s.guard), scope) & {h.buffer for h, _, _ in held}:
+                _write(held)
+            held.append((s, value_to_store(s, scope), scope))
+            continue
+        _write(held)
+        if isinstance(s, Let):
             scope.bind(s.var, expr(s.value, scope if scope.varies(s.value) else scope.scalar))
         elif isinstance(s, Check):
             check(s, scope)
@@ -36,18 +44,17 @@ def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
             emit_loop(s, scope)
         else:
             raise CompileError(f"a {type(s).__name__} stands alone in a kernel's body; it cannot be part of a loop or an epilogue")
-    _flush(held, scope)
+    return held
 
 
-def _loads_of(s: Store, scope: Scope) -> frozenset[Buffer | Local]:
-    return frozenset().union(*(scope.facts_of(e).loads for e in (s.index, s.value, s.guard) if e is not None))
-
-
-def _flush(held: list[Store], scope: Scope) -> None:
-    values = [value_to_store(s, scope) for s in held]
-    for s, value in zip(held, values):
+def _write(held: Held) -> None:
+    for s, value, scope in held:
         store(s, value, scope)
     held.clear()
+
+
+def _loads_of(parts: Iterable[Expr | None], scope: Scope) -> frozenset[Buffer | Local]:
+    return frozenset().union(*(scope.facts_of(e).loads for e in parts if e is not None))
 
 
 def expressions(stmts: Iterable[Stmt]) -> Iterator[tuple[Expr, bool]]:
@@ -231,16 +238,23 @@ class VectorLoop:
         return most
 
     def vectors(self, base: V, copies: int = 1, mask: V | None = None) -> None:
-        """`copies` vectors of iterations from `base` on; copy c adds to accumulator c."""
+        """`copies` vectors of iterations from `base` on; copy c adds to accumulator c. All copies load before any of them
+        stores, where reductions do not read what is stored: a store may hold up the loads after it (addresses that agree
+        in their low 12 bits), and iterations are independent."""
+        held: Held = []
         for c in range(copies):
             at = base if c == 0 else self._plus(base, c * self.lanes)
             inner = self.outer.child(vector=self.loop.var, base=at, mask=mask)
-            emit_statements(self.loop.body, inner)
+            held += _emit(self.loop.body, inner)
+            values = [r.value for r in self.loop.reduces]
+            if _loads_of(values, inner) & {s.buffer for s, _, _ in held}:
+                _write(held)
             for n, r in enumerate(self.loop.reduces):
                 value = expr(r.value, inner)
                 if mask is not None:
                     value = self.em.select(mask, value, self.neutral[n])
                 self.totals[c][n] = alu.combine(self.em, r.op, r.value.dtype, self.totals[c][n], value)
+        _write(held)
 
     def _plus(self, base: V, offset: int) -> V:
         if not base.text.startswith("%"):
