@@ -44,9 +44,8 @@ _overrides: dict[str, int | str] = {}
 DEBUG = Knob("RLX_DEBUG", 0, "1 timings, 2 kernels, 3 graph after each pass, 4 generated source")
 DUMP = Knob("RLX_DUMP", "", "folder that receives every stage of every compile")
 THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
-DEVICE = Knob("RLX_DEVICE", "cpu", "device of a Session that names none; the test suite runs on it")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, DEVICE)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -220,3 +221,15 @@ def test_the_habits_bite():
     assert habits_broken("utils.py", "") and habits_broken("a.py", "x = 1  # TO" + "DO later")
     assert habits_broken("a.py", "try: f()\nexcept Exception: pass") and habits_broken("a.py", "x = '/ho" + "me/me/x'")
     assert not habits_broken("a.py", "try: f()\nexcept OSError: pass")
+
+
+def test_the_words_page_names_what_exists():
+    text = (ROOT / "docs" / "words.md").read_text()
+    names = re.findall(r"`(rlx\.[\w.]+)`", text)
+    assert len(names) > 20
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if not (ROOT / (name.replace(".", "/") + ".py")).exists():
+            assert hasattr(importlib.import_module(module), attribute), name
+    words = re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)
+    assert len(words) == len(set(words)) and {"node", "region", "kernel", "slot", "active extent"} <= set(words)
