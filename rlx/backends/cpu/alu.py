@@ -7,13 +7,15 @@ operand, as rlx.ir.kernel states them; LLVM's are not, so they are guarded here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.emit import Emitter, V, computed, stored, vector
-from rlx.ir.dtype import DType, bf16, bool_, f16, f32
+from rlx.ir.dtype import DType, bf16, bool_, f16
 from rlx.ir.kernel import Alu, Const
 
 Emit = Callable[..., V]
+EmitBy = Callable[..., V | None]
 
 
 # -- memory <-> registers ------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _divide(float_op: str, signed: str, unsigned: str, at_minus_one: Emit) -> Em
     return emit
 
 
-def _divide_by(signed: str, unsigned: str) -> Emit:
+def _divide_by(signed: str, unsigned: str) -> EmitBy:
     return lambda e, d, a, by: None if by in (0, -1) else e.bin(signed if d.kind == "i" else unsigned, a, e.const(a.ty, by))
 
 
@@ -185,7 +187,7 @@ def _shift(op: Callable[[DType], str]) -> Emit:
     return emit
 
 
-def _shift_by(op: Callable[[DType], str]) -> Emit:
+def _shift_by(op: Callable[[DType], str]) -> EmitBy:
     return lambda e, d, a, by: e.bin(op(d), a, e.const(a.ty, by)) if 0 <= by < d.bits else None
 
 
@@ -244,7 +246,8 @@ OPS: dict[str, Emit] = {
     "min": _extreme("olt", "slt", "ult"), "max": _extreme("ogt", "sgt", "ugt"),
     "pow": _pow, "fma": lambda e, d, a, b, c: e.fma(a, b, c) if d.is_float else e.bin("add", e.bin("mul", a, b), c),
     "neg": lambda e, d, a: e.op(a.ty, f"fneg {a}") if d.is_float else _minus(e, a), "abs": _abs,
-    "sqrt": _unary("sqrt"), "floor": _unary("floor"), "ceil": _unary("ceil"), "round": _unary("roundeven"), "trunc": _unary("trunc"),
+    "sqrt": _unary("sqrt"),
+    "floor": _unary("floor"), "ceil": _unary("ceil"), "round": _unary("roundeven"), "trunc": _unary("trunc"),
     "exp": _function(math.exp), "log": _function(math.log), "sin": _function(math.sin), "cos": _function(math.cos),
     "tanh": _function(math.tanh), "erf": _function(math.erf),
     "lt": _compare("olt", "slt", "ult"), "le": _compare("ole", "sle", "ule"),
@@ -254,7 +257,7 @@ OPS: dict[str, Emit] = {
 }  # fmt: skip
 
 # The same by a constant, where that needs no guard; None: it does.
-INT_CONSTANT: dict[str, Callable[..., V | None]] = {
+INT_CONSTANT: dict[str, EmitBy] = {
     "div": _divide_by("sdiv", "udiv"), "rem": _divide_by("srem", "urem"),
     "shl": _shift_by(_left), "shr": _shift_by(_right), "pow": _pow_by,
 }  # fmt: skip
@@ -265,15 +268,13 @@ INT_CONSTANT: dict[str, Callable[..., V | None]] = {
 
 def identity(e: Emitter, op: str, dtype: DType, lanes: int) -> V:
     """What leaves any value as it is under the reduction `op`."""
-    value: float | int | bool
-    if op in ("max", "min"):
-        if dtype.is_float:
-            value = float("-inf" if op == "max" else "inf")
-        else:
-            low, high = (-(1 << (dtype.bits - 1)), (1 << (dtype.bits - 1)) - 1) if dtype.kind == "i" else (0, (1 << dtype.bits) - 1)
-            value = (low if op == "max" else high) if dtype.kind != "b" else op == "min"
-    else:
-        value = {"add": 0, "or": 0, "mul": 1, "and": True if dtype.kind == "b" else -1}[op]
+    low, high = {
+        "f": (-inf, inf),
+        "i": (-(1 << (dtype.bits - 1)), (1 << (dtype.bits - 1)) - 1),
+        "u": (0, (1 << dtype.bits) - 1),
+        "b": (False, True),
+    }[dtype.kind]
+    value = {"add": 0, "or": 0, "mul": 1, "and": -1, "max": low, "min": high}[op]
     return e.const(vector(computed(dtype), lanes), value)
 
 
@@ -293,5 +294,3 @@ def across(e: Emitter, op: str, dtype: DType, v: V) -> V:
         low, high = (e.op(f"<{lanes} x {v.scalar}>", f"shufflevector {v}, {v.ty} poison, {pick(at)}") for at in (0, lanes))
         v = combine(e, op, dtype, low, high)
     return e.op(v.scalar, f"extractelement {v}, i64 0") if v.ty[0] == "<" else v
-
-

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from rlx.ir.dtype import DType
 
-LLVM_TYPES = {
+LLVM_TYPES = {  # bool as stored; as computed it is i1
     "f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat",
     "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
     "u64": "i64", "u32": "i32", "u16": "i16", "u8": "i8", "bool": "i8",
-}  # fmt: skip  (bool as stored; as computed it is i1)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Emitter:
     def cmp(self, predicate: str, a: V, b: V) -> V:
         """fcmp for float types, icmp otherwise; an i1 per lane."""
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
-        return self.op(vector("i1", a.lanes) if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {b.text}")
+        return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {b.text}")
 
     def select(self, c: V, a: V, b: V) -> V:
         return self.op(a.ty, f"select {c}, {a}, {b}")
@@ -134,7 +134,9 @@ class Emitter:
         ty = f"<{a.lanes} x {scalar}>" if a.ty[0] == "<" else scalar
         return self.op(ty, f"{op} {a} to {ty}")
 
-    def intrinsic(self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None, flags: str = "") -> V:
+    def intrinsic(
+        self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None, flags: str = ""
+    ) -> V:
         """llvm.<stem>.<suffix>(args); the suffix defaults to the first argument's type, which is also the default result."""
         returns = returns or args[0].ty
         names = [sanitised(t) for t in (suffix if suffix is not None else (args[0].ty,))]
@@ -195,16 +197,15 @@ class Emitter:
         self.do(f"br {c}, label %{yes}, label %{no}")
 
     @contextmanager
-    def loop(self, start: int | V, stop: int | V, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False) -> Iterator[Loop]:
+    def loop(
+        self, start: int | V, stop: int | V, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
+    ) -> Iterator[Loop]:
         """for index in range(start, stop, step), i64. `carried`: initial values; the body sets loop.next, one value each;
         afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration."""
         begin = start if isinstance(start, V) else self.i64(start)
         end = stop if isinstance(stop, V) else self.i64(stop)
         if isinstance(start, int) and isinstance(stop, int):
-            nonempty = start < stop
-            if not nonempty:
-                # still a body, so that the caller's code is the same; never entered
-                pass
+            nonempty = start < stop  # an empty loop still has a body, so that callers need not ask; it is never entered
         head, done, before = self.fresh("loop"), self.fresh("done"), self.block
         if nonempty:
             self.branch(head)

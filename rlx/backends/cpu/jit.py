@@ -99,7 +99,7 @@ class Library:
     def function(self, symbol: str, result: Any, *args: Any) -> Any:
         """The symbol as a ctypes function (which releases the GIL) that keeps this Library alive."""
         call = ctypes.CFUNCTYPE(result, *args)(self.address(symbol))
-        call.library = self
+        setattr(call, "library", self)  # noqa: B010  (ctypes functions take attributes, but are not typed so)
         return call
 
 
@@ -107,5 +107,5 @@ def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target) -> Li
     """A Library of code made for `target`. DeviceUnavailableError: this CPU lacks instructions it uses."""
     lacks = missing_features(target)
     if lacks:
-        raise DeviceUnavailableError(f"the code was made for a CPU with {', '.join(lacks)}, which this one lacks; compile it here")
+        raise DeviceUnavailableError(f"the code needs a CPU with {', '.join(lacks)}, which this one lacks; compile it here")
     return Library(objects, symbols)

@@ -14,7 +14,8 @@ from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Let, Load, Local, Loo
 MAX_LANES = 16
 UNROLLED = 4  # serial loops of at most this many iterations, if small, become straight code
 UNROLLED_WEIGHT = 64  # weight of all their iterations together
-WEIGHTS = {"exp": 14, "log": 16, "sin": 24, "cos": 24, "tanh": 18, "erf": 24, "pow": 60, "div": 4, "rem": 40, "sqrt": 4}  # in add's
+# Work of the scalar operations that cost more than an addition, in additions.
+WEIGHTS = {"exp": 14, "log": 16, "sin": 24, "cos": 24, "tanh": 18, "erf": 24, "pow": 60, "div": 4, "rem": 40, "sqrt": 4}
 
 
 Held = list[tuple[Store, V, Scope]]  # stores whose values are known and that are yet to be written
@@ -43,7 +44,7 @@ def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
         elif isinstance(s, Loop):
             emit_loop(s, scope)
         else:
-            raise CompileError(f"a {type(s).__name__} stands alone in a kernel's body; it cannot be part of a loop or an epilogue")
+            raise CompileError(f"a {type(s).__name__} stands alone in a kernel's body; no loop or epilogue can hold it")
     return held
 
 
@@ -189,7 +190,7 @@ def emit_serial_loop(loop: Loop, scope: Scope) -> None:
     first += [alu.identity(em, r.op, r.value.dtype, lanes) for r in loop.reduces]
     if loop.extent > 1:
         hoist([loop], scope)
-    if loop.extent <= UNROLLED and loop.extent * weight([loop], per_iteration=False) <= UNROLLED_WEIGHT or loop.extent == 1:
+    if loop.extent <= 1 or (loop.extent <= UNROLLED and weight([loop]) <= UNROLLED_WEIGHT):
         last = first
         for i in range(loop.extent):
             last = _iteration(loop, scope, em.i64(i), last)

@@ -230,7 +230,7 @@ def pow(e: Emitter, x: V, y: V) -> V:
     wide_x, wide_y = e.convert("fpext", e.intrinsic("fabs", x), "double"), e.convert("fpext", y, "double")
     power = _exp2_double(e, e.bin("fmul", wide_y, _log2_double(e, wide_x)))
     out = e.convert("fptrunc", power, "float")
-    zero, one, infinite = e.const(x.ty, 0.0), e.const(x.ty, 1.0), e.const(x.ty, math.inf)
+    zero, one = e.const(x.ty, 0.0), e.const(x.ty, 1.0)
     whole = e.cmp("oeq", y, e.intrinsic("trunc", y))  # so are infinities
     half = e.bin("fmul", y, e.const(x.ty, 0.5))
     odd = e.bin("and", whole, e.cmp("one", half, e.intrinsic("trunc", half)))
@@ -238,14 +238,10 @@ def pow(e: Emitter, x: V, y: V) -> V:
     fixed = e.bin("or", e.cmp("oeq", e.intrinsic("fabs", x), one), e.cmp("oeq", y, zero))
     out = e.select(fixed, one, out)  # log2 is 0 or y is: 0 times an infinity or a NaN would spoil it
     out = e.select(e.bin("and", negative, odd), e.op(x.ty, f"fneg {out}"), out)
-    lost = e.bin("and", e.cmp("olt", x, zero), e.bin("and", e.cmp("une", y, e.intrinsic("trunc", y)), e.cmp("ogt", x, _negated(e, infinite))))
-    out = e.select(lost, e.const(x.ty, math.nan), out)
-    blank = e.bin("and", e.cmp("uno", x, y), e.bin("and", e.cmp("une", x, one), e.cmp("une", y, zero)))
-    return e.select(blank, e.const(x.ty, math.nan), out)
-
-
-def _negated(e: Emitter, x: V) -> V:
-    return e.op(x.ty, f"fneg {x}")
+    finite_negative = e.bin("and", e.cmp("olt", x, zero), e.cmp("ogt", x, e.const(x.ty, -math.inf)))
+    imaginary = e.bin("and", finite_negative, e.cmp("une", y, e.intrinsic("trunc", y)))
+    unknown = e.bin("and", e.cmp("uno", x, y), e.bin("and", e.cmp("une", x, one), e.cmp("une", y, zero)))
+    return e.select(e.bin("or", imaginary, unknown), e.const(x.ty, math.nan), out)
 
 
 def _log2_double(e: Emitter, x: V) -> V:

@@ -39,9 +39,10 @@ def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     e = Emitter()
-    pointers: dict[Buffer | Local, V] = dict(argument_pointers(e, kernel.buffers))
     offsets, scratch_bytes = scratch_layout(kernel.locals)
-    pointers |= {x: e.gep(V("%scratch", "ptr"), offset) for x, offset in offsets.items()}
+    pointers: dict[Buffer | Local, V] = {x: e.gep(V("%scratch", "ptr"), offset) for x, offset in offsets.items()}
+    for buffer, address in argument_pointers(e, kernel.buffers).items():
+        pointers[buffer] = address
     scope = Scope(e, pointers, V("%status", "ptr"), vector_bytes=target.vector_bytes)
     space = Space.of(kernel)
     tasks = 1

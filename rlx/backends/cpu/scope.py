@@ -7,7 +7,7 @@ becomes a contiguous vector access.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx.backends.cpu import alu
@@ -204,14 +204,8 @@ def _load(load: Load, scope: Scope) -> V:
 
 def _masked(em: Emitter, what: str, ty: str, where: V, align: int, mask: V) -> V:
     """llvm.masked.load or .gather: zero in the lanes that are off."""
-    place = V(f"align {align} {where.text}", where.ty)
-    zero = V("zeroinitializer", ty)
-    return _call(em, f"masked.{what}", ty, (ty, where.ty), (place, mask, zero))
-
-
-def _call(em: Emitter, stem: str, returns: str, suffix: tuple[str, str], args: Sequence[V]) -> V:
-    """A memory intrinsic, whose name carries two types."""
-    return em.intrinsic(stem, *args, suffix=suffix, returns=returns)
+    args = (where, em.const("i32", align), mask, V("zeroinitializer", ty))
+    return em.intrinsic(f"masked.{what}", *args, suffix=(ty, where.ty), returns=ty)
 
 
 def _stride(index: Expr, scope: Scope) -> int | None:
@@ -281,7 +275,8 @@ def store(s: Store, value: V, scope: Scope) -> None:
     else:  # lanes are written in order: where they meet, the last one stays, as it would in a serial loop
         what, where = "scatter", _addresses(s.buffer, s.index, scope)
     every = mask or em.const(vector("i1", scope.lanes), True)
-    _call(em, f"masked.{what}", "void", (value.ty, where.ty), (value, V(f"align {size} {where.text}", where.ty), every))
+    args = (value, where, em.const("i32", size), every)
+    em.intrinsic(f"masked.{what}", *args, suffix=(value.ty, where.ty), returns="void")
 
 
 def check(s: Check, scope: Scope) -> None:
