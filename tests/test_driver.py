@@ -235,8 +235,14 @@ def test_buffer_protocol(dtype):
     array = sample(dtype)
     view = Buffer.from_numpy(array).memoryview()
     assert view.shape == (2, 3) and view.tobytes() == array.tobytes() and not view.readonly
-    if sys.version_info >= (3, 12):
-        assert memoryview(Buffer.from_numpy(array)).tobytes() == array.tobytes()  # type: ignore[arg-type]
+    b = Buffer.from_numpy(array)
+    see = memoryview if sys.version_info >= (3, 12) else lambda b: b.__buffer__(0)
+    if dtype.name in ("bf16", "f8e4m3", "f8e5m2"):
+        with pytest.raises(BufferError, match="gives its bits"):
+            see(b)
+    else:
+        assert see(b).tobytes() == array.tobytes()
+    assert np.asarray(b).dtype == array.dtype and np.shares_memory(np.asarray(b), array)
 
 
 def test_numpy_conversion_says_when_it_would_copy():

@@ -212,6 +212,9 @@ class Buffer:
         return self._plain().data
 
     def __buffer__(self, flags: int) -> memoryview:
+        """Called by memoryview() from Python 3.12 on. Refuses bf16 and f8, so that numpy asks `__array__` for their dtype."""
+        if self.dtype.name in _DLPACK_CODES:
+            raise BufferError(f"the buffer protocol has no letter for {self.dtype}; memoryview() of the buffer gives its bits")
         return self.memoryview()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
