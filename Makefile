@@ -22,7 +22,7 @@ test: $(VENV)/.test
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(FILES)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/minilm.py $(ARGS)

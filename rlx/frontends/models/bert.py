@@ -129,7 +129,7 @@ def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]
 
 
 def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
-    weight, bias = _params(g, name, width, x.dims[-1])
+    weight, bias = _params(g, name, width, x.shape.static[-1])
     return ops.linear(x, weight.T, bias)
 
 
