@@ -172,6 +172,7 @@ class _Parser:
         self.graph: Graph | None = None
         self.leaves: dict[str, Value] = {}
         self.nodes: dict[int, Node] = {}
+        self.ops = {name: op for name, op in OPS.items() if op.kind is not Kind.LEAF or op is CONSTANT}
         self.finished = False
         self.number, self.at = 1, 0
         self.tokens: list[tuple[str, str]] = []  # (kind, text); the last is of kind "end"
@@ -351,8 +352,7 @@ class _Parser:
             self.fail("a node number not used yet")
         self.at += 1
         self.expect("=")
-        ops = {name: op for name, op in OPS.items() if op.kind is not Kind.LEAF or op is CONSTANT}
-        op = self.choose(ops, "an op (a leaf is declared as: input NAME : SHAPE)")
+        op = self.choose(self.ops, "an op (a leaf is declared as: input NAME : SHAPE)")
         self.expect("(")
         inputs: list[Value] = []
         if op is CONSTANT:
