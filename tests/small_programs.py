@@ -12,7 +12,23 @@ from rlx.backends.ref.backend import RefBackend
 from rlx.compile.inplace import inplace_pairs
 from rlx.compile.memory import plan_arena
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Contract, Kernel, Let, Load, Local, Loop, Operand, Reduce, Store, Var, k, linear
+from rlx.ir.kernel import (
+    Alu,
+    Buffer,
+    Check,
+    Const,
+    Contract,
+    Kernel,
+    Let,
+    Load,
+    Loop,
+    Operand,
+    Reduce,
+    Store,
+    Var,
+    k,
+    linear,
+)
 from rlx.ir.program import BufferDecl, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 
@@ -60,7 +76,10 @@ def row_sums(reads=1, before=False):
     """out[r, c] = b0[r, c] - sum of row r of the last read buffer; `before`: the store loop comes first (of what it has)."""
     *bs, out = buffers(reads)
     r, c, d, total = Var("r"), Var("c"), Var("d"), Var("total", f32)
-    at = lambda v: linear([(r, COLUMNS), (v, 1)])
+
+    def at(v):
+        return linear([(r, COLUMNS), (v, 1)])
+
     sums = Loop(c, COLUMNS, (), vector=True, reduces=(Reduce(total, "add", Load(bs[-1], at(c))),))
     store = Loop(d, COLUMNS, (Store(out, at(d), k.sub(Load(bs[0], at(d)), k.const(0.0, f32) if before else total)),), vector=True)
     return Kernel("row_sums", (*bs, out), (), ((r, ROWS),), (store, sums) if before else (sums, store))
@@ -100,7 +119,10 @@ class Maker:
     def program(self, pairs=inplace_pairs, reuse=True, alignment=64):
         steps = (*self.steps, *self.commit)
         plan = plan_arena(self.decls, steps, {o.buffer for o in self.outputs}, alignment, pairs, reuse)
-        ids = lambda region: tuple(b.id for b in self.decls if b.region is region)
+
+        def ids(region):
+            return tuple(b.id for b in self.decls if b.region is region)
+
         return Program(
             "small", TARGET, tuple(self.decls), tuple(self.prepare), tuple(self.steps), tuple(self.commit),
             ids(Region.INPUT), ids(Region.PARAM), ids(Region.HANDLE), tuple(self.outputs), plan,
@@ -218,6 +240,3 @@ def _value(e, env, arrays):
         return arrays[e.buffer][_value(e.index, env, arrays)]
     assert isinstance(e, Alu)
     return _SCALARS[e.op](*(_value(a, env, arrays) for a in e.args))
-
-
-__all__ = ["COLUMNS", "N", "ROWS", "Local", "Maker", "pointwise", "product", "row_sums", "run", "run_points", "same", "sample_program", "shifted", "transposed"]  # fmt: skip

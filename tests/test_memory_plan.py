@@ -4,7 +4,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_programs import COLUMNS, N, ROWS, TARGET, Maker, buffers, pointwise, product, row_sums, run, run_points, same, sample_program, shifted, transposed  # noqa: E501
+from small_programs import (
+    COLUMNS,
+    ROWS,
+    TARGET,
+    Maker,
+    N,
+    buffers,
+    pointwise,
+    product,
+    row_sums,
+    run,
+    run_points,
+    same,
+    sample_program,
+    shifted,
+    transposed,
+)
 
 from rlx.compile import CompileOptions, lower
 from rlx.compile.check import _Facts, _overwrites_after_reading, check_program, program_faults
@@ -47,12 +63,17 @@ def test_row_program_after_a_contraction_is_in_place_with_its_residual():
     i, j, c, d, acc, total = Var("i"), Var("j"), Var("c"), Var("d"), Var("acc", f32), Var("total", f32)
     operands = Operand(a, const(0), COLUMNS, 1), Operand(b, const(0), COLUMNS, 1)
     epilogue = (Store(row, j, k.add(acc, Load(extra, linear([(i, COLUMNS), (j, 1)])))),)
-    at = lambda v: linear([(i, COLUMNS), (v, 1)])
+
+    def at(v):
+        return linear([(i, COLUMNS), (v, 1)])
+
     sums = Loop(c, COLUMNS, (), reduces=(Reduce(total, "add", Load(row, c)),))
     for late, want in ((False, {(2, 3)}), (True, {(2, 3)})):
         value = k.sub(Load(row, d), k.mul(total, Load(extra, at(d))) if late else total)
         rows = (sums, Loop(d, COLUMNS, (Store(out, at(d), value),)))
-        kernel = Kernel("rows", (a, b, extra, out), (row,), (), (Contract(i, j, ROWS, COLUMNS, COLUMNS, *operands, acc, epilogue, rows),))
+        kernel = Kernel(
+            "rows", (a, b, extra, out), (row,), (), (Contract(i, j, ROWS, COLUMNS, COLUMNS, *operands, acc, epilogue, rows),)
+        )
         assert inplace_pairs(kernel) == want
         assert_safe(kernel, want)
 
@@ -62,10 +83,15 @@ def test_no_pair_without_proof():
     b, out = buffers(1)
     g, i, i2 = Var("g"), Var("i"), Var("i2")
     at = linear([(g, COLUMNS), (i, 1)])
-    one = lambda *body, grid=((g, ROWS),), bs=(b, out): Kernel("k", bs, (), grid, body)
+
+    def one(*body, grid=((g, ROWS),), bs=(b, out)):
+        return Kernel("k", bs, (), grid, body)
+
     same_place = Loop(i, COLUMNS, (Store(out, at, Load(b, at)),))
     assert inplace_pairs(one(same_place)) == {(0, 1)}
-    not_injective = Loop(i, COLUMNS, (Store(out, linear([(g, COLUMNS - 1), (i, 1)]), Load(b, linear([(g, COLUMNS - 1), (i, 1)]))),))
+    not_injective = Loop(
+        i, COLUMNS, (Store(out, linear([(g, COLUMNS - 1), (i, 1)]), Load(b, linear([(g, COLUMNS - 1), (i, 1)]))),)
+    )
     assert inplace_pairs(one(not_injective)) == set()
     ignores_the_grid = Loop(i, COLUMNS, (Store(out, i, Load(b, i)),))
     assert inplace_pairs(one(ignores_the_grid)) == set()
@@ -76,7 +102,10 @@ def test_no_pair_without_proof():
     reads_back = Loop(i, COLUMNS, (Store(out, at, k.add(Load(b, at), Load(out, at))),))
     assert inplace_pairs(one(reads_back)) == set()
     two_loops = Loop(i, COLUMNS - 1, (), reduces=(Reduce(Var("t", f32), "add", Load(b, at)),))
-    assert inplace_pairs(one(two_loops, Loop(i2, COLUMNS, (Store(out, linear([(g, COLUMNS), (i2, 1)]), k.const(1.0, f32)),)))) == set()
+    assert (
+        inplace_pairs(one(two_loops, Loop(i2, COLUMNS, (Store(out, linear([(g, COLUMNS), (i2, 1)]), k.const(1.0, f32)),))))
+        == set()
+    )
     by_index = Loop(i, COLUMNS, (Store(out, at, Load(b, k.cast(Load(Buffer("n", i32, N), at), const(0).dtype))),))
     assert inplace_pairs(one(by_index)) == set()
     view = View(b, (N,), (1,))
@@ -143,7 +172,9 @@ def kernels(draw):
         for _ in range(draw(st.integers(1, 2))):
             kind = draw(st.integers(0, 2)) if depth < 2 else 0
             if kind == 0:
-                out.append(Store(bs[2], again(loops) if draw(st.integers(0, 3)) else index(loops), k.add(load(loops), load(loops))))
+                out.append(
+                    Store(bs[2], again(loops) if draw(st.integers(0, 3)) else index(loops), k.add(load(loops), load(loops)))
+                )
             else:
                 v = Var(f"i{depth}")
                 reduces = (Reduce(Var("t", f32), "add", load([*loops, v])),) if draw(st.booleans()) else ()
@@ -189,7 +220,9 @@ def test_lifetimes_of_every_region():
 
 def test_in_place_and_reuse_save_memory_and_change_nothing():
     m = sample_program()
-    plans = {name: m.program(**how) for name, how in {"none": {"reuse": False}, "reuse": {"pairs": no_pairs}, "inplace": {}}.items()}
+    plans = {
+        name: m.program(**how) for name, how in {"none": {"reuse": False}, "reuse": {"pairs": no_pairs}, "inplace": {}}.items()
+    }
     sizes = {name: p.plan.size_bytes for name, p in plans.items()}
     assert sizes["inplace"] < sizes["reuse"] < sizes["none"] == plans["none"].plan.unshared_bytes
     for program in plans.values():
@@ -233,9 +266,8 @@ def test_a_buffer_passed_twice_is_in_place_only_if_both_readings_allow_it():
 
 def test_dead_empty_and_unused_buffers():
     m = Maker()
-    x, unused, empty, dead, out = (
-        m.buffer(Region.INPUT), m.buffer(Region.ARENA), m.buffer(Region.ARENA, 0), m.buffer(Region.ARENA), m.buffer(Region.OUTPUT, 0),
-    )  # fmt: skip
+    x, unused, dead = m.buffer(Region.INPUT), m.buffer(Region.ARENA), m.buffer(Region.ARENA)
+    empty, out = m.buffer(Region.ARENA, 0), m.buffer(Region.OUTPUT, 0)
     m.step(pointwise(1), x, dead)
     m.output(out)
     program = m.program()
@@ -323,7 +355,10 @@ def encoder_block():
     x = g.input("x", (2, 5, 8), f32)
     weights = [g.param(f"w{i}", (8, 8), f32) for i in range(4)]
     total = g.handle(BufferHandle("total", (2, 5, 8), f32))
-    split = lambda v: v.reshape((2, 5, 2, 4)).transpose(0, 2, 1, 3)
+
+    def split(v):
+        return v.reshape((2, 5, 2, 4)).transpose(0, 2, 1, 3)
+
     q, key, v = (split(x @ w) for w in weights[:3])
     mixed = ops.attention(q, key, v).transpose(0, 2, 1, 3).reshape((2, 5, 8)) @ weights[3]
     y = ops.layer_norm(x + mixed, g.param("scale", (8,), f32), g.param("shift", (8,), f32))

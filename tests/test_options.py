@@ -1,0 +1,92 @@
+"""CompileOptions: values, refusals with advice, chaining, and the cache key."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlx.compile import CompileOptions
+from rlx.errors import CompileError, OptionError
+from rlx.ir import BufferHandle
+
+STATE = BufferHandle("state", (4,), "f32")
+
+
+def test_defaults_say_little():
+    options = CompileOptions()
+    assert str(options) == "CompileOptions()"
+    assert (options.precision, options.threads, options.deterministic, options.checked) == ("f32", None, True, False)
+    assert not options.wants_text and CompileOptions(verbose=True).wants_text and CompileOptions(dump="x").wants_text
+
+
+def test_frozen_hashable_and_equal_by_value():
+    a = CompileOptions(dims={"n": 3, "b": 2}, disable={"fuse", "inplace"}, handles=[STATE])  # type: ignore[arg-type]
+    b = CompileOptions(dims={"b": 2, "n": 3}, disable=("inplace", "fuse", "fuse")).bind_handle(STATE)
+    assert a == b and hash(a) == hash(b) and str(a) == str(b)
+    assert a.disable == ("fuse", "inplace") and a.binding == {"b": 2, "n": 3}
+    with pytest.raises(AttributeError):
+        a.precision = "f16"  # type: ignore[misc]
+
+
+def test_chaining_makes_new_options():
+    start = CompileOptions()
+    chained = start.bind_handle(STATE).bind_dims(batch=8).bind_dims({"batch": 4, "n": 2}).replace(precision="bf16")
+    assert start == CompileOptions()
+    assert chained.handles == (STATE,) and chained.binding == {"batch": 4, "n": 2} and chained.precision == "bf16"
+    assert chained.bind_handle(STATE) == chained
+    assert str(chained) == (
+        "CompileOptions(precision='bf16', dims=(('batch', 4), ('n', 2)), handles=(BufferHandle('state', f32[4]),))"
+    )
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ({"precision": "f8"}, "precision='f8' is not a policy; choose one of 'auto', 'bf16', 'f16', 'f32'"),
+        ({"disable": "fuse"}, "a collection of pass names, got 'fuse'"),
+        ({"disable": ("legalise",)}, r"disable=\['legalise'\]: not passes that can be left out; those are 'canonicalise'"),
+        ({"alignment": 32}, "alignment=32: give a power of two of at least 64"),
+        ({"alignment": 96}, "power of two"),
+        ({"alignment": "64"}, "alignment is a whole number, got '64'"),
+        ({"threads": 0}, "threads=0: give at least 1, or None"),
+        ({"threads": True}, "threads is a whole number, got True"),
+        ({"dims": {"n": -1}}, r"dims\['n'\]=-1: a size cannot be negative"),
+        ({"dims": {"n": 2.5}}, r"dims\['n'\] is a whole number, got 2.5"),
+        ({"dims": {3: 3}}, "a dim's name is an identifier, got 3"),
+        ({"dims": 7}, "dims maps names to sizes"),
+        ({"checked": 1}, "checked is True or False, got 1"),
+        ({"handles": ("state",)}, "handles are BufferHandles, got 'state'"),
+        (
+            {"handles": (STATE, BufferHandle("state", (5,), "f32"))},
+            r"'state' is bound as f32\[4\] and as f32\[5\]; use two names",
+        ),
+        ({"dump": 3}, "dump is a folder's path or None, got 3"),
+    ],
+)
+def test_bad_values_say_what_to_do(bad, says):
+    with pytest.raises(OptionError, match=says) as caught:
+        CompileOptions(**bad)
+    assert isinstance(caught.value, (CompileError, ValueError))
+
+
+def test_replace_knows_its_fields():
+    with pytest.raises(OptionError, match="no option is called thread; there are 'alignment', 'checked'"):
+        CompileOptions().replace(thread=2)
+
+
+def test_the_key_holds_what_changes_code_and_is_the_same_in_another_process():
+    plain = CompileOptions(disable={"fuse", "inplace", "reuse"}, dims={"n": 2})
+    assert plain.key == plain.replace(verbose=True, dump="there", debug=True).key
+    changes = {"precision": "bf16", "alignment": 128, "threads": 1, "deterministic": False, "checked": True, "dims": {"n": 3}}
+    keys = {plain.replace(**{name: value}).key for name, value in changes.items()} | {plain.key, plain.bind_handle(STATE).key}
+    assert len(keys) == len(changes) + 2
+    code = "from rlx.compile import CompileOptions as C; print(C(disable={'fuse','inplace','reuse'}, dims={'n': 2}).key)"
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
+    )
+    assert other.stdout.strip() == plain.key
+
+
+def test_dump_takes_any_path(tmp_path):
+    assert CompileOptions(dump=tmp_path).dump == str(tmp_path)
