@@ -75,8 +75,9 @@ def test_readme_names_both_commands():
 
 
 def test_no_path_of_one_machine_in_the_tree():
-    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
-    pattern = re.compile(r"/(?:work|farm|root|home)/[a-z]")
-    for file in files:
-        if (ROOT / file).is_file():
-            assert not pattern.search((ROOT / file).read_text("utf-8", "replace")), file
+    folders = [ROOT / f for f in ("rlx", "tests", "docs", "benchmarks", ".ci")]
+    files = [p for f in folders for p in f.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    files += [ROOT / f for f in ("pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")]
+    assert len(files) > 50
+    pattern = re.compile("/(?:work|farm|root|home)/[a-z]")
+    assert not [str(p) for p in files if pattern.search(p.read_text("utf-8", "replace"))]
