@@ -159,10 +159,11 @@ def share_equal(graph: Graph) -> Graph:
 def canonicalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     """`graph` under RULES and without duplicates, until neither changes it."""
     while True:
-        fired: list[str] = []
-        graph = share_equal(rewrite(graph, RULES, fired))
-        if not fired:
+        graph = rewrite(graph, RULES)
+        shared = share_equal(graph)
+        if len(shared.nodes()) == len(graph.nodes()):
             return graph
+        graph = shared  # a rule may fit now: where(c, x, x)
 
 
 __all__ = ["RULES", "canonicalise", "holds", "share_equal"]

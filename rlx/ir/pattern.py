@@ -96,9 +96,8 @@ def _is_number(value: Value, number: int | float | bool) -> bool:
 def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None) -> Graph:
     """`graph` with the rules applied until none fits. `fired` receives the name of each rule, in order of use."""
     fired = [] if fired is None else fired
-    by_op: dict[OpDef, list[Rule]] = {}
-    for node in graph.nodes():
-        by_op.setdefault(node.op, [r for r in rules if not r.patterns or any(p.op is node.op for p in r.patterns)])
+    present = {node.op for node in graph.nodes()}
+    by_op = {op: [r for r in rules if not r.patterns or any(p.op is op for p in r.patterns)] for op in present}
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
