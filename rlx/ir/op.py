@@ -122,6 +122,8 @@ class OpDef:
             raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(names)}")
         try:
             return self.attrs(**given)
+        except GraphError as e:
+            raise type(e)(f"{self.name}: {e}") from None
         except TypeError as e:
             raise AttributeValueError(f"{self.name}: {e}; attributes are: {', '.join(names)}") from None
 

@@ -236,6 +236,8 @@ def _ranges(attrs: SliceAttrs, dims: Sequence[DimLike]) -> list[tuple[int, DimLi
             out.append((span.start, len(span), step))
         elif (start, stop, step) == (0, END, 1):
             out.append((0, dim, 1))
+        elif step == 1 and stop == (start + 1 if start != -1 else END):
+            out.append((start, 1, 1))  # one element: there is one, whatever the dim
         else:
             static_dim(dim, f"the slice {start}:{stop}:{step}")
     return out

@@ -1,0 +1,125 @@
+"""Test cases from the op table: every op × its samples × dtypes × plain or awkward data. An op without samples fails here.
+
+A Case makes its graph, its inputs (the same on every machine), what the reference says, and the tolerance at which a backend
+must agree. Awkward data has NaN, infinities, -0.0 and the extremes of the dtype among its elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+import rlx.ir.ops  # fills the table
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.evaluate import evaluate
+from rlx.ir.graph import Graph, Value, apply
+from rlx.ir.op import OPS, Kind, OpDef, Sample
+
+assert rlx.ir.ops.__all__
+BY_KIND = {"f": ("f32", "f64", "f16", "bf16"), "i": ("i32", "i64", "i8"), "u": ("u8", "u32"), "b": ("bool",)}
+AWKWARD = {"f": (np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0)}
+# rounding of one result, times a few operations; f16 and bf16 compute in f32 and round once (or, decomposed, a few times)
+TOLERANCE = {"f64": 1e-12, "f32": 1e-5, "f16": 2e-3, "bf16": 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with one sample's operands, in one dtype."""
+
+    op: OpDef
+    index: int  # of the sample
+    dtype: DType  # under test
+    awkward: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.op.name}-{self.index}-{self.dtype}{'-awkward' if self.awkward else ''}"
+
+    @property
+    def sample(self) -> Sample:
+        return self.op.samples[self.index]
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        given = self.sample.dtypes or ("",) * len(self.sample.shapes)
+        return tuple(as_dtype(d) if d else self.dtype for d in given)
+
+    def graph(self) -> Graph:
+        """The op alone: inputs x0, x1 …, outputs its results."""
+        g = Graph(f"{self!r}".replace("-", "_"))
+        operands = [g.input(f"x{i}", dims, d) for i, (dims, d) in enumerate(zip(self.sample.shapes, self.dtypes))]
+        out = apply(self.op, operands, dict(self.sample.attrs or {}))
+        g.set_outputs([out] if isinstance(out, Value) else out)
+        return g
+
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(abs(hash_text(repr(self))))
+        s = self.sample
+        arrays = [draw(rng, dims, d, s.low, s.high) for dims, d in zip(s.shapes, self.dtypes)]
+        if self.awkward:
+            for a, d in zip(arrays, self.dtypes):
+                spoil(rng, a, d)
+        return {f"x{i}": a for i, a in enumerate(arrays)}
+
+    @cached_property
+    def expected(self) -> list[np.ndarray]:
+        return evaluate(self.graph(), self.inputs)[0]
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.dtype.name, 0.0)
+
+
+def hash_text(text: str) -> int:
+    """A number from text, equal in every process."""
+    return sum(ord(c) * 131**i for i, c in enumerate(text)) % 2**32
+
+
+def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: DType, low: float, high: float) -> np.ndarray:
+    """Values in [low, high), whole ones for integers (unsigned ones from 0)."""
+    if dtype.kind == "b":
+        return np.asarray(rng.random(dims) < 0.6)
+    if dtype.is_int:
+        limits = np.iinfo(dtype.numpy)
+        least, most = max(int(np.floor(low)), limits.min), min(int(np.ceil(high)), limits.max + 1)
+        return np.asarray(rng.integers(least, max(most, least + 1), dims)).astype(dtype.numpy)
+    return np.asarray(rng.uniform(low, high, dims)).astype(dtype.numpy)
+
+
+def spoil(rng: np.random.Generator, array: np.ndarray, dtype: DType) -> None:
+    """Put awkward floats at random places of `array`; indices and conditions stay as they are."""
+    flat = array.reshape(-1)
+    for value in AWKWARD.get(dtype.kind, ()):
+        if flat.size:
+            flat[rng.integers(flat.size)] = value
+
+
+def cases(*, awkward: bool = True, dtypes: frozenset[str] | None = None) -> list[Case]:
+    """Every case of every op, leaves excepted; `dtypes`: only cases whose operands and results have these (names)."""
+    found: list[Case] = []
+    for op in OPS.values():
+        if op.kind is Kind.LEAF:
+            continue
+        assert op.samples, f"op {op.name!r} has no samples: nothing would test it"
+        for index, sample in enumerate(op.samples):
+            fixed = sample.dtypes is not None and "" not in sample.dtypes
+            names = [d for letter in op.dtypes for d in BY_KIND.get(letter, ())] if sample.shapes and not fixed else ["f32"]
+            for name in names:
+                found.append(Case(op, index, as_dtype(name)))
+                if awkward and any(d.is_float for d in found[-1].dtypes):
+                    found.append(Case(op, index, as_dtype(name), awkward=True))
+    if dtypes is None:
+        return found
+    return [c for c in found if all(v.dtype.name in dtypes for n in c.graph().nodes() for v in n.results)]
+
+
+def assert_same(found: np.ndarray, want: np.ndarray, tolerance: float, what: str) -> None:
+    """Equal dtype and shape; equal values within rtol = atol = tolerance, NaN where NaN is wanted."""
+    assert (found.dtype, found.shape) == (want.dtype, want.shape), what
+    if want.dtype.kind in "iub":
+        np.testing.assert_array_equal(found, want, err_msg=what)
+    else:
+        wide = [a.astype(np.float64) for a in (found, want)]
+        np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance, err_msg=what)

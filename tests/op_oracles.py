@@ -1,0 +1,251 @@
+"""What each op means according to someone else: torch and scipy in float64, Python's own integers, or loops written out.
+
+ORACLES[name](case, attrs, *arrays) takes floats as float64 and integers as int64 and gives float64, int64 or bool, or a tuple.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.special
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rlx.ir.dtype import DType
+
+
+def torch_(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An oracle of torch tensors: fn(attrs, *tensors)."""
+
+    def run(case: Any, attrs: Any, *arrays: np.ndarray) -> Any:
+        out = fn(attrs, *(torch.from_numpy(np.array(a)) for a in arrays))
+        return tuple(t.numpy() for t in out) if isinstance(out, (tuple, list)) else out.numpy()
+
+    return run
+
+
+def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An oracle of operands alone, in torch."""
+    return torch_(lambda attrs, *tensors: fn(*tensors))
+
+
+def numbers(for_ints: Callable[[int, int, DType], int], for_floats: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Element by element in Python's integers; floats by torch."""
+
+    def run(case: Any, attrs: Any, x: np.ndarray, y: np.ndarray) -> Any:
+        if x.dtype.kind == "f":
+            assert for_floats is not None
+            return for_floats(torch.from_numpy(x), torch.from_numpy(y)).numpy()
+        x, y = np.broadcast_arrays(x, y)
+        made = [wrap(for_ints(int(a), int(b), case.dtype), case.dtype) for a, b in zip(x.flat, y.flat)]
+        return np.array(made, np.int64).reshape(x.shape)
+
+    return run
+
+
+def wrap(value: int, dtype: DType) -> int:
+    """The integer that the low bits of `value` are in `dtype` (in 64 bits always signed: numpy takes it from there)."""
+    value &= (1 << dtype.bits) - 1
+    return value - (1 << dtype.bits) if dtype.kind == "i" and value >> (dtype.bits - 1) else value
+
+
+def truncated(x: int, y: int, dtype: DType) -> int:
+    return 0 if y == 0 else abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+def shifted_right(x: int, count: int, dtype: DType) -> int:
+    return x >> (count if 0 <= count < dtype.bits else dtype.bits)
+
+
+def cast(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+    def one(v: Any) -> Any:
+        if attrs.dtype.kind == "b":
+            return v != 0
+        if not attrs.dtype.is_int:
+            return float(v)
+        if isinstance(v, int):
+            return wrap(v, attrs.dtype)
+        low, high = np.iinfo(attrs.dtype.numpy).min, np.iinfo(attrs.dtype.numpy).max
+        return 0 if math.isnan(v) else low if v < low else high if v > high else int(v)
+
+    kind = {"b": np.bool_, "f": np.float64}.get(attrs.dtype.kind, np.int64)
+    return np.array([one(v) for v in x.reshape(-1).tolist()], kind).reshape(x.shape)
+
+
+def axes(attrs: Any, x: torch.Tensor) -> tuple[int, ...]:
+    return attrs.axis or tuple(range(x.ndim))
+
+
+def one_by_one(fn: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A reduction that torch does over one dim at a time."""
+
+    def run(attrs: Any, x: torch.Tensor) -> torch.Tensor:
+        for axis in sorted((a % x.ndim for a in axes(attrs, x)), reverse=True):
+            x = fn(x, dim=axis, keepdim=attrs.keepdims)
+        return x
+
+    return torch_(run)
+
+
+def extreme(fn: Callable[..., torch.Tensor], sign: int) -> Callable[..., Any]:
+    """amax or amin, which torch leaves undefined over nothing."""
+
+    def run(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+        if x.size:
+            return fn(torch.from_numpy(x), dim=axes(attrs, torch.from_numpy(x)), keepdim=attrs.keepdims).numpy()
+        shape = [d for i, d in enumerate(x.shape) if i not in {a % x.ndim for a in attrs.axis}]
+        ends = np.iinfo(case.dtype.numpy) if case.dtype.is_int else np.array([-np.inf, np.inf])
+        return np.full(shape, (ends.min if sign > 0 else ends.max) if case.dtype.is_int else ends[0 if sign > 0 else 1])
+
+    return run
+
+
+def arg(better: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    def pick(row: np.ndarray) -> int:
+        best = 0
+        for i, v in enumerate(row.tolist()):
+            if v != v:
+                return i
+            best = i if better(v, row[best]) else best
+        return best
+
+    def run(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+        rows = np.moveaxis(x, attrs.axis, -1)
+        out = np.array([pick(rows[at]) for at in np.ndindex(rows.shape[:-1])], np.int64).reshape(rows.shape[:-1])
+        return np.expand_dims(out, attrs.axis) if attrs.keepdims else out
+
+    return run
+
+
+def cumsum(attrs: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.flip(attrs.axis) if attrs.reverse else x
+    total = torch.cumsum(x, attrs.axis)
+    if attrs.exclusive:
+        before = total.narrow(attrs.axis, 0, x.shape[attrs.axis] - 1)
+        total = torch.cat([torch.zeros_like(total.narrow(attrs.axis, 0, 1)), before], attrs.axis)
+    return total.flip(attrs.axis) if attrs.reverse else total
+
+
+def gather(attrs: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    axis = attrs.axis % x.ndim
+    return torch.index_select(x, axis, indices.reshape(-1)).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+
+
+def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    flat = updates.reshape(*x.shape[: attrs.axis], indices.numel(), *x.shape[attrs.axis + 1 :])
+    return x.index_add(attrs.axis, indices.reshape(-1), flat)
+
+
+def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
+    *batch, rows, columns = w.shape
+    out = np.zeros((*batch, math.ceil(columns / attrs.panel), rows, attrs.panel), w.dtype)
+    for at in itertools.product(*map(range, w.shape)):
+        *b, row, column = at
+        out[(*b, column // attrs.panel, row, column % attrs.panel)] = w[at]
+    return out
+
+
+def allowed(attrs: Any, queries: int, keys: int) -> torch.Tensor:
+    """Which key each query may attend to, element by element."""
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        here = keys - queries + i
+        for j in range(keys):
+            mask[i, j] = j <= here and (attrs.mask == "causal" or j > here - attrs.window)
+    return mask
+
+
+def attention(attrs: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    if attrs.mask in ("causal", "sliding_window"):
+        mask = allowed(attrs, q.shape[2], k.shape[2])
+    with sdpa_kernel(SDPBackend.MATH):  # the fused one lets some NaNs disappear
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attrs.scale or None, enable_gqa=True)
+
+
+def rope(case: Any, attrs: Any, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Pair by pair, each turned by a 2 × 2 matrix; angles are products of f32 numbers, as in the models."""
+    width = x.shape[-1]
+    out = np.array(x)
+    for at in np.ndindex(x.shape[:-1]):
+        position = positions[at[-1]] if positions.ndim == 1 else positions[at[0], at[-1]]
+        for i in range(width // 2):
+            pair = [2 * i, 2 * i + 1] if attrs.interleaved else [i, i + width // 2]
+            angle = float(np.float32(position) * np.float32(attrs.theta ** (-2 * i / width)))
+            turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+            with np.errstate(invalid="ignore"):
+                out[(*at, pair)] = (turn * x[(*at, pair)]).sum(axis=1)
+    return out
+
+
+def normalised(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's layer_norm or rms_norm over the dims from attrs.axis on."""
+    return torch_(lambda a, x, *affine: fn(x, x.shape[a.axis % x.ndim :], *affine, eps=a.eps))
+
+
+def ordered(x: torch.Tensor, descending: bool) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.sort(x, dim=-1, stable=True, descending=descending))
+
+
+def unsqueezed(attrs: Any, x: torch.Tensor) -> torch.Tensor:
+    rank = x.ndim + len(attrs.axes)
+    for axis in sorted(a % rank for a in attrs.axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def sliced(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+    return x[tuple(slice(*bounds) for bounds in zip(attrs.starts, attrs.stops, attrs.steps))]
+
+
+def ends(sizes: tuple[int, ...]) -> list[int]:
+    return list(itertools.accumulate(sizes))[:-1]
+
+
+def padded(attrs: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, [n for pair in reversed(list(zip(attrs.low, attrs.high))) for n in pair], value=attrs.value)
+
+
+ORACLES: dict[str, Callable[..., Any]] = {
+    "neg": plain(torch.neg), "abs": plain(torch.abs), "sqrt": plain(torch.sqrt), "rsqrt": plain(torch.rsqrt),
+    "reciprocal": plain(torch.reciprocal), "exp": plain(torch.exp), "log": plain(torch.log), "sin": plain(torch.sin),
+    "cos": plain(torch.cos), "tanh": plain(torch.tanh), "erf": plain(torch.erf), "floor": plain(torch.floor),
+    "ceil": plain(torch.ceil), "round": plain(torch.round), "trunc": plain(torch.trunc), "sign": lambda c, a, x: np.sign(x),
+    "is_nan": plain(torch.isnan), "logical_not": plain(torch.logical_not), "bitwise_not": plain(torch.bitwise_not),
+    "add": plain(torch.add), "sub": plain(torch.sub), "mul": plain(torch.mul), "div": numbers(truncated, torch.div),
+    "rem": numbers(lambda x, y, d: x - y * truncated(x, y, d) if y else 0, torch.fmod),
+    "mod": numbers(lambda x, y, d: x % y if y else 0, torch.remainder),
+    "floor_div": numbers(lambda x, y, d: x // y if y else 0, lambda x, y: torch.div(x, y, rounding_mode="floor")),
+    "pow": plain(torch.pow), "maximum": plain(torch.maximum), "minimum": plain(torch.minimum), "less": plain(torch.lt),
+    "less_equal": plain(torch.le), "equal": plain(torch.eq), "not_equal": plain(torch.ne),
+    "logical_and": plain(torch.logical_and), "logical_or": plain(torch.logical_or), "logical_xor": plain(torch.logical_xor),
+    "bitwise_and": plain(torch.bitwise_and), "bitwise_or": plain(torch.bitwise_or), "bitwise_xor": plain(torch.bitwise_xor),
+    "shift_left": numbers(lambda x, n, d: x << n if 0 <= n < d.bits else 0), "shift_right": numbers(shifted_right),
+    "where": plain(torch.where), "cast": cast,
+    "sum": torch_(lambda a, x: torch.sum(x, axes(a, x), keepdim=a.keepdims)), "prod": one_by_one(torch.prod),
+    "max": extreme(torch.amax, 1), "min": extreme(torch.amin, -1), "any": one_by_one(torch.any), "all": one_by_one(torch.all),
+    "mean": torch_(lambda a, x: torch.mean(x, axes(a, x), keepdim=a.keepdims)),
+    "variance": torch_(lambda a, x: torch.var(x, axes(a, x), correction=a.correction, keepdim=a.keepdims)),
+    "softmax": torch_(lambda a, x: torch.softmax(x, a.axis)), "log_softmax": torch_(lambda a, x: torch.log_softmax(x, a.axis)),
+    "argmax": arg(lambda x, best: x > best), "argmin": arg(lambda x, best: x < best), "cumsum": torch_(cumsum),
+    "sort": torch_(lambda a, x: ordered(x, a.descending)), "argsort": torch_(lambda a, x: ordered(x, a.descending)[1]),
+    "top_k": torch_(lambda a, x: tuple(t[..., : a.k] for t in ordered(x, a.largest))),
+    "reshape": torch_(lambda a, x: x.reshape(a.dims)), "broadcast_to": torch_(lambda a, x: x.expand(a.dims)),
+    "transpose": torch_(lambda a, x: x.permute(a.axes or tuple(reversed(range(x.ndim))))), "slice": sliced,
+    "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),
+    "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
+    "matmul": plain(torch.matmul), "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
+    "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
+    "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
+    "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),
+    "relu": plain(torch.relu), "sigmoid": plain(torch.sigmoid), "silu": plain(F.silu),
+    "softplus": lambda c, a, x: -scipy.special.log_expit(-x), "gelu": torch_(lambda a, x: F.gelu(x, approximate=a.approximate)),
+    "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
+    "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
+    "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
+    "attention": torch_(attention), "rope": rope,
+}  # fmt: skip
