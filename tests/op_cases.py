@@ -1,7 +1,8 @@
 """Test cases from the op table: every op × its samples × dtypes × plain or awkward data. An op without samples fails here.
 
 A Case makes its graph, its inputs (the same on every machine), what the reference says, and the tolerance at which a backend
-must agree. Awkward data has NaN, infinities, -0.0 and the extremes of the dtype among its elements.
+must agree. Awkward data has NaN, infinities and -0.0 among its elements; of a composite only in the first operand, since what
+an infinite scale or a NaN behind a mask gives depends on the order of steps that are equal for every number.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Case:
         s = self.sample
         arrays = [draw(rng, dims, d, s.low, s.high) for dims, d in zip(s.shapes, self.dtypes)]
         if self.awkward:
-            for a, d in zip(arrays, self.dtypes):
+            count = 1 if self.op.kind is Kind.COMPOSITE else len(arrays)
+            for a, d in zip(arrays[:count], self.dtypes):
                 spoil(rng, a, d)
         return {f"x{i}": a for i, a in enumerate(arrays)}
 

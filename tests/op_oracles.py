@@ -14,7 +14,6 @@ import numpy as np
 import scipy.special
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlx.ir.dtype import DType
 
@@ -150,21 +149,23 @@ def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
     return out
 
 
-def allowed(attrs: Any, queries: int, keys: int) -> torch.Tensor:
-    """Which key each query may attend to, element by element."""
-    mask = torch.zeros(queries, keys, dtype=torch.bool)
-    for i in range(queries):
-        here = keys - queries + i
-        for j in range(keys):
-            mask[i, j] = j <= here and (attrs.mask == "causal" or j > here - attrs.window)
-    return mask
-
-
-def attention(attrs: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    if attrs.mask in ("causal", "sliding_window"):
-        mask = allowed(attrs, q.shape[2], k.shape[2])
-    with sdpa_kernel(SDPBackend.MATH):  # the fused one lets some NaNs disappear
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attrs.scale or None, enable_gqa=True)
+def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """Query by query: a softmax over the keys that it may attend to, and no others."""
+    *outer, width = q.shape
+    group, late = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    operand = None if mask is None else np.broadcast_to(mask, (*outer, k.shape[2]))
+    out = np.zeros((*outer, v.shape[3]))
+    for b, h, i in np.ndindex(*outer):
+        here, keys = late + i, list(range(k.shape[2]))
+        if attrs.mask in ("causal", "sliding_window"):
+            keys = [j for j in keys if j <= here and (attrs.mask == "causal" or here - j < attrs.window)]
+        elif attrs.mask == "custom":
+            keys = [j for j in keys if operand[b, h, i, j]]
+        scores = k[b, h // group, keys] @ q[b, h, i] * (attrs.scale or width**-0.5)
+        scores = scores + operand[b, h, i] if attrs.mask == "bias" else scores
+        if not np.all(scores == -np.inf):
+            out[b, h, i] = scipy.special.softmax(scores) @ v[b, h // group, keys]
+    return out
 
 
 def rope(case: Any, attrs: Any, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -247,5 +248,5 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
-    "attention": torch_(attention), "rope": rope,
+    "attention": attention, "rope": rope,
 }  # fmt: skip
