@@ -224,8 +224,10 @@ def main() -> None:
     favour_amd()
     folder = default_folder()
     model = load(folder)
+    about = header("onnxruntime", "torch", "llvmlite")
     rows = ["| shape | threads | peer | median, ms | p99, ms | of the FMA limit | rlx is faster by | max abs difference |"]
     rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(about, *rows, sep="\n")
     for batch, length in SHAPES:
         rng = np.random.default_rng(0)
         ids = rng.integers(1000, 20000, (batch, length)).astype(np.int32)
@@ -239,8 +241,6 @@ def main() -> None:
                 "torch": run_torch(folder, ids, mask, threads),
             }
             rows += compare(runs, batch, length, threads, flops(model.config, batch, length), args.seconds)
-    about = header("onnxruntime", "torch", "llvmlite")
-    print(about, *rows, sep="\n")
     if args.write:
         path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
         head = f"\n## MiniLM-L6, {time.strftime('%Y-%m-%d')}, `make bench`\n\n{about}\n\n"
@@ -266,7 +266,7 @@ def compare(runs: dict[str, Run], batch: int, length: int, threads: int, work: f
             f"| {batch} × {length} | {threads} | {name} | {median * 1e3:.3f} | {p99 * 1e3:.3f} "
             f"| {limit / median:.0%} | {ratio} | {apart[name]:.1e} |"
         )
-        print(rows[-1], file=sys.stderr)
+        print(rows[-1], flush=True)
     return rows
 
 
