@@ -21,22 +21,33 @@ from rlx.ir.target import Target
 Call = Callable[[], object]
 
 
-def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.01) -> dict[str, float]:
-    """Median seconds per call of each, taken in turn: each of `rounds` runs each of them for about `seconds`."""
+def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.01, threads: int = 1) -> dict[str, float]:
+    """Median seconds per call of each, taken in turn: each of `rounds` runs each of them for about `seconds`.
+
+    With one thread it is the calling thread's CPU time, which other programs on the same core do not add to (wall time of
+    the same loop of multiply-adds was seen to vary fourfold beside them). With more threads it can only be wall time: run
+    those on a quiet machine, and see `share`. Calls must do their work in the calling thread when `threads` is 1."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
     repeats: dict[str, int] = {}
     for name, call in calls.items():
         call()
-        start = time.perf_counter()
+        start = clock()
         call()
-        repeats[name] = max(1, int(seconds / max(time.perf_counter() - start, 1e-7)))
+        repeats[name] = max(1, int(seconds / max(clock() - start, 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats[name]):
                 call()
-            times[name].append((time.perf_counter() - start) / repeats[name])
+            times[name].append((clock() - start) / repeats[name])
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def share(rate: float, limit: float) -> str:
+    """A rate as percent of a limit measured in the same rounds. More than the limit cannot be: the measurement of one of
+    the two was disturbed (or the limit's own code is not the fastest), and the text says so with a `!`."""
+    return f"{100 * rate / limit:.0f}%{'!' if rate > 1.03 * limit else ''}"
 
 
 # -- limits of this machine ----------------------------------------------------------------------------------------

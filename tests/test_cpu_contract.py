@@ -123,7 +123,9 @@ def matrix(rows: int, columns: int, layout: str, panel: int) -> tuple[int, tuple
     return rows, (1, 0), 0
 
 
-def product(m: int, n: int, k: int, a: str = "rows", b: str = "panel", dtypes: DTypes = (f32, f32, f32), panel: int = 0) -> Kernel:
+def product(
+    m: int, n: int, k: int, a: str = "rows", b: str = "panel", dtypes: DTypes = (f32, f32, f32), panel: int = 0
+) -> Kernel:
     """c = a @ b"""
     (size_a, strides_a, _), (size_b, strides_b, panel) = matrix(m, k, a, 0), matrix(k, n, b, panel)
     left, right, out = Buffer("a", dtypes[0], size_a), Buffer("b", dtypes[1], size_b), Buffer("c", dtypes[2], m * n, True)
@@ -185,7 +187,7 @@ def test_packed(shape: tuple[int, int, int], cpu: str) -> None:
     check_product(product(*shape, panel=target.panel("f32")), target)
 
 
-STRIDED = [(1, 50, 20), (1, 300, 3), (2, 65, 7), (6, 33, 40), (40, 70, 33), (50, 1, 9), (50, 17, 1)]
+STRIDED = [(1, 50, 20), (1, 300, 3), (2, 65, 7), (6, 33, 40), (80, 70, 33), (50, 1, 9), (50, 17, 1)]
 
 
 @pytest.mark.parametrize("b", ["rows", "padded", "columns", "every other", "one row", "one column"])
@@ -196,7 +198,7 @@ def test_strided_b(shape: tuple[int, int, int], b: str) -> None:
 
 @pytest.mark.parametrize("cpu", [name for name in TARGETS if name != "host"])
 @pytest.mark.parametrize("b", ["rows", "columns", "every other"])
-@pytest.mark.parametrize("shape", [(1, 50, 20), (40, 70, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 50, 20), (80, 70, 33)], ids=str)
 def test_strided_b_elsewhere(shape: tuple[int, int, int], b: str, cpu: str) -> None:
     check_product(product(*shape, b=b), TARGETS[cpu])
 
@@ -216,7 +218,7 @@ FLOATS = [
 @pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("b", ["panel", "rows", "columns"])
 @pytest.mark.parametrize("dtypes", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 75, 18), (11, 50, 33), (40, 30, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 75, 18), (11, 50, 33), (75, 30, 9)], ids=str)
 def test_floats(shape: tuple[int, int, int], dtypes: DTypes, b: str, cpu: str) -> None:
     target = TARGETS[cpu]
     if f16 in dtypes and cpu == "x86-64":
@@ -230,7 +232,7 @@ INTEGERS += [(i8, i8, i32), (u8, i8, i32), (u8, u8, u32), (i32, i8, i64)]
 
 @pytest.mark.parametrize("b", ["rows", "columns"])
 @pytest.mark.parametrize("dtypes", INTEGERS, ids=str)
-@pytest.mark.parametrize("shape", [(3, 75, 9), (40, 20, 18)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 75, 9), (75, 20, 18)], ids=str)
 def test_integers_wrap(shape: tuple[int, int, int], dtypes: DTypes, b: str) -> None:
     check_product(product(*shape, b=b, dtypes=dtypes), TARGETS["host"])
 
@@ -256,9 +258,9 @@ def test_no_cells(m: int, n: int) -> None:
     assert contract.render(product(m, n, 4, b="rows"), TARGETS["host"], "mm").tasks == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    st.integers(1, 70), st.integers(1, 120), st.integers(0, 50),
+    st.integers(1, 100), st.integers(1, 120), st.integers(0, 50),
     st.sampled_from(["rows", "padded", "columns", "every other"]),
     st.sampled_from(["panel", "rows", "padded", "columns", "every other"]),
     st.sampled_from([(f32, f32, f32), (f32, bf16, f32), (f64, f64, f64)]), st.sampled_from(sorted(TARGETS)), st.integers(1, 5),
@@ -376,6 +378,11 @@ def test_same_bits_at_any_thread_count() -> None:
 @pytest.mark.parametrize("shape", [(16, 384, 384), (128, 1536, 384), (1, 4096, 4096), (1024, 48, 1024)], ids=str)
 def test_every_thread_has_work(shape: tuple[int, int, int], threads: int) -> None:
     assert plan_of(product(*shape, panel=TARGETS["host"].panel("f32")), threads).tasks >= threads
+
+
+def test_few_rows_read_b_in_place_and_many_copy_it() -> None:
+    """The strided tests above cover both ways."""
+    assert [plan_of(product(m, 70, 33, b="rows"), 1).stage_b for m in (6, 80)] == ["", "rows"]
 
 
 def test_rows_stay_whole() -> None:

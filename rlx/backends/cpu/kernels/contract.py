@@ -52,9 +52,7 @@ class _Module:
         self.sums_at = self._reserve(p.rows * p.columns * self.acc.itemsize)
         self.a_at = self._reserve(p.block_rows * pitch * self.acc.itemsize if p.stage_a else 0)
         self.b_at = self._reserve(contract.k * p.columns * self.acc.itemsize if p.stage_b else 0)
-        self.local_at = {
-            x: self._reserve((p.block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals
-        }
+        self.local_at = {x: self._reserve((p.block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
         self.context = [V("%args", "ptr"), V("%scratch", "ptr"), V("%status", "ptr")]  # then the grid's indices
         self.context += [V(f"%grid{x}", "i64") for x in range(len(kernel.grid))]
 
@@ -230,7 +228,8 @@ class _Module:
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
         inside = e.bin("sub", row, i0)
-        parts: dict[Buffer | Local, V] = {x: _step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.local_at if x.per_row}
+        kept = [x for x in self.local_at if x.per_row]
+        parts: dict[Buffer | Local, V] = {x: _step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in kept}
         return scope.child({self.c.i: row}, pointers=parts)
 
 
