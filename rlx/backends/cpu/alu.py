@@ -11,7 +11,7 @@ from math import inf
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.emit import Emitter, V, computed, stored, vector
-from rlx.ir.dtype import DType, bf16, bool_, f16
+from rlx.ir.dtype import DType, bf16, f16
 from rlx.ir.kernel import Alu, Const
 
 Emit = Callable[..., V]
@@ -123,8 +123,8 @@ def _like(v: V, scalar: str) -> str:
     return vector(scalar, v.lanes)
 
 
-def _pick(float_op: str, int_op: str) -> Emit:
-    return lambda e, d, a, b: e.bin(float_op if d.is_float else int_op, a, b)
+def _pick(float_op: str, int_op: str, bool_op: str) -> Emit:
+    return lambda e, d, a, b: e.bin({"f": float_op, "b": bool_op}.get(d.kind, int_op), a, b)
 
 
 def _extreme(ordered: str, signed: str, unsigned: str) -> Emit:
@@ -240,7 +240,7 @@ def _function(of: Callable[[Emitter, V], V]) -> Emit:
 
 
 OPS: dict[str, Emit] = {
-    "add": _pick("fadd", "add"), "sub": _pick("fsub", "sub"), "mul": _pick("fmul", "mul"),
+    "add": _pick("fadd", "add", "or"), "sub": _pick("fsub", "sub", "xor"), "mul": _pick("fmul", "mul", "and"),
     "div": _divide("fdiv", "sdiv", "udiv", _minus),
     "rem": _divide("frem", "srem", "urem", lambda e, a: e.const(a.ty, 0)),
     "min": _extreme("olt", "slt", "ult"), "max": _extreme("ogt", "sgt", "ugt"),
@@ -279,10 +279,8 @@ def identity(e: Emitter, op: str, dtype: DType, lanes: int) -> V:
 
 
 def combine(e: Emitter, op: str, dtype: DType, a: V, b: V) -> V:
-    """One step of a reduction. On bool, add and max are or; mul and min are and."""
-    if dtype == bool_:
-        op = {"add": "or", "max": "or", "mul": "and", "min": "and"}.get(op, op)
-    return rounded(e, OPS[op](e, dtype, a, b), dtype)
+    """One step of a reduction, unrounded: a sum of f16 or bf16 values is carried in f32."""
+    return OPS[op](e, dtype, a, b)
 
 
 def across(e: Emitter, op: str, dtype: DType, v: V) -> V:

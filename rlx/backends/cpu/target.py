@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from rlx import knobs
 from rlx.errors import CompileError
 from rlx.ir.target import Target
 
@@ -36,8 +37,8 @@ def host_features() -> tuple[str, ...]:
 
 
 def host_target(threads: int | None = None) -> Target:
-    """The CPU of this process. `threads` None: as many as it may use (`available_threads`)."""
-    return _target(host_features(), threads or available_threads())
+    """The CPU of this process. `threads` None: what the knob RLX_THREADS says, else as many as it may use."""
+    return _target(host_features(), threads or knobs.THREADS.get() or available_threads())
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
