@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Kernels of the pool's ABI, void (args, task, scratch, status).
 #   count(mine, before, n): mine[task] += 1; status 7 unless before[0..n) all equal the new value: the step before is done
-#   fail(x): status 5.   meet(x): waits until two tasks are inside at once.   hold(flags): flags[1] = 1, then waits for flags[0]
-#   who(mine): mine[task] = own scratch address
+#   fail(x): status 5.   hold(flags): flags[1] = 1, then waits for flags[0]
+#   meet(x): x[1 + task] = address of its scratch; x[0] += 1 and waits until that is 2: two threads are in at once
+#   relay(flags): task 0 waits for flags[1], which task 1 sets before it waits for flags[0]
 KERNELS = """
 define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 entry:
@@ -61,6 +62,9 @@ define void @fail(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 define void @meet(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 entry:
   %p = load ptr, ptr %args
+  %own = add i64 %task, 1
+  %own.p = getelementptr ptr, ptr %p, i64 %own
+  store ptr %scratch, ptr %own.p
   %x = atomicrmw add ptr %p, i64 1 seq_cst
   br label %wait
 wait:
@@ -91,10 +95,21 @@ wait:
 out:
   ret void
 }
-define void @who(ptr %args, i64 %task, ptr %scratch, ptr %status) {
-  %mine = load ptr, ptr %args
-  %p = getelementptr ptr, ptr %mine, i64 %task
-  store ptr %scratch, ptr %p
+define void @relay(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %p = load ptr, ptr %args
+  %q = getelementptr i64, ptr %p, i64 1
+  %first = icmp eq i64 %task, 0
+  br i1 %first, label %wait, label %second
+second:
+  store atomic i64 1, ptr %q seq_cst, align 8
+  br label %wait
+wait:
+  %flag = select i1 %first, ptr %q, ptr %p
+  %v = load atomic i64, ptr %flag seq_cst, align 8
+  %free = icmp ne i64 %v, 0
+  br i1 %free, label %out, label %wait
+out:
   ret void
 }
 """
@@ -102,7 +117,7 @@ define void @who(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 
 @cache
 def library() -> Library:
-    return Library([compile_object(KERNELS, host_target(1))], ("count", "fail", "meet", "hold", "who"))
+    return Library([compile_object(KERNELS, host_target(1))], ("count", "fail", "meet", "hold", "relay"))
 
 
 class Table:
@@ -178,7 +193,7 @@ def test_a_status_ends_the_run_and_names_the_step(threads, tasks):
 
 
 def test_sleeping_workers_wake():
-    met = np.zeros(1, np.int64)
+    met = np.zeros(3, np.int64)
     table = Table([("meet", 2, (met,))], 2)
     chained, counts = chain([2, 1, 5, 2], 2)
     for i in range(1, 11):
@@ -189,24 +204,42 @@ def test_sleeping_workers_wake():
 
 
 def test_threads_have_scratch_of_their_own():
-    seen = np.zeros(2, np.int64)
-    met = np.zeros(1, np.int64)
-    table = Table([("meet", 2, (met,)), ("who", 2, (seen,))], 2)
-    found = set()
-    for _ in range(50):
+    met = np.zeros(3, np.int64)
+    table = Table([("meet", 2, (met,))], 2)
+    for _ in range(20):
         met[0] = 0
         assert table.run() == 0
-        found |= set((seen - table.scratch.ctypes.data).tolist())
-    assert found <= {0, 64}
+        assert set((met[1:] - table.scratch.ctypes.data).tolist()) == {0, 64}
 
 
-def test_workers_do_not_spin_when_idle():
-    table, _ = chain([4, 4], 4)
+def test_a_caller_that_waits_long_sleeps_and_is_woken():
+    flags, used = np.zeros(2, np.int64), []
+    table = Table([("relay", 2, (flags,))], 2)
+
+    def caller():
+        start = time.thread_time()
+        assert table.run() == 0
+        used.append(time.thread_time() - start)
+
+    thread = threading.Thread(target=caller, daemon=True)
+    thread.start()
+    while not flags[1]:
+        time.sleep(0.001)
+    time.sleep(0.5)  # a worker is in task 1, the caller is done with task 0
+    flags[0] = 1
+    thread.join(60)
+    assert used, "the caller was not woken at the end"
+    assert used[0] < 0.25  # seconds of CPU; spinning would take all of 0.5
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_workers_do_not_spin_when_idle(threads):
+    table, _ = chain([4, 4], threads)
     assert table.run() == 0
-    time.sleep(0.05)
+    time.sleep(0.02)
     start = time.process_time()
-    time.sleep(0.2)
-    assert time.process_time() - start < 0.1  # a spinning worker would burn 0.2 s
+    time.sleep(0.3)
+    assert time.process_time() - start < 0.1  # a spinning worker would burn what it gets of 0.3 s
 
 
 def test_a_busy_pool_leaves_the_second_caller_alone():
@@ -320,7 +353,7 @@ for _ in range(10):
     assert table.run() == 0
     child = os.fork()
     if child == 0:
-        met = np.zeros(1, np.int64)
+        met = np.zeros(3, np.int64)
         assert table.pool.workers == ()
         assert [table.run() for _ in range(100)] == [0] * 100
         assert len(table.pool.workers) == 1  # of its own
@@ -344,8 +377,15 @@ def test_a_forked_child_has_workers_of_its_own():
     ("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('boom')", 1), ("os._exit(4)", 4)], ids=lambda x: str(x)[:5]
 )
 def test_the_interpreter_exits_cleanly(end, code):
-    done = script(f"table, _ = chain([4, 4], 4)\nassert table.run() == 0\n{end}\n", code)
+    body = """
+import atexit
+atexit.register(lambda: print(threading.active_count()))  # runs after the pool has closed
+table, _ = chain([4, 4], 4)
+assert table.run() == 0
+"""
+    done = script(body + end, code)
     assert ("boom" in done.stderr) if "boom" in end else done.stderr == ""
+    assert done.stdout == ("" if "_exit" in end else "1\n")
 
 
 def test_exit_while_a_daemon_thread_runs():
@@ -366,7 +406,7 @@ def test_one_cpu_for_many_threads():
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 table, counts = chain([4, 2, 8], 4)
 assert [table.run() for _ in range(300)] == [0] * 300
-met = np.zeros(1, np.int64)
+met = np.zeros(3, np.int64)
 assert Table([("meet", 2, (met,))], 4).run() == 0
 assert all(os.sched_getaffinity(w.native_id) == os.sched_getaffinity(0) for w in pools.pool(4).workers)
 """

@@ -84,38 +84,35 @@ FUTEX = """
 NAP = """
   call i32 %wait(i32 500)"""
 
-# Types follow Step, Run and Control. `seen` and generations are i64 (ticket >> 32).
+# $step_args, $control_lock …: byte offsets of the fields above. `seen` and generations are i64 (ticket >> 32).
 TEXT = """
-%Step = type { ptr, ptr, i64 }
-%Run = type { ptr, ptr, ptr, i64, ptr, ptr, i32 }
-%Control = type { i64, ptr, ptr, i32, i32, i32, i32, i32, i32, i64, i64, i64, i64, i64, ptr, ptr, ptr, [128 x i8] }
 $pause_declaration
 attributes #0 = { nounwind }
 
 ; one call of the step's function per task, from %first up to %tasks
 define internal void @call(ptr %run, ptr %step, i64 %task, i64 %tid) #0 {
   %fn = load ptr, ptr %step
-  %args.p = getelementptr %Step, ptr %step, i32 0, i32 1
+  %args.p = getelementptr i8, ptr %step, i64 $step_args
   %args = load ptr, ptr %args.p
-  %scratch.p = getelementptr %Run, ptr %run, i32 0, i32 2
+  %scratch.p = getelementptr i8, ptr %run, i64 $run_scratch
   %scratch = load ptr, ptr %scratch.p
-  %stride.p = getelementptr %Run, ptr %run, i32 0, i32 3
+  %stride.p = getelementptr i8, ptr %run, i64 $run_stride
   %stride = load i64, ptr %stride.p
   %offset = mul i64 %stride, %tid
   %mine = getelementptr i8, ptr %scratch, i64 %offset
-  %status = getelementptr %Run, ptr %run, i32 0, i32 6
+  %status = getelementptr i8, ptr %run, i64 $run_status
   call void %fn(ptr %args, i64 %task, ptr %mine, ptr %status)
   ret void
 }
 
 ; the status; if it is an error, %step is noted as the failed one
 define internal i32 @outcome(ptr %run, ptr %step) #0 {
-  %status.p = getelementptr %Run, ptr %run, i32 0, i32 6
+  %status.p = getelementptr i8, ptr %run, i64 $run_status
   %status = load i32, ptr %status.p
   %good = icmp eq i32 %status, 0
   br i1 %good, label %out, label %bad
 bad:
-  %failed.p = getelementptr %Run, ptr %run, i32 0, i32 5
+  %failed.p = getelementptr i8, ptr %run, i64 $run_failed
   store ptr %step, ptr %failed.p
   br label %out
 out:
@@ -126,7 +123,7 @@ out:
 define internal i32 @alone(ptr %run) #0 {
 entry:
   %first = load ptr, ptr %run
-  %end.p = getelementptr %Run, ptr %run, i32 0, i32 1
+  %end.p = getelementptr i8, ptr %run, i64 $run_end
   %end = load ptr, ptr %end.p
   br label %look
 look:
@@ -134,7 +131,7 @@ look:
   %over = icmp eq ptr %step, %end
   br i1 %over, label %good, label %open
 open:
-  %tasks.p = getelementptr %Step, ptr %step, i32 0, i32 2
+  %tasks.p = getelementptr i8, ptr %step, i64 $step_tasks
   %tasks = load i64, ptr %tasks.p
   br label %more
 more:
@@ -147,7 +144,7 @@ one:
   br label %more
 after:
   %status = call i32 @outcome(ptr %run, ptr %step)
-  %next = getelementptr %Step, ptr %step, i32 1
+  %next = getelementptr i8, ptr %step, i64 $step_bytes
   %bad = icmp ne i32 %status, 0
   br i1 %bad, label %out, label %look
 good:
@@ -177,14 +174,14 @@ out:
 
 define internal void @wake(ptr %c, i32 %n) #0 {
   %word = getelementptr i8, ptr %c, i64 4
-  %wait.p = getelementptr %Control, ptr %c, i32 0, i32 14
+  %wait.p = getelementptr i8, ptr %c, i64 $control_wait
   %wait = load ptr, ptr %wait.p$wake
   ret void
 }
 
 define internal void @doze(ptr %c, i32 %seen) #0 {
   %word = getelementptr i8, ptr %c, i64 4
-  %wait.p = getelementptr %Control, ptr %c, i32 0, i32 14
+  %wait.p = getelementptr i8, ptr %c, i64 $control_wait
   %wait = load ptr, ptr %wait.p$doze
   ret void
 }
@@ -193,18 +190,18 @@ define internal void @doze(ptr %c, i32 %seen) #0 {
 ; kept for this thread; or null: the run has ended, and nothing of it may be touched any more.
 define internal ptr @advance(ptr %c, ptr %run, ptr %done, i64 %tid) #0 {
 entry:
-  %end.p = getelementptr %Run, ptr %run, i32 0, i32 1
+  %end.p = getelementptr i8, ptr %run, i64 $run_end
   %end = load ptr, ptr %end.p
   %status = call i32 @outcome(ptr %run, ptr %done)
   %bad = icmp ne i32 %status, 0
   br i1 %bad, label %finish, label %following
 following:
   %before = phi ptr [%done, %entry], [%step, %small], [%step, %one]
-  %step = getelementptr %Step, ptr %before, i32 1
+  %step = getelementptr i8, ptr %before, i64 $step_bytes
   %over = icmp eq ptr %step, %end
   br i1 %over, label %finish, label %open
 open:
-  %tasks.p = getelementptr %Step, ptr %step, i32 0, i32 2
+  %tasks.p = getelementptr i8, ptr %step, i64 $step_tasks
   %tasks = load i64, ptr %tasks.p
   %many = icmp sgt i64 %tasks, 1
   br i1 %many, label %large, label %small
@@ -217,14 +214,14 @@ one:
   %bad.one = icmp ne i32 %status.one, 0
   br i1 %bad.one, label %finish, label %following
 large:
-  %step.p = getelementptr %Control, ptr %c, i32 0, i32 1
+  %step.p = getelementptr i8, ptr %c, i64 $control_step
   store ptr %step, ptr %step.p
-  %done.p = getelementptr %Control, ptr %c, i32 0, i32 3
+  %done.p = getelementptr i8, ptr %c, i64 $control_done
   store atomic i32 0, ptr %done.p monotonic, align 4
   %left = sub i64 %tasks, 1
   %low = add i64 %left, $bias
   call void @publish(ptr %c, i64 %low)
-  %sleepers.p = getelementptr %Control, ptr %c, i32 0, i32 4
+  %sleepers.p = getelementptr i8, ptr %c, i64 $control_sleepers
   %sleepers = load atomic i32, ptr %sleepers.p seq_cst, align 4
   %any = icmp sgt i32 %sleepers, 0
   br i1 %any, label %call, label %out
@@ -239,7 +236,7 @@ out:
   ret ptr %step
 finish:
   call void @publish(ptr %c, i64 $end)
-  %asleep.p = getelementptr %Control, ptr %c, i32 0, i32 7
+  %asleep.p = getelementptr i8, ptr %c, i64 $control_caller_asleep
   %asleep = load atomic i32, ptr %asleep.p seq_cst, align 4
   %calls = icmp ne i32 %asleep, 0
   br i1 %calls, label %rouse, label %ended
@@ -255,16 +252,16 @@ declare i32 @llvm.smin.i32(i32, i32)
 define internal void @share(ptr %c, i64 %tid, ptr %mine) #0 {
 entry:
   %caller = icmp eq i64 %tid, 0
-  %step.p = getelementptr %Control, ptr %c, i32 0, i32 1
-  %run.p = getelementptr %Control, ptr %c, i32 0, i32 2
-  %done.p = getelementptr %Control, ptr %c, i32 0, i32 3
-  %sleepers.p = getelementptr %Control, ptr %c, i32 0, i32 4
-  %asleep.p = getelementptr %Control, ptr %c, i32 0, i32 7
-  %stop.p = getelementptr %Control, ptr %c, i32 0, i32 8
-  %idle.p = getelementptr %Control, ptr %c, i32 0, i32 10
-  %busy.p = getelementptr %Control, ptr %c, i32 0, i32 11
-  %yields.p = getelementptr %Control, ptr %c, i32 0, i32 12
-  %yield.p = getelementptr %Control, ptr %c, i32 0, i32 15
+  %step.p = getelementptr i8, ptr %c, i64 $control_step
+  %run.p = getelementptr i8, ptr %c, i64 $control_run
+  %done.p = getelementptr i8, ptr %c, i64 $control_done
+  %sleepers.p = getelementptr i8, ptr %c, i64 $control_sleepers
+  %asleep.p = getelementptr i8, ptr %c, i64 $control_caller_asleep
+  %stop.p = getelementptr i8, ptr %c, i64 $control_stop
+  %idle.p = getelementptr i8, ptr %c, i64 $control_idle_spins
+  %busy.p = getelementptr i8, ptr %c, i64 $control_busy_spins
+  %yields.p = getelementptr i8, ptr %c, i64 $control_yields
+  %yield.p = getelementptr i8, ptr %c, i64 $control_sched_yield
   %have = icmp ne ptr %mine, null
   br i1 %have, label %tasks, label %look
 look:
@@ -279,7 +276,7 @@ claim:
   br i1 %c.got, label %claimed, label %dry
 claimed:
   %c.step = load ptr, ptr %step.p
-  %c.size.p = getelementptr %Step, ptr %c.step, i32 0, i32 2
+  %c.size.p = getelementptr i8, ptr %c.step, i64 $step_tasks
   %c.size = load i64, ptr %c.size.p
   %c.rest = sub i64 %c.low, $bias
   %c.task = sub i64 %c.size, %c.rest
@@ -288,7 +285,7 @@ tasks:
   %step = phi ptr [%mine, %entry], [%c.step, %claimed], [%following, %advance]
   %first = phi i64 [0, %entry], [%c.task, %claimed], [0, %advance]
   %run = load ptr, ptr %run.p
-  %size.p = getelementptr %Step, ptr %step, i32 0, i32 2
+  %size.p = getelementptr i8, ptr %step, i64 $step_tasks
   %size = load i64, ptr %size.p
   %final = sub i64 %size, 1
   br label %one
@@ -383,14 +380,14 @@ out:
 define i32 @rlx_run(ptr %run) #0 {
 entry:
   %first = load ptr, ptr %run
-  %status.p = getelementptr %Run, ptr %run, i32 0, i32 6
+  %status.p = getelementptr i8, ptr %run, i64 $run_status
   store i32 0, ptr %status.p
-  %control.p = getelementptr %Run, ptr %run, i32 0, i32 4
+  %control.p = getelementptr i8, ptr %run, i64 $run_control
   %c = load ptr, ptr %control.p
   %single = icmp eq ptr %c, null
   br i1 %single, label %alone, label %lock
 lock:
-  %lock.p = getelementptr %Control, ptr %c, i32 0, i32 5
+  %lock.p = getelementptr i8, ptr %c, i64 $control_lock
   %pair = cmpxchg ptr %lock.p, i32 0, i32 1 acquire monotonic
   %free = extractvalue { i32, i1 } %pair, 1
   br i1 %free, label %held, label %alone
@@ -398,7 +395,7 @@ alone:
   %r.alone = call i32 @alone(ptr %run)
   ret i32 %r.alone
 held:
-  %workers.p = getelementptr %Control, ptr %c, i32 0, i32 6
+  %workers.p = getelementptr i8, ptr %c, i64 $control_workers
   %workers = load i32, ptr %workers.p
   %some = icmp ne i32 %workers, 0
   br i1 %some, label %together, label %empty
@@ -409,9 +406,9 @@ empty:
   %r.none = select i1 %good, i32 $attend, i32 %r.empty
   ret i32 %r.none
 together:
-  %run.p = getelementptr %Control, ptr %c, i32 0, i32 2
+  %run.p = getelementptr i8, ptr %c, i64 $control_run
   store ptr %run, ptr %run.p
-  %zeroth = getelementptr %Step, ptr %first, i32 -1
+  %zeroth = getelementptr i8, ptr %first, i64 -$step_bytes
   %step = call ptr @advance(ptr %c, ptr %run, ptr %zeroth, i64 0)
   %shared = icmp ne ptr %step, null
   br i1 %shared, label %join, label %out
@@ -421,7 +418,7 @@ join:
 out:
   %status = load i32, ptr %status.p
   store atomic i32 0, ptr %lock.p release, align 4
-  %getcpu.p = getelementptr %Control, ptr %c, i32 0, i32 16
+  %getcpu.p = getelementptr i8, ptr %c, i64 $control_getcpu
   %getcpu = load ptr, ptr %getcpu.p
   %known = icmp ne ptr %getcpu, null
   %well = icmp eq i32 %status, 0
@@ -433,7 +430,8 @@ where:
   %inside = icmp ult i32 %byte, 128
   br i1 %inside, label %test, label %back
 test:
-  %byte.p = getelementptr %Control, ptr %c, i32 0, i32 17, i32 %byte
+  %pinned = getelementptr i8, ptr %c, i64 $control_pinned
+  %byte.p = getelementptr i8, ptr %pinned, i32 %byte
   %bits = load i8, ptr %byte.p
   %shift = and i32 %cpu, 7
   %bits.32 = zext i8 %bits to i32
@@ -469,7 +467,7 @@ define void @rlx_work(ptr %c, i64 %tid) #0 {
 
 ; let every worker leave; may be called at any time
 define void @rlx_stop(ptr %c) #0 {
-  %stop.p = getelementptr %Control, ptr %c, i32 0, i32 8
+  %stop.p = getelementptr i8, ptr %c, i64 $control_stop
   store atomic i32 1, ptr %stop.p seq_cst, align 4
   %x = atomicrmw add ptr %c, i64 4294967296 seq_cst
   call void @wake(ptr %c, i32 2147483647)
@@ -500,8 +498,13 @@ def _library() -> Library:
     futex = Template(FUTEX if _futex_call() else NAP)
     doze = futex.safe_substitute(futex=_futex_call(), operation=128, value="%seen")
     wake = futex.safe_substitute(futex=_futex_call(), operation=129, value="%n") if _futex_call() else ""
+    places = {f"{t.__name__.lower()}_{name}": getattr(t, name).offset for t in (Step, Run, Control) for name, _ in t._fields_}
     text = Template(TEXT).substitute(
-        pause_declaration=declaration, pause=pause, doze=doze, wake=wake, bias=BIAS, end=END, attend=ATTEND
+        places | {"pause_declaration": declaration, "pause": pause, "doze": doze, "wake": wake},
+        step_bytes=ctypes.sizeof(Step),
+        bias=BIAS,
+        end=END,
+        attend=ATTEND,
     )
     symbols = ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin")
     python = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
