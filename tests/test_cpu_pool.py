@@ -16,7 +16,7 @@ import pytest
 
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.jit import Library, compile_object
-from rlx.backends.cpu.target import host_target
+from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -328,6 +328,13 @@ def test_a_pool_that_was_closed_still_runs():
     assert (counts[1] == 3).all()
 
 
+@pytest.mark.parametrize("futex", [0, 98])
+def test_the_walker_compiles_for_another_processor(futex):
+    target = target_for("aarch64-linux-gnu", "generic", ("neon",))
+    code = compile_object(pools.module_text("aarch64", futex), target)
+    assert code[:4] == b"\x7fELF" and code[18:20] == b"\xb7\x00"  # e_machine: AArch64
+
+
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
@@ -409,5 +416,20 @@ assert [table.run() for _ in range(300)] == [0] * 300
 met = np.zeros(3, np.int64)
 assert Table([("meet", 2, (met,))], 4).run() == 0
 assert all(os.sched_getaffinity(w.native_id) == os.sched_getaffinity(0) for w in pools.pool(4).workers)
+"""
+    script(body)
+
+
+def test_without_futex_workers_nap():
+    body = """
+pools._futex_call = lambda: 0
+table, counts = chain([4, 2, 8], 2)
+met = np.zeros(3, np.int64)
+other = Table([("meet", 2, (met,))], 2)
+for _ in range(10):
+    met[0] = 0
+    time.sleep(0.005)
+    assert table.run() == 0 and other.run() == 0
+assert (counts[2] == 10).all()
 """
     script(body)

@@ -491,21 +491,24 @@ out:
 """
 
 
+def module_text(machine: str, futex: int) -> str:
+    """The walker as LLVM IR for a processor (platform.machine()), with the number of its futex system call (0: none)."""
+    declaration, pause = PAUSE.get(machine, ("", ""))
+    sleep = Template(FUTEX if futex else NAP)
+    words = {
+        "doze": sleep.safe_substitute(futex=futex, operation=128, value="%seen"),
+        "wake": sleep.safe_substitute(futex=futex, operation=129, value="%n") if futex else "",
+        "pause_declaration": declaration, "pause": pause, "step_bytes": ctypes.sizeof(Step),
+        "bias": BIAS, "end": END, "attend": ATTEND,
+    }  # fmt: skip
+    places = {f"{t.__name__.lower()}_{name}": getattr(t, name).offset for t in (Step, Run, Control) for name, *_ in t._fields_}
+    return Template(TEXT).substitute(words | places)
+
+
 @cache
 def _library() -> Library:
     """The walker in machine code; kept for the life of the process, since workers stay inside it."""
-    declaration, pause = PAUSE.get(platform.machine(), ("", ""))
-    futex = Template(FUTEX if _futex_call() else NAP)
-    doze = futex.safe_substitute(futex=_futex_call(), operation=128, value="%seen")
-    wake = futex.safe_substitute(futex=_futex_call(), operation=129, value="%n") if _futex_call() else ""
-    places = {f"{t.__name__.lower()}_{name}": getattr(t, name).offset for t in (Step, Run, Control) for name, _ in t._fields_}
-    text = Template(TEXT).substitute(
-        places | {"pause_declaration": declaration, "pause": pause, "doze": doze, "wake": wake},
-        step_bytes=ctypes.sizeof(Step),
-        bias=BIAS,
-        end=END,
-        attend=ATTEND,
-    )
+    text = module_text(platform.machine(), _futex_call())
     symbols = ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin")
     python = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
     imports = {name: _address(getattr(ctypes.pythonapi, name)) for name in python}
