@@ -1,0 +1,321 @@
+"""Fused attention on the CPU against torch's attention in float64: shapes, strides, masks, dtypes, and what it may touch."""
+
+import ctypes
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rlx.backends.cpu.jit import compile_object, load
+from rlx.backends.cpu.kernels.attention import claim, render
+from rlx.backends.cpu.target import host_features, host_target, target_for
+from rlx.ir import ops
+from rlx.ir.dtype import as_dtype
+from rlx.ir.graph import Graph
+from rlx.ir.kernel import Buffer, Kernel, Native, View
+from rlx.ir.ops.attention import AttentionAttrs
+
+MARGIN = 40  # elements before and after every buffer that the kernel must leave alone
+CANARY = 77
+BSHD, BHSD, BHDS = (0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)  # which dims lie outermost to innermost in memory
+
+
+def placed(array, order=BHSD, pad=0):
+    """`array` in a flat one with margins, its dims in memory as `order` says, the innermost padded: (flat, strides, offset)."""
+    shape = [array.shape[a] for a in order]
+    shape[-1] += pad
+    flat = np.full(int(np.prod(shape)) + 2 * MARGIN, CANARY, array.dtype)
+    inside = flat[MARGIN : flat.size - MARGIN].reshape(shape)[..., : shape[-1] - pad]
+    inside[...] = array.transpose(order)
+    strides = [0] * array.ndim
+    for axis, stride in zip(order, inside.strides):
+        strides[axis] = stride // array.itemsize if array.shape[axis] > 1 else 0
+    return flat, tuple(strides), MARGIN
+
+
+@functools.cache
+def compiled(kernel_text, target, rendered):
+    return load([compile_object(rendered.text, target)], [rendered.symbol], target)
+
+
+def attend(q, k, v, operand=None, *, orders=(BHSD,) * 4, pad=0, target=None, backwards=False, **attrs):
+    """The kernel's output on operands laid out as asked; checks margins, and that every task wrote only its own."""
+    target = target or host_target(2)
+    arrays = [placed(x, order, pad) for x, order in zip((q, k, v), orders)]
+    if operand is not None:
+        arrays.append(placed(operand, tuple(range(operand.ndim))))
+    shape = (*q.shape[:3], v.shape[3])
+    out = placed(np.full(shape, np.nan, q.dtype), orders[3], pad)
+    dims = [x.shape for x in (q, k, v, *([] if operand is None else [operand]))] + [shape]
+    buffers = tuple(
+        Buffer(f"b{i}", as_dtype(flat.dtype), flat.size, writable=i == len(arrays))
+        for i, (flat, _, _) in enumerate([*arrays, out])
+    )
+    views = tuple(View(b, d, strides, offset) for b, d, (_, strides, offset) in zip(buffers, dims, [*arrays, out]))
+    kernel = Kernel("attention", buffers, (), (), (Native("attention", AttentionAttrs(**attrs), views[:-1], views[-1:]),))
+    rendered = render(kernel, target, "attention")
+    function = compiled(kernel.key, target, rendered).function(
+        "attention", None, *[ctypes.c_void_p, ctypes.c_int64] + [ctypes.c_void_p] * 2
+    )
+    before = [flat.copy() for flat, _, _ in arrays]
+    args = np.array([flat.ctypes.data for flat, _, _ in [*arrays, out]], np.int64)
+    scratch = np.full(rendered.scratch_bytes + 128, 0xFF, np.uint8)  # NaN as floats
+    start = -scratch.ctypes.data % 64
+    tasks = range(rendered.tasks)
+    for task in reversed(tasks) if backwards else tasks:
+        function(args.ctypes.data, task, scratch.ctypes.data + start, 0)
+    assert (scratch[start + rendered.scratch_bytes :] == 0xFF).all(), "wrote past its scratch"
+    for old, (flat, _, _) in zip(before, arrays):
+        assert old.tobytes() == flat.tobytes(), "wrote on an operand"
+    flat, strides, offset = out
+    result = np.lib.stride_tricks.as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides]).copy()
+    np.lib.stride_tricks.as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides])[...] = CANARY
+    assert (flat == CANARY).all(), "wrote outside of its output"
+    return result
+
+
+def seen(rows, keys, mask="none", window=0):
+    behind = np.arange(rows)[:, None] + keys - rows - np.arange(keys)
+    return (
+        (behind >= 0) & ((behind < window) | (mask == "causal"))
+        if mask in ("causal", "sliding_window")
+        else np.full(behind.shape, True)
+    )
+
+
+def expected(q, k, v, operand=None, **attrs):
+    """torch's attention in float64; rows that see nothing are zero."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    shape = (*q.shape[:3], k.shape[2])
+    kind = attrs.get("mask", "none")
+    allowed = np.broadcast_to(operand if kind == "custom" else seen(*shape[2:], kind, attrs.get("window", 0)), shape)
+    bias = np.where(allowed, 0.0, -np.inf) + (np.asarray(operand, np.float64) if kind == "bias" else 0.0)
+    repeat = lambda x: torch.from_numpy(np.repeat(x, q.shape[1] // x.shape[1], axis=1))
+    scale = attrs.get("scale") or None
+    out = torch.nn.functional.scaled_dot_product_attention(
+        torch.from_numpy(q), repeat(k), repeat(v), attn_mask=torch.from_numpy(bias), scale=scale
+    ).numpy()
+    return np.where(np.broadcast_to(np.isneginf(bias), shape).all(-1)[..., None], 0.0, out)
+
+
+def operands(batch, heads, key_heads, rows, keys, size, width=None, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = (batch, heads, rows, size), (batch, key_heads, keys, size), (batch, key_heads, keys, width or size)
+    return [rng.normal(size=s).astype(np.float32).astype(dtype) for s in shapes]
+
+
+def check(got, want, tolerance=3e-6):
+    assert got.shape == want.shape
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)
+
+
+SHAPES = [  # batch, heads, key heads, rows, keys, head size, value size
+    (1, 2, 2, 1, 1, 16), (2, 3, 3, 7, 7, 8), (1, 2, 2, 16, 16, 32), (2, 2, 2, 33, 33, 64), (1, 1, 1, 128, 128, 64),
+    (1, 2, 1, 5, 300, 24), (1, 4, 2, 50, 129, 40), (1, 3, 3, 17, 3, 1), (1, 2, 2, 48, 130, 80, 33), (1, 1, 1, 31, 260, 7, 130),
+    (2, 4, 2, 1, 70, 64), (1, 8, 1, 1, 513, 128), (1, 16, 1, 1, 40, 16), (2, 6, 3, 3, 1030, 33, 20), (1, 2, 2, 4, 5, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    q, k, v = operands(*shape)
+    check(attend(q, k, v), expected(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150)]
+)
+@pytest.mark.parametrize("shape", [SHAPES[x] for x in (1, 3, 5, 10, 13)], ids=str)
+def test_positional_masks(shape, mask, window):
+    q, k, v = operands(*shape)
+    check(attend(q, k, v, mask=mask, window=window), expected(q, k, v, mask=mask, window=window))
+
+
+def mask_shapes(shape):
+    batch, heads, _, rows, keys, *_ = shape
+    return [(batch, heads, rows, keys), (batch, 1, 1, keys), (rows, keys), (1, heads, 1, 1), (heads, rows, 1)]
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("shape", [SHAPES[x] for x in (6, 11, 13)], ids=str)
+def test_operand_masks(shape, which):
+    q, k, v = operands(*shape)
+    dims = mask_shapes(shape)[which]
+    rng = np.random.default_rng(1)
+    keep = rng.random(dims) < 0.4
+    got = attend(q, k, v, keep, mask="custom")
+    check(got, expected(q, k, v, keep, mask="custom"))
+    bias = np.where(rng.random(dims) < 0.7, rng.normal(size=dims), -np.inf).astype(np.float32)
+    check(attend(q, k, v, bias, mask="bias"), expected(q, k, v, bias, mask="bias"))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2, 33, 140, 64), (1, 2, 1, 2, 600, 24)], ids=str)
+def test_rows_that_see_nothing_are_zero(shape):
+    q, k, v = operands(*shape)
+    keep = np.random.default_rng(2).random((shape[0], 1, shape[3], shape[4])) < 0.5
+    keep[:, :, 1] = False
+    keep[0] = False
+    got = attend(q, k, v, keep, mask="custom")
+    check(got, expected(q, k, v, keep, mask="custom"))
+    assert (got[0] == 0).all() and (got[:, :, 1] == 0).all()
+    bias = np.where(keep, 0, -np.inf).astype(np.float32)
+    assert (attend(q, k, v, bias, mask="bias") == got).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(2, 2, 2, 33, 140, 64), (2, 2, 1, 2, 600, 24), (1, 1, 1, 16, 16, 32)], ids=str)
+def test_hidden_keys_and_values_add_nothing_whatever_they_hold(shape, poison):
+    q, k, v = operands(*shape)
+    rows, keys = shape[3:5]
+    keep = np.full((shape[0], 1, 1, keys), True)
+    keep[0, ..., keys // 2 :] = False
+    want = expected(q, k, v, keep, mask="custom")
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[0, :, keys // 2 :] = bad_v[0, :, keys // 2 :] = poison
+    check(attend(q, bad_k, bad_v, keep, mask="custom"), want)
+    check(attend(q, bad_k, bad_v, np.repeat(keep, rows, axis=2), mask="custom"), want)
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[:, :, -1] = bad_v[:, :, -1] = poison  # only the last query sees it
+    got = attend(q, bad_k, bad_v, mask="causal")
+    check(got[:, :, :-1], expected(q, k, v, mask="causal")[:, :, :-1])
+    assert np.isnan(got[:, :, -1]).all()
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[:, :, 0] = bad_v[:, :, 0] = poison  # out of every query's window but that of the first ones
+    got = attend(q, bad_k, bad_v, mask="sliding_window", window=4)
+    first = max(0, 4 - (keys - rows))
+    check(got[:, :, first:], expected(q, k, v, mask="sliding_window", window=4)[:, :, first:])
+
+
+def test_nan_in_a_query_stays_in_its_row():
+    q, k, v = operands(1, 2, 2, 20, 50, 32)
+    q[0, 1, 3] = np.nan
+    got = attend(q, k, v)
+    assert np.isnan(got[0, 1, 3]).all() and np.isnan(got).sum() == 32
+    k[0, 0, 7] = np.nan
+    assert np.isnan(attend(q, k, v)[0, 0]).all()
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("pad", [0, 3])
+@pytest.mark.parametrize(
+    "orders",
+    [(BSHD, BSHD, BSHD, BSHD), (BHSD, BSHD, BHDS, BSHD), (BHDS, BHDS, BHSD, BHDS), ((2, 0, 1, 3),) * 4, ((3, 2, 1, 0),) * 4],
+    ids=str,
+)
+def test_strides(orders, pad, rows):
+    q, k, v = operands(2, 4, 2, rows, 45, 20)
+    check(attend(q, k, v, orders=orders, pad=pad, mask="causal"), expected(q, k, v, mask="causal"))
+
+
+def test_slices_of_one_buffer():
+    batch, heads, rows, size = 2, 3, 21, 16
+    qkv = np.random.default_rng(3).normal(size=(batch, rows, 3, heads, size)).astype(np.float32)
+    q, k, v = (qkv[:, :, x].transpose(0, 2, 1, 3) for x in range(3))
+    x = Buffer("qkv", as_dtype("f32"), qkv.size)
+    o = Buffer("o", as_dtype("f32"), batch * rows * heads * size, writable=True)
+    dims, strides = (batch, heads, rows, size), (rows * 3 * heads * size, size, 3 * heads * size, 1)
+    inputs = tuple(View(x, dims, strides, n * heads * size) for n in range(3))
+    output = View(o, dims, (rows * heads * size, size, heads * size, 1))
+    kernel = Kernel("packed", (x, o), (), (), (Native("attention", AttentionAttrs(), inputs, (output,)),))
+    target = host_target(1)
+    rendered = render(kernel, target, "packed")
+    function = compiled(kernel.key, target, rendered).function(
+        "packed", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+    )
+    got = np.full((batch, rows, heads, size), np.nan, np.float32)
+    args = np.array([qkv.ctypes.data, got.ctypes.data], np.int64)
+    scratch = np.full(rendered.scratch_bytes + 64, 0xFF, np.uint8)
+    for task in range(rendered.tasks):
+        function(args.ctypes.data, task, scratch.ctypes.data + -scratch.ctypes.data % 64, 0)
+    check(got.transpose(0, 2, 1, 3), expected(q, k, v))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f16", 2e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 40, 140, 24), (1, 4, 2, 1, 600, 64)], ids=str)
+def test_sixteen_bit_floats(shape, dtype, tolerance):
+    q, k, v = operands(*shape, dtype=as_dtype(dtype).numpy)
+    check(attend(q, k, v, mask="causal"), expected(q, k, v, mask="causal"), tolerance)
+    bias = np.random.default_rng(5).normal(size=(shape[3], shape[4])).astype(q.dtype)
+    check(attend(q, k, v, bias, mask="bias", orders=(BHDS, BHDS, BHDS, BHDS)), expected(q, k, v, bias, mask="bias"), tolerance)
+
+
+@pytest.mark.skipif("x86_64" not in host_features()[0], reason="needs an x86-64 host")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_narrower_vectors(level):
+    target = target_for(host_features()[0].split("=")[1], level)
+    for shape in ((1, 2, 1, 19, 140, 20), (1, 4, 2, 1, 600, 24)):
+        q, k, v = operands(*shape)
+        keep = np.random.default_rng(1).random((shape[3], shape[4])) < 0.5
+        check(attend(q, k, v, keep, mask="custom", target=target), expected(q, k, v, keep, mask="custom"))
+
+
+def test_compiles_for_aarch64():
+    target = target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))
+    for rows in (1, 40):
+        dims = (1, 4, rows, 64)
+        buffers = tuple(Buffer(f"b{i}", as_dtype("f32"), 4 * rows * 64, i == 3) for i in range(4))
+        views = tuple(View(b, dims, (0, rows * 64, 64, 1)) for b in buffers)
+        native = Native("attention", AttentionAttrs(mask="causal"), views[:3], views[3:])
+        rendered = render(Kernel("a", buffers, (), (), (native,)), target, "a")
+        assert compile_object(rendered.text, target)[:4] == b"\x7fELF"
+
+
+def test_results_do_not_depend_on_threads_or_order():
+    q, k, v = operands(2, 4, 2, 70, 200, 32)
+    once = attend(q, k, v, mask="causal", target=host_target(1))
+    for threads in (2, 16):
+        assert attend(q, k, v, mask="causal", target=host_target(threads), backwards=True).tobytes() == once.tobytes()
+
+
+def test_large_scores_and_scale():
+    q, k, v = operands(1, 2, 2, 40, 300, 64)
+    check(attend(q * 30, k * 30, v), expected(q * 30, k * 30, v), 2e-5)
+    check(attend(q, k, v, scale=3.0), expected(q, k, v, scale=3.0), 5e-5)
+
+
+def test_claim_takes_what_render_serves_and_says_why_not():
+    g = Graph("g")
+    x = lambda name, dims, dtype="f32": g.input(name, dims, dtype)
+    q = x("q", (1, 2, 3, 4))
+    assert claim(ops.attention(q, q, q, mask="causal").node) is None
+    wide = x("w", (1, 2, 3, 4), "f64")
+    assert "f64" in claim(ops.attention(wide, wide, wide).node)
+    none = x("n", (1, 2, 0, 4))
+    assert "no keys" in claim(ops.attention(q, none, none).node)
+
+
+GUARDED = """
+import ctypes, mmap, numpy as np, sys
+sys.path[:0] = {path!r}
+import test_cpu_attention as t
+libc = ctypes.CDLL(None, use_errno=True)
+page = mmap.PAGESIZE
+keep = []
+def guarded(array, order=t.BHSD, pad=0):
+    # the last element ends where a page that may not be touched begins
+    body = -(-array.nbytes // page) * page
+    memory = mmap.mmap(-1, body + page)
+    keep.append(memory)
+    flat = np.frombuffer(memory, np.uint8)
+    assert libc.mprotect(ctypes.c_void_p(flat.ctypes.data + body), page, 0) == 0
+    flat = flat[body - array.nbytes : body].view(array.dtype)
+    flat[:] = array.reshape(-1)
+    return flat, tuple(s // array.itemsize for s in array.strides), 0
+t.placed = guarded
+for shape in ((1, 2, 2, 7, 9, 5), (1, 1, 1, 33, 131, 20), (2, 2, 1, 1, 23, 20), (1, 1, 1, 4, 530, 17, 33)):
+    q, k, v = t.operands(*shape)
+    keep_mask = np.random.default_rng(0).random((shape[3], shape[4])) < 0.5
+    t.check(t.attend(q, k, v, keep_mask, mask="custom"), t.expected(q, k, v, keep_mask, mask="custom"))
+    t.check(t.attend(q, k, v), t.expected(q, k, v))
+print("all inside")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guard pages by mprotect")
+def test_nothing_is_read_or_written_past_a_buffer():
+    code = GUARDED.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "all inside" in done.stdout, done.stderr[-2000:]
