@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
 
-from rlx.backends.cpu.target import host_features, machine_of, missing_features
+from rlx.backends.cpu.target import host_target, machine_of, missing_features
 from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.ir.target import Target
 
 _lock = threading.RLock()
-_numbers = itertools.count()
-
-
-@cache
-def _initialize() -> None:
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
 
 
 @cache
 def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
-    _initialize()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
     return llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small", jit=True
     )
@@ -60,16 +54,6 @@ def assembly(text: str, target: Target) -> str:
         return machine.emit_assembly(module)
 
 
-@cache
-def _linker() -> llvm.LLJIT:
-    """One per process, never disposed: libraries unload one by one, and at exit the order would be arbitrary."""
-    features = host_features()
-    facts = dict(f.split("=", 1) for f in features if "=" in f)
-    _initialize()
-    machine = llvm.Target.from_triple(facts["triple"]).create_target_machine(cpu=facts["cpu"], jit=True)
-    return llvm.create_lljit_compiler(machine, use_jit_link=True)  # RuntimeDyld would keep 10 KB of each unloaded library
-
-
 class Library:
     """Object code in memory. Its code stays as long as this object does: whoever keeps an address keeps the Library.
 
@@ -85,22 +69,31 @@ class Library:
         for symbol, address in (imports or {}).items():
             builder.import_symbol(symbol, address)
         with _lock:
+            # A linker of its own: a shared one would keep 9 KB of each unloaded library, RuntimeDyld (not JITLink) 10 more.
+            linker = llvm.create_lljit_compiler(_machine(*machine_of(host_target(1))), use_jit_link=True)
             try:
-                self._tracker = builder.link(_linker(), f"rlx{next(_numbers)}")
+                self._code = builder.link(linker, "rlx")
             except RuntimeError as fault:
                 raise CompileError(f"cannot link {', '.join(symbols) or 'nothing'}: {str(fault).strip()}") from fault
         self.symbols = tuple(symbols)
         self.nbytes = sum(map(len, objects))
+        # At exit nothing is unloaded: native threads may still be parked in the code.
+        weakref.finalize(self, _unload, self._code, linker).atexit = False
 
     def address(self, symbol: str) -> int:
         """The address of an exported symbol; valid while this Library lives."""
-        return self._tracker[symbol]
+        return self._code[symbol]
 
     def function(self, symbol: str, result: Any, *args: Any) -> Any:
         """The symbol as a ctypes function (which releases the GIL) that keeps this Library alive."""
         call = ctypes.CFUNCTYPE(result, *args)(self.address(symbol))
         setattr(call, "library", self)  # noqa: B010  (ctypes functions take attributes, but are not typed so)
         return call
+
+
+def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
+    code.close()
+    linker.close()
 
 
 def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target) -> Library:

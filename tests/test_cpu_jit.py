@@ -1,0 +1,168 @@
+"""Objects, libraries and targets of the CPU backend."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlx import knobs
+from rlx.backends.cpu import target as cpu
+from rlx.backends.cpu.jit import Library, assembly, compile_object, load
+from rlx.errors import CompileError, DeviceUnavailableError
+from rlx.ir.target import Target
+
+HOST = cpu.host_target(1)
+ADD = "define i64 @add_{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n"
+ROOTS = """
+declare double @exp(double)
+declare double @erf(double)
+define void @both(ptr %x) {
+  %a = load double, ptr %x
+  %b = call double @exp(double %a)
+  %c = call double @erf(double %b)
+  store double %c, ptr %x
+  ret void
+}
+"""
+
+
+def object_of(n: int) -> bytes:
+    return compile_object(ADD.format(n=n), HOST)
+
+
+def test_several_objects_in_one_library() -> None:
+    library = Library([object_of(n) for n in range(5)], [f"add_{n}" for n in range(5)])
+    for n in range(5):
+        assert library.function(f"add_{n}", ctypes.c_int64, ctypes.c_int64)(100) == 100 + n
+    assert len({library.address(f"add_{n}") for n in range(5)}) == 5
+
+
+def test_libm_is_found() -> None:
+    from math import erf, exp
+
+    x = np.array([-0.5])
+    Library([compile_object(ROOTS, HOST)], ["both"]).function("both", None, ctypes.c_void_p)(x.ctypes.data)
+    assert x[0] == erf(exp(-0.5))
+
+
+def test_a_function_keeps_its_code() -> None:
+    calls = [Library([object_of(n)], [f"add_{n}"]).function(f"add_{n}", ctypes.c_int64, ctypes.c_int64) for n in range(20)]
+    gc.collect()
+    for _ in range(50):  # would reuse the pages of code that was dropped
+        Library([object_of(77)], ["add_77"])
+    assert [call(1) for call in calls] == [1 + n for n in range(20)]
+
+
+def test_unloading_gives_memory_back() -> None:
+    image = object_of(1)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    for _ in range(200):
+        Library([image], ["add_1"])
+    before = resident()
+    for _ in range(800):
+        Library([image], ["add_1"])
+    assert resident() - before < 2 << 20
+
+
+def test_code_outlives_the_interpreter_quietly() -> None:
+    """Libraries that are alive at exit do not crash it."""
+    script = (
+        "from rlx.backends.cpu.jit import *; from rlx.backends.cpu.target import host_target\n"
+        f"keep = Library([compile_object({ADD.format(n=3)!r}, host_target(1))], ['add_3'])\n"
+        "import builtins; builtins.keep = keep; keep.cycle = keep"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_faults_name_the_kernel() -> None:
+    with pytest.raises(CompileError, match=r"kernel 'broken'.*\n?.*type"):
+        compile_object("define void @broken() {\n  ret i32 1\n}\n", HOST)
+    with pytest.raises(CompileError, match="kernel 'layer 3'"):
+        compile_object("nonsense", HOST, "layer 3")
+    with pytest.raises(CompileError, match="cannot link absent"):
+        Library([object_of(1)], ["absent"])
+    with pytest.raises(CompileError, match="cannot link add_1"):
+        Library([b"not an object"], ["add_1"])
+
+
+def test_code_for_another_cpu_is_refused() -> None:
+    elsewhere = cpu.target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))
+    if HOST.features[0].startswith("triple=aarch64"):
+        elsewhere = cpu.target_for("x86_64-unknown-linux-gnu", "x86-64-v3")
+    image = compile_object(ADD.format(n=1), elsewhere)
+    with pytest.raises(DeviceUnavailableError, match="needs a CPU with triple="):
+        load([image], ["add_1"], elsewhere)
+    unknown = cpu.target_for(cpu.machine_of(HOST)[0], "generic", ("avx512fp16x",))
+    with pytest.raises(DeviceUnavailableError, match="avx512fp16x"):
+        load([image], ["add_1"], unknown)
+    with pytest.raises(CompileError, match="not a CPU target"):
+        compile_object(ADD.format(n=1), Target("cuda", frozenset()))
+
+
+# -- targets -------------------------------------------------------------------------------------------------------
+
+
+def test_levels() -> None:
+    v4, v3, v1 = (cpu.target_for("x86_64-unknown-linux-gnu", f"x86-64{v}") for v in ("-v4", "-v3", ""))
+    arm = cpu.target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",), threads=4)
+    assert [t.vector_bytes for t in (v4, v3, v1, arm)] == [64, 32, 16, 16]
+    assert [t.panel("f32") for t in (v4, v3, arm)] == [48, 16, 16]
+    assert [t.panel("f64") for t in (v4, v3, arm)] == [24, 8, 8]
+    assert v4.panel("i32") == 0
+    assert arm.threads == 4
+    assert {"f32", "bf16", "bool", "i64"} <= v4.dtypes and "f8e4m3" not in v4.dtypes
+    assert pickle.loads(pickle.dumps(v4)) == v4
+
+
+def test_features_decide_the_code() -> None:
+    text = "define <16 x float> @f(<16 x float> %a) {\n  %b = fmul <16 x float> %a, %a\n  ret <16 x float> %b\n}\n"
+    wide, narrow = (assembly(text, cpu.target_for("x86_64-unknown-linux-gnu", f"x86-64-{v}")) for v in ("v4", "v3"))
+    assert "zmm" in wide and "zmm" not in narrow
+
+
+def test_threads_from_argument_knob_and_machine() -> None:
+    assert cpu.host_target(3).threads == 3
+    with knobs.override(RLX_THREADS=5):
+        assert cpu.host_target().threads == 5
+        assert cpu.host_target(2).threads == 2
+    with knobs.override(RLX_THREADS=0):
+        assert cpu.host_target().threads == cpu.available_threads() >= 1
+
+
+@pytest.mark.parametrize(
+    "membership, files, cpus",
+    [
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "300000 100000\n"}, 3),
+        ("0::/a\n", {"a/cpu.max": "20000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "400000 100000\n"}, 4),
+        ("0::/elsewhere\n", {}, 1 << 30),
+        (
+            "3:cpu,cpuacct:/job\n",
+            {"cpu,cpuacct/job/cpu.cfs_quota_us": "250000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ("3:cpu,cpuacct:/job\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1 << 30),
+        ("2:memory:/job\n", {"cpu.max": "100000 100000"}, 1 << 30),
+        ("0::/a\n", {"a/cpu.max": "nonsense"}, 1 << 30),
+    ],
+)
+def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], cpus: int) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "membership") == cpus
+    assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "none") == 1 << 30

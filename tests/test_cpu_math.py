@@ -1,0 +1,126 @@
+"""Vector math of the CPU backend against numpy and scipy in float64, in units in the last place, over the whole range."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernel_runs import TARGETS, apply
+from scipy import special
+
+from rlx.ir.dtype import bf16, f16, f32, f64
+from rlx.ir.kernel import k
+
+UNARY = {
+    "exp": (np.exp, 1.0), "log": (np.log, 1.0), "sin": (np.sin, 2.0), "cos": (np.cos, 2.0),
+    "tanh": (np.tanh, 2.5), "erf": (special.erf, 2.5), "sqrt": (np.sqrt, 0.5),
+}  # fmt: skip
+EDGES = np.array(
+    [0x00000000, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+     0xFFC00000, 0x7F800001, 0x42B17218, 0x42B17217, 0xC2CFF1B5, 0xC2AEAC50, 0x3F800000, 0x53800000, 0x49742400, 0x411A0000],
+    np.uint32,
+)  # fmt: skip
+
+
+def floats() -> np.ndarray:
+    """Every 2003rd bit pattern, the edges, and the ranges where the functions bend."""
+    patterns = np.arange(0, 2**32, 2003, dtype=np.uint64).astype(np.uint32)
+    rng = np.random.default_rng(0)
+    near = [rng.uniform(-r, r, 150_000).astype(np.float32) for r in (1e-3, 1, 10, 105)]
+    halves = (np.arange(-100_000, 100_000) * (np.pi / 2)).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        return np.concatenate([patterns.view(np.float32), EDGES.view(np.float32), *near, halves])
+
+
+def ulps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """|got - want| in units in the last place of `got`'s type; 0 for two NaNs or equal infinities, inf if only one is."""
+    narrow = want.astype(got.dtype)
+    unit = np.maximum(np.spacing(np.abs(narrow)), np.finfo(got.dtype).smallest_subnormal).astype(np.float64)
+    unit = np.where(np.isfinite(unit), unit, 2.0**104)
+    error = np.abs(got.astype(np.float64) - want) / unit
+    same = (np.isnan(got) & np.isnan(want)) | (got == narrow)
+    return np.where(same, 0.0, np.where(np.isfinite(error), error, np.inf))
+
+
+def check(got: np.ndarray, want: np.ndarray, bound: float, *operands: np.ndarray) -> None:
+    error = ulps(got, want)
+    worst = int(np.argmax(error))
+    where = f"{[o[worst] for o in operands]}: got {got[worst]!r}, want {want[worst]!r}"
+    assert error[worst] <= bound, f"{error[worst]} ulp at {where}"
+    zero = (got == 0) & (want == 0)
+    assert (np.signbit(got[zero]) == np.signbit(want[zero])).all(), "sign of zero"
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_f32(name: str) -> None:
+    function, bound = UNARY[name]
+    x = floats()
+    with np.errstate(all="ignore"):
+        check(apply(getattr(k, name), f32, x), function(x.astype(np.float64)), bound, x)
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "host"])
+def test_unary_f32_on_narrower_cpus(name: str, target: str) -> None:
+    x = floats()[::29]
+    with np.errstate(all="ignore"):
+        check(apply(getattr(k, name), f32, x, target=TARGETS[target]), UNARY[name][0](x.astype(np.float64)), UNARY[name][1], x)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_f64(name: str) -> None:
+    with np.errstate(all="ignore"):
+        edges = EDGES.view(np.float32).astype(np.float64)
+        x = np.concatenate([edges, np.random.default_rng(1).uniform(-700, 700, 997), [5e-324, 1e300]])
+        check(apply(getattr(k, name), f64, x), UNARY[name][0](x), 2.0, x)
+
+
+@pytest.mark.parametrize("name, function, bound", [("pow", np.power, 0.501), ("rem", np.fmod, 0.0)])
+def test_binary_f32(name: str, function: np.ufunc, bound: float) -> None:
+    special_values = np.array(
+        [0, -0.0, 1, -1, 2, -2, 0.5, -0.5, 3, -3, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, -3e38, 2.5, -1.5, 16777217, 4e7],
+        np.float32,
+    )
+    a, b = (grid.ravel() for grid in np.meshgrid(special_values, special_values))
+    rng = np.random.default_rng(2)
+    size = 40_000
+    with np.errstate(all="ignore"):
+        patterns = rng.integers(0, 2**32, (2, size), np.uint32).view(np.float32)
+        x = [a, np.exp(rng.uniform(-80, 80, size)), patterns[0], rng.uniform(-30, 30, size), 1 + rng.uniform(-1e-3, 1e-3, size)]
+        y = [b, rng.uniform(-10, 10, size), patterns[1], rng.integers(-30, 30, size), rng.uniform(-6e4, 6e4, size)]
+        left, right = (np.concatenate(parts).astype(np.float32) for parts in (x, y))
+        got = apply(getattr(k, name), f32, left, right)
+        check(got, function(left.astype(np.float64), right.astype(np.float64)), bound, left, right)
+
+
+@pytest.mark.parametrize("dtype, host", [(bf16, ml_dtypes.bfloat16), (f16, np.float16)])
+def test_narrow_floats_round_to_nearest_even(dtype, host) -> None:
+    """Every 16-bit value survives; values around each, and half way to the next, go where ml_dtypes or numpy put them."""
+    every = np.arange(2**16, dtype=np.uint16).view(host)
+    back = apply(lambda v: v, dtype, every)
+    finite = ~np.isnan(every.astype(np.float32))
+    assert (back.view(np.uint16)[finite] == every.view(np.uint16)[finite]).all()
+    assert np.isnan(back[~finite].astype(np.float32)).all()
+    steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], np.uint32)
+    bits = every.astype(np.float32).view(np.uint32)[:, None] + steps
+    with np.errstate(all="ignore"):
+        x = np.concatenate([bits.ravel().view(np.float32), EDGES.view(np.float32)])
+        want, got = x.astype(host), apply(lambda v: v, dtype, x)
+    number = ~np.isnan(want.astype(np.float32))
+    assert (got.view(np.uint16)[number] == want.view(np.uint16)[number]).all()
+    assert np.isnan(got[~number].astype(np.float32)).all()
+
+
+def test_doubles_round_once_to_f16() -> None:
+    """f64 to f16 through f32 would round 1 + 2^-11 + 2^-40 down; to nearest it goes up."""
+    rng = np.random.default_rng(3)
+    exact = rng.integers(0, 0x7C00, 4000).astype(np.uint16)
+    middle = (exact.view(np.float16).astype(np.float64) + (exact + 1).astype(np.uint16).view(np.float16).astype(np.float64)) / 2
+    nudges = np.array([-(2.0**-45), 0, 2.0**-45])
+    x = np.concatenate([(middle[:, None] * (1 + nudges)).ravel(), [1e5, -1e5, 1e-9, np.inf, np.nan, 65519.999999, 65520.0]])
+    x = np.concatenate([x, -x])
+    with np.errstate(over="ignore"):
+        want = x.astype(np.float16)
+    got = apply(lambda v: k.cast(v, f16), f16, x)
+    assert ((got.view(np.uint16) == want.view(np.uint16)) | np.isnan(want)).all()
+    assert np.isnan(got[np.isnan(want)]).all()
