@@ -102,7 +102,8 @@ def packed(b: np.ndarray, panel: int) -> np.ndarray:
 
 # -- kernels -------------------------------------------------------------------------------------------------------
 
-I, J = Var("i"), Var("j")
+ROW, COL = Var("i"), Var("j")
+F32 = (f32, f32, f32)
 
 
 def matrix(rows: int, columns: int, layout: str, panel: int) -> tuple[int, tuple[int, int], int]:
@@ -131,8 +132,8 @@ def product(
     left, right, out = Buffer("a", dtypes[0], size_a), Buffer("b", dtypes[1], size_b), Buffer("c", dtypes[2], m * n, True)
     acc = Var("acc", dtypes[2])
     body = Contract(
-        I, J, m, n, k, Operand(left, const(0), *strides_a), Operand(right, const(0), *strides_b, panel), acc,
-        (Store(out, linear([(I, n), (J, 1)]), acc),),
+        ROW, COL, m, n, k, Operand(left, const(0), *strides_a), Operand(right, const(0), *strides_b, panel), acc,
+        (Store(out, linear([(ROW, n), (COL, 1)]), acc),),
     )  # fmt: skip
     return Kernel("mm", (left, right, out), (), (), (body,))
 
@@ -284,8 +285,8 @@ def test_batches_share_an_operand() -> None:
     gx, gy, acc = Var("x"), Var("y"), Var("acc", f32)
     a, b, c = Buffer("a", f32, y * m * k), Buffer("b", f32, x * k * n), Buffer("c", f32, x * y * m * n, True)
     body = Contract(
-        I, J, m, n, k, Operand(a, linear([(gy, m * k)]), k, 1), Operand(b, linear([(gx, k * n)]), n, 1), acc,
-        (Store(c, linear([(gx, y * m * n), (gy, m * n), (I, n), (J, 1)]), acc),),
+        ROW, COL, m, n, k, Operand(a, linear([(gy, m * k)]), k, 1), Operand(b, linear([(gx, k * n)]), n, 1), acc,
+        (Store(c, linear([(gx, y * m * n), (gy, m * n), (ROW, n), (COL, 1)]), acc),),
     )  # fmt: skip
     kernel = Kernel("mm", (a, b, c), (), ((gx, x), (gy, y)), (body,))
     va, vb = numbers((y, m, k), f32, 0), numbers((x, k, n), f32, 1)
@@ -298,10 +299,10 @@ def residual_kernel(m: int, n: int, k: int, panel: int) -> Kernel:
     """c = max(a @ b + bias, 0) * scale[i] + r"""
     a, b, bias = Buffer("a", f32, m * k), Buffer("b", f32, -(-n // panel) * panel * k), Buffer("bias", f32, n)
     scale, r, c = Buffer("scale", f32, m), Buffer("r", f32, m * n), Buffer("c", f32, m * n, True)
-    acc, at = Var("acc", f32), linear([(I, n), (J, 1)])
-    value = scalar.mul(scalar.max(scalar.add(acc, Load(bias, J)), 0.0), Load(scale, I))
+    acc, at = Var("acc", f32), linear([(ROW, n), (COL, 1)])
+    value = scalar.mul(scalar.max(scalar.add(acc, Load(bias, COL)), 0.0), Load(scale, ROW))
     store = Store(c, at, scalar.add(value, Load(r, at)))
-    body = Contract(I, J, m, n, k, Operand(a, const(0), k, 1), Operand(b, const(0), panel=panel), acc, (store,))
+    body = Contract(ROW, COL, m, n, k, Operand(a, const(0), k, 1), Operand(b, const(0), panel=panel), acc, (store,))
     return Kernel("mm", (a, b, bias, scale, r, c), (), (), (body,))
 
 
@@ -327,8 +328,8 @@ def norm_kernel(m: int, n: int, k: int, panel: int, batch: int = 1) -> Kernel:
     c, h = Buffer("c", f32, batch * m * n, True), Local("h", f32, n, per_row=True)
     acc, g, x, y, z = Var("acc", f32), Var("g"), Var("x"), Var("y"), Var("z")
     total, square = Var("total", f32), Var("square", f32)
-    at = linear([(g, m * n), (I, n), (J, 1)])
-    epilogue = (Store(h, J, scalar.add(scalar.add(acc, Load(bias, J)), Load(r, at))),)
+    at = linear([(g, m * n), (ROW, n), (COL, 1)])
+    epilogue = (Store(h, COL, scalar.add(scalar.add(acc, Load(bias, COL)), Load(r, at))),)
     mean = scalar.mul(total, 1.0 / n)
     off = scalar.sub(Load(h, y), mean)
     spread = scalar.sqrt(scalar.add(scalar.mul(square, 1.0 / n), 1e-5))
@@ -336,10 +337,10 @@ def norm_kernel(m: int, n: int, k: int, panel: int, batch: int = 1) -> Kernel:
     rows = (
         Loop(x, n, (), vector=True, reduces=(Reduce(total, "add", Load(h, x)),)),
         Loop(y, n, (), vector=True, reduces=(Reduce(square, "add", scalar.mul(off, off)),)),
-        Loop(z, n, (Store(c, linear([(g, m * n), (I, n), (z, 1)]), result),), vector=True),
+        Loop(z, n, (Store(c, linear([(g, m * n), (ROW, n), (z, 1)]), result),), vector=True),
     )
     left = Operand(a, linear([(g, m * k)]), k, 1)
-    body = Contract(I, J, m, n, k, left, Operand(b, const(0), panel=panel), acc, epilogue, rows)
+    body = Contract(ROW, COL, m, n, k, left, Operand(b, const(0), panel=panel), acc, epilogue, rows)
     return Kernel("mm", (a, b, bias, gain, r, c), (h,), ((g, batch),), (body,))
 
 
