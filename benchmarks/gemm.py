@@ -5,7 +5,8 @@
 Peers get their best form where they have one: oneDNN a weight in its own packed format, ONNX Runtime bound inputs and
 outputs. torch's `mm` is MKL as installed (on AMD it picks slower kernels unless told otherwise; it is not told here).
 Each thread count runs in a process of its own. One thread is measured in CPU time of that thread; more, in wall time,
-and rows in which other programs kept the core from the limit's own code are withheld.
+and rows in which the limit's own code did not have its core to itself are withheld: other programs, or workers of a peer in
+this process that spin while they wait, make such wall times meaningless.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def rows_of(shapes: list[tuple[int, int, int]], threads: int, gelu: bool, rounds
         one_core = per_call / times["peak"]
         alone = interleaved({"peak": peak}, 3)["peak"]  # CPU time: what the limit's code takes on a core of its own
         if threads > 1 and times["peak"] > 1.05 * alone:
-            text = f"disturbed: other programs took {100 - 100 * alone / times['peak']:.0f}% of the core"
+            text = f"disturbed: {100 - 100 * alone / times['peak']:.0f}% of the core went elsewhere"
             rows.append([f"{m}, {n}, {k}", text, *["-"] * (2 + len(NAMES))])
             continue
         work = 4.0 * k * n if shape == STREAMED else 2.0 * m * n * k  # bytes of weights, or operations
