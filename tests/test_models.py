@@ -21,6 +21,7 @@ from rlx.models import EmbeddingModel, default_folder, load
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)  # one text at a time has no work for more, and spinning threads disturb the rest
 TOLERANCE = 1e-5  # max abs difference of normalised embeddings in f32
 
 
@@ -160,7 +161,7 @@ def test_small_networks(tmp_path, sizes):
     folder = make_folder(tmp_path / "bert", **sizes)
     model = load(folder)
     assert model.max_length == 40
-    few = sentences(60)
+    few = sentences(200)[::8]
     want = Reference(folder, 40, sizes["pooling"], sizes["normalize"]).embed(few)
     scale = np.abs(want).max()
     assert np.abs(model.embed(few) - want).max() < TOLERANCE * max(1.0, scale)
