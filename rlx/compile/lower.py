@@ -315,7 +315,10 @@ class _Rows:
             groups = [[len(dims) - 1]]
             groups = collapsed(dims[:-1], self.accesses(rows_only=True)) + groups
         else:
-            groups = collapsed(dims, self.accesses()) if dims else []
+            # an op that computes its operands' coordinates needs each of its own as it is: taking a flat one apart again
+            # would cost a division per element and make the addresses irregular
+            whole = all(n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for n in self.group.nodes)
+            groups = collapsed(dims, self.accesses()) if whole and dims else [[a] for a in range(len(dims))]
         extents = [_product(dims[a] for a in g) for g in groups]
         grid, row, chunk = [], [], None
         for extent in extents[:-1]:
