@@ -17,6 +17,7 @@ import pytest
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target, target_for
+from rlx.backends.cpu.walker import module_text
 from rlx.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -331,7 +332,7 @@ def test_a_pool_that_was_closed_still_runs():
 @pytest.mark.parametrize("futex", [0, 98])
 def test_the_walker_compiles_for_another_processor(futex):
     target = target_for("aarch64-linux-gnu", "generic", ("neon",))
-    code = compile_object(pools.module_text("aarch64", futex), target)
+    code = compile_object(module_text("aarch64", futex), target)
     assert code[:4] == b"\x7fELF" and code[18:20] == b"\xb7\x00"  # e_machine: AArch64
 
 
