@@ -233,7 +233,8 @@ class VectorLoop:
 
     def _unroll(self) -> int:
         work = weight([self.loop], per_iteration=False)
-        most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 16 else 2 if work <= 40 else 1
+        # Measured: several vectors a round pay for bodies of few instructions; longer ones only take longer to compile.
+        most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 6 else 2 if work <= 12 else 1
         while most > 1 and most * self.lanes > self.loop.extent:
             most //= 2
         return most
