@@ -20,6 +20,8 @@ from rlx.ir.ops.attention import AttentionAttrs
 
 MARGIN = 40  # elements before and after every buffer that the kernel must leave alone
 CANARY = 77
+SIGNATURE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+WINDOWS = [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150)]
 BSHD, BHSD, BHDS = (0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)  # which dims lie outermost to innermost in memory
 
 
@@ -50,18 +52,16 @@ def attend(q, k, v, operand=None, *, orders=(BHSD,) * 4, pad=0, target=None, bac
     shape = (*q.shape[:3], v.shape[3])
     out = placed(np.full(shape, np.nan, q.dtype), orders[3], pad)
     dims = [x.shape for x in (q, k, v, *([] if operand is None else [operand]))] + [shape]
-    buffers = tuple(
-        Buffer(f"b{i}", as_dtype(flat.dtype), flat.size, writable=i == len(arrays))
-        for i, (flat, _, _) in enumerate([*arrays, out])
-    )
-    views = tuple(View(b, d, strides, offset) for b, d, (_, strides, offset) in zip(buffers, dims, [*arrays, out]))
+    every = [*arrays, out]
+    buffers = tuple(Buffer(f"b{i}", as_dtype(x[0].dtype), x[0].size, x is out) for i, x in enumerate(every))
+    views = tuple(View(b, d, strides, offset) for b, d, (_, strides, offset) in zip(buffers, dims, every))
     kernel = Kernel("attention", buffers, (), (), (Native("attention", AttentionAttrs(**attrs), views[:-1], views[-1:]),))
     rendered = render(kernel, target, "attention")
     function = compiled(kernel.key, target, rendered).function(
         "attention", None, *[ctypes.c_void_p, ctypes.c_int64] + [ctypes.c_void_p] * 2
     )
     before = [flat.copy() for flat, _, _ in arrays]
-    args = np.array([flat.ctypes.data for flat, _, _ in [*arrays, out]], np.int64)
+    args = np.array([flat.ctypes.data for flat, _, _ in every], np.int64)
     scratch = np.full(rendered.scratch_bytes + 128, 0xFF, np.uint8)  # NaN as floats
     start = -scratch.ctypes.data % 64
     tasks = range(rendered.tasks)
@@ -93,10 +93,10 @@ def expected(q, k, v, operand=None, **attrs):
     kind = attrs.get("mask", "none")
     allowed = np.broadcast_to(operand if kind == "custom" else seen(*shape[2:], kind, attrs.get("window", 0)), shape)
     bias = np.where(allowed, 0.0, -np.inf) + (np.asarray(operand, np.float64) if kind == "bias" else 0.0)
-    repeat = lambda x: torch.from_numpy(np.repeat(x, q.shape[1] // x.shape[1], axis=1))
+    k, v = (torch.from_numpy(np.repeat(x, q.shape[1] // x.shape[1], axis=1)) for x in (k, v))
     scale = attrs.get("scale") or None
     out = torch.nn.functional.scaled_dot_product_attention(
-        torch.from_numpy(q), repeat(k), repeat(v), attn_mask=torch.from_numpy(bias), scale=scale
+        torch.from_numpy(q), k, v, attn_mask=torch.from_numpy(bias), scale=scale
     ).numpy()
     return np.where(np.broadcast_to(np.isneginf(bias), shape).all(-1)[..., None], 0.0, out)
 
@@ -278,12 +278,11 @@ def test_large_scores_and_scale():
 
 def test_claim_takes_what_render_serves_and_says_why_not():
     g = Graph("g")
-    x = lambda name, dims, dtype="f32": g.input(name, dims, dtype)
-    q = x("q", (1, 2, 3, 4))
+    q = g.input("q", (1, 2, 3, 4), "f32")
     assert claim(ops.attention(q, q, q, mask="causal").node) is None
-    wide = x("w", (1, 2, 3, 4), "f64")
+    wide = g.input("w", (1, 2, 3, 4), "f64")
     assert "f64" in claim(ops.attention(wide, wide, wide).node)
-    none = x("n", (1, 2, 0, 4))
+    none = g.input("n", (1, 2, 0, 4), "f32")
     assert "no keys" in claim(ops.attention(q, none, none).node)
 
 

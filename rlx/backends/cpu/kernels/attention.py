@@ -29,6 +29,7 @@ NARROW_KEY_BLOCK = 512
 NARROW_ROWS = 4  # query rows of one head up to which vectors run along the head
 SHARED_ROWS = 8  # rows up to which all query heads of a key head are done together
 TURN = 8  # side of the squares that are turned: sixteen would take as long and cost 10 ms more to compile
+FEW_BLOCKS = 4  # of rows: up to so many, a last one that fills half its vectors gets functions of its own
 GRAIN = 1 << 18  # multiply-adds below which a task is not worth handing over
 TASKS_PER_THREAD = 4
 
@@ -161,9 +162,10 @@ class _Module:
     def _entry(self, items: int, tasks: int) -> Emitter:
         e = Emitter()
         task = V("%task", "i64")
-        bounds = [e.bin("udiv", e.bin("mul", t, e.i64(items)), e.i64(tasks)) for t in (task, e.bin("add", task, e.i64(1)))]
+        ends = task, e.bin("add", task, e.i64(1))
+        first, stop = (e.bin("udiv", e.bin("mul", t, e.i64(items)), e.i64(tasks)) for t in ends)
         bases = [self._base(e, t) for t in (self.q, self.k, self.v, self.o, self.m) if t is not None]
-        with e.loop(*bounds, nonempty=True) as item:
+        with e.loop(first, stop, nonempty=True) as item:
             block, rest = _divmod(e, item.index, self.blocks)
             head, batch = _divmod(e, rest, self.heads // self.shared)
             head = e.bin("mul", head, e.i64(self.shared))
@@ -188,8 +190,11 @@ class _Module:
         """One block of rows; a last one of few rows in vectors of its own number."""
         row0 = e.bin("mul", block, e.i64(self.tall))
         rest = self.rows % self.tall
-        call = lambda vectors, rows: e.call(self._wide(vectors), "void", *here, V("%scratch", "ptr"), row0, rows)
-        if 0 < rest <= self.lanes < self.tall:
+
+        def call(vectors: int, rows: V) -> None:
+            e.call(self._wide(vectors), "void", *here, V("%scratch", "ptr"), row0, rows)
+
+        if 0 < rest <= self.lanes < self.tall and self.blocks <= FEW_BLOCKS:
             last = e.cmp("eq", block, e.i64(self.blocks - 1))
             with e.when(last):
                 call(1, e.i64(rest))
@@ -214,7 +219,7 @@ class _Module:
             self._turned(e, start, query, rows, e.i64(self.size), self.q, vectors, self.scale)
             if not self.once:
                 self._cleared(e, stats, sums, tall)
-            low, high = self._seen_keys(e, row0, rows)
+            low, high = self._seen_keys(e, m, row0, rows)
             with e.loop(low, high, self.key_block, nonempty=True) as at:
                 key0 = at.index
                 stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
@@ -244,16 +249,13 @@ class _Module:
 
     def _cleared(self, e: Emitter, stats: V, sums: V, rows: int) -> None:
         """No key so far: highest scores are -inf, sums are zero."""
-        for values, count, first in (
-            (float("-inf"), rows, stats),
-            (0.0, rows, e.gep(stats, rows * F32)),
-            (0.0, rows * self.pitch, sums),
-        ):
+        fills = (float("-inf"), rows, stats), (0.0, rows, e.gep(stats, rows * F32)), (0.0, rows * self.pitch, sums)
+        for value, count, first in fills:
             lanes = self.lanes if count % self.lanes == 0 else 1
             with e.loop(0, count, lanes) as at:
-                e.store(e.const(vector("float", lanes), values), step(e, first, at.index, F32), F32)
+                e.store(e.const(vector("float", lanes), value), step(e, first, at.index, F32), F32)
 
-    def _seen_keys(self, e: Emitter, row0: V, rows: V) -> tuple[V, V]:
+    def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V) -> tuple[V, V]:
         """The range of keys that some row of the block may see, at least one key."""
         low, high = e.i64(0), e.i64(self.keys)
         if self.mask.below is not None:
@@ -262,6 +264,9 @@ class _Module:
         if self.mask.above is not None:
             high = e.intrinsic("smin", high, e.bin("add", e.bin("add", row0, rows), e.i64(self.mask.above)))
             high = e.intrinsic("smax", high, e.bin("add", low, e.i64(1)))
+        if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2]:
+            if self.shared == 1 or not self.m.strides[1]:
+                high = parts.last_seen(e, m, self.m.layout, self.keys)  # padding is skipped, not computed and hidden
         return low, high
 
     def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, vectors: int) -> None:
@@ -284,7 +289,7 @@ class _Module:
         """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
         if self.mask.kind == "none":
             return None
-        params = [V(f"%{x}", ty) for x, ty in (("s", "ptr"), ("m", "ptr"), ("n", "i64"), ("key0", "i64"), ("row0", "i64"))]
+        params = V("%s", "ptr"), V("%m", "ptr"), V("%n", "i64"), V("%key0", "i64"), V("%row0", "i64")
         uniform = Layout(self.m.dtype, self.m.strides[3], 0) if self.m is not None and not self.m.strides[2] else None
         name = self._function(
             f"mask_{vectors}",
@@ -343,8 +348,8 @@ class _Module:
     ) -> None:
         """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
         weights = Layout(f32, self.score_pitch, 1) if self.narrow else Layout(f32, 1, tall)
-        high = tall if self.narrow else min(tall, 8 if self.registers == 32 else 4)
-        params = [*(V(f"%{x}", "ptr") for x in ("w", "v", "sums", "factors")), V("%n", "i64")]
+        high = tall if self.narrow else 2 if careful else min(tall, 8 if self.registers == 32 else 4)  # care is rare
+        params = V("%w", "ptr"), V("%v", "ptr"), V("%sums", "ptr"), V("%factors", "ptr"), V("%n", "i64")
         column = 0
         for vectors in _even_parts(-(-self.width // self.lanes), (self.registers - 2) // (high + 1)):
             tail = max(0, column + vectors * self.lanes - self.width)
@@ -397,7 +402,7 @@ class _Module:
                 out = step(e, query, first, to.byte(1, 0))
                 stage_rows_function(e, start, out, e.i64(self.rows), self.size, self.q.layout, to, self.lanes)
             self._cleared(e, stats, sums, high)
-            low, stop = self._seen_keys(e, e.i64(0), e.i64(self.rows))
+            low, stop = self._seen_keys(e, m, e.i64(0), e.i64(self.rows))
             with e.loop(low, stop, self.key_block, nonempty=True) as at:
                 key0 = at.index
                 end = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), stop)
@@ -431,8 +436,7 @@ class _Module:
 
     def _softmaxes(self, e: Emitter, m: V, scores: V, stats: V, key0: V, keys: V) -> None:
         """Every row's scores become weights."""
-        names = (("s", "ptr"), ("m", "ptr"), ("stats", "ptr"), ("n", "i64"), ("key0", "i64"), ("row", "i64"))
-        params = [V(f"%{x}", ty) for x, ty in names]
+        params = V("%s", "ptr"), V("%m", "ptr"), V("%stats", "ptr"), V("%n", "i64"), V("%key0", "i64"), V("%row", "i64")
         source = self.m.layout if self.m is not None else None
         high = self.shared * self.rows
         name = self._function(

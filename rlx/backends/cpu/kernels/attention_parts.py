@@ -89,26 +89,37 @@ def mask_wide_function(
     all rows see the same, the mask's own elements, in steps of `uniform`."""
     ty, pitch = vector("float", lanes), vectors * lanes * F32
     never = e.const(ty, -math.inf)
-    if m.kind == "band":
-        first = e.splat(e.convert("trunc", row0, "i32"), lanes)
-        places = [e.bin("add", e.bin("add", first, e.iota(lanes, "i32")), e.const(first.ty, v * lanes)) for v in range(vectors)]
+    first = e.bin("add", e.splat(e.convert("trunc", row0, "i32"), lanes), e.iota(lanes, "i32"))
     with e.loop(0, keys) as at:
-        row_of_scores = step(e, scores, at.index, pitch)
-        if m.kind == "band":
-            key = e.splat(e.convert("trunc", e.bin("add", key0, at.index), "i32"), lanes)
-        elif uniform is not None:
+        line_of_scores, line_of_mask = step(e, scores, at.index, pitch), step(e, mask, at.index, pitch)
+        key = e.splat(e.convert("trunc", e.bin("add", key0, at.index), "i32"), lanes)
+        raw = None
+        if uniform is not None:
             raw = e.load(alu.memory_type(uniform.dtype), step(e, mask, at.index, uniform.byte(1, 0)), uniform.dtype.itemsize)
-            term = e.splat(_as_float(e, raw, uniform.dtype), lanes)
-        for v in range(vectors):
-            place = e.gep(row_of_scores, v * lanes * F32)
-            score = e.load(ty, place, F32)
+
+        def masked(v: int) -> V:
+            if raw is not None and m.kind == "keep":  # only reached where the key is hidden
+                return never
+            score = e.load(ty, e.gep(line_of_scores, v * lanes * F32), F32)
             if m.kind == "band":
-                score = e.select(_in_band(e, m, key, places[v]), score, never)
-            else:
-                if uniform is None:
-                    term = e.load(ty, e.gep(step(e, mask, at.index, pitch), v * lanes * F32), F32)
-                score = _masked(e, m, score, term)
-            e.store(score, place, F32)
+                place = e.bin("add", first, e.const(first.ty, v * lanes))
+                return e.select(_in_band(e, m, key, place), score, never)
+            if raw is not None and uniform is not None:
+                return _masked(e, m, score, e.splat(_as_float(e, raw, uniform.dtype), lanes))
+            return _masked(e, m, score, e.load(ty, e.gep(line_of_mask, v * lanes * F32), F32))
+
+        hidden = e.cmp("eq", raw, e.const(raw.ty, 0)) if raw is not None and m.kind == "keep" else e.const("i1", True)
+        with e.when(hidden):
+            for v in range(vectors):
+                e.store(masked(v), e.gep(line_of_scores, v * lanes * F32), F32)
+
+
+def last_seen(e: Emitter, mask: V, source: Layout, keys: int) -> V:
+    """One past the last key that a mask of bytes, the same for all rows, lets be seen; at least 1."""
+    with e.loop(0, keys, carried=[e.i64(1)]) as at:
+        seen = e.cmp("ne", e.load("i8", step(e, mask, at.index, source.byte(0, 1)), 1), e.const("i8", 0))
+        at.next = [e.select(seen, e.bin("add", at.index, e.i64(1)), at.carried[0])]
+    return at.results[0]
 
 
 def _masked(e: Emitter, m: Mask, score: V, term: V) -> V:
@@ -132,7 +143,7 @@ def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, vectors: int
     """Scores become weights exp(score - highest so far). `stats`: per row, its highest score, the sum of its weights, and
     the factor by which what was summed before shrinks. `first`: nothing was before."""
     ty, pitch = vector("float", lanes), vectors * lanes * F32
-    part = lambda what, v: e.gep(stats, what * pitch + v * lanes * F32)
+    part = lambda what, v: e.gep(stats, what * pitch + v * lanes * F32)  # noqa: E731
     before = [e.const(ty, -math.inf) if first else e.load(ty, part(0, v), F32) for v in range(vectors)]
     with e.loop(0, keys, carried=before, nonempty=True) as at:
         for v, top in enumerate(at.carried):
@@ -199,7 +210,7 @@ class Product:
 def product_function(e: Emitter, weights: V, values: V, sums: V, factors: V, keys: V, p: Product) -> None:
     """The tile of `p`, in registers over all keys."""
     ty, lane_bytes = vector("float", p.lanes), p.lanes * p.values.dtype.itemsize * p.values.column
-    place = lambda r, v: e.gep(sums, (r * p.pitch + v * p.lanes) * F32)
+    place = lambda r, v: e.gep(sums, (r * p.pitch + v * p.lanes) * F32)  # noqa: E731
     start = []
     for r in range(p.rows):
         factor = None if p.first else e.splat(e.load("float", e.gep(factors, r * F32), F32), p.lanes)
