@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from rlx.ir.text import INLINE
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@dataclass(frozen=True)
 class EverythingAttrs(Attrs):
     """One field of every kind an attribute may have."""
 
@@ -38,7 +36,6 @@ class EverythingAttrs(Attrs):
     j: Dim | None = None
 
 
-@dataclass(frozen=True)
 class SplitAttrs(Attrs):
     count: int
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 import numpy as np
@@ -11,10 +10,9 @@ import pytest
 from rlx.errors import VerifyError
 from rlx.ir import OPS, Attrs, BufferHandle, Dim, Graph, Kind, Node, OpDef, Shape, Value, constant, f32, faults, i32
 from rlx.ir.graph import HANDLE, INPUT, PARAM, LeafAttrs, apply
-from rlx.ir.verify import _fits
+from rlx.ir.op import fits as _fits
 
 
-@dataclass(frozen=True)
 class ScaleAttrs(Attrs):
     by: float
     axes: tuple[int, ...] = ()
@@ -57,10 +55,10 @@ def test_a_sound_graph_has_no_faults():
     sound().verify()
 
 
-X, OTHER = Shape((2, 3), f32), Shape((9,), f32)
+X, OTHER, SCALE = Shape((2, 3), f32), Shape((9,), f32), ScaleAttrs(2.0)
 
 
-def put(op: str | OpDef, *shapes: Shape, attrs: Any = ScaleAttrs(2.0), inputs: Any = None):
+def put(op: str | OpDef, *shapes: Shape, attrs: Any = SCALE, inputs: Any = None):
     """Breaks a graph by an output made with the node constructor alone. Operand: the graph's input."""
 
     def change(g: Graph) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, DTypeError, DuplicateNameError, GraphError, IndexRangeError, ShapeError
+from rlx.errors import DTypeError, DuplicateNameError, GraphError, IndexRangeError, ShapeError
 from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
@@ -167,24 +167,25 @@ def _caller() -> str | None:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
 
 
-@dataclass(frozen=True, eq=False)
 class ConstantAttrs(Attrs):
     """A constant's data: a read-only array in the dtype's host form. Compared by bytes."""
 
     data: np.ndarray
 
+    @property
+    def is_frozen(self) -> bool:
+        return self.data.flags.c_contiguous and not self.data.flags.writeable
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.data.dtype.name, self.data.shape, self.data.tobytes()
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConstantAttrs) and (
-            self.data.dtype == other.data.dtype
-            and self.data.shape == other.data.shape
-            and self.data.tobytes() == other.data.tobytes()
-        )
+        return isinstance(other, ConstantAttrs) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.data.dtype.name, self.data.shape, self.data.tobytes()))
+        return hash(self._key())
 
 
-@dataclass(frozen=True)
 class LeafAttrs(Attrs):
     """What a named leaf promises: its shape."""
 
@@ -354,21 +355,7 @@ class Graph:
 
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
-        seen: dict[Node, None] = {v.node: None for v in self.leaves()}
-        for root in self.roots():
-            stack = [(root.node, iter(root.node.inputs))] if root.node not in seen else []
-            path = {root.node}
-            while stack:
-                node, todo = stack[-1]
-                nxt = next((v.node for v in todo if v.node not in seen and v.node not in path), None)
-                if nxt is None:
-                    stack.pop()
-                    path.discard(node)
-                    seen[node] = None
-                else:
-                    path.add(nxt)
-                    stack.append((nxt, iter(nxt.inputs)))
-        return list(seen)
+        return postorder([*self.leaves(), *self.roots()])[0]
 
     def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Graph:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
@@ -415,15 +402,35 @@ class Graph:
         return parse_graph(text)
 
 
+def postorder(roots: Iterable[Any]) -> tuple[list[Node], Node | None]:
+    """The nodes that the Values among `roots` need, operands before users; and one that needs itself, if there is one.
+
+    What is no Value is passed over, here and among operands: the verifier reports it.
+    """
+    done: dict[Node, None] = {}
+    open_: set[Node] = set()
+    cycle = None
+    for root in roots:
+        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
+        while stack:
+            node, todo = stack[-1]
+            open_.add(node)
+            for v in todo:
+                if not isinstance(v, Value) or v.node in done:
+                    continue
+                if v.node not in open_:
+                    stack.append((v.node, iter(v.node.inputs)))
+                    break
+                cycle = cycle or v.node
+            else:
+                stack.pop()
+                done[node] = None
+    return list(done), cycle
+
+
 def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
     """The same node over `inputs` (the very node if they are its own)."""
     if inputs == node.inputs:
         return node.results
     shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
     return Node(node.op, inputs, node.attrs, shapes, node.name, node.source).results
-
-
-__all__ = [
-    "CONSTANT", "HANDLE", "INPUT", "PARAM", "AttributeValueError", "ConstantAttrs", "Graph", "LeafAttrs", "Node", "Value",
-    "apply", "constant", "keep",
-]  # fmt: skip

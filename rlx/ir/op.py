@@ -7,14 +7,18 @@ a composite says what it is in smaller ops (`decompose`). Every op has a numpy `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from numbers import Integral, Real
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
-from rlx.ir.shape import Dim, Shape
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.shape import Dim, DimLike, Shape, as_dim
 
 if TYPE_CHECKING:  # the table holds functions over nodes; graph.py holds nodes over the table
     from rlx.ir.graph import Value
@@ -33,10 +37,13 @@ class Kind(Enum):
     COMPOSITE = "composite"  # `decompose`
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Attrs:
-    """Base of an op's attributes: a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and tuples of
-    them, so that attributes are hashable and print and parse as text."""
+    """Base of an op's attributes. A subclass is a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and
+    tuples of them, so that attributes are hashable and print and parse as text."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     def bind(self, binding: Mapping[str, int]) -> Attrs:
         """These attributes with the named dims in them replaced by their values."""
@@ -46,7 +53,52 @@ class Attrs:
                 return x.bind(binding)
             return tuple(bound(e) for e in x) if isinstance(x, tuple) else x
 
-        return replace(self, **{f.name: bound(getattr(self, f.name)) for f in fields(self)})
+        return replace(self, **{name: bound(getattr(self, name)) for name in attribute_types(type(self))})  # type: ignore[type-var]
+
+
+@cache
+def attribute_types(attrs: type[Attrs]) -> dict[str, Any]:
+    """Name -> annotation of every attribute, in order of declaration."""
+    return get_type_hints(attrs)
+
+
+def as_ints(x: Any) -> tuple[int, ...]:
+    """An int or a sequence of ints as a tuple of ints."""
+    try:
+        return (x.__index__(),) if hasattr(x, "__index__") else tuple(e.__index__() for e in x)
+    except (AttributeError, TypeError):
+        raise AttributeValueError(f"expected an int or a sequence of ints, got {x!r}") from None
+
+
+def as_dims(x: Any) -> tuple[DimLike, ...]:
+    """Dims from an int, a name, or a sequence of them. Shape refuses negative ones; reshape takes a -1."""
+    return tuple(d if isinstance(d, int) else as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
+
+
+# Looser forms that an op's constructor takes for an attribute of the annotated type.
+_LOOSE: dict[Any, Callable[[Any], Any]] = {
+    tuple[int, ...]: as_ints,
+    tuple[DimLike, ...]: as_dims,
+    int | tuple[int, ...]: lambda x: x if isinstance(x, int) else as_ints(x),
+    DType: as_dtype,
+    float: lambda x: float(x) if fits(x, float) else x,
+}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says (int, float, bool, a class, tuple, union, Literal, Any)."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in args)
+    if origin in (Union, UnionType):
+        return any(fits(value, a) for a in args)
+    if origin is tuple:
+        each = args[:1] * len(value) if isinstance(value, tuple) and args[1:] == (...,) else args
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(fits, value, each))
+    number = {int: Integral, float: Real}.get(hint)
+    return isinstance(value, number or hint) and not (number and isinstance(value, (bool, np.bool_)))
 
 
 @dataclass(frozen=True)
@@ -117,15 +169,31 @@ class OpDef:
             if given:
                 raise AttributeValueError(f"{self.name} has no attributes, got {', '.join(sorted(given))}")
             return None
-        names = [f.name for f in fields(self.attrs)]
-        if extra := sorted(set(given) - set(names)):
-            raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(names)}")
+        types = attribute_types(self.attrs)
+        if extra := sorted(set(given) - set(types)):
+            raise AttributeValueError(f"{self.name} has no attribute {', '.join(extra)}; it has: {', '.join(types)}")
         try:
-            return self.attrs(**given)
+            made = self.attrs(**{name: _LOOSE.get(types[name], lambda x: x)(value) for name, value in given.items()})
         except GraphError as e:
             raise type(e)(f"{self.name}: {e}") from None
         except TypeError as e:
-            raise AttributeValueError(f"{self.name}: {e}; attributes are: {', '.join(names)}") from None
+            raise AttributeValueError(f"{self.name}: {e}; attributes are: {', '.join(types)}") from None
+        if wrong := self.attribute_faults(made):
+            raise AttributeValueError("; ".join(wrong))
+        return made
+
+    def attribute_faults(self, attrs: Attrs | None) -> list[str]:
+        """What is wrong with the type of an attribute record, or of a value in it."""
+        if self.attrs is None:
+            return [] if attrs is None else [f"{self.name} has no attributes, found {attrs!r}"]
+        if type(attrs) is not self.attrs:
+            return [f"attributes of {self.name} are {self.attrs.__name__}, found {type(attrs).__name__}"]
+        out = []
+        for name, hint in attribute_types(self.attrs).items():
+            if not fits(value := getattr(attrs, name), hint):
+                want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+                out.append(f"attribute {name} of {self.name} takes {want}, found {value!r}")
+        return out
 
     def result_shapes(self, attrs: Attrs | None, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         """Result shapes for these operands, with the arity checked and the op and operands named in any error."""
@@ -178,7 +246,7 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     facts["reference"] = _rounding(facts["reference"], facts["infer"])
     declared = OPS[name] = OpDef(name=name, **facts)
     most = declared.arity[1]
-    attr_names = [f.name for f in fields(declared.attrs)] if declared.attrs else []
+    attr_names = list(attribute_types(declared.attrs)) if declared.attrs else []
 
     def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
         from rlx.ir.graph import apply  # graph.py needs the table first

@@ -22,8 +22,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
@@ -33,9 +32,8 @@ from rlx.errors import ParseError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype, f32
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
-from rlx.ir.op import OPS, Attrs, Kind
+from rlx.ir.op import OPS, Kind, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape
-from rlx.ir.verify import attribute_faults
 
 INLINE = 16  # constants of up to this many numbers are written out, larger ones as base64 of their little-endian bytes
 _NESTING = 16  # tuples within tuples in an attribute
@@ -63,7 +61,9 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
         refs[leaf.node] = "%" + _name(leaf.name)
         lines.append(f"  {leaf.node.op.name} {_name(leaf.name)} : {leaf.shape}")
 
-    def ref(v: Value) -> str:
+    def ref(v: Any) -> str:
+        if not isinstance(v, Value):
+            return "%?"  # for people, as below
         return refs.get(v.node, "%?") + (f".{v.index}" if len(v.node.shapes) > 1 else "")
 
     for node in graph.nodes():
@@ -73,7 +73,8 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
         if isinstance(node.attrs, ConstantAttrs):
             arguments = [_constant_text(node.attrs.data, digest)]
         else:
-            arguments = [ref(v) for v in node.inputs] + _attribute_texts(node.attrs)
+            names = attribute_types(node.op.attrs) if node.op.attrs and node.attrs else ()
+            arguments = [ref(v) for v in node.inputs] + [f"{n}={_attribute_text(getattr(node.attrs, n, None))}" for n in names]
         label = f" {json.dumps(node.name)}" if node.name is not None and not digest else ""
         shapes = ", ".join(map(str, node.shapes))
         lines.append(f"  {refs[node]} = {node.op.name}({', '.join(arguments)}) : {shapes}{label}")
@@ -86,10 +87,6 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
 def _name(name: Any) -> str:
     text = str(name)
     return text if _NAME.fullmatch(text) else json.dumps(text)
-
-
-def _attribute_texts(attrs: Attrs | None) -> list[str]:
-    return [] if attrs is None else [f"{f.name}={_attribute_text(getattr(attrs, f.name))}" for f in fields(attrs)]
 
 
 def _attribute_text(value: Any) -> str:
@@ -129,29 +126,22 @@ def _number_text(x: Any, dtype: DType) -> str:
         return "true" if x else "false"
     if dtype.kind != "f":
         return str(int(x))
-    exact = float(x)
-    if math.isnan(exact):
-        return f"0x{int(x.view(_bits(dtype))):0{dtype.bits // 4}x}"
-    if dtype == f32 and math.isfinite(exact):
-        short = float(np.format_float_scientific(x, unique=True))
-        exact = short if np.float32(short) == x else exact
-    return repr(exact)
-
-
-def _bits(dtype: DType) -> np.dtype:
-    """The unsigned integer as wide as `dtype`."""
-    return np.dtype(f"u{dtype.itemsize}")
+    if math.isnan(x):
+        return f"0x{int(x.view(f'u{dtype.itemsize}')):0{dtype.bits // 4}x}"
+    short = str(x) if dtype == f32 else repr(float(x))
+    return short if dtype.numpy.type(float(short)) == x else repr(float(x))
 
 
 # -- parsing
 
+_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<string>"[^"\\]*(?:\\.[^"\\]*)*")
-      | (?P<ref>%(?:[0-9]+(?:\.[0-9]+)?|[A-Za-z_][\w.]*|"[^"\\]*(?:\\.[^"\\]*)*"))
+    rf"""\s*(?:(?P<string>{_STRING})
+      | (?P<ref>%(?:[0-9]+(?:\.[0-9]+)?|[A-Za-z_][\w.]*|{_STRING}))
       | (?P<number>-?(?:0x[0-9a-fA-F]+|[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)(?![\w.])|-inf(?![\w.]))
       | (?P<word>[A-Za-z_][\w.]*)
       | (?P<mark>[()\[\],:=*])
-      | (?P<end>(?:\#.*)?$))""",
+      | (?P<end>)(?:\#.*)?$)""",
     re.VERBOSE,
 )
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf, "nan": math.nan, **DTYPES}
@@ -170,12 +160,10 @@ class _Parser:
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
-        self.leaves: dict[str, Value] = {}
-        self.nodes: dict[int, Node] = {}
-        self.ops = {name: op for name, op in OPS.items() if op.kind is not Kind.LEAF or op is CONSTANT}
+        self.values: dict[str, Value] = {}  # by reference: %x, %1, %3.0
         self.finished = False
         self.number, self.at = 1, 0
-        self.tokens: list[tuple[str, str]] = []  # (kind, text); the last is of kind "end"
+        self.tokens: list[tuple[str, str]] = []  # (kind, text); the last is of kind "end" and empty
 
     def parse(self, text: str) -> Graph:
         for self.number, line in enumerate(text.split("\n"), 1):
@@ -203,31 +191,36 @@ class _Parser:
             kind, place = str(found.lastgroup), found.end()
             self.tokens.append((kind, found[kind]))
 
+    @property
+    def kind(self) -> str:
+        return self.tokens[self.at][0]
+
+    @property
+    def text(self) -> str:
+        return self.tokens[self.at][1]
+
     def error(self, message: str, cause: Exception | None = None) -> NoReturn:
         raise ParseError(f"line {self.number}: {message}") from cause
 
     def fail(self, expected: str) -> NoReturn:
-        kind, text = self.tokens[self.at]
-        self.error(f"expected {expected}, found {'the end of the line' if kind == 'end' else repr(text[:60])}")
+        self.error(f"expected {expected}, found {repr(self.text[:60]) if self.text else 'the end of the line'}")
 
     def next(self, kind: str, expected: str) -> str:
         """The next token's text, which must be of this kind."""
-        if self.tokens[self.at][0] != kind:
+        if self.kind != kind:
             self.fail(expected)
         self.at += kind != "end"
         return self.tokens[self.at - 1][1]
 
     def choose(self, table: Mapping[str, T], expected: str) -> T:
         """What the next word means in `table`."""
-        kind, text = self.tokens[self.at]
-        if kind != "word" or text not in table:
+        if self.kind != "word" or self.text not in table:
             self.fail(expected)
-        self.at += 1
-        return table[text]
+        return table[self.next("word", expected)]
 
     def accept(self, text: str) -> bool:
-        here = self.tokens[self.at] in (("mark", text), ("word", text))
-        self.at += here
+        here = self.text == text
+        self.at += here and self.kind != "end"
         return here
 
     def expect(self, mark: str) -> None:
@@ -235,89 +228,77 @@ class _Parser:
             self.fail(repr(mark))
 
     def items(self, close: str) -> Iterator[None]:
-        """Once for each comma-separated item before the mark `close`."""
+        """Once for each comma-separated item before the mark `close` ("": before the end of the line)."""
         while not self.accept(close):
             yield
             if not self.accept(","):
-                return self.expect(close)
-
-    def string(self, text: str) -> str:
-        try:
-            return json.loads(text)
-        except ValueError as e:
-            self.error(f"{text[:60]} is no JSON string: {e}")
+                return None if self.accept(close) else self.fail(repr(close or ","))
 
     def name(self, expected: str) -> str:
-        if self.tokens[self.at][0] == "string":
-            return self.string(self.next("string", ""))
-        return self.next("word", expected)
+        if self.kind != "string":
+            return self.next("word", expected)
+        try:
+            return json.loads(self.next("string", expected))
+        except ValueError as e:
+            self.error(f"{self.tokens[self.at - 1][1][:60]} is no JSON string: {e}")
 
     # -- what stands inside a statement
 
     def dim(self) -> DimLike:
         factor, names = 1, []
         while True:
-            kind, text = self.tokens[self.at]
-            if kind == "word":
-                names.append(text)
-            elif re.fullmatch("-?[0-9]{1,18}", text):
-                factor *= int(text)
+            if self.kind == "word":
+                names.append(self.text)
+            elif re.fullmatch("-?[0-9]{1,18}", self.text):
+                factor *= int(self.text)
             else:
                 self.fail("a dim: an integer, a name, or a product of them")
             self.at += 1
             if not self.accept("*"):
                 return Dim(names, factor) if names else factor
 
-    def dims(self) -> list[DimLike]:
-        self.expect("[")
-        return [self.dim() for _ in self.items("]")]
-
     def shape(self) -> Shape:
         dtype = self.choose(DTYPES, f"a dtype ({known(DTYPES)})")
-        return Shape(self.dims(), dtype)
-
-    def shapes(self) -> tuple[Shape, ...]:
-        self.expect(":")
-        found = [self.shape()]
-        while self.accept(","):
-            found.append(self.shape())
-        return tuple(found)
+        self.expect("[")
+        return Shape([self.dim() for _ in self.items("]")], dtype)
 
     def attribute(self, depth: int = 0) -> Any:
         """An attribute's value: number, string, true, false, none, dtype, shape, dim[…], or a tuple of them."""
-        kind, text = self.tokens[self.at]
-        if kind == "string":
-            return self.name("")
-        if kind == "number":
+        text = self.text
+        if self.kind == "string":
+            return self.name("a string")
+        if self.kind == "number":
             self.at += 1
             return int(text) if re.fullmatch("-?[0-9]{1,40}", text) else float(text)
         if self.accept("("):
             if depth == _NESTING:
                 self.fail(f"at most {_NESTING} tuples within each other")
             return tuple(self.attribute(depth + 1) for _ in self.items(")"))
-        if kind == "word" and self.tokens[self.at + 1][1] == "[":
+        if self.kind == "word" and self.tokens[self.at + 1][1] == "[":
             if text != "dim":
                 return self.shape()
-            self.at += 1
-            (dim,) = self.dims()
+            self.at += 2
+            dim = self.dim()
+            self.expect("]")
             return dim
         return self.choose(_WORDS, "an attribute's value")
 
+    def undeclared(self, what: str, name: str) -> NoReturn:
+        declared = known(v.name for v in self.graph.leaves()) if self.graph else "none"
+        self.error(f"no {what} {name!r} is declared above; declared: {declared}")
+
     def value(self) -> Value:
-        text = self.next("ref", "a value (%name, %N or %N.I)")[1:]
-        if not text[0].isdigit():
-            name = self.string(text) if text[0] == '"' else text
-            if name not in self.leaves:
-                self.error(f"no leaf {name!r} is declared above; declared: {known(self.leaves)}")
-            return self.leaves[name]
-        number, _, index = text.partition(".")
-        if (node := self.nodes.get(int(number))) is None:
-            self.error(f"%{number} is not defined above")
-        count = len(node.shapes)
-        if (count > 1) != bool(index) or int(index or 0) >= count:
-            right = f"%{number}.0 to %{number}.{count - 1}" if count > 1 else f"%{number}"
-            self.error(f"%{text}: the results of this {node.op.name} are written {right}")
-        return node.results[int(index or 0)]
+        text = self.next("ref", "a value (%name, %N or %N.I)")
+        if text in self.values:
+            return self.values[text]
+        if not text[1].isdigit():
+            self.undeclared("leaf", text[1:])
+        number = text.split(".")[0]
+        results = [name for name in self.values if name.split(".")[0] == number]
+        if not results:
+            self.error(f"{number} is not defined above")
+        op = self.values[results[0]].node.op
+        self.error(f"{text}: the results of this {op.name} are written {' to '.join(sorted({results[0], results[-1]}))}")
 
     # -- statements
 
@@ -327,56 +308,67 @@ class _Parser:
         if self.graph is None:
             self.choose({"graph": None}, "graph NAME")
             self.graph = Graph(self.name("the graph's name"))
-        elif self.tokens[self.at][0] == "ref":
+        elif self.kind == "ref":
             self.node()
         else:
-            graph = self.graph
-            rows: dict[str, Callable[[], None]] = {
-                "input": lambda: self.leaf(graph.input),
-                "param": lambda: self.leaf(graph.param),
-                "handle": lambda: self.leaf(lambda *given: graph.handle(BufferHandle(*given))),
-                "assign": lambda: self.assign(graph),
-                "return": lambda: self.results(graph),
-            }
-            self.choose(rows, "input, param, handle, %N, assign or return")()
+            words = {"input": self.leaf, "param": self.leaf, "handle": self.leaf, "assign": self.assign, "return": self.results}
+            word = self.text
+            self.choose(words, "input, param, handle, %N, assign or return")(self.graph, word)
 
-    def leaf(self, declare: Callable[..., Value]) -> None:
+    def leaf(self, graph: Graph, kind: str) -> None:
         name = self.name("the leaf's name")
         self.expect(":")
         shape = self.shape()
-        self.leaves[name] = declare(name, shape.dims, shape.dtype)
+        declare = {"input": graph.input, "param": graph.param, "handle": lambda *given: graph.handle(BufferHandle(*given))}
+        self.values["%" + _name(name)] = declare[kind](name, shape.dims, shape.dtype)
+
+    def assign(self, graph: Graph, word: str) -> None:
+        name = self.name("a handle's name")
+        handle = self.values.get("%" + _name(name))
+        if handle is None:
+            self.undeclared("handle", name)
+        self.expect("=")
+        graph.assign(handle, self.value())
+
+    def results(self, graph: Graph, word: str) -> None:
+        names: list[str] = []
+        values: list[Value] = []
+        for _ in self.items(""):
+            names.append(self.name("an output's name"))
+            self.expect("=")
+            values.append(self.value())
+        graph.set_outputs(values, names)
+        self.finished = True
 
     def node(self) -> None:
-        number = self.tokens[self.at][1][1:]
-        if not number.isdigit() or int(number) in self.nodes:
+        ref = self.text
+        if not ref[1:].isdigit() or ref in self.values or f"{ref}.0" in self.values:
             self.fail("a node number not used yet")
         self.at += 1
         self.expect("=")
-        op = self.choose(self.ops, "an op (a leaf is declared as: input NAME : SHAPE)")
+        ops = {name: op for name, op in OPS.items() if op.kind is not Kind.LEAF or op is CONSTANT}
+        op = self.choose(ops, "an op (a leaf is declared as: input NAME : SHAPE)")
         self.expect("(")
         inputs: list[Value] = []
-        if op is CONSTANT:
-            raw = self.constant_text()
-            shapes = self.shapes()
-            attrs: Attrs | None = ConstantAttrs(self.constant_data(raw, shapes[0]))
-        else:
-            given = self.arguments(inputs)
-            shapes = self.shapes()
-            attrs = op.make_attrs(given)
-            if wrong := attribute_faults(op, attrs):
-                self.error("; ".join(wrong))
+        given = self.numbers() if op is CONSTANT else self.arguments(inputs)
+        self.expect(":")
+        shapes = [self.shape()]
+        while self.accept(","):
+            shapes.append(self.shape())
+        attrs = op.make_attrs(given) if isinstance(given, dict) else ConstantAttrs(self.constant(given, shapes[0]))
         inferred = op.result_shapes(attrs, tuple(v.shape for v in inputs))
-        if inferred != shapes:
+        if inferred != tuple(shapes):
             want, found = (", ".join(map(str, s)) for s in (inferred, shapes))
             self.error(f"the shape rule of {op.name} gives {want}, the text says {found}")
-        label = self.name("") if self.tokens[self.at][0] == "string" else None
-        self.nodes[int(number)] = Node(op, tuple(inputs), attrs, shapes, label, f"<text>:{self.number}")
+        label = self.name("a name") if self.kind == "string" else None
+        results = Node(op, tuple(inputs), attrs, inferred, label, f"<text>:{self.number}").results
+        self.values.update({f"{ref}.{v.index}" if len(results) > 1 else ref: v for v in results})
 
     def arguments(self, inputs: list[Value]) -> dict[str, Any]:
         """Operands, appended to `inputs`, then attributes by name; up to the closing parenthesis."""
         given: dict[str, Any] = {}
         for _ in self.items(")"):
-            if self.tokens[self.at][0] == "ref" and not given:
+            if self.kind == "ref" and not given:
                 inputs.append(self.value())
                 continue
             name = self.next("word", "a value or an attribute's name")
@@ -386,16 +378,15 @@ class _Parser:
             given[name] = self.attribute()
         return given
 
-    def constant_text(self) -> list[str] | bytes:
+    def numbers(self) -> list[str] | bytes:
         """A constant's numbers, or its bytes; up to the closing parenthesis."""
-        if self.accept("base64"):
-            raw = base64.b64decode(self.string(self.next("string", "base64 in a string")), validate=True)
-            self.expect(")")
-            return raw
-        kinds = ("number", "word")
-        return [self.next(kinds[self.tokens[self.at][0] == "word"], "a number") for _ in self.items(")")]
+        if not self.accept("base64"):
+            return [self.next("word" if self.kind == "word" else "number", "a number") for _ in self.items(")")]
+        raw = base64.b64decode(self.name("base64 in a string"), validate=True)
+        self.expect(")")
+        return raw
 
-    def constant_data(self, given: list[str] | bytes, shape: Shape) -> np.ndarray:
+    def constant(self, given: list[str] | bytes, shape: Shape) -> np.ndarray:
         """The array that `_constant_text` printed; refused unless sizes agree and every number fits the dtype."""
         dtype = f32 if shape.dtype.kind == "c" else shape.dtype
         raw = given if isinstance(given, bytes) else b"".join(self.number_bytes(text, dtype) for text in given)
@@ -403,9 +394,7 @@ class _Parser:
             self.error(f"{shape} takes {shape.size_bytes} bytes, the text has {len(raw)}")
         if dtype.kind == "b" and raw and max(raw) > 1:
             self.error(f"a bool's byte is 0 or 1, found {max(raw)}")
-        data = (np.frombuffer(raw, shape.dtype.numpy) if raw else np.empty(0, shape.dtype.numpy)).reshape(shape.static)
-        data.flags.writeable = False
-        return data
+        return np.frombuffer(raw, shape.dtype.numpy).reshape(shape.static)  # read-only, as `raw` is
 
     def number_bytes(self, text: str, dtype: DType) -> bytes:
         host = dtype.numpy.type
@@ -423,22 +412,3 @@ class _Parser:
             return number.tobytes()
         except (KeyError, ValueError, OverflowError):
             self.error(f"{text[:60]} is no {dtype.name}")
-
-    def assign(self, graph: Graph) -> None:
-        name = self.name("a handle's name")
-        if name not in self.leaves:
-            self.error(f"no handle {name!r} is declared above; declared: {known(self.leaves)}")
-        self.expect("=")
-        graph.assign(self.leaves[name], self.value())
-
-    def results(self, graph: Graph) -> None:
-        names: list[str] = []
-        values: list[Value] = []
-        while self.tokens[self.at][0] != "end":
-            if names:
-                self.expect(",")
-            names.append(self.name("an output's name"))
-            self.expect("=")
-            values.append(self.value())
-        graph.set_outputs(values, names)
-        self.finished = True

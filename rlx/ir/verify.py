@@ -5,17 +5,12 @@ Run after every pass, so cost counts: one walk, one shape inference per node.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from functools import cache
-from numbers import Integral, Real
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import numpy as np
+from typing import Any
 
 from rlx.errors import VerifyError
-from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Graph, Node, Value
-from rlx.ir.op import OPS, Attrs, Kind, OpDef
+from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Graph, Node, Value, postorder
+from rlx.ir.op import OPS, Kind
 
 
 def verify(graph: Graph) -> None:
@@ -27,9 +22,8 @@ def verify(graph: Graph) -> None:
 
 def faults(graph: Graph) -> list[str]:
     """Every broken rule, one sentence each; empty for a sound graph."""
-    out = list(_leaf_faults(graph))
-    out.extend(_result_faults(graph))
-    nodes, cycle = _walk(graph)
+    out = [*_leaf_faults(graph), *_result_faults(graph)]
+    nodes, cycle = postorder([*graph.leaves(), *graph.roots()])
     if cycle is not None:
         out.append(f"{where(cycle)} depends on its own result")
     declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
@@ -89,31 +83,6 @@ def _result_faults(graph: Graph) -> Iterator[str]:
         seen.add(handle)
 
 
-def _walk(graph: Graph) -> tuple[list[Node], Node | None]:
-    """Nodes in postorder, and one that lies on a cycle. (Graph.nodes() stops at a cycle without a word.)"""
-    done: dict[Node, None] = {}
-    open_: set[Node] = set()
-    cycle = None
-    for root in [*graph.leaves(), *graph.roots()]:
-        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
-        open_.update(node for node, _ in stack)
-        while stack:
-            node, todo = stack[-1]
-            for v in todo:
-                if not isinstance(v, Value) or v.node in done:
-                    continue
-                if v.node in open_:
-                    cycle = cycle or v.node
-                    continue
-                open_.add(v.node)
-                stack.append((v.node, iter(v.node.inputs)))
-                break
-            else:
-                stack.pop()
-                done[node] = None
-    return list(done), cycle
-
-
 def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
     op = node.op
     if OPS.get(op.name) is not op:
@@ -124,9 +93,11 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
     broken = [i for i, v in enumerate(node.inputs) if not _in_range(v)]
     for i in broken:
         yield f"operand {i} is no result of a node: {node.inputs[i]!r}"
-    bad_attrs = attribute_faults(op, node.attrs)
-    yield from bad_attrs
-    if broken or bad_attrs:
+    wrong = op.attribute_faults(node.attrs)
+    if isinstance(node.attrs, ConstantAttrs) and not wrong and not node.attrs.is_frozen:
+        wrong = ["a constant's data is a read-only C-contiguous array"]
+    yield from wrong
+    if broken or wrong:
         return
     try:
         inferred = op.result_shapes(node.attrs, tuple(v.shape for v in node.inputs))
@@ -135,52 +106,3 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
         return
     if inferred != node.shapes:
         yield f"is {', '.join(map(str, node.shapes))}, its shape rule says {', '.join(map(str, inferred))}"
-
-
-def attribute_faults(op: OpDef, attrs: Attrs | None) -> list[str]:
-    """What is wrong with the type of an op's attribute record, or of a value in it."""
-    if op.attrs is None:
-        return [] if attrs is None else [f"{op.name} has no attributes, found {attrs!r}"]
-    if type(attrs) is not op.attrs:
-        return [f"attributes of {op.name} are {op.attrs.__name__}, found {type(attrs).__name__}"]
-    if isinstance(attrs, ConstantAttrs):
-        data = attrs.data
-        if not isinstance(data, np.ndarray) or data.flags.writeable or not data.flags.c_contiguous:
-            return ["a constant's data is a read-only C-contiguous array"]
-        return []
-    out = []
-    for field, hint in _hints(op.attrs).items():
-        value = getattr(attrs, field)
-        if not _fits(value, hint):
-            want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-            out.append(f"attribute {field} of {op.name} takes {want}, found {value!r}")
-    return out
-
-
-@cache
-def _hints(attrs: type[Attrs]) -> dict[str, Any]:
-    return get_type_hints(attrs)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says (int, float, bool, a class, tuple, union, Literal, Any)."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if hint is None:
-        return value is None
-    if origin is Literal:
-        return any(value == a and type(value) is type(a) for a in args)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, a) for a in args)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if len(args) == 2 and args[1] is Ellipsis:
-            return all(_fits(v, args[0]) for v in value)
-        return len(value) == len(args) and all(map(_fits, value, args))
-    if hint is int:
-        return isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))
-    if hint is float:
-        return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
-    return isinstance(value, origin or hint)

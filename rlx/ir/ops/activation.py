@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,6 @@ softplus = composite(
 )
 
 
-@dataclass(frozen=True)
 class GeluAttrs(Attrs):
     approximate: str = "none"  # "none": x Φ(x) by erf; "tanh": the tanh formula
 
@@ -95,14 +93,9 @@ gelu = composite(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class ClipAttrs(Attrs):
     low: float = -math.inf
     high: float = math.inf
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "low", float(self.low))
-        object.__setattr__(self, "high", float(self.high))
 
 
 def _clip(attrs: ClipAttrs, x: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from rlx.ir.shape import Shape, broadcast_dims
 MASKS = ("none", "causal", "sliding_window", "custom", "bias")
 
 
-@dataclass(frozen=True)
 class AttentionAttrs(Attrs):
     """`scale` 0.0 means 1 / sqrt(head_dim). `mask`: "none"; "causal": a query attends to its own position and earlier ones;
     "sliding_window": of those, the last `window`; "custom": a bool operand, True where to attend; "bias": an operand that
@@ -34,7 +32,6 @@ class AttentionAttrs(Attrs):
     window: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", float(self.scale))
         if self.mask not in MASKS:
             raise AttributeValueError(f"mask is one of {', '.join(MASKS)}, got {self.mask!r}")
         if (self.mask == "sliding_window") != (self.window > 0):
@@ -136,15 +133,11 @@ attention = op(
 # -- rope ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RopeAttrs(Attrs):
     """`interleaved`: pairs are elements (2i, 2i+1) of head_dim; otherwise (i, i + head_dim/2)."""
 
     theta: float = 10000.0
     interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "theta", float(self.theta))
 
 
 def _rope_shape(attrs: RopeAttrs, x: Shape, positions: Shape) -> Shape:

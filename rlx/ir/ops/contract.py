@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,6 @@ linear = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class PanelAttrs(Attrs):
     panel: int
 

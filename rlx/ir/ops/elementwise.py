@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -217,12 +216,8 @@ where = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class CastAttrs(Attrs):
     dtype: DType
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
 
 def cast_array(x: np.ndarray, dtype: DType) -> np.ndarray:

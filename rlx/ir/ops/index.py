@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,12 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import as_ints, axis_of, integer, same_dtype, static_dim
-from rlx.ir.ops.view import as_dims
+from rlx.ir.ops.rules import axis_of, integer, same_dtype, static_dim
 from rlx.ir.shape import DimLike, Shape
 
 INDEX_OUT_OF_RANGE = 1  # kernel.STATUS
 
 
-@dataclass(frozen=True)
 class AxisAttrs(Attrs):
     axis: int = 0
 
@@ -190,18 +187,12 @@ concat = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class PadAttrs(Attrs):
     """Elements added before and after each dim, and their value."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
     value: float = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "low", as_ints(self.low))
-        object.__setattr__(self, "high", as_ints(self.high))
-        object.__setattr__(self, "value", float(self.value))
 
 
 def _pad_shape(attrs: PadAttrs, x: Shape) -> Shape:
@@ -241,15 +232,10 @@ pad = op(
 # -- iota ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class IotaAttrs(Attrs):
     dims: tuple[DimLike, ...]
     axis: int = 0
     dtype: DType = i64
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dims", as_dims(self.dims))
-        object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
 
 def _iota_shape(attrs: IotaAttrs) -> Shape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,25 +15,21 @@ from rlx.ir.ops.rules import axis_of, divide, same_dtype, widened
 from rlx.ir.shape import Shape
 
 
-@dataclass(frozen=True)
 class LayerNormAttrs(Attrs):
     axis: int = -1  # normalised together: this dim and all after it
     eps: float = 1e-5
 
 
-@dataclass(frozen=True)
-class RmsNormAttrs(Attrs):
-    axis: int = -1
+class RmsNormAttrs(LayerNormAttrs):
     eps: float = 1e-6
 
 
-@dataclass(frozen=True)
 class GroupNormAttrs(Attrs):
     groups: int
     eps: float = 1e-5
 
 
-def _norm_shape(attrs: LayerNormAttrs | RmsNormAttrs, x: Shape, *affine: Shape) -> Shape:
+def _norm_shape(attrs: LayerNormAttrs, x: Shape, *affine: Shape) -> Shape:
     same_dtype(x, *affine)
     dims = x.dims[axis_of(attrs.axis, x.rank) :]
     for s in affine:
@@ -43,7 +38,7 @@ def _norm_shape(attrs: LayerNormAttrs | RmsNormAttrs, x: Shape, *affine: Shape) 
     return x
 
 
-def _axes(attrs: LayerNormAttrs | RmsNormAttrs, x: Any) -> tuple[int, ...]:
+def _axes(attrs: LayerNormAttrs, x: Any) -> tuple[int, ...]:
     rank = len(x.shape) if isinstance(x, np.ndarray) else x.rank
     return tuple(range(axis_of(attrs.axis, rank), rank))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ def _precedes(a: Any, at_a: Any, b: Any, at_b: Any, descending: bool) -> Any:
 # -- argmax, argmin ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ArgAttrs(Attrs):
     axis: int = -1
     keepdims: bool = False
@@ -86,7 +84,6 @@ argmin = op(
 # -- cumsum --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class CumsumAttrs(Attrs):
     """`exclusive`: without the element itself. `reverse`: from the end."""
 
@@ -136,13 +133,11 @@ cumsum = op(
 # -- top_k, sort ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class TopKAttrs(Attrs):
     k: int
     largest: bool = True
 
 
-@dataclass(frozen=True)
 class SortAttrs(Attrs):
     descending: bool = False
 

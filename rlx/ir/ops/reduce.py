@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import builtins
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.ir.op import Attrs, Kind, Reduction, Sample, op
 from rlx.ir.ops.elementwise import exp, log, sub
-from rlx.ir.ops.rules import as_ints, axes_of, axis_of, same, widened
+from rlx.ir.ops.rules import axes_of, axis_of, same, widened
 from rlx.ir.shape import Shape
 
 
-@dataclass(frozen=True)
 class ReduceAttrs(Attrs):
     axis: tuple[int, ...] = ()
     keepdims: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "axis", as_ints(self.axis))
 
-
-@dataclass(frozen=True)
 class VarianceAttrs(ReduceAttrs):
     correction: int = 0  # the sum of squares is divided by n - correction
 
 
-@dataclass(frozen=True)
 class AxisAttrs(Attrs):
     axis: int = -1
 

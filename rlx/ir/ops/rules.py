@@ -53,14 +53,6 @@ def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     return out
 
 
-def as_ints(x: Any) -> tuple[int, ...]:
-    """An int or a sequence of ints as a tuple of ints."""
-    try:
-        return (x.__index__(),) if hasattr(x, "__index__") else tuple(e.__index__() for e in x)
-    except (AttributeError, TypeError):
-        raise AttributeValueError(f"expected an int or a sequence of ints, got {x!r}") from None
-
-
 def static_dim(d: DimLike, what: str) -> int:
     if not isinstance(d, int):
         raise ShapeError(f"{what} needs a known size, the dim is {d}; bind it first")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,29 +11,19 @@ import numpy as np
 from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.kernel import k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import as_ints, axis_of, divide, static_dim
+from rlx.ir.ops.rules import axis_of, divide, static_dim
 from rlx.ir.program import Layout
-from rlx.ir.shape import Dim, DimLike, Shape, as_dim, broadcast_dims, contiguous_strides, product
+from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides, product
 
 END = 2**63 - 1  # a slice's stop: to the end of the dim
 ANY = "fiubc"
 
 
-def as_dims(x: Any) -> tuple[DimLike, ...]:
-    """Dims from an int, a name, or a sequence of them."""
-    return tuple(as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
-
-
 # -- reshape -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ReshapeAttrs(Attrs):
     dims: tuple[DimLike, ...]  # one may be -1
-
-    def __post_init__(self) -> None:
-        dims = (self.dims,) if isinstance(self.dims, (int, str, Dim)) else tuple(self.dims)
-        object.__setattr__(self, "dims", tuple(-1 if isinstance(d, int) and d == -1 else as_dim(d) for d in dims))
 
 
 def _reshape_shape(attrs: ReshapeAttrs, x: Shape) -> Shape:
@@ -138,12 +127,8 @@ reshape = op(
 # -- transpose, broadcast_to, slice --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class TransposeAttrs(Attrs):
     axes: tuple[int, ...] = ()  # (): reversed
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", as_ints(self.axes))
 
 
 def _permutation(attrs: TransposeAttrs, rank: int) -> tuple[int, ...]:
@@ -172,12 +157,8 @@ transpose = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class BroadcastAttrs(Attrs):
     dims: tuple[DimLike, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dims", as_dims(self.dims))
 
 
 def _broadcast_shape(attrs: BroadcastAttrs, x: Shape) -> Shape:
@@ -208,7 +189,6 @@ broadcast_to = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class SliceAttrs(Attrs):
     """One start, stop and step per dim, as in Python's slices; stop END goes to the end."""
 
@@ -217,8 +197,6 @@ class SliceAttrs(Attrs):
     steps: tuple[int, ...] = ()  # (): 1 everywhere
 
     def __post_init__(self) -> None:
-        for name in ("starts", "stops", "steps"):
-            object.__setattr__(self, name, as_ints(getattr(self, name)))
         if not self.steps:
             object.__setattr__(self, "steps", (1,) * len(self.starts))
 
@@ -284,15 +262,11 @@ slice = op(
 # -- compositions --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class SplitAttrs(Attrs):
     """`parts`: a number of equal parts, or the size of each."""
 
     parts: int | tuple[int, ...]
     axis: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", self.parts if isinstance(self.parts, int) else as_ints(self.parts))
 
 
 def _part_sizes(attrs: SplitAttrs, dims: Sequence[DimLike]) -> tuple[int, tuple[DimLike, ...]]:
@@ -342,12 +316,8 @@ split = op(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class AxesAttrs(Attrs):
     axes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", as_ints(self.axes))
 
 
 def _squeezed(attrs: AxesAttrs, x: Shape) -> Shape:
