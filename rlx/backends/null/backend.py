@@ -6,7 +6,7 @@ raises Unsupported: nothing pretends to have been computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -74,8 +74,6 @@ class NullExecutable:
         decl = self.decls[buffer]
         assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
         self.uploads.append((decl.name, array.nbytes))
-        if decl.region is Region.PARAM:
-            self.params.entries[decl.name].version += 1
 
     def read(self, buffer: int) -> np.ndarray:
         self._nothing(f"the value of {self.decls[buffer].name!r}")
@@ -86,10 +84,15 @@ class NullExecutable:
     def address(self, buffer: int) -> int:
         self._nothing(f"the address of {self.decls[buffer].name!r}")
 
+    @property
+    def arena_ptr(self) -> int:
+        self._nothing("the arena's address")
+
     def _nothing(self, what: str) -> NoReturn:
         raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
 
-    def prepare(self, steps: Sequence[int]) -> None:
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+        self.uploads += [(self.decls[b].name, array.nbytes) for b, array in (given or {}).items()]
         for i in steps:
             self._record("prepare", self.program.prepare[i])
 
