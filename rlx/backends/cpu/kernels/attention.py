@@ -29,7 +29,7 @@ NARROW_KEY_BLOCK = 512
 NARROW_ROWS = 4  # query rows of one head up to which vectors run along the head
 SHARED_ROWS = 8  # rows up to which all query heads of a key head are done together
 TURN = 8  # side of the squares that are turned: sixteen would take as long and cost 10 ms more to compile
-FEW_BLOCKS = 4  # of rows: up to so many, a last one that fills half its vectors gets functions of its own
+FEW_ROWS = 128  # from here on a last block of rows that is half empty is not worth lower blocks
 GRAIN = 1 << 18  # multiply-adds below which a task is not worth handing over
 TASKS_PER_THREAD = 4
 
@@ -104,10 +104,11 @@ class _Module:
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
         self.shared = self.group if self.narrow and self.group * self.rows <= SHARED_ROWS else 1
-        self.vectors = 2 if self.rows > self.lanes else 1
+        half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
+        self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
         self.tall = self.vectors * self.lanes  # query rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
-        self.key_tile = min(self.keys, (self.registers - 1 - self.vectors) // self.vectors, 8)
+        self.key_tile = min(self.keys, (self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         self.key_block = NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.once = self.keys <= self.key_block and not self.narrow  # all keys in one block: nothing is carried
         self.pitch = -(-self.width // self.lanes) * self.lanes  # floats of a row of sums
@@ -180,43 +181,28 @@ class _Module:
             if self.narrow:
                 e.call(self._narrow(), "void", *here, V("%scratch", "ptr"))
             else:
-                self._rows_of(e, here, block)
+                row0 = e.bin("mul", block, e.i64(self.tall))
+                rows = e.intrinsic("smin", e.i64(self.tall), e.bin("sub", e.i64(self.rows), row0))
+                e.call(self._wide(), "void", *here, V("%scratch", "ptr"), row0, rows)
         return _returning(e)
 
     def _base(self, e: Emitter, t: Tensor) -> V:
         return e.gep(e.load("ptr", e.gep(V("%args", "ptr"), 8 * t.argument), 8), t.offset * t.dtype.itemsize)
 
-    def _rows_of(self, e: Emitter, here: list[V], block: V) -> None:
-        """One block of rows; a last one of few rows in vectors of its own number."""
-        row0 = e.bin("mul", block, e.i64(self.tall))
-        rest = self.rows % self.tall
-
-        def call(vectors: int, rows: V) -> None:
-            e.call(self._wide(vectors), "void", *here, V("%scratch", "ptr"), row0, rows)
-
-        if 0 < rest <= self.lanes < self.tall and self.blocks <= FEW_BLOCKS:
-            last = e.cmp("eq", block, e.i64(self.blocks - 1))
-            with e.when(last):
-                call(1, e.i64(rest))
-            with e.when(e.bin("xor", last, e.const("i1", True))):
-                call(self.vectors, e.i64(self.tall))
-        else:
-            call(self.vectors, e.intrinsic("smin", e.i64(self.tall), e.bin("sub", e.i64(self.rows), row0)))
-
     # -- wide
 
-    def _wide(self, vectors: int) -> str:
-        """wide(q, k, v, o, m, scratch, row0, rows): `rows` query rows from row0, `vectors` vectors of them."""
+    def _wide(self) -> str:
+        """wide(q, k, v, o, m, scratch, row0, rows): `rows` query rows from row0."""
         q, k, v, o, m, scratch = (V(f"%{x}", "ptr") for x in ("q", "k", "v", "o", "m", "scratch"))
         row0, rows = V("%row0", "i64"), V("%rows", "i64")
 
         def make(e: Emitter) -> None:
-            tall = vectors * self.lanes
+            tall = self.tall
             query, scores, mask, stats, sums = (
                 e.gep(scratch, at) for at in (self.query_at, self.score_at, self.mask_at, self.stats_at, self.sums_at)
             )
             start = step(e, q, row0, self.q.layout.byte(1, 0))
-            self._turned(e, start, query, rows, e.i64(self.size), self.q, vectors, self.scale)
+            self._turned(e, start, query, rows, e.i64(self.size), self.q, self.scale)
             if not self.once:
                 self._cleared(e, stats, sums, tall)
             low, high = self._seen_keys(e, m, row0, rows)
@@ -224,21 +210,21 @@ class _Module:
                 key0 = at.index
                 stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
                 keys = e.bin("sub", stop, key0)
-                self._scored(e, k, query, scores, key0, stop, vectors)
-                partial = self._masked(e, m, mask, scores, key0, keys, row0, rows, vectors)
-                e.call(self._softmax(vectors), "void", scores, stats, keys)
+                self._scored(e, k, query, scores, key0, stop)
+                partial = self._masked(e, m, mask, scores, key0, keys, row0, rows)
+                e.call(self._softmax(), "void", scores, stats, keys)
                 values = step(e, v, key0, self.v.layout.byte(1, 0))
                 self._weighted(e, scores, values, sums, e.gep(stats, 2 * tall * F32), keys, rows, partial, tall)
             self._finished(e, sums, e.gep(stats, tall * F32), step(e, o, row0, self.o.layout.byte(1, 0)), rows)
 
-        return self._function(f"wide_{vectors}", [q, k, v, o, m, scratch, row0, rows], make)
+        return self._function("wide", [q, k, v, o, m, scratch, row0, rows], make)
 
-    def _turned(self, e: Emitter, start: V, out: V, rows: V, columns: V, t: Tensor, vectors: int, scale: float) -> None:
+    def _turned(self, e: Emitter, start: V, out: V, rows: V, columns: V, t: Tensor, scale: float) -> None:
         """out[column][row] = start[row, column] * scale, square by square."""
         params = V("%from", "ptr"), V("%to", "ptr"), V("%rows", "i64"), V("%columns", "i64")
-        pitch, side = vectors * self.lanes, min(self.lanes, TURN)
+        pitch, side = self.tall, min(self.lanes, TURN)
         turn = self._function(
-            f"turn{t.argument}_{vectors}",
+            f"turn{t.argument}",
             params,
             lambda e: parts.turn_function(e, *params, t.layout, pitch, side, scale),
         )
@@ -269,14 +255,14 @@ class _Module:
                 high = parts.last_seen(e, m, self.m.layout, self.keys)  # padding is skipped, not computed and hidden
         return low, high
 
-    def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, vectors: int) -> None:
+    def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V) -> None:
         """Scores of keys key0 to stop, tile by tile; the tile at the very end starts earlier rather than reading past it."""
         params = V("%a", "ptr"), V("%b", "ptr"), V("%sums", "ptr")
-        pitch = vectors * self.lanes
-        unroll = 1 if self.key_tile * vectors >= 8 else 2 if self.key_tile * vectors >= 4 else 4
-        shape = Tile(self.key_tile, vectors, self.lanes, unroll, 0, f32)
+        pitch, totals = self.tall, self.key_tile * self.vectors
+        unroll = 1 if totals >= 8 else 2 if totals >= 4 else 4  # sums apart that hide the latency of one
+        shape = Tile(self.key_tile, self.vectors, self.lanes, unroll, 0, f32)
         tile = self._function(
-            f"tile_{vectors}",
+            "tile",
             params,
             lambda e: tile_function(e, *params, shape, self.size, self.k.layout, Layout(f32, pitch, 1)),
         )
@@ -285,21 +271,21 @@ class _Module:
             out = step(e, scores, e.bin("sub", first, key0), pitch * F32)
             e.call(tile, "void", step(e, k, first, self.k.layout.byte(1, 0)), query, out)
 
-    def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V, vectors: int) -> V | None:
+    def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V) -> V | None:
         """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
         if self.mask.kind == "none":
             return None
         params = V("%s", "ptr"), V("%m", "ptr"), V("%n", "i64"), V("%key0", "i64"), V("%row0", "i64")
         uniform = Layout(self.m.dtype, self.m.strides[3], 0) if self.m is not None and not self.m.strides[2] else None
         name = self._function(
-            f"mask_{vectors}",
+            "mask",
             params,
-            lambda e: parts.mask_wide_function(e, *params, self.mask, vectors, self.lanes, uniform),
+            lambda e: parts.mask_wide_function(e, *params, self.mask, self.vectors, self.lanes, uniform),
         )
         if self.m is not None:
             m = step(e, step(e, m, row0, self.m.layout.byte(1, 0)), key0, self.m.layout.byte(0, 1))
             if uniform is None:
-                self._turned(e, m, mask, rows, keys, self.m, vectors, 1.0)
+                self._turned(e, m, mask, rows, keys, self.m, 1.0)
                 m = mask
             e.call(name, "void", scores, m, keys, key0, row0)
             return e.const("i1", True) if self.mask.kind == "keep" else None
@@ -314,12 +300,12 @@ class _Module:
             e.call(name, "void", scores, mask, keys, key0, row0)
         return partial
 
-    def _softmax(self, vectors: int) -> str:
+    def _softmax(self) -> str:
         params = V("%s", "ptr"), V("%stats", "ptr"), V("%n", "i64")
         return self._function(
-            f"softmax_{vectors}",
+            "softmax",
             params,
-            lambda e: parts.softmax_wide_function(e, *params, vectors, self.lanes, self.once),
+            lambda e: parts.softmax_wide_function(e, *params, self.vectors, self.lanes, self.once),
         )
 
     def _weighted(
@@ -365,7 +351,7 @@ class _Module:
                 careful,
             )
             name = self._function(
-                f"product_{tall}_{vectors}_{tail}_{careful:d}", params, lambda e, p=p: parts.product_function(e, *params, p)
+                f"product_{vectors}_{tail}_{careful:d}", params, lambda e, p=p: parts.product_function(e, *params, p)
             )
             at_values = e.gep(values, self.v.layout.byte(0, column))
             with e.loop(0, rows, high, nonempty=True) as at:
