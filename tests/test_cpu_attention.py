@@ -21,7 +21,7 @@ from rlx.ir.ops.attention import AttentionAttrs
 MARGIN = 40  # elements before and after every buffer that the kernel must leave alone
 CANARY = 77
 SIGNATURE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
-WINDOWS = [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150)]
+WINDOWS = [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150), ("sliding_window", 1 << 40)]
 BSHD, BHSD, BHDS = (0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)  # which dims lie outermost to innermost in memory
 
 
@@ -127,7 +127,8 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize(
-    ("mask", "window"), [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150)]
+    ("mask", "window"),
+    [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150), ("sliding_window", 1 << 40)],
 )
 @pytest.mark.parametrize("shape", [SHAPES[x] for x in (1, 3, 5, 10, 14)], ids=str)
 def test_positional_masks(shape, mask, window):
@@ -285,6 +286,8 @@ def test_claim_takes_what_render_serves_and_says_why_not():
     assert "f64" in claim(ops.attention(wide, wide, wide).node)
     none = g.input("n", (1, 2, 0, 4), "f32")
     assert "no keys" in claim(ops.attention(q, none, none).node)
+    flat = g.input("f", (1, 2, 3, 0), "f32")
+    assert "no keys" in claim(ops.attention(flat, flat, q).node)
 
 
 GUARDED = """

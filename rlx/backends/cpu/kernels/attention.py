@@ -41,8 +41,8 @@ def claim(node: Node) -> str | None:
             return f"fused attention computes {', '.join(DTYPES)}, not {value.dtype.name}"
         if value.rank != 4:
             return f"fused attention takes [batch, heads, sequence, head size], not {value.shape}"
-    if node.inputs[1].dims[2] == 0:
-        return "fused attention needs keys; there are no keys here"
+    if 0 in node.inputs[1].dims[2:]:
+        return "fused attention needs keys of some size; there are no keys here"
     if len(node.inputs) > 3 and node.inputs[3].dtype.name not in (*DTYPES, "bool"):
         return f"fused attention takes a mask of {', '.join(DTYPES)} or bool, not {node.inputs[3].dtype.name}"
     return None
@@ -80,8 +80,8 @@ def mask_of(attrs: object, rows: int, keys: int) -> Mask:
     """The op's mask kind in terms of what a row sees; the last row stands at the last key."""
     kind = attrs.mask  # type: ignore[attr-defined]
     if kind in ("causal", "sliding_window"):
-        above = keys - rows
-        return Mask("band", above - attrs.window + 1 if kind == "sliding_window" else None, above)  # type: ignore[attr-defined]
+        above, window = keys - rows, attrs.window or keys  # type: ignore[attr-defined]
+        return Mask("band", above - window + 1 if window < keys else None, above)
     return Mask({"custom": "keep", "bias": "add"}.get(kind, "none"))
 
 
