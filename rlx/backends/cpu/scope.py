@@ -204,8 +204,8 @@ def _load(load: Load, scope: Scope) -> V:
 
 def _masked(em: Emitter, what: str, ty: str, where: V, align: int, mask: V) -> V:
     """llvm.masked.load or .gather: zero in the lanes that are off."""
-    args = (where, em.const("i32", align), mask, V("zeroinitializer", ty))
-    return em.intrinsic(f"masked.{what}", *args, suffix=(ty, where.ty), returns=ty)
+    place = V(f"align {align} {where.text}", where.ty)  # a parameter attribute from LLVM 22 on
+    return em.intrinsic(f"masked.{what}", place, mask, V("zeroinitializer", ty), suffix=(ty, where.ty), returns=ty)
 
 
 def _stride(index: Expr, scope: Scope) -> int | None:
@@ -277,8 +277,8 @@ def store(s: Store, value: V, scope: Scope) -> None:
     every = mask or em.const(vector("i1", scope.lanes), True)
     if size < 4:  # LLVM before 23 writes 4 bytes where it knows that one lane of a narrowing store is on (its issue 179489)
         every = em.bin("and", every, em.splat(em.cmp("ne", scope.status, V("null", "ptr")), scope.lanes))
-    args = (value, where, em.const("i32", size), every)
-    em.intrinsic(f"masked.{what}", *args, suffix=(value.ty, where.ty), returns="void")
+    place = V(f"align {size} {where.text}", where.ty)
+    em.intrinsic(f"masked.{what}", value, place, every, suffix=(value.ty, where.ty), returns="void")
 
 
 def check(s: Check, scope: Scope) -> None:
