@@ -9,7 +9,8 @@ Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,20 +229,15 @@ class Kernel:
 
 
 def const(value: Any, dtype: DType = i64) -> Const:
-    if dtype.kind == "f":
-        return Const(float(value), dtype)
-    return Const(bool(value) if dtype.kind == "b" else int(value), dtype)
+    return Const({"f": float, "b": bool}.get(dtype.kind, int)(value), dtype)
 
 
 def alu(op: str, *args: Expr, dtype: DType | None = None) -> Expr:
     """An Alu node; integer index arithmetic (i64) with constants is folded, so that addresses stay affine and short."""
     if dtype is None:
         dtype = bool_ if op in COMPARISONS else args[1 if op == "select" else 0].dtype
-    if dtype is i64 or dtype == i64:
-        folded = _fold(op, args)
-        if folded is not None:
-            return folded
-    return Alu(op, args, dtype)
+    folded = _fold(op, args) if dtype == i64 else None
+    return folded if folded is not None else Alu(op, args, dtype)
 
 
 def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
@@ -249,29 +245,27 @@ def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
         return const(_FOLD[op](*(a.value for a in args)))  # type: ignore[union-attr]
     if len(args) != 2:
         return None
-    a, b = args
-    if op == "add":
-        return b if is_const(a, 0) else a if is_const(b, 0) else None
-    if op == "sub":
-        return a if is_const(b, 0) else None
-    if op == "mul":
-        if is_const(a, 0) or is_const(b, 0):
-            return const(0)
-        return b if is_const(a, 1) else a if is_const(b, 1) else None
-    if op in ("div", "rem") and is_const(b, 1):
-        return a if op == "div" else const(0)
-    return None
+    for a, b in (args, args[::-1]):  # sub, div and rem have a neutral right operand only
+        if op == "mul" and is_const(b, 0):
+            return b
+        if op in _NEUTRAL and is_const(b, _NEUTRAL[op]) and (b is args[1] or op in ("add", "mul")):
+            return a
+    return const(0) if op == "rem" and is_const(args[1], 1) else None
+
+
+def _quotient(a: int, b: int) -> int:
+    """Truncated; 0 where b is 0."""
+    size = abs(a) // abs(b) if b else 0
+    return size if (a < 0) == (b < 0) else -size
 
 
 _FOLD: dict[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: int(a / b) if b else 0,
-    "rem": lambda a, b: a - b * int(a / b) if b else 0,
-    "min": min,
-    "max": max,
-}
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
+    "div": _quotient, "rem": lambda a, b: a - b * _quotient(a, b) if b else 0,
+}  # fmt: skip
+
+
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
 def is_const(e: Expr, value: Any = None) -> bool:
@@ -295,11 +289,7 @@ class _Builder:
     def cast(self, a: Expr, dtype: DType) -> Expr:
         return a if a.dtype == dtype else alu("cast", a, dtype=dtype)
 
-    def bitcast(self, a: Expr, dtype: DType) -> Expr:
-        return alu("bitcast", a, dtype=dtype)
-
-    def const(self, value: Any, dtype: DType = i64) -> Const:
-        return const(value, dtype)
+    const = staticmethod(const)
 
 
 k: Any = _Builder()
@@ -321,21 +311,36 @@ def coefficient(e: Expr, var: Var) -> int | None:
         return 0
     if isinstance(e, Alu):
         parts = [coefficient(a, var) for a in e.args]
-        if all(p == 0 for p in parts):
+        if not any(parts) and None not in parts:
             return 0
         if e.op in ("add", "sub") and None not in parts:
             return parts[0] + parts[1] if e.op == "add" else parts[0] - parts[1]  # type: ignore[operator]
         if e.op == "mul" and None not in parts:
-            for at in (0, 1):
-                other = e.args[1 - at]
+            for part, other in zip(parts, reversed(e.args)):
                 if isinstance(other, Const):
-                    return parts[at] * int(other.value)  # type: ignore[operator]
+                    return part * int(other.value)  # type: ignore[operator]
         return None
-    if isinstance(e, Load):
-        inner = coefficient(e.index, var)
-        guard = 0 if e.guard is None else coefficient(e.guard, var)
-        return 0 if inner == 0 and guard == 0 else None
-    return None
+    return 0 if coefficient(e.index, var) == 0 and (e.guard is None or coefficient(e.guard, var) == 0) else None
+
+
+def walk(root: Any) -> Iterator[Any]:
+    """Everything inside a statement, an expression or a tuple of them, itself included; what is shared comes once."""
+    todo, seen = [root], set()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, tuple):
+            todo += x
+        elif hasattr(type(x), "__slots__") and id(x) not in seen:  # of the records above
+            seen.add(id(x))
+            yield x
+            todo += [getattr(x, name) for name in x.__slots__]
+
+
+def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:
+    """What the body reads."""
+    parts = list(walk(kernel.body))
+    inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
+    return inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))}
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
@@ -425,10 +430,11 @@ class _Printer:
                 self.line(depth, "then each row:")
                 self.block(s.rows, depth + 1)
         else:
-            views = lambda vs: ", ".join(  # noqa: E731
-                f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]" for v in vs
-            )
-            self.line(depth, f"native {s.op}({s.attrs}) {views(s.outputs)} = {views(s.inputs)}")
+            outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
+            self.line(depth, f"native {s.op}({s.attrs}) {outputs} = {inputs}")
+
+    def view(self, v: View) -> str:
+        return f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]"
 
     def operand(self, o: Operand, depth: int) -> str:
         layout = f"panels {o.panel}" if o.panel else f"{o.row_stride}, {o.col_stride}"

@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Kernel, loaded_buffers
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
@@ -61,7 +61,8 @@ class Step:
     @property
     def reads(self) -> frozenset[int]:
         """Buffers read: every one that is not only written. A writable buffer counts as read if the kernel loads it."""
-        return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b in loaded_buffers(self.kernel))
+        loaded = loaded_buffers(self.kernel)
+        return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b in loaded)
 
     @property
     def writes(self) -> frozenset[int]:
@@ -117,55 +118,6 @@ class NodeReport:
     how: str  # "native", "decomposed", "lowered", "folded", "prepared", "view"
     kernel: str  # kernel it ended up in ("" if none)
     why: str = ""  # a refusal's reason
-
-
-def loaded_buffers(kernel: Kernel) -> frozenset:
-    """The kernel buffers that the body reads."""
-    from rlx.ir import kernel as K
-
-    found: set = set()
-    seen: set[int] = set()
-
-    def expr(e: K.Expr | None) -> None:
-        if e is None or id(e) in seen:
-            return
-        seen.add(id(e))
-        if isinstance(e, K.Load):
-            found.add(e.buffer)
-            expr(e.index)
-            expr(e.guard)
-        elif isinstance(e, K.Alu):
-            for a in e.args:
-                expr(a)
-
-    def stmt(s: K.Stmt) -> None:
-        if isinstance(s, K.Let):
-            expr(s.value)
-        elif isinstance(s, K.Store):
-            for e in (s.index, s.value, s.guard):
-                expr(e)
-        elif isinstance(s, K.Check):
-            expr(s.ok)
-        elif isinstance(s, K.Loop):
-            for inner in s.body:
-                stmt(inner)
-            for r in s.reduces:
-                expr(r.value)
-            for c in s.carries:
-                expr(c.init)
-                expr(c.next)
-        elif isinstance(s, K.Contract):
-            for o in (s.a, s.b):
-                found.add(o.buffer)
-                expr(o.offset)
-            for inner in s.epilogue + s.rows:
-                stmt(inner)
-        else:
-            found.update(v.buffer for v in s.inputs)
-
-    for s in kernel.body:
-        stmt(s)
-    return frozenset(found)
 
 
 def print_program(program: Program) -> str:

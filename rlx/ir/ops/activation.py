@@ -17,13 +17,9 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
-def composite(
-    name: str, reference: Any, decompose: Any, *, dtypes: str = "f", samples: Any = UNARY, attrs: Any = None, doc: str
-) -> Any:
-    return op(
-        name, kind=Kind.COMPOSITE, infer=same, attrs=attrs, reference=reference, decompose=widened(decompose), dtypes=dtypes,
-        samples=samples, doc=doc,
-    )  # fmt: skip
+def composite(name: str, reference: Any, decompose: Any, **facts: Any) -> Any:
+    own = {"reference": reference, "decompose": widened(decompose)}
+    return op(name, **{"kind": Kind.COMPOSITE, "infer": same, "samples": UNARY, **own, **facts})
 
 
 # log1p and expm1 after W. Kahan: the rounding of 1 + x (of exp x) is divided out again, so that no digits are lost near 0.

@@ -16,29 +16,21 @@ from rlx.ir.shape import Shape, broadcast_dims
 UNARY = (Sample(((3, 17),)), Sample(((33,),), low=-8.0, high=8.0), Sample(((),)), Sample(((1, 5),)))
 POSITIVE = (Sample(((3, 17),), low=0.05, high=4.0), Sample(((33,),), low=1e-6, high=1e4), Sample(((),), low=0.5))
 BINARY = (
-    Sample(((3, 17), (3, 17))),
-    Sample(((2, 3, 33), (33,))),
-    Sample(((4, 1, 5), (3, 1))),
-    Sample(((), (7,))),
+    Sample(((3, 17), (3, 17))), Sample(((2, 3, 33), (33,))), Sample(((4, 1, 5), (3, 1))), Sample(((), (7,))),
     Sample(((1,), (1,)), low=-8.0, high=8.0),
-)
+)  # fmt: skip
 BITS = BINARY[:3] + (Sample(((17,), (17,)), low=-100, high=100),)
 
 
-def unary(name: str, reference: Any, scalar: Any, *, dtypes: str = "f", samples: Any = UNARY, infer: Any = same, doc: str) -> Any:
-    return op(
-        name, kind=Kind.POINTWISE, infer=infer, reference=lambda attrs, x: reference(x),
-        scalar=lambda k, attrs, x: scalar(k, x), dtypes=dtypes, samples=samples, doc=doc,
-    )  # fmt: skip
+def unary(name: str, reference: Any, scalar: Any, **facts: Any) -> Any:
+    """`scalar`: (k, *Expr) -> Expr, or the name of the scalar operation that is the whole op. `facts`: of OpDef."""
+    build = (lambda k, *x: getattr(k, scalar)(*x)) if isinstance(scalar, str) else scalar
+    own = {"reference": lambda attrs, *x: reference(*x), "scalar": lambda k, attrs, *x: build(k, *x)}
+    return op(name, **{"kind": Kind.POINTWISE, "infer": same, "dtypes": "f", "samples": UNARY, **own, **facts})
 
 
-def binary(
-    name: str, reference: Any, scalar: Any, *, dtypes: str = "fiu", samples: Any = BINARY, infer: Any = pointwise, doc: str
-) -> Any:
-    return op(
-        name, kind=Kind.POINTWISE, infer=infer, arity=(2, 2), reference=lambda attrs, x, y: reference(x, y),
-        scalar=lambda k, attrs, x, y: scalar(k, x, y), dtypes=dtypes, samples=samples, doc=doc,
-    )  # fmt: skip
+def binary(name: str, reference: Any, scalar: Any, **facts: Any) -> Any:
+    return unary(name, reference, scalar, **{"infer": pointwise, "dtypes": "fiu", "samples": BINARY, "arity": (2, 2), **facts})
 
 
 # -- unary ---------------------------------------------------------------------------------------------------------
@@ -55,6 +47,10 @@ def _neg(k: Any, x: Any) -> Any:
     return k.sub(0, x) if x.dtype.kind == "u" else k.neg(x)
 
 
+def _abs(k: Any, x: Any) -> Any:
+    return x if x.dtype.kind == "u" else k.abs(x)
+
+
 def _sign(k: Any, x: Any) -> Any:
     if x.dtype.kind == "u":
         return k.min(x, 1)
@@ -62,30 +58,24 @@ def _sign(k: Any, x: Any) -> Any:
 
 
 neg = unary("neg", np.negative, _neg, dtypes="fiu", doc="-x; unsigned integers wrap.")
-abs = unary(
-    "abs", np.abs, lambda k, x: x if x.dtype.kind == "u" else k.abs(x), dtypes="fiu",
-    doc="|x|; the least signed integer stays what it is.",
-)  # fmt: skip
-sqrt = unary("sqrt", np.sqrt, lambda k, x: k.sqrt(x), samples=POSITIVE, doc="Square root; NaN below zero.")
+abs = unary("abs", np.abs, _abs, dtypes="fiu", doc="|x|; the least signed integer stays what it is.")
+sqrt = unary("sqrt", np.sqrt, "sqrt", samples=POSITIVE, doc="Square root; NaN below zero.")
 rsqrt = unary("rsqrt", lambda x: 1 / np.sqrt(x), lambda k, x: k.div(1.0, k.sqrt(x)), samples=POSITIVE, doc="1 / sqrt(x).")
 reciprocal = unary("reciprocal", lambda x: 1 / x, lambda k, x: k.div(1.0, x), samples=POSITIVE, doc="1 / x.")
-exp = unary("exp", np.exp, lambda k, x: k.exp(x), doc="e to the power x.")
-log = unary("log", np.log, lambda k, x: k.log(x), samples=POSITIVE, doc="Natural logarithm; NaN below zero, -inf at zero.")
-sin = unary("sin", np.sin, lambda k, x: k.sin(x), doc="Sine of x radians.")
-cos = unary("cos", np.cos, lambda k, x: k.cos(x), doc="Cosine of x radians.")
-tanh = unary("tanh", np.tanh, lambda k, x: k.tanh(x), doc="Hyperbolic tangent.")
-erf = unary("erf", erf_array, lambda k, x: k.erf(x), doc="Error function.")
-floor = unary("floor", np.floor, lambda k, x: k.floor(x), doc="Largest whole number not above x.")
-ceil = unary("ceil", np.ceil, lambda k, x: k.ceil(x), doc="Smallest whole number not below x.")
-round = unary("round", np.rint, lambda k, x: k.round(x), doc="Nearest whole number, halves to the even one.")
-trunc = unary("trunc", np.trunc, lambda k, x: k.trunc(x), doc="x without its fraction.")
-sign = unary(
-    "sign", lambda x: np.where(x > 0, 1, np.where(x < 0, -1, x) if x.dtype.kind != "u" else x), _sign, dtypes="fiu",
-    doc="-1, 0 or 1; zeros and NaN as they are.",
-)  # fmt: skip
+exp = unary("exp", np.exp, "exp", doc="e to the power x.")
+log = unary("log", np.log, "log", samples=POSITIVE, doc="Natural logarithm; NaN below zero, -inf at zero.")
+sin = unary("sin", np.sin, "sin", doc="Sine of x radians.")
+cos = unary("cos", np.cos, "cos", doc="Cosine of x radians.")
+tanh = unary("tanh", np.tanh, "tanh", doc="Hyperbolic tangent.")
+erf = unary("erf", erf_array, "erf", doc="Error function.")
+floor = unary("floor", np.floor, "floor", doc="Largest whole number not above x.")
+ceil = unary("ceil", np.ceil, "ceil", doc="Smallest whole number not below x.")
+round = unary("round", np.rint, "round", doc="Nearest whole number, halves to the even one.")
+trunc = unary("trunc", np.trunc, "trunc", doc="x without its fraction.")
+sign = unary("sign", lambda x: np.where(x == 0, x, np.sign(x)), _sign, dtypes="fiu", doc="-1, 0 or 1; zeros and NaN as they are.")
 is_nan = unary("is_nan", np.isnan, lambda k, x: k.ne(x, x), infer=comparison, doc="True where x is NaN.")
-logical_not = unary("logical_not", np.logical_not, lambda k, x: k.not_(x), dtypes="b", doc="True where x is False.")
-bitwise_not = unary("bitwise_not", np.invert, lambda k, x: k.not_(x), dtypes="iu", doc="Every bit flipped.")
+logical_not = unary("logical_not", np.logical_not, "not_", dtypes="b", doc="True where x is False.")
+bitwise_not = unary("bitwise_not", np.invert, "not_", dtypes="iu", doc="Every bit flipped.")
 
 
 # -- binary --------------------------------------------------------------------------------------------------------
@@ -148,44 +138,33 @@ def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
 NON_ZERO = (
     Sample(((3, 17), (3, 17)), low=1, high=9), Sample(((2, 3, 5), (5,)), low=-6, high=7), Sample(((), (33,)), low=1, high=5),
 )  # fmt: skip
-add = binary("add", np.add, lambda k, x, y: k.add(x, y), doc="x + y; integers wrap.")
-sub = binary("sub", np.subtract, lambda k, x, y: k.sub(x, y), doc="x - y; integers wrap.")
-mul = binary("mul", np.multiply, lambda k, x, y: k.mul(x, y), doc="x * y; integers wrap.")
-div = binary(
-    "div", divide_array, lambda k, x, y: k.div(x, y), samples=NON_ZERO,
-    doc="x / y. Integers truncate toward zero, and x / 0 is 0.",
-)  # fmt: skip
+add = binary("add", np.add, "add", doc="x + y; integers wrap.")
+sub = binary("sub", np.subtract, "sub", doc="x - y; integers wrap.")
+mul = binary("mul", np.multiply, "mul", doc="x * y; integers wrap.")
+div = binary("div", divide_array, "div", samples=NON_ZERO, doc="x / y. Integers truncate toward zero, and x / 0 is 0.")
 rem = binary(
-    "rem", remainder_array, lambda k, x, y: k.rem(x, y), samples=NON_ZERO,
+    "rem", remainder_array, "rem", samples=NON_ZERO,
     doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
 )  # fmt: skip
 mod = binary("mod", np.mod, _mod, samples=NON_ZERO, doc="Remainder with the sign of y (Python's %); on integers x mod 0 is 0.")
 floor_div = binary("floor_div", np.floor_divide, _floor_div, samples=NON_ZERO, doc="floor(x / y); on integers x // 0 is 0.")
 pow = binary(
-    "pow", np.power, lambda k, x, y: k.pow(x, y), dtypes="f",
+    "pow", np.power, "pow", dtypes="f",
     samples=(Sample(((3, 17), (3, 17)), low=0.1, high=3.0), Sample(((2, 5), ()), low=-3.0, high=3.0)),
     doc="x to the power y, as C's pow: NaN for a negative x and a fractional y, 1 wherever y is 0 or x is 1.",
 )  # fmt: skip
-maximum = binary("maximum", np.maximum, lambda k, x, y: k.max(x, y), doc="The greater of x and y; NaN if either is NaN.")
-minimum = binary("minimum", np.minimum, lambda k, x, y: k.min(x, y), doc="The lesser of x and y; NaN if either is NaN.")
-less = binary("less", np.less, lambda k, x, y: k.lt(x, y), infer=comparison, doc="x < y; False with NaN.")
-less_equal = binary("less_equal", np.less_equal, lambda k, x, y: k.le(x, y), infer=comparison, doc="x <= y; False with NaN.")
-equal = binary("equal", np.equal, lambda k, x, y: k.eq(x, y), dtypes="fiub", infer=comparison, doc="x == y; False with NaN.")
-not_equal = binary(
-    "not_equal", np.not_equal, lambda k, x, y: k.ne(x, y), dtypes="fiub", infer=comparison, doc="x != y; True with NaN."
-)
-logical_and = binary("logical_and", np.logical_and, lambda k, x, y: k.and_(x, y), dtypes="b", doc="True where both are True.")
-logical_or = binary("logical_or", np.logical_or, lambda k, x, y: k.or_(x, y), dtypes="b", doc="True where either is True.")
-logical_xor = binary("logical_xor", np.logical_xor, lambda k, x, y: k.xor(x, y), dtypes="b", doc="True where just one is True.")
-bitwise_and = binary(
-    "bitwise_and", np.bitwise_and, lambda k, x, y: k.and_(x, y), dtypes="iu", samples=BITS, doc="Bits of both."
-)
-bitwise_or = binary(
-    "bitwise_or", np.bitwise_or, lambda k, x, y: k.or_(x, y), dtypes="iu", samples=BITS, doc="Bits of either."
-)
-bitwise_xor = binary(
-    "bitwise_xor", np.bitwise_xor, lambda k, x, y: k.xor(x, y), dtypes="iu", samples=BITS, doc="Bits of just one."
-)
+maximum = binary("maximum", np.maximum, "max", doc="The greater of x and y; NaN if either is NaN.")
+minimum = binary("minimum", np.minimum, "min", doc="The lesser of x and y; NaN if either is NaN.")
+less = binary("less", np.less, "lt", infer=comparison, doc="x < y; False with NaN.")
+less_equal = binary("less_equal", np.less_equal, "le", infer=comparison, doc="x <= y; False with NaN.")
+equal = binary("equal", np.equal, "eq", dtypes="fiub", infer=comparison, doc="x == y; False with NaN.")
+not_equal = binary("not_equal", np.not_equal, "ne", dtypes="fiub", infer=comparison, doc="x != y; True with NaN.")
+logical_and = binary("logical_and", np.logical_and, "and_", dtypes="b", doc="True where both are True.")
+logical_or = binary("logical_or", np.logical_or, "or_", dtypes="b", doc="True where either is True.")
+logical_xor = binary("logical_xor", np.logical_xor, "xor", dtypes="b", doc="True where just one is True.")
+bitwise_and = binary("bitwise_and", np.bitwise_and, "and_", dtypes="iu", samples=BITS, doc="Bits of both.")
+bitwise_or = binary("bitwise_or", np.bitwise_or, "or_", dtypes="iu", samples=BITS, doc="Bits of either.")
+bitwise_xor = binary("bitwise_xor", np.bitwise_xor, "xor", dtypes="iu", samples=BITS, doc="Bits of just one.")
 shift_left = binary(
     "shift_left", np.left_shift, lambda k, x, y: _shift(k, "shl", x, y), dtypes="iu", samples=BITS,
     doc="x << y; a count below 0 or not below the width of x gives 0.",

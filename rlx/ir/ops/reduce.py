@@ -44,46 +44,39 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 SAMPLES = (
-    Sample(((3, 17),), {"axis": (1,)}),
-    Sample(((3, 17),), {"axis": (0,), "keepdims": True}),
-    Sample(((2, 33, 5),), {"axis": (0, 2)}),
-    Sample(((2, 3, 4),)),
-    Sample(((4, 1),), {"axis": (-1,)}),
+    Sample(((3, 17),), {"axis": (1,)}), Sample(((3, 17),), {"axis": (0,), "keepdims": True}),
+    Sample(((2, 33, 5),), {"axis": (0, 2)}), Sample(((2, 3, 4),)), Sample(((4, 1),), {"axis": (-1,)}),
     Sample(((0, 3),), {"axis": (0,)}),
-)
+)  # fmt: skip
 
 
-def reduction(name: str, reference: Any, combine: str, *, dtypes: str = "fiu", samples: Any = SAMPLES, doc: str) -> Any:
+def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str = "fiu") -> Any:
+    def reference(attrs: ReduceAttrs, x: np.ndarray) -> np.ndarray:
+        x = _wide(x)
+        initial = _extreme(x, scalar) if combine.identity is None else combine.identity
+        return combine.reduce(x, dtype=x.dtype, initial=initial, **_over(attrs, x))
+
     return op(
-        name, kind=Kind.REDUCE, infer=_reduced, attrs=ReduceAttrs, reference=reference, dtypes=dtypes, samples=samples, doc=doc,
-        reduce=lambda attrs, x: Reduction(combine, axes_of(attrs.axis, x.rank), attrs.keepdims),
+        name, kind=Kind.REDUCE, infer=_reduced, attrs=ReduceAttrs, reference=reference, dtypes=dtypes, samples=SAMPLES, doc=doc,
+        reduce=lambda attrs, x: Reduction(scalar, axes_of(attrs.axis, x.rank), attrs.keepdims),
     )  # fmt: skip
 
 
-def _lowest(x: np.ndarray) -> Any:
-    return -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
+def _extreme(x: np.ndarray, scalar: str) -> Any:
+    """What every element is beyond: the greatest or least of a dtype over nothing."""
+    if x.dtype.kind == "f":
+        return -np.inf if scalar == "max" else np.inf
+    return np.iinfo(x.dtype).min if scalar == "max" else np.iinfo(x.dtype).max
 
 
-def _highest(x: np.ndarray) -> Any:
-    return np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).max
-
-
-sum = reduction(
-    "sum", lambda a, x: np.sum(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "add", doc="Sum; 0 over nothing. Integers wrap."
-)
-prod = reduction(
-    "prod", lambda a, x: np.prod(_wide(x), dtype=_wide(x).dtype, **_over(a, x)), "mul", doc="Product; 1 over nothing."
-)
-max = reduction(
-    "max", lambda a, x: np.max(x, initial=_lowest(x), **_over(a, x)), "max",
-    doc="Greatest element; NaN if there is one. Over nothing: -inf, or the least integer.",
-)  # fmt: skip
-min = reduction(
-    "min", lambda a, x: np.min(x, initial=_highest(x), **_over(a, x)), "min",
-    doc="Least element; NaN if there is one. Over nothing: inf, or the greatest integer.",
-)  # fmt: skip
-any = reduction("any", lambda a, x: np.any(x, **_over(a, x)), "or", dtypes="b", doc="True where one is; False over nothing.")
-all = reduction("all", lambda a, x: np.all(x, **_over(a, x)), "and", dtypes="b", doc="True where all are; True over nothing.")
+_MAX = "Greatest element; NaN if there is one. Over nothing: -inf, or the least integer."
+_MIN = "Least element; NaN if there is one. Over nothing: inf, or the greatest integer."
+sum = reduction("sum", np.add, "add", "Sum; 0 over nothing. Integers wrap.")
+prod = reduction("prod", np.multiply, "mul", "Product; 1 over nothing.")
+max = reduction("max", np.maximum, "max", _MAX)
+min = reduction("min", np.minimum, "min", _MIN)
+any = reduction("any", np.logical_or, "or", "True where one is; False over nothing.", dtypes="b")
+all = reduction("all", np.logical_and, "and", "True where all are; True over nothing.", dtypes="b")
 
 
 def _count(attrs: ReduceAttrs, x: Any) -> int:
@@ -147,12 +140,9 @@ def _log_softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
 
 
 ROWS = (
-    Sample(((3, 17),)),
-    Sample(((2, 33, 5),), {"axis": 1}),
-    Sample(((2, 3),), {"axis": 0}, low=-200.0, high=200.0),
-    Sample(((4, 1),)),
-    Sample(((0, 3),)),
-)
+    Sample(((3, 17),)), Sample(((2, 33, 5),), {"axis": 1}), Sample(((2, 3),), {"axis": 0}, low=-200.0, high=200.0),
+    Sample(((4, 1),)), Sample(((0, 3),)),
+)  # fmt: skip
 softmax = op(
     "softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_softmax),
     reference=lambda a, x: _softmax_array(a, _wide(x)), samples=ROWS,
