@@ -38,12 +38,20 @@ def test_version():
 def test_embed_prints_similarities_time_and_memory(vectors):
     done = rlx_command("embed", *TEXTS, "--stats", "--threads", "1")
     assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout
     assert f"{vectors[0] @ vectors[1]:.2f}" in done.stdout and "1.00" in done.stdout
     assert "float32 [3, 384]" in done.stdout and re.search(r"\d+\.\d+ ms per text", done.stdout)
     assert re.search(r"memory planned for 4 x 8 tokens: .*arena \d", done.stdout)
     phases = "python and imports,read model,read tokenizer,build graph,compile: lower,compile: code,set weights,run".split(",")
     assert all(phase in done.stdout for phase in phases)
     assert done.stderr == ""
+
+
+def test_numbers_fit_a_narrow_terminal(vectors):
+    done = rlx_command("embed", *TEXTS, "x" * 200, "y", COLUMNS="80")
+    assert done.returncode == 0 and f"{vectors[0] @ vectors[1]:.2f}" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert len(rows) == 5 and all(len(re.findall(r"-?[01]\.\d\d ", row)) == 5 and len(row) <= 80 for row in rows)
 
 
 def test_output_is_what_python_gives(tmp_path, vectors):

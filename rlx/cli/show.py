@@ -17,9 +17,10 @@ def similarities(texts: list[str], vectors: np.ndarray) -> None:
     """Cosine of every pair of texts."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     table = Table(title="cosine similarity", title_justify="left")
-    table.add_column("text", max_width=48, no_wrap=True, overflow="ellipsis")
+    room = _out.width - 8 * len(texts) - 4  # a number takes 5 columns and its frame 3
+    table.add_column("text", max_width=max(room, 10), no_wrap=True, overflow="ellipsis")
     for i in range(len(texts)):
-        table.add_column(str(i + 1), justify="right")
+        table.add_column(str(i + 1), justify="right", min_width=5, no_wrap=True)
     for i, text in enumerate(texts):
         table.add_row(_plain(f"{i + 1} {text}"), *(f"{c:.2f}" for c in unit[i] @ unit.T))
     _out.print(table)
