@@ -148,9 +148,10 @@ class Emitter:
             return V("", "void")
         return self.op(returns, call)
 
-    def call(self, name: str, returns: str, *args: V) -> V:
-        """A function of this module or a declared symbol."""
-        text = f"call {returns} @{name}({', '.join(map(str, args))})"
+    def call(self, callee: str | V, returns: str, *args: V) -> V:
+        """A function of this module or a declared symbol, by name, or the one at an address."""
+        name = callee.text if isinstance(callee, V) else "@" + callee
+        text = f"call {returns} {name}({', '.join(map(str, args))})"
         if returns == "void":
             self.do(text)
             return V("", "void")
@@ -188,26 +189,50 @@ class Emitter:
     def store(self, value: V, address: V, align: int) -> None:
         self.do(f"store {value}, {address}, align {align}")
 
+    # -- memory that threads share; the alignment is the type's size, the order as LLVM names it
+
+    def load_atomic(self, ty: str, address: V, order: str = "seq_cst") -> V:
+        return self.op(ty, f"load atomic {ty}, {address} {order}, align {int(ty[1:]) // 8}")
+
+    def store_atomic(self, value: V, address: V, order: str = "seq_cst") -> None:
+        self.do(f"store atomic {value}, {address} {order}, align {int(value.ty[1:]) // 8}")
+
+    def update_atomic(self, op: str, address: V, value: V) -> V:
+        """add, sub, xchg …; the value before."""
+        return self.op(value.ty, f"atomicrmw {op} {address}, {value} seq_cst")
+
+    def exchange_if(self, address: V, old: V, new: V) -> tuple[V, V]:
+        """Store `new` where `old` is: what was found, and an i1: whether it was `old`."""
+        pair = self.op(f"{{ {old.ty}, i1 }}", f"cmpxchg {address}, {old}, {new} seq_cst seq_cst")
+        return self.op(old.ty, f"extractvalue {pair}, 0"), self.op("i1", f"extractvalue {pair}, 1")
+
     # -- control
 
+    def ret(self, value: V | None = None) -> None:
+        self.do(f"ret {value or 'void'}")
+
     def branch(self, label: str) -> None:
-        self.do(f"br label %{label}")
+        """Nothing is written where the block has ended already, by a ret or a branch."""
+        if not (self.lines and self.lines[-1].startswith(("  br ", "  ret "))):
+            self.do(f"br label %{label}")
 
     def branch_if(self, c: V, yes: str, no: str) -> None:
         self.do(f"br {c}, label %{yes}, label %{no}")
 
     @contextmanager
     def loop(
-        self, start: int | V, stop: int | V, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
+        self, start: int | V, stop: int | V | None, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
     ) -> Iterator[Loop]:
         """for index in range(start, stop, step), i64. `carried`: initial values; the body sets loop.next, one value each;
-        afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration."""
+        afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration.
+
+        A body may leave by a branch to loop.done, if nothing is carried or `stop` is None (for ever; no results)."""
         begin = start if isinstance(start, V) else self.i64(start)
-        end = stop if isinstance(stop, V) else self.i64(stop)
+        end = stop if isinstance(stop, V) else self.i64(stop or 0)
         if isinstance(start, int) and isinstance(stop, int):
             nonempty = start < stop  # an empty loop still has a body, so that callers need not ask; it is never entered
         head, done, before = self.fresh("loop"), self.fresh("done"), self.block
-        if nonempty:
+        if nonempty or stop is None:
             self.branch(head)
         else:
             self.branch_if(self.cmp("slt", begin, end), head, done)
@@ -215,14 +240,16 @@ class Emitter:
         index = V("%" + self.fresh("i"), "i64")
         phis = [V("%" + self.fresh("c"), c.ty) for c in carried]
         at = len(self.lines)
-        state = Loop(index, phis)
+        state = Loop(index, phis, done)
         yield state
         if len(state.next) != len(carried):
             raise AssertionError(f"loop carries {len(carried)} values, its body set {len(state.next)}")
         following = self.bin("add nsw", index, self.i64(step))
-        more = self.cmp("slt", following, end)
         latch = self.block
-        self.branch_if(more, head, done)
+        if stop is None:
+            self.branch(head)
+        else:
+            self.branch_if(self.cmp("slt", following, end), head, done)
         heads = [f"  {index.text} = phi i64 [{begin.text}, %{before}], [{following.text}, %{latch}]"]
         for phi, first, nxt in zip(phis, carried, state.next):
             heads.append(f"  {phi.text} = phi {phi.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]")
@@ -230,7 +257,7 @@ class Emitter:
         self.label(done)
         if nonempty:
             state.results = list(state.next)
-        else:
+        elif stop is not None:
             for first, nxt in zip(carried, state.next):
                 state.results.append(self.op(first.ty, f"phi {first.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]"))
 
@@ -246,10 +273,11 @@ class Emitter:
 
 
 class Loop:
-    """An open loop: `index`, `carried` (this iteration's values), `next` (set by the body), `results` (after it)."""
+    """An open loop: `index`, `carried` (this iteration's values), `next` (set by the body), `results` (after it), `done`
+    (the label after it)."""
 
-    def __init__(self, index: V, carried: list[V]) -> None:
-        self.index, self.carried = index, carried
+    def __init__(self, index: V, carried: list[V], done: str) -> None:
+        self.index, self.carried, self.done = index, carried, done
         self.next: list[V] = []
         self.results: list[V] = []
 

@@ -23,7 +23,7 @@ from typing import Any
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
-from rlx.backends.cpu.walker import ATTEND, END, MAX_TASKS, MAX_THREADS, Control, Run, Step, module_text
+from rlx.backends.cpu.walker import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step, module_text
 from rlx.errors import OptionError
 
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, and within one, before it sleeps
@@ -143,10 +143,10 @@ class Pool:
 
     def _mark(self, cpus: Iterable[int]) -> None:
         """Tell runs which CPUs belong to workers."""
-        ctypes.memset(self._control.pinned, 0, 128)
+        ctypes.memset(self._control.pinned, 0, MAX_CPUS)
         for cpu in cpus:
-            if cpu < 1024:
-                self._control.pinned[cpu // 8] |= 1 << cpu % 8
+            if cpu < MAX_CPUS:
+                self._control.pinned[cpu] = ATTEND
                 self._control.getcpu = _address(ctypes.CDLL(None).sched_getcpu)
 
     def _work(self, tid: int, cpu: int | None) -> None:

@@ -8,15 +8,21 @@ nothing but its help, so a run is right with any number of workers, down to none
 
 Who holds no task touches only the Control block, which lives as long as the process; so a table may be freed as soon
 as its run returns. Waiting is bounded spinning, then sched_yield, then a futex on the generation.
+
+Each function below decorated with `@_native` writes the body of one native function; called from another one, it writes
+a call.
 """
 
 from __future__ import annotations
 
 import ctypes
-from string import Template
+from collections.abc import Callable
+
+from rlx.backends.cpu.emit import Emitter, V
 
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
+MAX_CPUS = 1024  # those with higher numbers are never marked as pinned
 ATTEND = -1  # what a run returns when all went well, but `Pool.attend` should be called before the next
 
 
@@ -37,7 +43,8 @@ class Run(ctypes.Structure):
 
 
 class Control(ctypes.Structure):
-    """A pool's shared words. All that changes in a run lies on one cache line; the second line is constant."""
+    """A pool's shared words. All that changes in a run lies on one cache line; the rest is constant. `pinned`, by CPU:
+    ATTEND where a worker is pinned to it, else 0."""
 
     _fields_ = [
         ("ticket", ctypes.c_uint64), ("step", ctypes.c_void_p), ("run", ctypes.c_void_p), ("done", ctypes.c_int32),
@@ -45,441 +52,325 @@ class Control(ctypes.Structure):
         ("stop", ctypes.c_int32), ("pad", ctypes.c_int64 * 2),
         ("idle_spins", ctypes.c_int64), ("busy_spins", ctypes.c_int64), ("yields", ctypes.c_int64),
         ("wait", ctypes.c_void_p), ("sched_yield", ctypes.c_void_p), ("getcpu", ctypes.c_void_p),
-        ("pinned", ctypes.c_uint8 * 128),
+        ("pinned", ctypes.c_int8 * MAX_CPUS),
     ]  # fmt: skip
 
 
 BIAS = 1 << 16  # threads that come too late subtract from this; at most two per thread and generation
 END = 1 << 15  # low half between runs
-PAUSE = {
-    "x86_64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
-    "AMD64": ("declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
-    "aarch64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
-    "arm64": ("declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
+GENERATION = 1 << 32  # one of them, in the high half
+FIELDS = {  # name -> LLVM type and byte offset; no two of the structures share a name
+    name: ("ptr" if kind is ctypes.c_void_p else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset)
+    for structure in (Step, Run, Control)
+    for name, kind in structure._fields_  # pyright: ignore
 }
-# Sleep until the generation is no longer %seen (may return early), and wake `n` sleepers: by futex, private to the process.
-FUTEX = """
-  call i64 (i64, ...) %wait(i64 $futex, ptr %word, i32 $operation, i32 $value, ptr null, ptr null, i64 0)"""
-# Without futex: sleep half a millisecond; there is nobody to wake.
-NAP = """
-  call i32 %wait(i32 500)"""
+STEP_BYTES = ctypes.sizeof(Step)
+NULL = V("null", "ptr")
+EVERYBODY = V("2147483647", "i32")
 
-# $step_args, $control_lock …: byte offsets of the fields above. `seen` and generations are i64 (ticket >> 32).
-TEXT = """
-$pause_declaration
-attributes #0 = { nounwind }
 
-; one call of the step's function per task, from %first up to %tasks
-define internal void @call(ptr %run, ptr %step, i64 %task, i64 %tid) #0 {
-  %fn = load ptr, ptr %step
-  %args.p = getelementptr i8, ptr %step, i64 $step_args
-  %args = load ptr, ptr %args.p
-  %scratch.p = getelementptr i8, ptr %run, i64 $run_scratch
-  %scratch = load ptr, ptr %scratch.p
-  %stride.p = getelementptr i8, ptr %run, i64 $run_stride
-  %stride = load i64, ptr %stride.p
-  %offset = mul i64 %stride, %tid
-  %mine = getelementptr i8, ptr %scratch, i64 %offset
-  %status = getelementptr i8, ptr %run, i64 $run_status
-  call void %fn(ptr %args, i64 %task, ptr %mine, ptr %status)
-  ret void
-}
+class _Body(Emitter):
+    """The body of one function, for a processor (platform.machine()) and a futex system call (its number; 0: none)."""
 
-; the status; if it is an error, %step is noted as the failed one
-define internal i32 @outcome(ptr %run, ptr %step) #0 {
-  %status.p = getelementptr i8, ptr %run, i64 $run_status
-  %status = load i32, ptr %status.p
-  %good = icmp eq i32 %status, 0
-  br i1 %good, label %out, label %bad
-bad:
-  %failed.p = getelementptr i8, ptr %run, i64 $run_failed
-  store ptr %step, ptr %failed.p
-  br label %out
-out:
-  ret i32 %status
-}
+    def __init__(self, machine: str, futex: int) -> None:
+        super().__init__()
+        self.machine, self.futex = machine, futex
 
-; every step on this thread
-define internal i32 @alone(ptr %run) #0 {
-entry:
-  %first = load ptr, ptr %run
-  %end.p = getelementptr i8, ptr %run, i64 $run_end
-  %end = load ptr, ptr %end.p
-  br label %look
-look:
-  %step = phi ptr [%first, %entry], [%next, %after]
-  %over = icmp eq ptr %step, %end
-  br i1 %over, label %good, label %open
-open:
-  %tasks.p = getelementptr i8, ptr %step, i64 $step_tasks
-  %tasks = load i64, ptr %tasks.p
-  br label %more
-more:
-  %task = phi i64 [0, %open], [%task.next, %one]
-  %some = icmp slt i64 %task, %tasks
-  br i1 %some, label %one, label %after
-one:
-  call void @call(ptr %run, ptr %step, i64 %task, i64 0)
-  %task.next = add i64 %task, 1
-  br label %more
-after:
-  %status = call i32 @outcome(ptr %run, ptr %step)
-  %next = getelementptr i8, ptr %step, i64 $step_bytes
-  %bad = icmp ne i32 %status, 0
-  br i1 %bad, label %out, label %look
-good:
-  br label %out
-out:
-  %result = phi i32 [0, %good], [%status, %after]
-  ret i32 %result
-}
+    def at(self, base: V, name: str) -> V:
+        return self.gep(base, FIELDS[name][1])
 
-; new generation with %low in the low half
-define internal void @publish(ptr %c, i64 %low) #0 {
-entry:
-  %before = load atomic i64, ptr %c monotonic, align 64
-  br label %try
-try:
-  %old = phi i64 [%before, %entry], [%found, %try]
-  %cleared = and i64 %old, -4294967296
-  %higher = add i64 %cleared, 4294967296
-  %new = or i64 %higher, %low
-  %pair = cmpxchg ptr %c, i64 %old, i64 %new seq_cst seq_cst, align 64
-  %found = extractvalue { i64, i1 } %pair, 0
-  %ok = extractvalue { i64, i1 } %pair, 1
-  br i1 %ok, label %out, label %try
-out:
-  ret void
-}
+    def get(self, base: V, name: str, order: str = "") -> V:
+        """A field of the structure at `base`; atomically if an order is given."""
+        ty, place = FIELDS[name][0], self.at(base, name)
+        return self.load_atomic(ty, place, order) if order else self.load(ty, place, 4)
 
-define internal void @wake(ptr %c, i32 %n) #0 {
-  %word = getelementptr i8, ptr %c, i64 4
-  %wait.p = getelementptr i8, ptr %c, i64 $control_wait
-  %wait = load ptr, ptr %wait.p$wake
-  ret void
-}
+    def put(self, base: V, name: str, value: V | int, order: str = "") -> None:
+        value, place = _value(value, FIELDS[name][0]), self.at(base, name)
+        self.store_atomic(value, place, order) if order else self.store(value, place, 4)
 
-define internal void @doze(ptr %c, i32 %seen) #0 {
-  %word = getelementptr i8, ptr %c, i64 4
-  %wait.p = getelementptr i8, ptr %c, i64 $control_wait
-  %wait = load ptr, ptr %wait.p$doze
-  ret void
-}
+    def change(self, op: str, base: V, name: str, by: V | int) -> V:
+        """Atomically; the value before."""
+        return self.update_atomic(op, self.at(base, name), _value(by, FIELDS[name][0]))
 
-; All tasks of %done are done: go on. Runs steps of one task here; returns the next larger step, published, its task 0
-; kept for this thread; or null: the run has ended, and nothing of it may be touched any more.
-define internal ptr @advance(ptr %c, ptr %run, ptr %done, i64 %tid) #0 {
-entry:
-  %end.p = getelementptr i8, ptr %run, i64 $run_end
-  %end = load ptr, ptr %end.p
-  %status = call i32 @outcome(ptr %run, ptr %done)
-  %bad = icmp ne i32 %status, 0
-  br i1 %bad, label %finish, label %following
-following:
-  %before = phi ptr [%done, %entry], [%step, %small], [%step, %one]
-  %step = getelementptr i8, ptr %before, i64 $step_bytes
-  %over = icmp eq ptr %step, %end
-  br i1 %over, label %finish, label %open
-open:
-  %tasks.p = getelementptr i8, ptr %step, i64 $step_tasks
-  %tasks = load i64, ptr %tasks.p
-  %many = icmp sgt i64 %tasks, 1
-  br i1 %many, label %large, label %small
-small:
-  %some = icmp eq i64 %tasks, 1
-  br i1 %some, label %one, label %following
-one:
-  call void @call(ptr %run, ptr %step, i64 0, i64 %tid)
-  %status.one = call i32 @outcome(ptr %run, ptr %step)
-  %bad.one = icmp ne i32 %status.one, 0
-  br i1 %bad.one, label %finish, label %following
-large:
-  %step.p = getelementptr i8, ptr %c, i64 $control_step
-  store ptr %step, ptr %step.p
-  %done.p = getelementptr i8, ptr %c, i64 $control_done
-  store atomic i32 0, ptr %done.p monotonic, align 4
-  %left = sub i64 %tasks, 1
-  %low = add i64 %left, $bias
-  call void @publish(ptr %c, i64 %low)
-  %sleepers.p = getelementptr i8, ptr %c, i64 $control_sleepers
-  %sleepers = load atomic i32, ptr %sleepers.p seq_cst, align 4
-  %any = icmp sgt i32 %sleepers, 0
-  br i1 %any, label %call, label %out
-call:
-  ; only here is the count lowered, and task 0, still in hand, keeps a second publisher away: it never falls too low
-  %left.32 = trunc i64 %left to i32
-  %n = call i32 @llvm.smin.i32(i32 %left.32, i32 %sleepers)
-  %x = atomicrmw sub ptr %sleepers.p, i32 %n seq_cst
-  call void @wake(ptr %c, i32 %n)
-  br label %out
-out:
-  ret ptr %step
-finish:
-  call void @publish(ptr %c, i64 $end)
-  %asleep.p = getelementptr i8, ptr %c, i64 $control_caller_asleep
-  %asleep = load atomic i32, ptr %asleep.p seq_cst, align 4
-  %calls = icmp ne i32 %asleep, 0
-  br i1 %calls, label %rouse, label %ended
-rouse:
-  call void @wake(ptr %c, i32 2147483647)
-  br label %ended
-ended:
-  ret ptr null
-}
-declare i32 @llvm.smin.i32(i32, i32)
+    def test(self, predicate: str, a: V, b: V | int) -> V:
+        return self.cmp(predicate, a, _value(b, a.ty))
 
-; Take part: the caller (tid 0) until its run has ended, a worker until the pool stops. %mine: a step whose task 0 is ours.
-define internal void @share(ptr %c, i64 %tid, ptr %mine) #0 {
-entry:
-  %caller = icmp eq i64 %tid, 0
-  %step.p = getelementptr i8, ptr %c, i64 $control_step
-  %run.p = getelementptr i8, ptr %c, i64 $control_run
-  %done.p = getelementptr i8, ptr %c, i64 $control_done
-  %sleepers.p = getelementptr i8, ptr %c, i64 $control_sleepers
-  %asleep.p = getelementptr i8, ptr %c, i64 $control_caller_asleep
-  %stop.p = getelementptr i8, ptr %c, i64 $control_stop
-  %idle.p = getelementptr i8, ptr %c, i64 $control_idle_spins
-  %busy.p = getelementptr i8, ptr %c, i64 $control_busy_spins
-  %yields.p = getelementptr i8, ptr %c, i64 $control_yields
-  %yield.p = getelementptr i8, ptr %c, i64 $control_sched_yield
-  %have = icmp ne ptr %mine, null
-  br i1 %have, label %tasks, label %look
-look:
-  %t = load atomic i64, ptr %c seq_cst, align 64
-  %t.low = and i64 %t, 4294967295
-  %left = icmp ugt i64 %t.low, $bias
-  br i1 %left, label %claim, label %dry
-claim:
-  %c.old = atomicrmw sub ptr %c, i64 1 seq_cst
-  %c.low = and i64 %c.old, 4294967295
-  %c.got = icmp ugt i64 %c.low, $bias
-  br i1 %c.got, label %claimed, label %dry
-claimed:
-  %c.step = load ptr, ptr %step.p
-  %c.size.p = getelementptr i8, ptr %c.step, i64 $step_tasks
-  %c.size = load i64, ptr %c.size.p
-  %c.rest = sub i64 %c.low, $bias
-  %c.task = sub i64 %c.size, %c.rest
-  br label %tasks
-tasks:
-  %step = phi ptr [%mine, %entry], [%c.step, %claimed], [%following, %advance]
-  %first = phi i64 [0, %entry], [%c.task, %claimed], [0, %advance]
-  %run = load ptr, ptr %run.p
-  %size.p = getelementptr i8, ptr %step, i64 $step_tasks
-  %size = load i64, ptr %size.p
-  %final = sub i64 %size, 1
-  br label %one
-one:
-  %task = phi i64 [%first, %tasks], [%task.next, %again]
-  %count = phi i32 [1, %tasks], [%count.next, %again]
-  call void @call(ptr %run, ptr %step, i64 %task, i64 %tid)
-  %last = icmp eq i64 %task, %final
-  br i1 %last, label %report, label %again
-again:
-  %a.old = atomicrmw sub ptr %c, i64 1 seq_cst
-  %a.low = and i64 %a.old, 4294967295
-  %a.got = icmp ugt i64 %a.low, $bias
-  %a.rest = sub i64 %a.low, $bias
-  %task.next = sub i64 %size, %a.rest
-  %count.next = add i32 %count, 1
-  br i1 %a.got, label %one, label %report
-report:
-  %before = atomicrmw add ptr %done.p, i32 %count seq_cst
-  %total = add i32 %before, %count
-  %size.32 = trunc i64 %size to i32
-  %all = icmp eq i32 %total, %size.32
-  br i1 %all, label %advance, label %look
-advance:
-  %following = call ptr @advance(ptr %c, ptr %run, ptr %step, i64 %tid)
-  %ended = icmp eq ptr %following, null
-  br i1 %ended, label %look, label %tasks
+    def tasks_left(self, ticket: V) -> V:
+        """Tasks to be taken if positive."""
+        return self.bin("sub", self.bin("and", ticket, self.i64(GENERATION - 1)), self.i64(BIAS))
 
-; nothing to take: wait for a generation other than the one that was found empty
-dry:
-  %empty = phi i64 [%t, %look], [%c.old, %claim]
-  %empty.low = and i64 %empty, 4294967295
-  %seen = lshr i64 %empty, 32
-  %between = icmp ule i64 %empty.low, $end
-  br i1 %caller, label %dry.caller, label %dry.worker
-dry.caller:
-  br i1 %between, label %out, label %spin.start
-dry.worker:
-  %stop = load atomic i32, ptr %stop.p seq_cst, align 4
-  %stopped = icmp ne i32 %stop, 0
-  br i1 %stopped, label %out, label %spin.start
-spin.start:
-  %budget.p = select i1 %between, ptr %idle.p, ptr %busy.p
-  %budget = load i64, ptr %budget.p
-  br label %spin
-spin:
-  %i = phi i64 [0, %spin.start], [%i.next, %spin.more]
-  $pause
-  %s = load atomic i64, ptr %c acquire, align 64
-  %s.high = lshr i64 %s, 32
-  %s.same = icmp eq i64 %s.high, %seen
-  br i1 %s.same, label %spin.more, label %look
-spin.more:
-  %i.next = add i64 %i, 1
-  %spinning = icmp slt i64 %i.next, %budget
-  br i1 %spinning, label %spin, label %yield.start
-yield.start:
-  %yields = load i64, ptr %yields.p
-  %yield = load ptr, ptr %yield.p
-  br label %give
-give:
-  %j = phi i64 [0, %yield.start], [%j.next, %give.more]
-  %y = call i32 %yield()
-  %g = load atomic i64, ptr %c acquire, align 64
-  %g.high = lshr i64 %g, 32
-  %g.same = icmp eq i64 %g.high, %seen
-  br i1 %g.same, label %give.more, label %look
-give.more:
-  %j.next = add i64 %j, 1
-  %giving = icmp slt i64 %j.next, %yields
-  br i1 %giving, label %give, label %sleep
-sleep:
-  %caller.32 = zext i1 %caller to i32
-  br i1 %caller, label %sleep.caller, label %sleep.all
-sleep.caller:
-  store atomic i32 1, ptr %asleep.p seq_cst, align 4
-  br label %sleep.all
-sleep.all:
-  %q = atomicrmw add ptr %sleepers.p, i32 1 seq_cst
-  %seen.32 = trunc i64 %seen to i32
-  call void @doze(ptr %c, i32 %seen.32)
-  br i1 %caller, label %woken.caller, label %look
-woken.caller:
-  store atomic i32 0, ptr %asleep.p seq_cst, align 4
-  br label %look
-out:
-  ret void
-}
+    def between_runs(self, ticket: V) -> V:
+        return self.test("sle", self.tasks_left(ticket), END - BIAS)
 
-; The entry. Returns the status; $attend: no error, but the pool has no workers,
-; or we are on the CPU of one, which then cannot run.
-define i32 @rlx_run(ptr %run) #0 {
-entry:
-  %first = load ptr, ptr %run
-  %status.p = getelementptr i8, ptr %run, i64 $run_status
-  store i32 0, ptr %status.p
-  %control.p = getelementptr i8, ptr %run, i64 $run_control
-  %c = load ptr, ptr %control.p
-  %single = icmp eq ptr %c, null
-  br i1 %single, label %alone, label %lock
-lock:
-  %lock.p = getelementptr i8, ptr %c, i64 $control_lock
-  %pair = cmpxchg ptr %lock.p, i32 0, i32 1 acquire monotonic
-  %free = extractvalue { i32, i1 } %pair, 1
-  br i1 %free, label %held, label %alone
-alone:
-  %r.alone = call i32 @alone(ptr %run)
-  ret i32 %r.alone
-held:
-  %workers.p = getelementptr i8, ptr %c, i64 $control_workers
-  %workers = load i32, ptr %workers.p
-  %some = icmp ne i32 %workers, 0
-  br i1 %some, label %together, label %empty
-empty:
-  %r.empty = call i32 @alone(ptr %run)
-  store atomic i32 0, ptr %lock.p release, align 4
-  %good = icmp eq i32 %r.empty, 0
-  %r.none = select i1 %good, i32 $attend, i32 %r.empty
-  ret i32 %r.none
-together:
-  %run.p = getelementptr i8, ptr %c, i64 $control_run
-  store ptr %run, ptr %run.p
-  %zeroth = getelementptr i8, ptr %first, i64 -$step_bytes
-  %step = call ptr @advance(ptr %c, ptr %run, ptr %zeroth, i64 0)
-  %shared = icmp ne ptr %step, null
-  br i1 %shared, label %join, label %out
-join:
-  call void @share(ptr %c, i64 0, ptr %step)
-  br label %out
-out:
-  %status = load i32, ptr %status.p
-  store atomic i32 0, ptr %lock.p release, align 4
-  %getcpu.p = getelementptr i8, ptr %c, i64 $control_getcpu
-  %getcpu = load ptr, ptr %getcpu.p
-  %known = icmp ne ptr %getcpu, null
-  %well = icmp eq i32 %status, 0
-  %ask = and i1 %known, %well
-  br i1 %ask, label %where, label %back
-where:
-  %cpu = call i32 %getcpu()
-  %byte = lshr i32 %cpu, 3
-  %inside = icmp ult i32 %byte, 128
-  br i1 %inside, label %test, label %back
-test:
-  %pinned = getelementptr i8, ptr %c, i64 $control_pinned
-  %byte.p = getelementptr i8, ptr %pinned, i32 %byte
-  %bits = load i8, ptr %byte.p
-  %shift = and i32 %cpu, 7
-  %bits.32 = zext i8 %bits to i32
-  %moved = lshr i32 %bits.32, %shift
-  %bit = and i32 %moved, 1
-  %clash = icmp ne i32 %bit, 0
-  %answer = select i1 %clash, i32 $attend, i32 0
-  br label %back
-back:
-  %result = phi i32 [%status, %out], [0, %where], [%answer, %test]
-  ret i32 %result
-}
+    def turn(self, c: V) -> V:
+        """One turn of a waiting loop: the generation, after a short pause."""
+        if self.machine in ("x86_64", "AMD64"):
+            self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
+        elif self.machine in ("aarch64", "arm64"):
+            self.intrinsic("aarch64.hint", V("1", "i32"), suffix=(), returns="void")
+        return self.bin("lshr", self.get(c, "ticket", "acquire"), self.i64(32))
 
-; the entry as a CPython function of no arguments: %self is an int, the address of the Run; other Python threads go on
-declare ptr @PyLong_AsVoidPtr(ptr)
-declare ptr @PyLong_FromLong(i64)
-declare ptr @PyEval_SaveThread()
-declare void @PyEval_RestoreThread(ptr)
-define ptr @rlx_run_py(ptr %self, ptr %unused) #0 {
-  %run = call ptr @PyLong_AsVoidPtr(ptr %self)
-  %thread = call ptr @PyEval_SaveThread()
-  %status = call i32 @rlx_run(ptr %run)
-  call void @PyEval_RestoreThread(ptr %thread)
-  %long = sext i32 %status to i64
-  %result = call ptr @PyLong_FromLong(i64 %long)
-  ret ptr %result
-}
+    def sleep(self, c: V, generation: V) -> None:
+        """While the generation is this one; may return early. Without futex: half a millisecond."""
+        if self.futex:
+            self._futex(c, 128, self.convert("trunc", generation, "i32"))
+        else:
+            self.call(self.get(c, "wait"), "i32", V("500", "i32"))
 
-define void @rlx_work(ptr %c, i64 %tid) #0 {
-  call void @share(ptr %c, i64 %tid, ptr null)
-  ret void
-}
+    def wake(self, c: V, sleepers: V) -> None:
+        if self.futex:  # else there is nobody to wake
+            self._futex(c, 129, sleepers)
 
-; let every worker leave; may be called at any time
-define void @rlx_stop(ptr %c) #0 {
-  %stop.p = getelementptr i8, ptr %c, i64 $control_stop
-  store atomic i32 1, ptr %stop.p seq_cst, align 4
-  %x = atomicrmw add ptr %c, i64 4294967296 seq_cst
-  call void @wake(ptr %c, i32 2147483647)
-  ret void
-}
+    def _futex(self, c: V, operation: int, value: V) -> None:
+        """`operation`: 128 and more are private to the process."""
+        word = self.gep(c, FIELDS["ticket"][1] + 4)
+        args = self.i64(self.futex), word, V(str(operation), "i32"), value, NULL, NULL, self.i64(0)
+        self.call(self.get(c, "wait"), "i64 (i64, ...)", *args)
 
-; %n turns of the waiting loop, to learn how long one takes
-define i64 @rlx_spin(ptr %c, i64 %n) #0 {
-entry:
-  br label %spin
-spin:
-  %i = phi i64 [0, %entry], [%i.next, %spin]
-  $pause
-  %s = load atomic i64, ptr %c acquire, align 64
-  %i.next = add i64 %i, 1
-  %more = icmp slt i64 %i.next, %n
-  br i1 %more, label %spin, label %out
-out:
-  ret i64 %s
-}
-"""
+    def python(self, name: str, returns: str, *args: V) -> V:
+        """A call of CPython's C interface."""
+        self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
+        return self.call(name, returns, *args)
+
+
+def _value(value: V | int, ty: str) -> V:
+    return value if isinstance(value, V) else V(str(value), ty)
+
+
+class _Native:
+    """A native function: what writes its body, given its parameters (name -> type)."""
+
+    def __init__(self, write: Callable[..., None], returns: str, parameters: dict[str, str]) -> None:
+        self.name, self.write, self.returns, self.parameters = write.__name__, write, returns, parameters
+
+    def __call__(self, e: Emitter, *args: V) -> V:
+        return e.call(self.name, self.returns, *args)
+
+    def text(self, e: _Body) -> str:
+        self.write(e, *(V(f"%{name}", ty) for name, ty in self.parameters.items()))
+        params = ", ".join(f"{ty} %{name}" for name, ty in self.parameters.items())
+        return e.function(self.name, params, linkage="" if self.name.startswith("rlx_") else "internal", returns=self.returns)
+
+
+_natives: list[_Native] = []
+
+
+def _native(returns: str, **parameters: str) -> Callable[[Callable[..., None]], _Native]:
+    """Decorator of what writes the body of a native function; rlx_… are seen from outside."""
+
+    def made(write: Callable[..., None]) -> _Native:
+        _natives.append(_Native(write, returns, parameters))
+        return _natives[-1]
+
+    return made
 
 
 def module_text(machine: str, futex: int) -> str:
     """The walker as LLVM IR for a processor (platform.machine()), with the number of its futex system call (0: none)."""
-    declaration, pause = PAUSE.get(machine, ("", ""))
-    sleep = Template(FUTEX if futex else NAP)
-    words = {
-        "doze": sleep.safe_substitute(futex=futex, operation=128, value="%seen"),
-        "wake": sleep.safe_substitute(futex=futex, operation=129, value="%n") if futex else "",
-        "pause_declaration": declaration, "pause": pause, "step_bytes": ctypes.sizeof(Step),
-        "bias": BIAS, "end": END, "attend": ATTEND,
-    }  # fmt: skip
-    places = {f"{t.__name__.lower()}_{name}": getattr(t, name).offset for t in (Step, Run, Control) for name, *_ in t._fields_}
-    return Template(TEXT).substitute(words | places)
+    bodies = [_Body(machine, futex) for _ in _natives]
+    functions = [native.text(e) for native, e in zip(_natives, bodies)]
+    declarations = dict.fromkeys(text for e in bodies for text in e.declarations)
+    return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
+
+
+# -- steps and tasks -----------------------------------------------------------------------------------------------
+
+
+def _kernel(e: _Body, run: V, step: V, tid: V) -> Callable[[V], V]:
+    """What writes a call of the step's function for a task, on the scratch of thread `tid`."""
+    fn, args, status = e.get(step, "fn"), e.get(step, "args"), e.at(run, "status")
+    scratch = e.gep(e.get(run, "scratch"), e.bin("mul", e.get(run, "stride"), tid))
+    return lambda task: e.call(fn, "void", args, task, scratch, status)
+
+
+@_native("void", c="ptr", low="i64")
+def publish(e: _Body, c: V, low: V) -> None:
+    """A new generation with `low` in the low half."""
+    with e.loop(0, None, carried=[e.get(c, "ticket", "monotonic")]) as attempt:
+        (old,) = attempt.carried
+        next_generation = e.bin("add", e.bin("or", old, e.i64(GENERATION - 1)), e.i64(1))
+        found, stored = e.exchange_if(e.at(c, "ticket"), old, e.bin("or", next_generation, low))
+        with e.when(stored):
+            e.branch(attempt.done)
+        attempt.next = [found]
+    e.ret()
+
+
+@_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
+def advance(e: _Body, c: V, run: V, done: V, tid: V) -> None:
+    """All tasks of `done` are done: go on. Runs steps of one task here (all steps where `c` is null). True: a larger step
+    is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
+    pooled = e.test("ne", c, NULL)
+    end = e.get(run, "end")
+    address = lambda pointer: e.op("i64", f"ptrtoint {pointer} to i64")  # noqa: E731
+    with e.loop(address(done), address(end), STEP_BYTES) as each:
+        last = e.op("ptr", f"inttoptr {each.index} to ptr")  # the last step that is done
+        with e.when(e.test("ne", e.get(run, "status"), 0)):
+            e.put(run, "failed", last)
+            e.branch(each.done)
+        step = e.gep(last, STEP_BYTES)
+        with e.when(e.test("eq", step, end)):
+            e.branch(each.done)
+        tasks = e.get(step, "tasks")
+        with e.when(e.bin("and", pooled, e.test("sgt", tasks, 1))):
+            e.put(c, "step", step)
+            e.put(c, "done", 0)
+            rest = e.bin("sub", tasks, e.i64(1))
+            publish(e, c, e.bin("add", rest, e.i64(BIAS)))
+            sleepers = e.get(c, "sleepers", "seq_cst")
+            with e.when(e.test("sgt", sleepers, 0)):
+                # only here is the count lowered, and task 0, still in hand, keeps a second publisher away: it never falls too low
+                called = e.intrinsic("smin", e.convert("trunc", rest, "i32"), sleepers)
+                e.change("sub", c, "sleepers", called)
+                e.wake(c, called)
+            e.ret(V("true", "i1"))
+        call = _kernel(e, run, step, tid)
+        with e.loop(0, tasks) as task:
+            call(task.index)
+    with e.when(pooled):
+        publish(e, c, e.i64(END))
+        with e.when(e.test("ne", e.get(c, "caller_asleep", "seq_cst"), 0)):
+            e.wake(c, EVERYBODY)
+    e.ret(V("false", "i1"))
+
+
+@_native("void", c="ptr", tid="i64", ticket="i64")
+def wait(e: _Body, c: V, tid: V, ticket: V) -> None:
+    """For a generation other than the ticket's; may return early."""
+    seen = e.bin("lshr", ticket, e.i64(32))
+    spins = e.select(e.between_runs(ticket), e.get(c, "idle_spins"), e.get(c, "busy_spins"))
+    with e.loop(0, spins), e.when(e.test("ne", e.turn(c), seen)):
+        e.ret()
+    with e.loop(0, e.get(c, "yields")):
+        e.call(e.get(c, "sched_yield"), "i32")
+        with e.when(e.test("ne", e.turn(c), seen)):
+            e.ret()
+    caller = e.test("eq", tid, 0)
+    with e.when(caller):
+        e.put(c, "caller_asleep", 1, "seq_cst")
+    e.change("add", c, "sleepers", 1)
+    e.sleep(c, seen)
+    with e.when(caller):
+        e.put(c, "caller_asleep", 0, "seq_cst")
+    e.ret()
+
+
+@_native("i64", c="ptr", tid="i64")
+def take(e: _Body, c: V, tid: V) -> None:
+    """Wait for a task of a published step: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
+    with e.loop(0, None):
+        ticket = e.get(c, "ticket", "seq_cst")
+        with e.when(e.test("sgt", e.tasks_left(ticket), 0)):
+            left = e.tasks_left(e.change("sub", c, "ticket", 1))
+            with e.when(e.test("sgt", left, 0)):
+                e.ret(e.bin("sub", e.get(e.get(c, "step"), "tasks"), left))
+        stopped = e.test("ne", e.get(c, "stop", "seq_cst"), 0)
+        with e.when(e.select(e.test("eq", tid, 0), e.between_runs(ticket), stopped)):
+            e.ret(e.i64(-1))
+        wait(e, c, tid, ticket)
+    e.do("unreachable")
+
+
+@_native("i64", c="ptr", tid="i64", first="i64")
+def work(e: _Body, c: V, tid: V, first: V) -> None:
+    """Do task `first` of the published step, and more as long as there are some. Returns the next task to do, as `take`."""
+    run, step = e.get(c, "run"), e.get(c, "step")
+    tasks = e.get(step, "tasks")
+    call = _kernel(e, run, step, tid)
+    with e.loop(0, None, carried=[first]) as each:
+        (task,) = each.carried
+        call(task)
+        with e.when(e.test("eq", e.bin("add", task, e.i64(1)), tasks)):
+            e.branch(each.done)
+        left = e.tasks_left(e.change("sub", c, "ticket", 1))
+        with e.when(e.test("sle", left, 0)):
+            e.branch(each.done)
+        each.next = [e.bin("sub", tasks, left)]
+    mine = e.convert("trunc", e.bin("add", each.index, e.i64(1)), "i32")
+    all_done = e.bin("add", e.change("add", c, "done", mine), mine)
+    with e.when(e.test("eq", all_done, e.convert("trunc", tasks, "i32"))), e.when(advance(e, c, run, step, tid)):
+        e.ret(e.i64(0))
+    e.ret(take(e, c, tid))
+
+
+@_native("void", c="ptr", tid="i64", first="i64")
+def share(e: _Body, c: V, tid: V, first: V) -> None:
+    """Take part from task `first` on: the caller (tid 0) until its run has ended, a worker until the pool stops."""
+    with e.loop(0, None, carried=[first]) as each:
+        (task,) = each.carried
+        with e.when(e.test("slt", task, 0)):
+            e.branch(each.done)
+        each.next = [work(e, c, tid, task)]
+    e.ret()
+
+
+@_native("i32", c="ptr", run="ptr", before="ptr")
+def together(e: _Body, c: V, run: V, before: V) -> None:
+    """A run that holds the pool's lock; `before`: the place of a step before the first. The status, or ATTEND: the pool has
+    no workers, or we are on the CPU of one, which then cannot run."""
+    helped = e.test("ne", e.get(c, "workers"), 0)
+    e.put(c, "run", run)
+    with e.when(advance(e, e.select(helped, c, NULL), run, before, e.i64(0))):
+        share(e, c, e.i64(0), e.i64(0))
+    status = e.get(run, "status")
+    e.put(c, "lock", 0, "release")
+    with e.when(e.test("ne", status, 0)):
+        e.ret(status)
+    getcpu = e.get(c, "getcpu")
+    with e.when(e.bin("and", helped, e.test("ne", getcpu, NULL))):
+        cpu = e.convert("zext", e.call(getcpu, "i32"), "i64")
+        with e.when(e.test("ult", cpu, MAX_CPUS)):
+            pinned = e.load("i8", e.gep(e.at(c, "pinned"), cpu), 1)
+            e.ret(e.convert("sext", pinned, "i32"))
+    e.ret(e.select(helped, V("0", "i32"), V(str(ATTEND), "i32")))
+
+
+# -- entries -------------------------------------------------------------------------------------------------------
+
+
+@_native("i32", run="ptr")
+def rlx_run(e: _Body, run: V) -> None:
+    """The whole run: its status, or ATTEND. Alone if another run has the pool."""
+    e.put(run, "status", 0)
+    before = e.gep(e.get(run, "first"), -STEP_BYTES)
+    c = e.get(run, "control")
+    with e.when(e.test("ne", c, NULL)):
+        _, free = e.exchange_if(e.at(c, "lock"), V("0", "i32"), V("1", "i32"))
+        with e.when(free):
+            e.ret(together(e, c, run, before))
+    advance(e, NULL, run, before, e.i64(0))
+    e.ret(e.get(run, "status"))
+
+
+@_native("ptr", self="ptr", unused="ptr")
+def rlx_run_py(e: _Body, self: V, unused: V) -> None:
+    """rlx_run as a CPython function of no arguments: `self` is an int, the Run's address. Other Python threads go on."""
+    run = e.python("PyLong_AsVoidPtr", "ptr", self)
+    thread = e.python("PyEval_SaveThread", "ptr")
+    status = rlx_run(e, run)
+    e.python("PyEval_RestoreThread", "void", thread)
+    e.ret(e.python("PyLong_FromLong", "ptr", e.convert("sext", status, "i64")))
+
+
+@_native("void", c="ptr", tid="i64")
+def rlx_work(e: _Body, c: V, tid: V) -> None:
+    """What a worker does, until the pool stops."""
+    share(e, c, tid, take(e, c, tid))
+    e.ret()
+
+
+@_native("void", c="ptr")
+def rlx_stop(e: _Body, c: V) -> None:
+    """Let every worker leave; may be called at any time."""
+    e.put(c, "stop", 1, "seq_cst")
+    e.change("add", c, "ticket", GENERATION)
+    e.wake(c, EVERYBODY)
+    e.ret()
+
+
+@_native("i64", c="ptr", turns="i64")
+def rlx_spin(e: _Body, c: V, turns: V) -> None:
+    """Turns of the waiting loop, to learn how long one takes."""
+    with e.loop(0, turns):
+        e.turn(c)
+    e.ret(turns)
