@@ -198,7 +198,7 @@ def test_casts(source: DType) -> None:
 def test_bitcasts(one: str, other: str) -> None:
     for source, to in ((one, other), (other, one)):
         values = sample(as_dtype(source), 50)
-        narrow = lambda v, source=source, to=to: k.bitcast(k.cast(v, as_dtype(source)), as_dtype(to))  # noqa: E731
+        narrow = lambda v, source=source, to=to: k.bitcast(k.cast(v, as_dtype(source)), dtype=as_dtype(to))  # noqa: E731
         got = apply(narrow, as_dtype(to), values)
         number = ~np.isnan(values.astype(np.float64)) & ~np.isnan(got.astype(np.float64))
         same(got[number], values.view(as_dtype(to).numpy)[number])
