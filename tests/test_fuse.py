@@ -131,3 +131,11 @@ def test_equal_layers_share_their_kernels() -> None:
 
     _, program = compiled(build)
     assert len(program.steps) == 4 and len({s.kernel.key for s in program.steps}) == 1
+
+
+def test_a_long_loop_cut_into_chunks_reads_nothing_past_its_end() -> None:
+    g = Graph("chunks")
+    table, ids = param(g, "t", 7), g.input("i", (9001,), rlx.i32)
+    wide = x(g, 9001)
+    g.set_outputs([rlx.gather(table, ids) + rlx.pad(wide, low=(3,), high=(0,))[3:] + rlx.concat(wide[:1], wide[1:])])
+    run_and_compare(g)

@@ -65,6 +65,7 @@ class KernelBuilder:
         self.block: list[K.Stmt] = []
         self.bound: dict[Value, K.Expr] = {}
         self._memo: dict[tuple, tuple[K.Expr, tuple]] = {}
+        self._within: K.Expr | None = None  # guard of the element that an op's `element` is computing
 
     # -- offered to op declarations
 
@@ -76,14 +77,16 @@ class KernelBuilder:
         coords = tuple(coords)
         if value in self.bound and guard is None:
             return self.bound[value]
+        if self._within is not None and guard is not self._within:
+            guard = self._within if guard is None else k.and_(self._within, guard)
         key = (value, tuple(map(id, coords)), id(guard))
         if key not in self._memo:
             self._memo[key] = (self._element(value, coords, guard), (coords, guard))  # keeps ids alive
         return self._memo[key][0]
 
     def check(self, ok: K.Expr, code: int) -> None:
-        """The run fails with `code` unless `ok` holds at every point."""
-        self.block.append(K.Check(ok, code))
+        """The run fails with `code` unless `ok` holds at every point that is asked for."""
+        self.block.append(K.Check(ok if self._within is None else k.or_(ok, k.not_(self._within)), code))
 
     def local(self, dtype, size: int, per_row: bool = False) -> K.Local:
         made = K.Local(f"l{len(self.locals)}", dtype, size, per_row)
@@ -139,7 +142,9 @@ class KernelBuilder:
         if node.op.kind is Kind.REDUCE:
             return self._reduction(node, coords, guard)
         assert node.op.element is not None, node
+        outside, self._within = self._within, guard
         made = node.op.element(self, node, value.index, coords)
+        self._within = outside
         return made if guard is None else k.select(guard, made, k.const(0, made.dtype))
 
     def _reduction(self, node: Node, coords: tuple[K.Expr, ...], guard: K.Expr | None) -> K.Expr:
