@@ -91,6 +91,10 @@ class Executable(Protocol):
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
         ...
 
+    def allocations(self) -> dict[str, int]:
+        """Allocations on the device by this process: `count` so far, `live_bytes` now, `total_bytes` so far."""
+        ...
+
     def memory(self) -> dict[str, int]:
         """Bytes by purpose: arena, scratch, params (raw and prepared), constants, handles, code."""
         ...

@@ -5,6 +5,7 @@ The fast path is `run_slots`: it compares dtype and dims, copies each input into
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,7 @@ from rlx.errors import (
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, fits, from_bytes
-from rlx.runtime.report import CompileReport, MemoryPlan
+from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
 
 
@@ -289,6 +290,11 @@ class CompiledGraph:
     def memory_plan(self) -> MemoryPlan:
         """Where every byte is, known before the first run."""
         return MemoryPlan.of(self._program, self._executable.memory())
+
+    def allocations(self) -> Allocations:
+        """Allocation counters, Python's and the device's; a run moves neither."""
+        native = self._executable.allocations()
+        return Allocations(sys.getallocatedblocks(), native["count"], native["live_bytes"])
 
     def report(self) -> CompileReport:
         """What became of each node, the kernels with their generated code, and where compile time went."""

@@ -32,6 +32,16 @@ class CompileReport:
 
 
 @dataclass(frozen=True)
+class Allocations:
+    """Counters of this process: blocks that Python's allocator holds; allocations rlx made natively on the device so far,
+    and the bytes of them that are still held. Two readings around some runs show what the runs allocated."""
+
+    python_blocks: int
+    native_count: int
+    native_live_bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes, all known at compile. `regions`: by purpose, of this executable. `slots`: arena buffer -> (offset, bytes)."""
 

@@ -132,6 +132,9 @@ class CpuExecutable:
         for i, array in inputs.items():
             np.copyto(self.view(i), array)
 
+    def allocations(self) -> dict[str, int]:
+        return memory.allocations()
+
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. `params` and `prepared` are shared with every executable on the same store."""
         total: dict[str, int] = dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)

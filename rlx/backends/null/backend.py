@@ -115,6 +115,9 @@ class NullExecutable:
     def clone(self) -> NullExecutable:
         return NullExecutable(self.program, self.params)
 
+    def allocations(self) -> dict[str, int]:
+        return {"count": 0, "live_bytes": 0, "total_bytes": 0}
+
     def memory(self) -> dict[str, int]:
         """Nothing is allocated."""
         return dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)

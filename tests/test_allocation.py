@@ -1,0 +1,117 @@
+"""Promise 1: a run allocates nothing, in Python or natively; promise 3: equal runs give equal bits; memory does not grow."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import rlx
+
+F = np.float32
+RUNS = 10_000
+
+
+def small(threads: int) -> tuple[rlx.runtime.CompiledGraph, list[np.ndarray]]:
+    g = rlx.Graph("small")
+    x, w = g.input("x", (16, 32), rlx.f32), g.param("w", (32, 48), rlx.f32)
+    total = g.handle(rlx.BufferHandle("total", (16, 48), rlx.f32))
+    y = rlx.softmax(rlx.gelu(x @ w))
+    g.assign(total, total + y)
+    g.set_outputs([y])
+    compiled = rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=threads))
+    rng = np.random.default_rng(0)
+    compiled.set_param("w", rng.standard_normal((32, 48)).astype(F))
+    return compiled, [rng.standard_normal((16, 32)).astype(F)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_run_slots_allocates_nothing(threads: int) -> None:
+    compiled, inputs = small(threads)
+    own = [compiled.input_view("x")]
+    own[0][...] = inputs[0]
+    for given in (inputs, own):
+        compiled.run_slots(given)
+        compiled.run_slots(given)
+        gc.collect()
+        gc.disable()
+        try:
+            growth = []
+            for runs in (0, 0, RUNS, 0):  # without runs: what the readings themselves hold
+                before = compiled.allocations()
+                for _ in range(runs):
+                    compiled.run_slots(given)
+                after = compiled.allocations()
+                growth.append(after.python_blocks - before.python_blocks)
+        finally:
+            gc.enable()
+        assert after.native_count == before.native_count
+        assert after.native_live_bytes == before.native_live_bytes
+        assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
+    tracemalloc.start()
+    try:
+        compiled.run_slots(inputs)
+        tracemalloc.reset_peak()
+        base, _ = tracemalloc.get_traced_memory()
+        for _ in range(1000):
+            compiled.run_slots(inputs)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now - base < 512 and peak - base < 2048  # passing frames and integers; no array (the smallest has 2 KB) is made
+
+
+def test_the_counter_counts() -> None:
+    compiled, _ = small(1)
+    before = compiled.allocations()
+    twin = compiled.clone()
+    after = compiled.allocations()
+    assert after.native_count > before.native_count and after.native_live_bytes > before.native_live_bytes
+    del twin
+
+
+GROWTH = """
+import sys; sys.path[:0] = {path!r}
+from test_allocation import small, resident
+compiled, inputs = small({threads})
+compiled.run_slots(inputs); compiled.run_slots(inputs)
+first = resident()
+for _ in range({runs}): compiled.run_slots(inputs)
+print(first, resident())
+"""
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_resident_memory_stays(threads: int) -> None:
+    code = GROWTH.format(path=sys.path, threads=threads, runs=RUNS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, last = map(int, done.stdout.split())
+    assert last == first
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_equal_runs_give_equal_bits(threads: int) -> None:
+    compiled, inputs = small(threads)
+    twin, _ = small(threads)
+    for _ in range(50):
+        a = compiled.run({"x": inputs[0]})[0]
+        b = twin.run({"x": inputs[0]})[0]
+        assert a.tobytes() == b.tobytes()
+    assert compiled.read_handle("total").tobytes() == twin.read_handle("total").tobytes()
+
+
+def test_thread_counts_agree_to_the_bit_where_tasks_do_not_change_sums() -> None:
+    results = {small(threads)[0].run({"x": small(threads)[1][0]})[0].tobytes() for threads in (1, 2, 4)}
+    assert len(results) == 1
