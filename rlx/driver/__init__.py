@@ -1,15 +1,6 @@
 """The physical side: which device, which buffer, which arena slot, which command stream; and what a backend must offer."""
 
-from rlx.driver.arena import (
-    DeviceArena,
-    HostArena,
-    Slot,
-    bf16_to_f32,
-    convert,
-    f16_to_f32,
-    f32_to_bf16,
-    f32_to_f16,
-)
+from rlx.driver.arena import DeviceArena, HostArena, Slot, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
 from rlx.driver.backend import Artifact, Backend, Executable
 from rlx.driver.buffer import Buffer, HostMemory, Memory, memory_of
 from rlx.driver.device import Device

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from rlx.errors import TransferError, UnknownNameError
-from rlx.ir.dtype import DType, as_dtype, f32
+from rlx.ir.dtype import DType, as_dtype, bf16, f32
+from rlx.ir.ops.elementwise import cast_array
 
 
 @runtime_checkable
@@ -50,17 +51,12 @@ class HostArena:
     `slots`: node -> (byte offset, bytes). `memory`: a writable uint8 array to use instead of fresh zeros.
     """
 
-    ALIGNMENT = 64
-
     def __init__(self, slots: Mapping[Any, tuple[int, int]], size_bytes: int, memory: np.ndarray | None = None) -> None:
         self._slots = {node: Slot(*place) for node, place in slots.items()}
         for node, (offset, nbytes) in self._slots.items():
             if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
-                raise TransferError(
-                    f"the slot of {node!r} (bytes {offset} to {offset + nbytes}) leaves the {size_bytes}-byte arena"
-                )
-        if memory is None:
-            memory = aligned_bytes(size_bytes, self.ALIGNMENT)
+                raise TransferError(f"the slot of {node!r} leaves the {size_bytes}-byte arena: bytes {offset} to {offset + nbytes}")
+        memory = aligned_bytes(size_bytes) if memory is None else memory
         if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < size_bytes or not memory.flags.writeable:
             raise TransferError(f"an arena of {size_bytes} bytes takes a writable uint8 array, got {memory.dtype} {memory.shape}")
         self.memory = memory[:size_bytes]
@@ -135,26 +131,14 @@ def f16_to_f32(bits: np.ndarray) -> np.ndarray:
 
 
 def convert(x: np.ndarray, dtype: DType) -> np.ndarray:
-    """`x` in the host form of `dtype`. Float to integer truncates, saturates, and gives 0 for
-    NaN; to bool is x != 0; complex to real drops the imaginary part."""
+    """`x` in the host form of `dtype`. Float to integer truncates, saturates, and gives 0 for NaN; to bool is x != 0;
+    complex to real drops the imaginary part."""
     source = as_dtype(x.dtype)
     if source == dtype:
         return np.ascontiguousarray(x)
     with np.errstate(all="ignore"):  # infinities and NaN are values like others here
-        if dtype.kind == "b":
-            return np.ascontiguousarray(x != 0)
-        if source.kind == "c":
+        if source.kind == "c" and dtype.kind != "b":
             x, source = np.real(x), f32
-        if dtype.is_int and source.is_float:
-            return _truncate(x.astype(np.float64), dtype)
-        if dtype.name == "bf16" and source == f32:
-            return f32_to_bf16(x).view(dtype.numpy)
-        return np.ascontiguousarray(x.astype(dtype.numpy))
-
-
-def _truncate(x: np.ndarray, dtype: DType) -> np.ndarray:
-    info = np.iinfo(dtype.numpy)
-    least, most = float(info.min), float(info.max)  # most rounds up to 2**63 or 2**64 for 64 bits: hence the strict tests
-    inside = (x > least) & (x < most)
-    whole = np.where(inside, x, 0).astype(dtype.numpy)
-    return np.where(x >= most, dtype.numpy.type(info.max), np.where(x <= least, dtype.numpy.type(info.min), whole))
+        if dtype.kind == "b" or (dtype.is_int and source.is_float):
+            return np.ascontiguousarray(cast_array(x.astype(source.compute.numpy, copy=False), dtype))
+        return f32_to_bf16(x).view(dtype.numpy) if (source, dtype) == (f32, bf16) else np.ascontiguousarray(x.astype(dtype.numpy))

@@ -76,10 +76,11 @@ class Buffer:
     Compared by identity. `release` gives discrete memory back at once; otherwise it goes with the last reference.
     """
 
-    __slots__ = ("__weakref__", "_block", "_finalizer", "_memory", "shape")
+    __slots__ = ("__weakref__", "_block", "_finalizer", "_memory", "device", "dims", "dtype", "is_host", "nbytes", "shape")
 
     def __init__(self, shape: Shape, memory: Memory, block: Any) -> None:
-        self.shape = shape
+        self.shape, self.dims, self.dtype, self.nbytes = shape, shape.static, shape.dtype, shape.size_bytes
+        self.device, self.is_host = memory.device, memory.host_visible  # is_host: the host sees these bytes where they are
         self._memory, self._block = memory, block
         self._finalizer = weakref.finalize(self, memory.free, block)
         self._finalizer.atexit = False  # a device may be gone by then, and the process gives its memory back anyway
@@ -89,8 +90,7 @@ class Buffer:
     @staticmethod
     def empty(dims: Any, dtype: DType | str, device: Device | str = Device.CPU) -> Buffer:
         """A buffer of unspecified contents."""
-        shape, memory = Shape(dims, dtype), memory_of(device)
-        return Buffer(shape, memory, memory.alloc(shape.size_bytes))
+        return _allocate(Shape(dims, dtype), memory_of(device))
 
     @staticmethod
     def from_numpy(array: np.ndarray, device: Device | str = Device.CPU) -> Buffer:
@@ -100,13 +100,10 @@ class Buffer:
         shape, memory = Shape(array.shape, as_dtype(array.dtype)), memory_of(device)
         if memory.host_visible:
             if not array.flags.c_contiguous:
-                raise TransferError(
-                    f"{shape} with byte strides {array.strides} cannot be shared as it stands; pass np.ascontiguousarray(array)"
-                )
+                found = f"{shape} with byte strides {array.strides}"
+                raise TransferError(f"{found} cannot be shared as it stands; pass np.ascontiguousarray(array)")
             return Buffer(shape, memory, _bytes_of(array))
-        out = Buffer(shape, memory, memory.alloc(shape.size_bytes))
-        out._copy_in(np.ascontiguousarray(array))
-        return out
+        return _allocate(shape, memory, np.ascontiguousarray(array))
 
     @staticmethod
     def from_dlpack(producer: Any) -> Buffer:
@@ -119,27 +116,6 @@ class Buffer:
         return Buffer.from_numpy(array if capsule.dtype is None else array.view(capsule.dtype.numpy))
 
     # -- facts
-
-    @property
-    def dtype(self) -> DType:
-        return self.shape.dtype
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        return self.shape.static
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.size_bytes
-
-    @property
-    def device(self) -> Device:
-        return self._memory.device
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the host can see these bytes where they are."""
-        return self._memory.host_visible
 
     @property
     def released(self) -> bool:
@@ -156,11 +132,7 @@ class Buffer:
         block, device = self._live(), Device.parse(device)
         if device == self.device:
             return self
-        target = memory_of(device)
-        host = block if self.is_host else _bytes_of(self.to_host())
-        out = Buffer(self.shape, target, target.alloc(self.nbytes))
-        out._copy_in(host)
-        return out
+        return _allocate(self.shape, memory_of(device), block if self.is_host else self.to_host())
 
     def to_host(self) -> np.ndarray:
         """A fresh, writable array with the contents: always a copy, whatever the device (`numpy` shares)."""
@@ -219,11 +191,9 @@ class Buffer:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()  # refuses device memory
-        if dtype is not None and np.dtype(dtype) != array.dtype:
-            if copy is False:
-                raise ValueError(f"a {array.dtype} buffer cannot be seen as {np.dtype(dtype)} without a copy")
-            return array.astype(dtype)
-        return array.copy() if copy else array
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(f"a {array.dtype} buffer cannot be seen as {np.dtype(dtype)} without a copy")
+        return np.array(array, dtype, copy=copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self.numpy()
@@ -232,9 +202,8 @@ class Buffer:
     def __dlpack__(self, **request: Any) -> Any:
         """A DLPack capsule over the same memory. Keywords as in the array API standard."""
         capsule = self._plain().__dlpack__(**request)
-        code = _DLPACK_CODES.get(self.dtype.name)
-        if code is not None:
-            _dtype_code(capsule).value = code
+        if self.dtype.name in _DLPACK_CODES:
+            _dtype_code(capsule).value = _DLPACK_CODES[self.dtype.name]
         return capsule
 
     def _plain(self) -> np.ndarray:
@@ -242,17 +211,22 @@ class Buffer:
         return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in _DLPACK_CODES else array
 
 
+def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) -> Buffer:
+    out = Buffer(shape, memory, memory.alloc(shape.size_bytes))
+    if contents is not None:
+        out._copy_in(contents)
+    return out
+
+
 def memory_of(device: Device | str) -> Memory:
     """The memory of a device. DeviceUnavailableError where no backend has supplied one."""
     device = Device.parse(device)
     if device.name in _HOST_NAMES and device not in MEMORIES:
         MEMORIES[device] = HostMemory(device)
-    memory = MEMORIES.get(device)
-    if memory is None:
-        raise DeviceUnavailableError(
-            f"{device} has no memory here: no backend for it is loaded. Usable: {', '.join(map(str, MEMORIES))}"
-        )
-    return memory
+    if device not in MEMORIES:
+        usable = ", ".join(map(str, MEMORIES))
+        raise DeviceUnavailableError(f"{device} has no memory here: no backend for it is loaded. Usable: {usable}")
+    return MEMORIES[device]
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

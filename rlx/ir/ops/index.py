@@ -11,7 +11,7 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, integer, same_dtype, static_dim
+from rlx.ir.ops.rules import axis_of, integer, lines, same_dtype, static_dim
 from rlx.ir.shape import DimLike, Shape
 
 INDEX_OUT_OF_RANGE = 1  # kernel.STATUS
@@ -109,23 +109,20 @@ def _scatter_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray, updates
 def _scatter_kernel(ctx: Any, node: Any) -> Any:
     """Per line of x along the axis: copy it to local memory, add the updates in order, write it out."""
     x, indices, updates = node.inputs
-    dims, index_dims = ctx.dims(x), ctx.dims(indices)
-    axis = axis_of(node.attrs.axis, x.rank)
-    outer = [Var("o") for _ in dims[:axis]]
-    inner = [Var("n") for _ in dims[axis + 1 :]]
-    line = ctx.local(x.dtype.compute, dims[axis])
-    at = lambda c: (*outer, c, *inner)  # noqa: E731
-    i, j, picks = Var("i"), Var("j"), [Var("s") for _ in index_dims]
+    axis, index_dims = axis_of(node.attrs.axis, x.rank), ctx.dims(indices)
+    grid, at = lines(ctx.dims(x), axis)
+    size, i, j, picks = ctx.dims(x)[axis], Var("i"), Var("j"), [Var("s") for _ in index_dims]
+    line = ctx.local(x.dtype.compute, size)
     index = k.cast(ctx.element(indices, tuple(picks)), i64)
-    inside = _in_range(index, dims[axis])
+    inside = _in_range(index, size)
     safe = k.select(inside, index, k.const(0))
-    total = k.add(Load(line, safe, inside), ctx.element(updates, (*outer, *picks, *inner)))
+    around = at(None)
+    total = k.add(Load(line, safe, inside), ctx.element(updates, (*around[:axis], *picks, *around[axis:])))
     body: tuple[Any, ...] = (Check(inside, INDEX_OUT_OF_RANGE), Store(line, safe, total, inside))
     for pick, extent in reversed(list(zip(picks, index_dims))):
         body = (Loop(pick, extent, body),)
-    copy_in = Loop(i, dims[axis], (Store(line, i, ctx.element(x, at(i))),))
-    copy_out = Loop(j, dims[axis], (ctx.store(0, at(j), Load(line, j)),))
-    grid = (*zip(outer, dims[:axis]), *zip(inner, dims[axis + 1 :]))
+    copy_in = Loop(i, size, (Store(line, i, ctx.element(x, at(i))),))
+    copy_out = Loop(j, size, (ctx.store(0, at(j), Load(line, j)),))
     return grid, (copy_in, *body, copy_out)
 
 
@@ -164,7 +161,7 @@ def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     for value in node.inputs:
         size = ctx.dims(value)[axis]
         own = k.sub(position, k.const(start))
-        guard = k.and_(k.le(k.const(0), own), k.lt(own, k.const(size)))
+        guard = _in_range(own, size)
         if size:
             picks.append((start + size, ctx.element(value, (*coords[:axis], own, *coords[axis + 1 :]), guard)))
         start += size
@@ -257,8 +254,7 @@ iota = op(
     element=lambda ctx, node, result, coords: k.cast(coords[axis_of(node.attrs.axis, len(coords))], node.attrs.dtype.compute),
     samples=(
         Sample((), {"dims": (17,)}), Sample((), {"dims": (3, 33), "axis": -1, "dtype": f32}),
-        Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}),
-        Sample((), {"dims": (0, 2), "axis": 1}),
+        Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}), Sample((), {"dims": (0, 2), "axis": 1}),
     ),
     doc="A tensor of `dims` whose elements are their own position along `axis`.",
 )  # fmt: skip

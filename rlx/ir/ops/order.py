@@ -11,7 +11,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.dtype import bool_, i64
 from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, static_dim
+from rlx.ir.ops.rules import axis_of, lines, static_dim
 from rlx.ir.shape import Shape
 
 
@@ -45,40 +45,34 @@ def _arg_shape(attrs: ArgAttrs, x: Shape) -> Shape:
     return Shape((*x.dims[:axis], *((1,) if attrs.keepdims else ()), *x.dims[axis + 1 :]), i64)
 
 
-def _arg_kernel(better: Any) -> Any:
+def _arg(name: str, reference: Any, better: Any, doc: str) -> Any:
     def kernel(ctx: Any, node: Any) -> Any:
-        x = node.inputs[0]
-        dims, axis = ctx.dims(x), axis_of(node.attrs.axis, x.rank)
-        lead, tail = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
+        x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
+        grid, at = lines(ctx.dims(x), axis)
         i, best, found = Var("i"), Var("best", x.dtype.compute), Var("found")
-        value = ctx.element(x, (*lead, i, *tail))
+        value = ctx.element(x, at(i))
         take = better(value, best)
         if x.dtype.kind == "f":  # the first NaN stays
             take = k.and_(k.or_(take, _is_nan(value)), k.not_(_is_nan(best)))
-        loop = Loop(i, dims[axis], (), carries=(
-            Carry(best, ctx.element(x, (*lead, const(0), *tail)), k.select(take, value, best)),
+        loop = Loop(i, ctx.dims(x)[axis], (), carries=(
+            Carry(best, ctx.element(x, at(const(0))), k.select(take, value, best)),
             Carry(found, const(0), k.select(take, i, found)),
         ))  # fmt: skip
-        at = (*lead, *((const(0),) if node.attrs.keepdims else ()), *tail)
-        return (*zip(lead, dims[:axis]), *zip(tail, dims[axis + 1 :])), (loop, ctx.store(0, at, found))
+        return grid, (loop, ctx.store(0, at(const(0) if node.attrs.keepdims else None), found))
 
-    return kernel
+    return op(
+        name, kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", kernel=kernel, doc=doc,
+        reference=lambda a, x: reference(x, axis=a.axis, keepdims=a.keepdims),
+        samples=(
+            Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}),
+            Sample(((4, 1),)), Sample(((0, 3),)),
+        ),
+    )  # fmt: skip
 
 
-PICKS = (
-    Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}),
-    Sample(((4, 1),)), Sample(((0, 3),)),
-)  # fmt: skip
-argmax = op(
-    "argmax", kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", samples=PICKS,
-    reference=lambda a, x: np.argmax(x, axis=a.axis, keepdims=a.keepdims), kernel=_arg_kernel(lambda x, best: k.lt(best, x)),
-    doc="Position (i64) of the greatest element along `axis`: the first of equals, the first NaN if there is one.",
-)  # fmt: skip
-argmin = op(
-    "argmin", kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", samples=PICKS,
-    reference=lambda a, x: np.argmin(x, axis=a.axis, keepdims=a.keepdims), kernel=_arg_kernel(lambda x, best: k.lt(x, best)),
-    doc="Position (i64) of the least element along `axis`: the first of equals, the first NaN if there is one.",
-)  # fmt: skip
+_ARG = "Position (i64) of the {} element along `axis`: the first of equals, the first NaN if there is one."
+argmax = _arg("argmax", np.argmax, lambda x, best: k.lt(best, x), _ARG.format("greatest"))
+argmin = _arg("argmin", np.argmin, lambda x, best: k.lt(x, best), _ARG.format("least"))
 
 
 # -- cumsum --------------------------------------------------------------------------------------------------------
@@ -108,23 +102,21 @@ def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
 
 def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     x, attrs = node.inputs[0], node.attrs
-    dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
-    lead, tail = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
-    i, total = Var("i"), Var("total", x.dtype.compute)
-    at = (*lead, k.sub(k.const(dims[axis] - 1), i) if attrs.reverse else i, *tail)
+    axis = axis_of(attrs.axis, x.rank)
+    grid, coords = lines(ctx.dims(x), axis)
+    length, i, total = ctx.dims(x)[axis], Var("i"), Var("total", x.dtype.compute)
+    at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
     following = k.add(total, ctx.element(x, at))
     store = ctx.store(0, at, total if attrs.exclusive else following)
-    loop = Loop(i, dims[axis], (store,), carries=(Carry(total, const(0, x.dtype.compute), following),))
-    return (*zip(lead, dims[:axis]), *zip(tail, dims[axis + 1 :])), (loop,)
+    return grid, (Loop(i, length, (store,), carries=(Carry(total, const(0, x.dtype.compute), following),)),)
 
 
 cumsum = op(
     "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
     reference=_cumsum_array, kernel=_cumsum_kernel,
     samples=(
-        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}),
-        Sample(((5, 3),), {"axis": 0, "exclusive": True}),
-        Sample(((7,),), {"exclusive": True, "reverse": True}), Sample(((2, 0),)),
+        Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
+        Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),
     ),
     doc="Sum of the elements up to and with each one along `axis`; integers wrap.",
 )  # fmt: skip

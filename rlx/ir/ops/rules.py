@@ -7,6 +7,7 @@ from typing import Any
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.dtype import bool_
+from rlx.ir.kernel import Var
 from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims
 
 
@@ -51,6 +52,14 @@ def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     if len(set(out)) != len(out):
         raise AttributeValueError(f"axes {tuple(axes)} name one dim twice")
     return out
+
+
+def lines(dims: Sequence[int], axis: int) -> tuple[tuple[tuple[Var, int], ...], Callable[[Any], tuple[Any, ...]]]:
+    """For a kernel that goes along an axis: a grid over all other dims, and the coords of a position on the axis (of None:
+    coords without that axis)."""
+    outer, inner = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
+    grid = (*zip(outer, dims[:axis]), *zip(inner, dims[axis + 1 :]))
+    return grid, lambda position: (*outer, *(() if position is None else (position,)), *inner)
 
 
 def static_dim(d: DimLike, what: str) -> int:
