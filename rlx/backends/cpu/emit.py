@@ -117,12 +117,14 @@ class Emitter:
     def i64(self, value: int) -> V:
         return V(str(value), "i64")
 
-    def bin(self, op: str, a: V, b: V) -> V:
-        """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …"""
+    def bin(self, op: str, a: V, b: V | int) -> V:
+        """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …; a number is a constant of a's type."""
+        b = b if isinstance(b, V) else self.const(a.ty, b)
         return self.op(a.ty, f"{op} {a}, {b.text}")
 
-    def cmp(self, predicate: str, a: V, b: V) -> V:
+    def cmp(self, predicate: str, a: V, b: V | int) -> V:
         """fcmp for float types, icmp otherwise; an i1 per lane."""
+        b = b if isinstance(b, V) else self.const(a.ty, b)
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
         return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {b.text}")
 
