@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rlx.errors import PlanError
 from rlx.ir import kernel as K
+from rlx.ir.access import Access, accesses
 from rlx.ir.program import BufferDecl, Program, Region, Step
 
 IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
@@ -218,73 +219,14 @@ class _Replay:
 # -- a proof of in-place safety, by other means than the planner's ----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Access:
-    """One load or store. `path`: which child of which child the statement is; `loops`: (variable, extent) around it, one
-    per level of the path but the last. `index` None: anywhere."""
-
-    buffer: K.Buffer | K.Local
-    stores: bool
-    index: K.Expr | None
-    path: tuple[int, ...]
-    loops: tuple[tuple[K.Var, int], ...]
-
-
 class _Facts:
     """What a kernel loads and stores."""
 
     def __init__(self, kernel: K.Kernel) -> None:
         self.kernel = kernel
-        self.accesses = _accesses(kernel)
+        self.accesses = accesses(kernel)
         self.loaded = frozenset(a.buffer for a in self.accesses if not a.stores)
         self.stored = frozenset(a.buffer for a in self.accesses if a.stores)
-
-
-def _accesses(kernel: K.Kernel) -> list[_Access]:
-    found: list[_Access] = []
-
-    def note(es: Iterable[K.Expr | None], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...]) -> None:
-        found.extend(_Access(e.buffer, False, e.index, path, loops) for e in _inside(es) if isinstance(e, K.Load))
-
-    def walk(body: Sequence[K.Stmt], path: tuple[int, ...], loops: tuple[tuple[K.Var, int], ...], start: int = 0) -> None:
-        for at, s in enumerate(body, start):
-            here = (*path, at)
-            if isinstance(s, K.Let):
-                note((s.value,), here, loops)
-            elif isinstance(s, K.Store):
-                note((s.index, s.value, s.guard), here, loops)
-                found.append(_Access(s.buffer, True, s.index, here, loops))
-            elif isinstance(s, K.Check):
-                note((s.ok,), here, loops)
-            elif isinstance(s, K.Loop):
-                note((c.init for c in s.carries), here, loops)
-                deeper = (*loops, (s.var, s.extent))
-                walk(s.body, here, deeper)
-                note([r.value for r in s.reduces] + [c.next for c in s.carries], (*here, len(s.body)), deeper)
-            elif isinstance(s, K.Contract):
-                note((s.a.offset, s.b.offset), here, loops)
-                found.extend(_Access(o.buffer, False, None, here, loops) for o in (s.a, s.b))
-                row = (*loops, (s.i, s.m))
-                walk(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
-                walk(s.rows, here, row, 1)
-            else:
-                found.extend(_Access(v.buffer, False, None, here, loops) for v in s.inputs)
-                found.extend(_Access(v.buffer, True, None, here, loops) for v in s.outputs)
-
-    walk(kernel.body, (), ())
-    return found
-
-
-def _inside(es: Iterable[K.Expr | None]) -> list[K.Expr]:
-    seen: dict[int, K.Expr] = {}
-    todo = list(es)
-    while todo:
-        e = todo.pop()
-        if e is None or id(e) in seen:
-            continue
-        seen[id(e)] = e
-        todo += [e.index, e.guard] if isinstance(e, K.Load) else list(e.args) if isinstance(e, K.Alu) else []
-    return list(seen.values())
 
 
 def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
@@ -310,12 +252,11 @@ def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
 _Signature = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def _signature(kernel: K.Kernel, a: _Access) -> _Signature | None:
+def _signature(kernel: K.Kernel, a: Access) -> _Signature | None:
     """(element at index 0, ((stride, extent) per grid index, then per loop)), or None where the index is not such a sum."""
     around = (*kernel.grid, *a.loops)
-    parts = [] if a.index is None else _inside([a.index])
-    known = {id(v) for v, _ in around}
-    if a.index is None or any(isinstance(e, K.Load) or (isinstance(e, K.Var) and id(e) not in known) for e in parts):
+    known = {v for v, _ in around}
+    if a.index is None or any(isinstance(e, K.Load) or (isinstance(e, K.Var) and e not in known) for e in K.walk(a.index)):
         return None
     strides = [K.coefficient(a.index, v) for v, _ in around]
     origin = _at_zero(a.index)
@@ -346,7 +287,7 @@ def _one_to_one(signature: _Signature) -> bool:
     return True
 
 
-def _precedes(load: _Access, store: _Access) -> bool:
+def _precedes(load: Access, store: Access) -> bool:
     """The load runs before the store does, in each iteration of the loops around both.
 
     Paths agree down to the loops they share. Beyond those each has loops of its own, and then the load's must end before
