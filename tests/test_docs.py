@@ -13,6 +13,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 def test_the_walk_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(DOCS / "walk.py"), run_name="__main__")
     text = capsys.readouterr().out
-    for stage in ("1. the graph", "after the pass 'legalise'", "kernel IR of a step of 'prepare'", "contract ", "erf(", "define "):
+XX
         assert stage in text
     assert ".text" in text.split("machine code")[1] and "runs = [2]" in text

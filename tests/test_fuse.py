@@ -60,7 +60,10 @@ CASES: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
     ),
     "a value read under a transpose is written first": (lambda g: (lambda y: [y + y.T])(rlx.exp(x(g, 4, 4))), 2),
     "views alone cost nothing": (lambda g: [x(g, 6, 4).reshape(2, 3, 4).transpose(1, 0, 2) + 1.0], 1),
-    "gather feeds a norm": (lambda g: [rlx.rms_norm(rlx.embedding(param(g, "t", 9, 5), g.input("i", (3,), rlx.i32)), param(g, "s", 5))], 1),
+    "gather feeds a norm": (
+        lambda g: [rlx.rms_norm(rlx.embedding(param(g, "t", 9, 5), g.input("i", (3,), rlx.i32)), param(g, "s", 5))],
+        1,
+    ),
 }
 
 

@@ -20,7 +20,6 @@ from rlx.driver.params import ParamStore
 from rlx.errors import (
     BindingError,
     DuplicateNameError,
-    InputDTypeError,
     InputShapeError,
     NumericsError,
     RlxError,
@@ -30,7 +29,7 @@ from rlx.errors import (
     known,
 )
 from rlx.ir.dtype import DType
-from rlx.ir.program import BufferDecl, Program
+from rlx.ir.program import Program
 from rlx.runtime.binding import by_name, by_position, fits, from_bytes
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
@@ -57,8 +56,9 @@ class CompiledGraph:
         self._pending: list[Future[None]] = []
 
     def _host_view(self, buffer: int) -> np.ndarray:
-        view = self._executable.view(buffer)
-        return np.empty(self._program.buffers[buffer].shape.static, self._program.buffers[buffer].shape.dtype.numpy) if view is None else view
+        """The buffer's own memory; where the host cannot see it, an array to stage it in."""
+        view, shape = self._executable.view(buffer), self._program.buffers[buffer].shape
+        return np.empty(shape.static, shape.dtype.numpy) if view is None else view
 
     # -- params
 
@@ -178,7 +178,9 @@ class CompiledGraph:
         errors = [(i, e) for i, f in enumerate(pending) if (e := f.exception()) is not None]
         if errors:
             at, error = errors[0]
-            raise type(error)(f"queued run {at}: {error}") from error if isinstance(error, RlxError) else error
+            if isinstance(error, RlxError):
+                raise type(error)(f"queued run {at}: {error}") from error
+            raise error
 
     def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
         """Queue a run per set, wait once; out[run][output]. All sets are checked before the first run."""
@@ -271,7 +273,7 @@ class CompiledGraph:
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
         """None: every row is processed, which is all this version can do."""
         if extent is not None:
-            raise Unsupported("set_active_extent is not in this version: every run processes all rows; compile a smaller graph instead")
+            raise Unsupported("set_active_extent is not in this version: every run takes all rows; compile a smaller graph instead")
 
     # -- for people and tools
 
@@ -407,8 +409,8 @@ class OutputView:
         """The output's memory, valid until the next run."""
         if self._owner.options.debug and self._generation != self._owner._generation:
             raise StaleViewError(
-                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._generation} has overwritten it; "
-                "take a copy, or a new outputs_view()"
+                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._generation} has "
+                "overwritten it; take a copy, or a new outputs_view()"
             )
         return self._array
 

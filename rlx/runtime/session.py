@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compile import lower
 from rlx.compile.options import CompileOptions
@@ -32,10 +33,13 @@ class Session:
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
         options = options or CompileOptions()
+        if folder := options.dump or knobs.DUMP.get():
+            options = options.replace(dump=folder)
         _check_handles(graph, options)
         return self._build(graph, options, params)
 
     def _build(self, graph: Graph, options: CompileOptions, params: ParamStore | None) -> CompiledGraph:
+        options = options.replace(verbose=True) if knobs.DEBUG.get() > 1 else options  # so that stages keep their text
         clock = [time.perf_counter()]
         target = self._backend.target(self.device.index, options.threads or self.threads)
         program = lower(graph, target, options)
@@ -44,19 +48,21 @@ class Session:
         clock.append(time.perf_counter())
         executable = self._backend.load(artifact, params, self.device.index)
         clock.append(time.perf_counter())
-        seconds = dict(zip(("lower", "code", "load"), (b - a for a, b in zip(clock, clock[1:]))))
+        seconds: dict[str, float] = {name: b - a for name, a, b in zip(("lower", "code", "load"), clock, clock[1:])}
         texts = artifact.texts()
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
         report = CompileReport(program.name, str(self.device), program.nodes, len(texts), steps, seconds, texts, program.stages)
-        if options.verbose:
-            print(report)
+        for level, text in enumerate((str(report), *map("\n".join, (program.stages.values(), texts.values()))), 1):
+            if knobs.DEBUG.get() >= level or (options.verbose and level == 1):
+                print(text)
         return CompiledGraph(executable, self.device, options, report)
 
 
 def _check_handles(graph: Graph, options: CompileOptions) -> None:
     have = {v.name: v.shape for v in graph.handles}
     for handle in options.handles:
-        if handle.name not in have:
-            raise OptionError(f"options bind the handle {handle.name!r}, which graph {graph.name!r} does not use; it has {known(have)}")
-        if have[handle.name] != handle.shape:
-            raise OptionError(f"handle {handle.name!r} is {handle.shape} in the options and {have[handle.name]} in graph {graph.name!r}")
+        found = have.get(handle.name)
+        if found is None:
+            raise OptionError(f"options bind the handle {handle.name!r}; graph {graph.name!r} has {known(have)}")
+        if found != handle.shape:
+            raise OptionError(f"handle {handle.name!r} is {handle.shape} in the options, {found} in graph {graph.name!r}")

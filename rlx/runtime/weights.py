@@ -37,7 +37,7 @@ class Weights:
         self._seen = -1  # the store's generation when everything was last current
 
     def set(self, name: str, array: object) -> None:
-        """Copy a param in and recompute what depends on it. UnknownNameError, InputShapeError or InputDTypeError change nothing."""
+        """Copy a param in and recompute what depends on it. A wrong name, dims or dtype raises and changes nothing."""
         decl = self.decls.get(name)
         if decl is None:
             raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
