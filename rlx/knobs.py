@@ -41,8 +41,8 @@ class Knob(Generic[T]):
 
 _overrides: dict[str, int | str] = {}
 
-DEBUG = Knob("RLX_DEBUG", 0, "1 timings, 2 kernels, 3 graph after each pass, 4 generated source")
-DUMP = Knob("RLX_DUMP", "", "folder that receives every stage of every compile")
+DEBUG = Knob("RLX_DEBUG", 0, "printed at each compile: 1 its report, 2 also the graph after each pass, 3 also the generated code")
+DUMP = Knob("RLX_DUMP", "", "folder for the graph after each pass, of compiles whose options name none")
 THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
 
 KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS)

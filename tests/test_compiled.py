@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rlx
+from rlx import knobs
 from rlx.errors import (
     BindingError,
     DuplicateNameError,
@@ -390,3 +391,19 @@ def test_plan_program_and_report_can_be_read(session: rlx.Session) -> None:
     assert "matmul" in str(compiled.program()) and "arena" in str(compiled.memory_plan())
     assert any(n.op == "gelu" and n.how == "decomposed" for n in compiled.report().nodes)
     assert compiled.memory_plan().total_bytes >= compiled.memory_plan().arena_bytes > 0
+
+
+def test_knobs_print_and_dump_what_options_do_not_say(tmp_path, capsys) -> None:
+    g = rlx.Graph("seen")
+    g.set_outputs([rlx.exp(g.input("x", (3,), rlx.f32)) * 2.0])
+    session = rlx.Session("cpu")
+    shown = []
+    for level in range(4):
+        with knobs.override(RLX_DEBUG=level, RLX_DUMP=str(tmp_path / "knob")):
+            session.compile(g, rlx.CompileOptions(dump=tmp_path / "own") if level == 0 else None)
+        shown.append(capsys.readouterr().out)
+        assert (tmp_path / "own").is_dir() and (tmp_path / "knob").exists() == (level > 0)
+    assert shown[0] == "" and "different kernels" in shown[1] and "graph seen" not in shown[1]
+    assert "graph seen" in shown[2] and "define " not in shown[2] and "define " in shown[3]
+    session.compile(g, rlx.CompileOptions(verbose=True))
+    assert "different kernels" in capsys.readouterr().out

@@ -55,7 +55,7 @@ class HostArena:
         self._slots = {node: Slot(*place) for node, place in slots.items()}
         for node, (offset, nbytes) in self._slots.items():
             if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
-                raise TransferError(f"the slot of {node!r} leaves the {size_bytes}-byte arena: bytes {offset} to {offset + nbytes}")
+                raise TransferError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, leaves the {size_bytes}-byte arena")
         memory = aligned_bytes(size_bytes) if memory is None else memory
         if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < size_bytes or not memory.flags.writeable:
             raise TransferError(f"an arena of {size_bytes} bytes takes a writable uint8 array, got {memory.dtype} {memory.shape}")

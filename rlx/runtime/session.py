@@ -33,13 +33,12 @@ class Session:
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
         options = options or CompileOptions()
-        if folder := options.dump or knobs.DUMP.get():
-            options = options.replace(dump=folder)
+        dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
+        options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
         return self._build(graph, options, params)
 
     def _build(self, graph: Graph, options: CompileOptions, params: ParamStore | None) -> CompiledGraph:
-        options = options.replace(verbose=True) if knobs.DEBUG.get() > 1 else options  # so that stages keep their text
         clock = [time.perf_counter()]
         target = self._backend.target(self.device.index, options.threads or self.threads)
         program = lower(graph, target, options)
@@ -52,9 +51,8 @@ class Session:
         texts = artifact.texts()
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
         report = CompileReport(program.name, str(self.device), program.nodes, len(texts), steps, seconds, texts, program.stages)
-        for level, text in enumerate((str(report), *map("\n".join, (program.stages.values(), texts.values()))), 1):
-            if knobs.DEBUG.get() >= level or (options.verbose and level == 1):
-                print(text)
+        for shown in ((report,), program.stages.values(), texts.values())[: max(knobs.DEBUG.get(), options.verbose)]:
+            print(*shown, sep="\n")
         return CompiledGraph(executable, self.device, options, report)
 
 
