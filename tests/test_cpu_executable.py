@@ -179,6 +179,14 @@ def test_equal_kernels_are_compiled_once():
     np.testing.assert_array_equal(exe.read(2), floats(1) + floats(2) + floats(2))
 
 
+def test_a_kernel_met_in_another_program_is_not_compiled_again():
+    one = CPU.compile(program(ADDING, [(add(name="first"), "x", "y", "o")]))
+    other = CPU.compile(program(COUNTER, [(add(), "total", "x", "next"), (take(), "x", "at", "o")]))
+    assert other.objects[other.uses["steps"][0]] is one.objects[0] and other.objects[other.uses["steps"][1]] is not one.objects[0]
+    assert CPU.compile(program(ADDING, [(add(), "x", "y", "o")], threads=3)).objects[0] is not one.objects[0]  # may cut it up
+    assert CPU.compile(program(ADDING, [(map_kernel("add", k.sub, 2), "x", "y", "o")])).objects[0] != one.objects[0]
+
+
 # -- commit and failures -------------------------------------------------------------------------------------------
 
 

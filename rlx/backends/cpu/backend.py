@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Node
 
 PHASES = ("prepare", "steps", "commit")
+KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
 
 class CpuBackend:
@@ -43,26 +45,17 @@ class CpuBackend:
     def compile(self, program: Program) -> CpuArtifact:
         """Object code of every distinct kernel, once. CompileError: LLVM refuses one, which is a fault of the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
-        from rlx.backends.cpu.jit import compile_object
-        from rlx.backends.cpu.render import render
 
         start = time.perf_counter()
-        codes: dict[str, Rendered] = {}  # by kernel key
-        names: dict[str, str] = {}
-        order: dict[int, int] = {}  # kernel identity -> its code's number
-        numbers: dict[str, int] = {}
-        for kernel in kernels_of(program):
-            key = kernel.key
-            if key not in codes:
-                codes[key] = render(kernel, program.target, f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}")
-                names[key], numbers[key] = kernel.name, len(numbers)
-            order[id(kernel)] = numbers[key]
+        kernels = {id(s.kernel): s.kernel for phase in PHASES for s in getattr(program, phase)}
+        jobs = {i: _Job(kernel.key, program.target, kernel) for i, kernel in kernels.items()}
+        numbers = {job: n for n, job in enumerate(dict.fromkeys(jobs.values()))}
+        codes = tuple(map(_rendered, numbers))
         rendered = time.perf_counter()
-        objects = tuple(compile_object(code.text, program.target, names[key]) for key, code in codes.items())
-        done = time.perf_counter()
-        uses = {phase: tuple(order[id(s.kernel)] for s in getattr(program, phase)) for phase in PHASES}
-        timings = {"render_ms": (rendered - start) * 1e3, "llvm_ms": (done - rendered) * 1e3}
-        return CpuArtifact(program, tuple(codes.values()), objects, uses, timings)
+        objects = tuple(map(_object, numbers))
+        timings = {"render_ms": (rendered - start) * 1e3, "llvm_ms": (time.perf_counter() - rendered) * 1e3}
+        uses = {phase: tuple(numbers[jobs[id(s.kernel)]] for s in getattr(program, phase)) for phase in PHASES}
+        return CpuArtifact(program, codes, objects, uses, timings)
 
     def load(self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0) -> CpuExecutable:
         """DeviceUnavailableError: the code uses instructions that this CPU lacks, or `index` is not 0."""
@@ -72,9 +65,27 @@ class CpuBackend:
         return CpuExecutable(CpuCode(artifact), ParamStore() if params is None else params)
 
 
-def kernels_of(program: Program) -> list[Kernel]:
-    """The kernels of all phases in order, each object once."""
-    return list({id(s.kernel): s.kernel for phase in PHASES for s in getattr(program, phase)}.values())
+@dataclass(frozen=True)
+class _Job:
+    """A kernel to compile; equal to others that give the same code."""
+
+    key: str
+    target: Target
+    kernel: Kernel = field(compare=False)
+
+
+@lru_cache(KEPT)
+def _rendered(job: _Job) -> Rendered:
+    from rlx.backends.cpu.render import render
+
+    return render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
+
+
+@lru_cache(KEPT)
+def _object(job: _Job) -> bytes:
+    from rlx.backends.cpu.jit import compile_object
+
+    return compile_object(_rendered(job).text, job.target, job.kernel.name)
 
 
 def _claim_attention(node: Node) -> str | None:

@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,25 +33,25 @@ def compile_object(text: str, target: Target, name: str = "") -> bytes:
 
     Code is generated from the text as it stands, without optimiser passes: renderers write IR in its final shape.
     CompileError: LLVM does not accept the text (a fault of the renderer)."""
-    name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
+    return _emit(text, target, name, llvm.TargetMachine.emit_object)
+
+
+def assembly(text: str, target: Target) -> str:
+    """The same code as assembly text, for people and tests."""
+    return _emit(text, target, "", llvm.TargetMachine.emit_assembly)
+
+
+def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
     with _lock:
         machine = _machine(*machine_of(target))
         try:
             module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
             module.triple, module.data_layout = machine.triple, str(machine.target_data)
             module.verify()
-            return machine.emit_object(module)
+            return emit(machine, module)
         except RuntimeError as fault:
+            name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
             raise CompileError(f"LLVM refused the code of kernel {name!r}: {str(fault).strip()}") from fault
-
-
-def assembly(text: str, target: Target) -> str:
-    """The same code as assembly text, for people and tests."""
-    with _lock:
-        machine = _machine(*machine_of(target))
-        module = llvm.parse_assembly(text, llvm.create_context())
-        module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        return machine.emit_assembly(module)
 
 
 class Library:
@@ -75,8 +75,6 @@ class Library:
                 self._code = builder.link(linker, "rlx")
             except RuntimeError as fault:
                 raise CompileError(f"cannot link {', '.join(symbols) or 'nothing'}: {str(fault).strip()}") from fault
-        self.symbols = tuple(symbols)
-        self.nbytes = sum(map(len, objects))
         # At exit nothing is unloaded: native threads may still be parked in the code.
         weakref.finalize(self, _unload, self._code, linker).atexit = False
 

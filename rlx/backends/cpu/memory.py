@@ -6,6 +6,7 @@ allocated between two calls of `allocate`: a run that calls it zero times alloca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -54,7 +55,11 @@ def allocate(nbytes: int, alignment: int = ALIGNMENT, poison: bool = False) -> R
     data = whole[start : start + nbytes]
     if poison:
         data[...] = POISON
-    _count(whole, nbytes)
+    number = next(_numbers)
+    with _counting:
+        _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes
+    _live[number] = nbytes
+    weakref.finalize(whole, _live.pop, number, None).atexit = False
     return Region(data, whole.ctypes.data + start)
 
 
@@ -69,16 +74,6 @@ def _pages(nbytes: int) -> mmap.mmap:
     # private: a forked child gets its own copy (Python's default would share the pages, and forbid huge ones)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small pages work as well
             pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return pages  # a kernel without transparent huge pages refuses the advice; small pages work as well
     return pages
-
-
-def _count(whole: np.ndarray, nbytes: int) -> None:
-    number = next(_numbers)
-    with _counting:
-        _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes
-    _live[number] = nbytes
-    weakref.finalize(whole, _live.pop, number, None).atexit = False

@@ -15,19 +15,20 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.memory import allocate
-from rlx.backends.cpu.target import host_target
+from rlx.backends.cpu.target import host_target, usable_cpus
 from rlx.backends.cpu.walker import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step, module_text
 from rlx.errors import OptionError
 
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, and within one, before it sleeps
 YIELDS = 8  # sched_yield calls between spinning and sleeping
+PYTHON = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
 
 __all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "worker_cpus"]
@@ -36,16 +37,18 @@ __all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", 
 @cache
 def _library() -> Library:
     """The walker in machine code; kept for the life of the process, since workers stay inside it."""
-    text = module_text(platform.machine(), _futex_call())
-    symbols = ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin")
-    python = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
-    imports = {name: _address(getattr(ctypes.pythonapi, name)) for name in python}
-    return Library([compile_object(text, host_target(1), "worker pool")], symbols, imports)
+    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool")
+    imports = {name: _address(getattr(ctypes.pythonapi, name)) for name in PYTHON}
+    return Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"), imports)
 
 
 def _futex_call() -> int:
     """The number of the futex system call, 0 where there is none that we know."""
     return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class _MethodDef(ctypes.Structure):
@@ -69,31 +72,20 @@ def callable_of(run: Run) -> Callable[[], int]:
     return make(ctypes.addressof(_method()), ctypes.addressof(run), None)
 
 
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
 class Pool:
     """`threads` - 1 workers, and the threads that call runs. Workers are daemon threads that sleep between runs.
 
-    One run at a time has the workers; another one meanwhile walks its table alone, with the same result."""
+    One run at a time has the workers; another one meanwhile walks its table alone, with the same result.
+    `address`: of the Control block, for Run.control."""
 
     def __init__(self, threads: int) -> None:
         if not 1 <= threads <= MAX_THREADS:
             raise OptionError(f"threads must be from 1 to {MAX_THREADS}, got {threads}")
         self.threads = threads
         self._memory = allocate(ctypes.sizeof(Control))
-        self._control = Control.from_address(self._memory.address)
+        self.address = self._memory.address
+        self._control = Control.from_address(self.address)
         self._reset()
-
-    @property
-    def address(self) -> int:
-        """Of the Control block, for Run.control."""
-        return self._memory.address
-
-    @property
-    def workers(self) -> tuple[threading.Thread, ...]:
-        return tuple(self._workers)
 
     def start(self) -> None:
         """Start the workers, if they do not run. Where the system grants no thread, runs go on with those there are."""
@@ -101,35 +93,36 @@ class Pool:
             if self._started:
                 return
             self._started = True
-            oversubscribed = self.threads > _cpus_here()
-            self._control.idle_spins = 1 if oversubscribed else IDLE_SPIN_US * _turns_per_us()
-            self._control.busy_spins = 1 if oversubscribed else BUSY_SPIN_US * _turns_per_us()
-            self._pins = worker_cpus(self.threads - 1)
-            for tid, cpu in enumerate(self._pins, 1):
+            if self.threads <= usable_cpus():  # else spinning would keep others from their work
+                self._control.idle_spins = IDLE_SPIN_US * _turns_per_us()
+                self._control.busy_spins = BUSY_SPIN_US * _turns_per_us()
+            cpus = worker_cpus(self.threads - 1)
+            self._pins = {cpu for cpu in cpus if cpu is not None}
+            for tid, cpu in enumerate(cpus, 1):
                 worker = threading.Thread(target=self._work, args=(tid, cpu), name=f"rlx-worker-{tid}", daemon=True)
                 try:
                     worker.start()
                 except RuntimeError as fault:  # a limit on threads, or the interpreter is ending
                     warnings.warn(f"rlx runs on {tid} of {self.threads} threads: {fault}", RuntimeWarning, stacklevel=3)
                     break
-                self._workers.append(worker)
-            self._control.workers = len(self._workers)
-            self._mark(cpu for cpu in self._pins if cpu is not None)
+                self.workers += (worker,)
+            self._control.workers = len(self.workers)
+            self._mark(self._pins)
 
     def attend(self) -> None:
         """After a run returned ATTEND: start the workers, or leave the CPU that one of them is pinned to."""
         if not self._started:
             return self.start()
         allowed = os.sched_getaffinity(0)
-        free = allowed - set(self._pins)
+        free = allowed - self._pins
         if free:  # move this thread now; the scheduler would take some 10 ms to see that two threads share a CPU
             os.sched_setaffinity(0, free)
             os.sched_setaffinity(0, allowed)
             return None
-        for worker in self._workers:  # this thread may be nowhere else: let the workers look for room themselves
+        for worker in self.workers:  # this thread may be nowhere else: let the workers look for room themselves
             if worker.native_id is not None and worker.is_alive():
-                os.sched_setaffinity(worker.native_id, allowed | set(filter(None, self._pins)))
-        return self._mark(())
+                os.sched_setaffinity(worker.native_id, allowed | self._pins)
+        return self._mark(set())
 
     def close(self) -> None:
         """Wake the workers and wait until they have left. Later runs walk alone; `start` does nothing any more."""
@@ -137,11 +130,11 @@ class Pool:
             self._started = True
             self._control.workers = 0
             _library().function("rlx_stop", None, ctypes.c_void_p)(self.address)
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.join()
-            self._workers.clear()
+            self.workers = ()
 
-    def _mark(self, cpus: Iterable[int]) -> None:
+    def _mark(self, cpus: set[int]) -> None:
         """Tell runs which CPUs belong to workers."""
         ctypes.memset(self._control.pinned, 0, MAX_CPUS)
         for cpu in cpus:
@@ -159,12 +152,11 @@ class Pool:
         """No worker, no run; also what a forked child starts from: its parent's threads are not there."""
         ctypes.memset(self.address, 0, ctypes.sizeof(Control))
         libc = ctypes.CDLL(None)
-        wait = libc.syscall if _futex_call() else libc.usleep
-        self._control.ticket = END
-        self._control.yields = YIELDS
-        self._control.wait, self._control.sched_yield = _address(wait), _address(libc.sched_yield)
-        self._pins: Sequence[int | None] = ()
-        self._workers: list[threading.Thread] = []
+        self._control.ticket, self._control.yields = END, YIELDS
+        self._control.wait = _address(libc.syscall if _futex_call() else libc.usleep)
+        self._control.sched_yield = _address(libc.sched_yield)
+        self.workers: tuple[threading.Thread, ...] = ()
+        self._pins: set[int] = set()
         self._started = False
         self._starting = threading.Lock()
 
@@ -176,12 +168,11 @@ _pools_lock = threading.Lock()
 def pool(threads: int) -> Pool:
     """The process's pool of that many threads, started."""
     with _pools_lock:
-        found = _pools.get(threads)
-        if found is None:
-            found = _pools[threads] = Pool(threads)
-            atexit.register(found.close)
-    found.start()
-    return found
+        if threads not in _pools:
+            _pools[threads] = Pool(threads)
+            atexit.register(_pools[threads].close)
+    _pools[threads].start()
+    return _pools[threads]
 
 
 def _after_fork() -> None:
@@ -214,18 +205,14 @@ def worker_cpus(count: int) -> Sequence[int | None]:
     return sorted(rank, key=lambda cpu: (rank[cpu], cpu))[:count]
 
 
-def _cpus_here() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @cache
 def _turns_per_us() -> int:
     """Turns of the waiting loop in a microsecond: the best of a few short trials, as others may hold the CPU."""
     spin = _library().function("rlx_spin", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
     control = allocate(ctypes.sizeof(Control))
-    best, turns = float("inf"), 500
+    seconds, turns = [], 500
     for _ in range(4):
         start = time.perf_counter()
         spin(control.address, turns)
-        best = min(best, time.perf_counter() - start)
-    return max(1, round(turns / (best * 1e6)))
+        seconds.append(time.perf_counter() - start)
+    return max(1, round(turns / (min(seconds) * 1e6)))

@@ -58,11 +58,10 @@ def machine_of(target: Target) -> tuple[str, str, str]:
 
 def missing_features(target: Target) -> tuple[str, ...]:
     """What code made for `target` needs and this machine lacks: () where it can run here."""
-    here = dict(f.split("=", 1) for f in host_features() if "=" in f)
-    arch = lambda triple: triple.split("-")[0]  # noqa: E731
+    here = host_features()
     triple, _, _ = machine_of(target)
-    lacks = [f for f in target.features if "=" not in f and f not in host_features()]
-    return tuple(lacks if arch(triple) == arch(here["triple"]) else [f"triple={triple}", *lacks])
+    other = () if here[0].startswith(f"triple={triple.split('-')[0]}-") else (f"triple={triple}",)
+    return *other, *(f for f in target.features if "=" not in f and f not in here)
 
 
 def panel_columns(vector_bytes: int, dtype: str) -> int:
@@ -80,10 +79,14 @@ def _target(features: tuple[str, ...], threads: int) -> Target:
 # -- threads -------------------------------------------------------------------------------------------------------
 
 
+def usable_cpus() -> int:
+    """CPUs in this thread's affinity mask."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_threads() -> int:
     """CPUs in this process's affinity mask, but no more than its cgroup quota (rounded up) pays for; at least 1."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cpus, cgroup_quota()))
+    return max(1, min(usable_cpus(), cgroup_quota()))
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
@@ -99,10 +102,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
             continue
         for top in (root, root / "unified") if not controllers else (root / controllers, root / "cpu", root):
             here = top / path.lstrip("/")
-            for folder in (here, *here.parents):
-                if folder == top.parent:
-                    break
-                lowest = min(lowest, _quota_of(folder))
+            lowest = min(lowest, *(_quota_of(f) for f in (here, *here.parents) if f.is_relative_to(top)))
     return 1 << 30 if lowest == math.inf else max(1, math.ceil(lowest))
 
 
