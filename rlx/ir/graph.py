@@ -193,10 +193,11 @@ class LeafAttrs(Attrs):
 
 
 def _leaf(name: str, attrs: type[Attrs], shape_of: Callable[[Any], Shape]) -> OpDef:
-    def no_reference(attrs: Any) -> Any:
-        raise GraphError(f"a {name} has no value of its own; bind it")
+    def reference(attrs: Any) -> np.ndarray:
+        if not isinstance(attrs, ConstantAttrs):
+            raise GraphError(f"a {name} has no value of its own; bind it")
+        return attrs.data
 
-    reference = (lambda attrs: attrs.data) if name == "constant" else no_reference
     OPS[name] = OpDef(name=name, kind=Kind.LEAF, infer=shape_of, reference=reference, attrs=attrs, arity=(0, 0))
     return OPS[name]
 
@@ -229,9 +230,6 @@ def apply(
     roles = op.roles.ljust(len(operands), "x")
     own = next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)
     like = {"x": own, "i": i64, "b": bool_}
-    for x in operands:
-        if isinstance(x, Node):
-            raise GraphError(f"{op.name}: pass a result of the node (node.results[i]), not the node {x!r}")
     values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like[r]) for x, r in zip(operands, roles))
     made = op.make_attrs(attrs)
     shapes = op.result_shapes(made, tuple(v.shape for v in values))
@@ -248,7 +246,8 @@ def _constant_operand(op: OpDef, x: Any, like: DType | None) -> Value:
         return constant(x, like)
     if isinstance(x, (np.ndarray, list, tuple)):
         return constant(x, None if isinstance(x, np.ndarray) else like)
-    raise GraphError(f"{op.name}: an operand is a Value, a number or an array, got {type(x).__name__}")
+    hint = "; pass a result of it: node.results[i]" if isinstance(x, Node) else ""
+    raise GraphError(f"{op.name}: an operand is a Value, a number or an array, got {type(x).__name__}{hint}")
 
 
 def _check_given(op: OpDef, given: Any, inferred: tuple[Shape, ...]) -> None:
@@ -300,9 +299,8 @@ class Graph:
             raise GraphError(f"{self.name}: an {op.name}'s name must be a non-empty string, got {name!r}")
         for other in self.leaves():
             if other.name == name:
-                raise DuplicateNameError(
-                    f"graph {self.name!r} already has the {other.node.op.name} {name!r} ({other.shape}); names are unique"
-                )
+                found = f"the {other.node.op.name} {name!r} ({other.shape})"
+                raise DuplicateNameError(f"graph {self.name!r} already has {found}; names are unique")
         value = Value(Node(op, (), LeafAttrs(shape), (shape,), name, _caller()))
         group.append(value)
         return value
@@ -336,13 +334,10 @@ class Graph:
         for out in outputs:
             if not isinstance(out, Value):
                 raise GraphError(f"graph {self.name!r}: an output is a Value, got {type(out).__name__}")
-        if names is not None:
-            names = list(names)
-        else:
-            names = []
-            for i, out in enumerate(outputs):
-                own = out.name if out.name and out.name not in names else None
-                names.append(own or f"output{i}")
+        if names is None:
+            own = [out.name for out in outputs]
+            names = [name if name and name not in own[:i] else f"output{i}" for i, name in enumerate(own)]
+        names = list(names)
         if len(names) != len(outputs) or len(set(names)) != len(names):
             raise DuplicateNameError(f"graph {self.name!r}: {len(outputs)} outputs need as many different names, got {names}")
         self.outputs, self.output_names = outputs, names

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlx.errors import GraphError
 from rlx.ir.dtype import DType
 from rlx.ir.shape import DimLike, Shape
 
 
+@dataclass(frozen=True)
 class BufferHandle:
     """Named state: a KV-cache, an optimizer moment, a counter. Equal names in two graphs mean the same state."""
 
-    __slots__ = ("name", "shape")
+    name: str
+    shape: Shape
 
     def __init__(self, name: str, dims: tuple[DimLike | str, ...] | int, dtype: DType | str) -> None:
         if not name or not isinstance(name, str):
             raise GraphError(f"a handle needs a name, got {name!r}")
-        self.name = name
-        self.shape = Shape(dims, dtype)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "shape", Shape(dims, dtype))
 
     def __repr__(self) -> str:
         return f"BufferHandle({self.name!r}, {self.shape})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BufferHandle) and (self.name, self.shape) == (other.name, other.shape)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.shape))
 
     @property
     def dims(self) -> tuple[DimLike, ...]:

@@ -116,14 +116,6 @@ class Shape:
         return Shape((d if isinstance(d, int) else d.bind(binding) for d in self.dims), self.dtype)
 
 
-def product(dims: Iterable[DimLike]) -> DimLike:
-    """Product of dims, named ones included."""
-    out: DimLike = 1
-    for d in dims:
-        out = out * d
-    return out
-
-
 def broadcast_dims(*shapes: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
     """numpy's broadcasting rule over dims that may be named: equal, or one of them is 1."""
     rank = max((len(s) for s in shapes), default=0)
@@ -145,8 +137,4 @@ def broadcast_dims(*shapes: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
 
 def contiguous_strides(dims: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
-    strides, step = [], 1
-    for d in reversed(dims):
-        strides.append(step)
-        step *= d
-    return tuple(reversed(strides))
+    return tuple(math.prod(dims[axis + 1 :]) for axis in range(len(dims)))

@@ -90,10 +90,8 @@ def _name(name: Any) -> str:
 
 
 def _attribute_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, (bool, np.bool_)):
-        return "true" if value else "false"
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, Integral):
         return str(int(value))
     if isinstance(value, Real):

@@ -115,15 +115,14 @@ def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
 attention = op(
-    "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 4),
-    reference=_attention_array, decompose=widened(_attention),
+    "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 4), reference=_attention_array,
+    decompose=widened(_attention),
     samples=(
         Sample(QKV), Sample(QKV, {"mask": "causal"}), Sample(GROUPED, {"mask": "causal"}), Sample(GROUPED, {"scale": 0.3}),
         Sample(GROUPED, {"mask": "sliding_window", "window": 3}), Sample(((1, 3, 1, 16), (1, 1, 33, 16), (1, 1, 33, 16))),
         Sample((*QKV, (2, 1, 1, 5)), {"mask": "custom"}, dtypes=("", "", "", "bool")),
-        Sample((*GROUPED, (3, 17)), {"mask": "custom"}, dtypes=("", "", "", "bool")),
-        Sample((*QKV, (4, 5, 5)), {"mask": "bias"}), Sample((*GROUPED, (2, 1, 1, 17)), {"mask": "bias"}),
-        Sample(((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 6))),
+        Sample((*GROUPED, (3, 17)), {"mask": "custom"}, dtypes=("", "", "", "bool")), Sample((*QKV, (4, 5, 5)), {"mask": "bias"}),
+        Sample((*GROUPED, (2, 1, 1, 17)), {"mask": "bias"}), Sample(((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 6))),
     ),
     doc="softmax(q kᵀ · scale + mask) v over [batch, heads, sequence, head_dim]. k and v may have fewer heads, each shared by "
     "as many consecutive query heads. A row that may attend to nothing is zeros.",

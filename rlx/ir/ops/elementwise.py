@@ -143,8 +143,7 @@ sub = binary("sub", np.subtract, "sub", doc="x - y; integers wrap.")
 mul = binary("mul", np.multiply, "mul", doc="x * y; integers wrap.")
 div = binary("div", divide_array, "div", samples=NON_ZERO, doc="x / y. Integers truncate toward zero, and x / 0 is 0.")
 rem = binary(
-    "rem", remainder_array, "rem", samples=NON_ZERO,
-    doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
+    "rem", remainder_array, "rem", samples=NON_ZERO, doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
 )  # fmt: skip
 mod = binary("mod", np.mod, _mod, samples=NON_ZERO, doc="Remainder with the sign of y (Python's %); on integers x mod 0 is 0.")
 floor_div = binary("floor_div", np.floor_divide, _floor_div, samples=NON_ZERO, doc="floor(x / y); on integers x // 0 is 0.")

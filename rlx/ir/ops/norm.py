@@ -115,12 +115,11 @@ def _group_norm_array(attrs: GroupNormAttrs, x: np.ndarray, *affine: np.ndarray)
 
 
 group_norm = op(
-    "group_norm", kind=Kind.COMPOSITE, infer=_group_norm_shape, attrs=GroupNormAttrs, arity=(1, 3),
-    reference=_group_norm_array, decompose=widened(_group_norm),
+    "group_norm", kind=Kind.COMPOSITE, infer=_group_norm_shape, attrs=GroupNormAttrs, arity=(1, 3), reference=_group_norm_array,
+    decompose=widened(_group_norm),
     samples=(
         Sample(((2, 6, 5), (6,), (6,)), {"groups": 3}), Sample(((2, 4, 3, 3), (4,)), {"groups": 2}),
-        Sample(((3, 4),), {"groups": 1}),
-        Sample(((2, 3, 17), (3,), (3,)), {"groups": 3}),
+        Sample(((3, 4),), {"groups": 1}), Sample(((2, 3, 17), (3,), (3,)), {"groups": 3}),
     ),
     doc="x [batch, channels, …] normalised over each group of channels and all later dims; scale and bias per channel.",
 )  # fmt: skip

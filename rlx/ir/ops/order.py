@@ -12,6 +12,7 @@ from rlx.ir.dtype import bool_, i64
 from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, lines, static_dim
+from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape
 
 
@@ -151,52 +152,19 @@ def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndar
     return np.take_along_axis(x, order, axis=-1), order
 
 
-def _top_k_arrays(attrs: TopKAttrs, x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(a[..., : attrs.k] for a in _sorted_arrays(x, attrs.largest))
-
-
-def _top_k_kernel(ctx: Any, node: Any) -> Any:
-    """One pass over the row per result: the first element in order that stands after the previous result."""
-    x, attrs = node.inputs[0], node.attrs
-    *outer, n = ctx.dims(x)
-    lead, dtype = [Var("o") for _ in outer], x.dtype.compute
-    p, i = Var("p"), Var("i")
-    last, last_at = Var("last", dtype), Var("last_at")
-    best, best_at = Var("best", dtype), Var("best_at")
-    value = ctx.element(x, (*lead, i))
-    left = k.or_(k.lt(last_at, k.const(0)), _precedes(last, last_at, value, i, attrs.largest))
-    take = k.and_(left, k.or_(k.eq(best_at, k.const(n)), _precedes(value, i, best, best_at, attrs.largest)))
-    search = Loop(i, n, (), carries=(
-        Carry(best, const(0, dtype), k.select(take, value, best)), Carry(best_at, const(n), k.select(take, i, best_at)),
-    ))  # fmt: skip
-    body = (search, ctx.store(0, (*lead, p), best), ctx.store(1, (*lead, p), best_at))
-    passes = Loop(p, attrs.k, body, carries=(Carry(last, const(0, dtype), best), Carry(last_at, const(-1), best_at)))
-    return tuple(zip(lead, outer)), (passes,)
-
-
-top_k = op(
-    "top_k", kind=Kind.KERNEL, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", reference=_top_k_arrays, kernel=_top_k_kernel,
-    samples=(
-        Sample(((3, 17),), {"k": 5}), Sample(((2, 2, 33),), {"k": 33, "largest": False}), Sample(((4,),), {"k": 1}),
-        Sample(((3, 4),), {"k": 0}),
-    ),
-    doc="The k greatest (or least) elements along the last dim, in order, and their positions (i64); equals by position.",
-)  # fmt: skip
-
-
 def _sort_kernel(ctx: Any, node: Any) -> Any:
     """K. E. Batcher's bitonic network over a power of two of (value, position) pairs in local memory. Positions from n on
     are padding and stand last. One loop over all passes: merges of `size` = 2, 4, 8 …, each in steps `size`/2 … 2, 1."""
     x = node.inputs[0]
-    *outer, n = ctx.dims(x)
+    n = ctx.dims(x)[-1]
+    grid, coords = lines(ctx.dims(x), x.rank - 1)
     stages = max(n - 1, 0).bit_length()
     full = 1 << stages
     values, places = ctx.local(x.dtype.compute, full), ctx.local(i64, full)
-    lead = [Var("o") for _ in outer]
     i, j, t, m = Var("i"), Var("j"), Var("t"), Var("m")
     real = k.lt(i, k.const(n))
     fill = Loop(i, full, (
-        Store(values, i, ctx.element(x, (*lead, i), real)), Store(places, i, i),
+        Store(values, i, ctx.element(x, coords(i), real)), Store(places, i, i),
     ))  # fmt: skip
     size, step = Var("size"), Var("step")
     low = k.add(k.mul(k.mul(k.const(2), step), k.div(j, step)), k.rem(j, step))
@@ -217,8 +185,8 @@ def _sort_kernel(ctx: Any, node: Any) -> Any:
         Carry(size, const(2), k.select(ended, k.mul(size, k.const(2)), size)),
         Carry(step, const(1), k.select(ended, size, k.div(step, k.const(2)))),
     ))  # fmt: skip
-    out = Loop(m, n, (ctx.store(0, (*lead, m), Load(values, m)), ctx.store(1, (*lead, m), Load(places, m))))
-    return tuple(zip(lead, outer)), (fill, passes, out) if stages else (fill, out)
+    out = Loop(m, n, (ctx.store(0, coords(m), Load(values, m)), ctx.store(1, coords(m), Load(places, m))))
+    return grid, (fill, passes, out) if stages else (fill, out)
 
 
 def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
@@ -240,4 +208,14 @@ argsort = op(
     "argsort", kind=Kind.COMPOSITE, infer=lambda a, x: _sort_shapes(a, x)[1], attrs=SortAttrs, dtypes="fiu", samples=SORTS,
     reference=lambda a, x: _sorted_arrays(x, a.descending)[1], decompose=lambda a, x: sort(x, descending=a.descending)[1],
     doc="Positions (i64) that put the last dim in order; equals keep their order.",
+)  # fmt: skip
+TOP_K = (
+    Sample(((3, 17),), {"k": 5}), Sample(((2, 2, 33),), {"k": 33, "largest": False}), Sample(((4,),), {"k": 1}),
+    Sample(((3, 4),), {"k": 0}),
+)  # fmt: skip
+top_k = op(
+    "top_k", kind=Kind.COMPOSITE, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", samples=TOP_K,
+    reference=lambda a, x: tuple(part[..., : a.k] for part in _sorted_arrays(x, a.largest)),
+    decompose=lambda a, x: tuple(slice_axis(part, -1, 0, a.k) for part in sort(x, descending=a.largest)),
+    doc="The k greatest (or least) elements along the last dim, in order, and their positions (i64); equals by position.",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from rlx.ir.kernel import k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, divide, static_dim
 from rlx.ir.program import Layout
-from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides, product
+from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides
 
 END = 2**63 - 1  # a slice's stop: to the end of the dim
 ANY = "fiubc"
@@ -29,7 +29,7 @@ class ReshapeAttrs(Attrs):
 
 
 def _reshape_shape(attrs: ReshapeAttrs, x: Shape) -> Shape:
-    total, known = product(x.dims), product(d for d in attrs.dims if d != -1)
+    total, known = (math.prod(dims) for dims in (x.dims, [d for d in attrs.dims if d != -1]))  # type: ignore[arg-type]
     if attrs.dims.count(-1) > 1:
         raise AttributeValueError(f"dims {attrs.dims} leave more than one size open")
     rest = divide(total, known) if -1 in attrs.dims else 1
