@@ -30,7 +30,9 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     natives = {n for n in legal.nodes() if n.op.name in target.natives and target.natives[n.op.name](n) is None}
     fusion = fuse(legal, target, natives, alone="fuse" in options.disable)
     lowered = {group: lower_group(group, fusion, natives) for group in fusion.groups}
-    program = _Assembler(fusion, lowered, target, options).program(graph, stages, _reports(graph, target, options, fusion, lowered))
+    program = _Assembler(fusion, lowered, target, options).program(
+        graph, stages, _reports(graph, target, options, fusion, lowered)
+    )
     check_program(program)
     return program
 
@@ -54,9 +56,7 @@ class _Assembler:
         prepare = tuple(self.step(self.lowered[g]) for g in groups if g.static)
         steps = tuple(self.step(self.lowered[g]) for g in groups if not g.static)
         commit = tuple(self.commit(handle, value) for handle, value in graph.assigns)
-        outputs = tuple(
-            OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs)
-        )
+        outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs))
         plan = plan_arena(
             self.buffers,
             steps + commit,
@@ -139,7 +139,9 @@ def _reports(
     graph: Graph, target: Target, options: CompileOptions, fusion: Fusion, lowered: dict[Group, Lowered]
 ) -> tuple[NodeReport, ...]:
     """What became of each node: the pass's decisions on the user's nodes, then the kernel of each node that is left."""
-    out = [NodeReport(_label(d.node), d.node.op.name, d.how, "", d.why or "") for d in decisions(graph, target) if d.how != "kept"]
+    out = [
+        NodeReport(_label(d.node), d.node.op.name, d.how, "", d.why or "") for d in decisions(graph, target) if d.how != "kept"
+    ]
     static = fusion.static
     for group in fusion.groups:
         kernel = lowered[group].kernel.name

@@ -7,7 +7,7 @@ does, and shares no code with rlx/compile/memory.py and inplace.py. Runs in ever
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlx.errors import PlanError

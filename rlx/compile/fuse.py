@@ -9,7 +9,7 @@ recomputed where they are read; otherwise they are written to memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, field
 
 from rlx.compile.place import Places, static_nodes
@@ -19,6 +19,7 @@ from rlx.ir.ops import pack_panels
 from rlx.ir.target import Target
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
+MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
 MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
 
 
@@ -38,11 +39,6 @@ class Group:
     @property
     def nodes(self) -> list[Node]:
         return list(self.forms)
-
-    @property
-    def closed(self) -> bool:
-        """Takes no further nodes: natives and whole-op kernels."""
-        return self.anchor is not None and self.anchor.op.kind is not Kind.CONTRACT
 
     def row_reductions(self) -> list[Node]:
         return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
@@ -64,10 +60,8 @@ def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) 
     graph, copies = _own_outputs(graph)
     packed = _packed_operands(graph, target, natives)
     places = Places(graph, copies)
-    fuser = _Fuser(graph, target, natives, places, packed, copies)
-    fuser.alone = alone
-    groups = fuser.run()
-    return Fusion(graph, places, groups, fuser.static, packed)
+    fuser = _Fuser(graph, target, natives, places, packed, copies, alone)
+    return Fusion(graph, places, fuser.run(), fuser.static, packed)
 
 
 def _own_outputs(graph: Graph) -> tuple[Graph, set[Node]]:
@@ -81,9 +75,7 @@ def _own_outputs(graph: Graph) -> tuple[Graph, set[Node]]:
         if base.node.op.kind is not Kind.LEAF and base.node not in static and places.is_row_major(value):
             return value
         if value not in copies:
-            copy = apply(OPS["reshape"], (value,), {"dims": value.shape.static})
-            assert isinstance(copy, Value)
-            copies[value] = copy
+            copies[value] = apply(OPS["reshape"], (value,), {"dims": value.shape.static})  # type: ignore[assignment]
         return copies[value]
 
     out = graph.rebuild(lambda node, inputs: node.results)
@@ -120,14 +112,22 @@ def contraction(node: Node):
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(self, graph: Graph, target: Target, natives: set[Node], places: Places, packed: dict[Node, Value], copies: set[Node]) -> None:
-        self.graph, self.target, self.natives, self.places, self.packed = graph, target, natives, places, packed
-        self.nodes = _with_packs(graph, packed)
+    def __init__(
+        self,
+        graph: Graph,
+        target: Target,
+        natives: set[Node],
+        places: Places,
+        packed: dict[Node, Value],
+        copies: set[Node],
+        alone: bool,
+    ) -> None:
+        self.target, self.natives, self.places, self.packed, self.alone = target, natives, places, packed, alone
+        self.nodes = list(dict.fromkeys(m for n in graph.nodes() for m in ((packed[n].node, n) if n in packed else (n,))))
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.static = static_nodes(self.nodes) - copies
         self.group_of: dict[Node, Group] = {}
         self.groups: list[Group] = []
-        self.alone = False
         self.readers: dict[Value, set[Node]] = {}  # result -> the nodes that read it, through views too
         for node in self.nodes:
             for value in self.operands(node):
@@ -157,22 +157,16 @@ class _Fuser:
     # -- placing one node
 
     def place(self, node: Node) -> None:
-        kind = node.op.kind
-        if node in self.natives or kind in (Kind.KERNEL, Kind.CONTRACT):
+        if node in self.natives or node.op.kind in (Kind.KERNEL, Kind.CONTRACT):
             self.start(node, node.shapes[0].static, anchor=node)
-            return
-        if kind is Kind.REDUCE and self.join_as_reduction(node):
-            return
-        if kind is Kind.POINTWISE and not self.alone:
-            for group in self.candidates(node):
-                form = self.fitting_form(group, node)
-                if form and self.acyclic(group, node):
-                    self.add(group, node, form)
-                    self.merge_siblings(group, node)
-                    return
-        group = self.start(node, node.shapes[0].static)
-        if not self.alone:
-            self.absorb(group, node)
+        elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
+            self.place_row_reduction(node)
+        elif node.op.kind is Kind.POINTWISE:
+            self.place_pointwise(node)
+        else:
+            group = self.start(node, node.shapes[0].static)
+            if not self.alone:
+                self.absorb(group, node)
 
     def start(self, node: Node, dims: tuple[int, ...], anchor: Node | None = None, form: str = "full") -> Group:
         group = Group(dims, node in self.static, anchor)
@@ -184,68 +178,66 @@ class _Fuser:
         group.forms[node] = form
         self.group_of[node] = group
         for value in self.operands(node):
-            producer = self.group_of.get(self.places.base(value).node)
+            producer = self.producer(value)
             if producer is not None and producer is not group:
                 group.reads.add(producer)
 
-    def candidates(self, node: Node) -> list[Group]:
-        """Groups of operands read at the very element computed, latest first."""
-        found: dict[Group, None] = {}
-        for value in node.inputs:
-            group = self.group_of.get(value.node)
-            if group is not None and not group.closed and group.static == (node in self.static):
-                found[group] = None
-        return sorted(found, key=self.groups.index, reverse=True)
+    def producer(self, value: Value) -> Group | None:
+        """The group that computes the value, or what it is a view of."""
+        return self.group_of.get(self.places.base(value).node)
+
+    def takes(self, group: Group, node: Node) -> bool:
+        """Whether the group may grow by this node: natives and whole-op kernels do not."""
+        is_open = group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and group.anchor not in self.natives)
+        return not self.alone and is_open and group.static == (node in self.static) and len(group.forms) < MAX_NODES
+
+    def reduces_rows(self, node: Node) -> bool:
+        """Whether the node reduces the last axis alone."""
+        assert node.op.reduce is not None
+        return node.op.reduce(node.attrs, node.inputs[0].shape).axes == (node.inputs[0].rank - 1,)
+
+    def place_row_reduction(self, node: Node) -> None:
+        """A reduction over the last axis joins, or starts, a row program."""
+        value = node.inputs[0]
+        form = "row" if node.shapes[0].rank == value.rank else "dropped"
+        group = self.group_of.get(value.node)
+        if group and self.takes(group, node) and group.forms[value.node] == "full" and self.rows_allowed(group):
+            self.add(group, node, form)
+        else:
+            self.start(node, value.shape.static, form=form)
+
+    def place_pointwise(self, node: Node) -> None:
+        """A pointwise node joins the latest group that computes an operand, if it fits there."""
+        found = {group for value in node.inputs if (group := self.group_of.get(value.node)) and self.takes(group, node)}
+        for group in sorted(found, key=self.groups.index, reverse=True):
+            form = self.fitting_form(group, node)
+            if form and self.acyclic(group, node):
+                self.add(group, node, form)
+                self.merge_siblings(group, node)
+                return
+        self.start(node, node.shapes[0].static)
 
     def fitting_form(self, group: Group, node: Node) -> str | None:
         """The form under which a pointwise node fits the group's space, or None."""
         dims = node.shapes[0].static
         own = {group.forms[v.node] for v in node.inputs if v.node in group.forms}
         if "dropped" in own:
-            inside = own == {"dropped"} and dims == group.dims[:-1]
-            return "dropped" if inside else None
+            return "dropped" if own == {"dropped"} and dims == group.dims[:-1] else None
         if dims == group.dims and (own != {"row"} or group.dims[-1:] == (1,) or self.rows_allowed(group)):
             return "full"
-        if own == {"row"} and dims == (*group.dims[:-1], 1):
-            return "row"
-        return None
-
-    def join_as_reduction(self, node: Node) -> bool:
-        """A reduction over the last axis joins, or starts, a row program."""
-        assert node.op.reduce is not None
-        value = node.inputs[0]
-        facts = node.op.reduce(node.attrs, value.shape)
-        if facts.axes != (value.rank - 1,):
-            return False
-        form = "row" if facts.keepdims else "dropped"
-        group = self.group_of.get(value.node)
-        if (
-            group is not None
-            and not self.alone
-            and not group.closed
-            and group.static == (node in self.static)
-            and group.forms.get(value.node) == "full"
-            and self.rows_allowed(group)
-        ):
-            self.add(group, node, form)
-        else:
-            self.start(node, value.shape.static, form=form)
-        return True
+        return "row" if own == {"row"} and dims == (*group.dims[:-1], 1) else None
 
     def rows_allowed(self, group: Group) -> bool:
         """Whether whole rows may be given to one thread: always without a contraction; else if enough rows remain."""
         if group.anchor is None:
             return True
-        rows = 1
-        for d in group.dims[:-1]:
-            rows *= d
-        enough = self.target.threads == 1 or rows >= MIN_ROWS_PER_THREAD * self.target.threads
+        enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS_PER_THREAD * self.target.threads
         return enough and len(contraction(group.anchor).b_columns) == 1 and group.dims[-1] <= MAX_ROW_COLUMNS
 
     def acyclic(self, group: Group, node: Node) -> bool:
         """Whether no operand from outside the group depends on the group."""
         for value in self.operands(node):
-            producer = self.group_of.get(self.places.base(value).node)
+            producer = self.producer(value)
             if producer is group and value.node not in group.forms:
                 return False  # read under a view: other elements than the one at hand
             if producer is not None and producer is not group and self.reaches(producer, group):
@@ -269,36 +261,51 @@ class _Fuser:
         """Operands computed over the same space by loop groups of their own join too."""
         for value in node.inputs:
             other = self.group_of.get(value.node)
-            if other is None or other is group or other.anchor is not None or other.dims != group.dims or other.static != group.static:
+            if other is None or not self.may_join(other, group) or other.dims != group.dims:
                 continue
-            others = [g for g in other.reads if g is not group and self.reaches(g, group)]
-            between = [g for g in group.reads if g is not other and self.reaches(g, other)]
-            if others or between or group in other.reads or (group.anchor is not None and other.row_reductions()):
+            cyclic = any(g is not group and self.reaches(g, group) for g in other.reads) or any(
+                g is not other and self.reaches(g, other) for g in group.reads
+            )
+            if cyclic or group in other.reads or (group.anchor is not None and other.row_reductions()):
                 continue
-            self.take_over(group, other, absorbed=other.absorbed)
-            group.forms = dict(sorted(group.forms.items(), key=lambda item: self.order[item[0]]))
+            if self.reads_in_step(group, other):
+                self.take_over(group, other, absorbed=other.absorbed)
+                group.forms = dict(sorted(group.forms.items(), key=lambda item: self.order[item[0]]))
+
+    def may_join(self, other: Group, group: Group) -> bool:
+        """Whether all of `other`, a loop group, could be computed in `group`."""
+        fits = len(other.forms) + len(group.forms) <= MAX_NODES
+        return other is not group and other.anchor is None and other.static == group.static and fits
+
+    def reads_in_step(self, group: Group, other: Group) -> bool:
+        """Whether what `group` reads of `other` are the very elements at hand: by pointwise nodes, not under a view, and a
+        value without the last dim only where the reader has none either."""
+        for node, form in group.forms.items():
+            for value in self.operands(node):
+                if self.producer(value) is not other:
+                    continue
+                direct = node.op.kind is Kind.POINTWISE and node not in group.absorbed and value.node in other.forms
+                if not direct or (other.forms[value.node] == "dropped") != (form == "dropped"):
+                    return False
+        return True
 
     def absorb(self, group: Group, node: Node) -> None:
-        """Recompute, inside the reader, loop groups that only this node reads at coordinates of its own. A pointwise
-        reader is not one: it would read the same element under a broadcast, or two different ones, and pay for each."""
-        for value in node.inputs if node.op.kind is not Kind.POINTWISE else ():
+        """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own."""
+        for value in node.inputs:
             base = self.places.base(value)
             other = self.group_of.get(base.node)
-            if other is None or other is group or other.anchor is not None or other.static != group.static or other.row_reductions():
+            if other is None or not self.may_join(other, group) or other.row_reductions():
                 continue
-            only_reader = all(
-                reader is node or reader in other.forms for n in other.nodes for v in n.results for reader in self.readers.get(v, ())
-            )
-            rooted = any(v in self.roots for n in other.nodes for v in n.results)
+            values = [v for n in other.forms for v in n.results]
+            read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             bigger = node.shapes[0].num_elements > 2 * base.shape.num_elements
-            if only_reader and not rooted and not bigger:
-                self.take_over(group, other, absorbed=set(other.nodes))
-                group.forms = {**{n: "full" for n in other.nodes}, **group.forms}
+            if not read_elsewhere and not bigger and not self.roots.intersection(values):
+                self.take_over(group, other, absorbed=set(other.forms))
+                group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
 
     def take_over(self, group: Group, other: Group, absorbed: set[Node]) -> None:
-        for n, form in other.forms.items():
-            group.forms[n] = form
-            self.group_of[n] = group
+        group.forms.update(other.forms)
+        self.group_of.update(dict.fromkeys(other.forms, group))
         group.absorbed |= absorbed
         group.reads |= other.reads
         for g in self.groups:
@@ -316,33 +323,13 @@ class _Fuser:
 
     def ordered(self) -> list[Group]:
         """Groups so that each comes after those it reads; ties in graph order."""
+        place = {g: i for i, g in enumerate(self.groups)}
         done: dict[Group, None] = {}
-
-        def visit(group: Group) -> None:
-            stack = [(group, iter(sorted(group.reads, key=self.groups.index)))]
-            while stack:
-                top, todo = stack[-1]
-                nxt = next((g for g in todo if g not in done), None)
-                if nxt is None:
-                    done[stack.pop()[0]] = None
-                else:
-                    stack.append((nxt, iter(sorted(nxt.reads, key=self.groups.index))))
-
-        for group in self.groups:
-            if group not in done:
-                visit(group)
+        stack = list(reversed(self.groups))
+        while stack:
+            waiting = sorted((g for g in stack[-1].reads if g not in done), key=place.__getitem__, reverse=True)
+            if waiting and stack[-1] not in done:
+                stack += waiting
+            else:
+                done[stack.pop()] = None
         return list(done)
-
-
-def _with_packs(graph: Graph, packed: dict[Node, Value]) -> list[Node]:
-    """The graph's nodes with each packing node ahead of the contraction that reads it."""
-    out: dict[Node, None] = {}
-    for node in graph.nodes():
-        if node in packed:
-            out[packed[node].node] = None
-        out[node] = None
-    return list(out)
-
-
-def stored_values(groups: Iterable[Group]) -> set[Value]:
-    return {v for g in groups for v in g.stores}

@@ -58,40 +58,35 @@ class Places:
 
     def _addressable(self, node: Node) -> bool:
         base, layout = self.locate(node.inputs[0])
-        if all(_view(v, layout) is not None for v in node.results):
+        if self._seen(node):
             return True
         order = self._order_for(base, node.inputs[0].shape.static, layout)
         if order is None:
             return False
-        previous = dict(self._memo)
         self.orders[base] = order
         self._memo.clear()
-        if self._still_addressable(node):
+        views = (n for n in self.nodes[: self.nodes.index(node) + 1] if n.op.kind is Kind.VIEW and n not in self.computed)
+        if all(map(self._seen, views)):
             return True
         del self.orders[base]
-        self._memo = previous
+        self._memo.clear()
         return False
 
-    def _still_addressable(self, last: Node) -> bool:
-        """Whether every view placed so far, and `last`, can still be addressed."""
-        for node in self.nodes:
-            if node.op.kind is Kind.VIEW and node not in self.computed:
-                _, layout = self.locate(node.inputs[0])
-                if any(_view(v, layout) is None for v in node.results):
-                    return False
-            if node is last:
-                return True
-        return True
+    def _seen(self, node: Node) -> bool:
+        """Whether strides can express the view where its operand lies now."""
+        _, layout = self.locate(node.inputs[0])
+        return all(_view(v, layout) is not None for v in node.results)
 
     def _order_for(self, base: Value, dims: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
         """Strides of `base` that make the view (dims, layout) row-major, if the view only permutes the base's dims."""
         if base.node.op.kind is Kind.LEAF or base in self.orders or base in self._fixed or layout.offset:
             return None
         own = base.shape.static
-        wanted = {s: w for d, s, w in zip(dims, layout.strides, contiguous_strides(dims)) if d != 1}
-        order = tuple(wanted.get(s, 1) if d != 1 else 1 for d, s in zip(own, contiguous_strides(own)))
-        same_dims = sorted(d for d in dims if d != 1) == sorted(d for d in own if d != 1)
-        return order if same_dims and len(wanted) == sum(d != 1 for d in own) else None
+        plain, wanted = contiguous_strides(own), contiguous_strides(dims)
+        moved = {s: (d, w) for d, s, w in zip(dims, layout.strides, wanted) if d != 1}
+        if {s: d for d, s in zip(own, plain) if d != 1} != {s: d for s, (d, _) in moved.items()}:
+            return None
+        return tuple(moved[s][1] if d != 1 else 1 for d, s in zip(own, plain))
 
 
 def _under_views(values: Iterable[Value]) -> set[Value]:

@@ -1,0 +1,188 @@
+"""Elements: the expression of any value at any coordinates, made from what the ops declare, and addresses in buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.compile.fuse import Fusion, Group
+from rlx.ir import kernel as K
+from rlx.ir.dtype import DType
+from rlx.ir.graph import CONSTANT, Node, Value
+from rlx.ir.kernel import k
+from rlx.ir.op import Kind
+from rlx.ir.program import Layout
+
+ZERO = k.const(0)  # one object, so that what is found at coordinate 0 is found again
+
+
+class KernelBuilder:
+    """What an op's `element` and `kernel` functions see as `ctx`, and the state of the kernel being written.
+
+    `block` collects statements that the expressions made so far depend on; `bound` gives values that are at hand in the
+    current scope (finished reductions, the accumulator, rows kept in a Local); where `guard` is false nothing is read or
+    checked, and what an expression gives there is not used.
+    """
+
+    def __init__(self, group: Group, fusion: Fusion) -> None:
+        self.group, self.fusion, self.places = group, fusion, fusion.places
+        self.buffers: dict[Value, K.Buffer] = {}
+        self.locals: list[K.Local] = []
+        self.block: list[K.Stmt] = []
+        self.bound: dict[Value, K.Expr] = {}
+        self.guard: K.Expr | None = None
+        self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # of the current scope
+
+    # -- offered to op declarations
+
+    def dims(self, value: Value) -> tuple[int, ...]:
+        return value.shape.static
+
+    def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
+        """The element of `value` at `coords` (one i64 expression per dim), in its compute dtype; zero where `guard` is false."""
+        if guard is not None:
+            outside = self.guard
+            self.guard = guard if outside is None else k.and_(outside, guard)
+            made = self.element(value, coords)
+            self.guard = outside
+            is_zero = isinstance(made, K.Load) and made.guard is not None
+            return made if is_zero else k.select(guard, made, k.const(0, made.dtype))
+        if value in self.bound:
+            return self.bound[value]
+        coords = tuple(coords)
+        key = (value, tuple(map(id, coords)), id(self.guard))
+        if key not in self.memo:
+            self.memo[key] = (self._element(value, coords), (coords, self.guard))  # keeps ids alive
+        return self.memo[key][0]
+
+    def check(self, ok: K.Expr, code: int) -> None:
+        """The run fails with `code` unless `ok` holds at every point."""
+        self.block.append(K.Check(ok if self.guard is None else k.or_(k.not_(self.guard), ok), code))
+
+    def local(self, dtype: DType, size: int, per_row: bool = False) -> K.Local:
+        self.locals.append(K.Local(f"l{len(self.locals)}", dtype, size, per_row))
+        return self.locals[-1]
+
+    def store(self, result: int, coords: Sequence[K.Expr], value: K.Expr, guard: K.Expr | None = None) -> K.Store:
+        """Write one element of the anchor's result number `result`."""
+        assert self.group.anchor is not None
+        return self.store_value(Value(self.group.anchor, result), coords, value, guard)
+
+    # -- inside the compiler
+
+    def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
+        if base not in self.buffers:
+            self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, base.shape.num_elements, writable)
+        return self.buffers[base]
+
+    def open_stores(self, values: Sequence[Value]) -> None:
+        for v in values:
+            self.buffer(v, writable=True)
+
+    def store_value(self, value: Value, coords: Sequence[K.Expr], what: K.Expr, guard: K.Expr | None = None) -> K.Store:
+        _, layout = self.places.locate(value)
+        return K.Store(self.buffer(value, writable=True), index(layout, value.shape.static, coords), what, guard)
+
+    def native(self, node: Node) -> K.Native:
+        def view(value: Value) -> K.View:
+            base, layout = self.places.locate(value)
+            return K.View(self.buffer(base), value.shape.static, layout.strides, layout.offset)
+
+        inputs = tuple(map(view, node.inputs))
+        self.open_stores(node.results)
+        return K.Native(node.op.name, node.attrs, inputs, tuple(map(view, node.results)))
+
+    def _element(self, value: Value, coords: tuple[K.Expr, ...]) -> K.Expr:
+        node = value.node
+        if node.op is CONSTANT and value.shape.num_elements == 1:
+            return k.const(node.attrs.data.reshape(-1)[0].item(), value.dtype.compute)  # type: ignore[union-attr]
+        base, layout = self.places.locate(value)
+        if base.node not in self.group.forms:
+            return K.Load(self.buffer(base), index(layout, value.shape.static, coords), self.guard)
+        if node.op.kind is Kind.POINTWISE:
+            assert node.op.scalar is not None
+            return node.op.scalar(k, node.attrs, *(self.element(v, aligned(v, coords)) for v in node.inputs))
+        if node.op.kind is Kind.REDUCE:
+            return self._reduction(node, coords)
+        assert node.op.element is not None, node
+        return node.op.element(self, node, value.index, coords)
+
+    def _reduction(self, node: Node, coords: tuple[K.Expr, ...]) -> K.Expr:
+        """A reduction over any axes, as serial loops inside the current scope."""
+        assert node.op.reduce is not None
+        source = node.inputs[0]
+        facts = node.op.reduce(node.attrs, source.shape)
+        dims = source.shape.static
+        loop_vars = {axis: K.Var("r") for axis in facts.axes}
+        outer = iter(c for i, c in enumerate(coords) if not (facts.keepdims and i in facts.axes))
+        at = [loop_vars[axis] if axis in loop_vars else next(outer) for axis in range(len(dims))]
+        kept, self.block = self.block, []
+        value = self.element(source, at)
+        inner, self.block = self.block, kept
+        for axis in reversed(facts.axes):
+            result = K.Var("sum", value.dtype)
+            loop = K.Loop(loop_vars[axis], dims[axis], tuple(inner), reduces=(K.Reduce(result, facts.op, value),))
+            inner, value = [loop], result
+        self.block += inner
+        return value
+
+
+# -- addresses -----------------------------------------------------------------------------------------------------
+
+
+def aligned(value: Value, coords: Sequence[K.Expr]) -> tuple[K.Expr, ...]:
+    """The coordinates of a broadcast operand, given those of the result."""
+    dims = value.shape.static
+    return tuple(ZERO if d == 1 else c for d, c in zip(dims, coords[len(coords) - len(dims) :]))
+
+
+def index(layout: Layout, dims: tuple[int, ...], coords: Sequence[K.Expr]) -> K.Expr:
+    """offset + sum of coordinate * stride. Coordinates that split one variable are put together again where the strides
+    let them, so that the address stays linear in the variable."""
+    terms = [(c, s) for c, s, d in zip(coords, layout.strides, dims) if d != 1]
+    at = 0
+    while at + 1 < len(terms):
+        (high, high_stride), (low, low_stride) = terms[at], terms[at + 1]
+        whole = _whole(high, low)
+        if whole is not None and high_stride == low_stride * whole[1]:
+            terms[at : at + 2] = [(whole[0], low_stride)]
+            at = max(at - 1, 0)
+        else:
+            at += 1
+    return K.linear(terms, layout.offset)
+
+
+def _whole(high: K.Expr, low: K.Expr) -> tuple[K.Expr, int] | None:
+    """(x, d) if high is x div d and low is x rem d."""
+    if isinstance(high, K.Alu) and isinstance(low, K.Alu) and (high.op, low.op) == ("div", "rem"):
+        (x, d), (y, e) = high.args, low.args
+        if x is y and isinstance(d, K.Const) and isinstance(e, K.Const) and d.value == e.value:
+            return x, int(d.value)
+    return None
+
+
+def split(var: K.Expr, dims: Sequence[int]) -> list[K.Expr]:
+    """Coordinates over `dims` of the flat row-major position `var`."""
+    out: list[K.Expr] = []
+    for d in reversed(dims[1:]):
+        out.append(k.rem(var, d))
+        var = k.div(var, d)
+    return [var, *reversed(out)] if dims else []
+
+
+def collapsed(dims: tuple[int, ...], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[int]]:
+    """Axes of a space in groups that every access can walk with one stride. `layouts`: (dims, strides) of each access,
+    aligned to the space from the right."""
+
+    def joins(left: int, right: int, inner: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+        there = len(inner) - len(dims)  # axis of the access for axis 0 of the space
+        high, low = (strides[a + there] if a + there >= 0 and inner[a + there] != 1 else 0 for a in (left, right))
+        return high == low * dims[right]
+
+    groups: list[list[int]] = []
+    for axis, d in enumerate(dims):
+        real = [a for a in groups[-1] if dims[a] != 1] if groups else []
+        if groups and (d == 1 or not real or all(joins(real[-1], axis, *access) for access in layouts)):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    return groups
