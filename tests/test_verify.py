@@ -148,6 +148,7 @@ def test_what_is_no_value_is_named_too(wrong):
     g = sound()
     g.outputs[0] = wrong
     assert any("output 0 is no result of a node" in fault for fault in faults(g))
+    assert g.inputs[0].node in g.nodes() and "return y" not in str(g) and "%?" in str(g)
     g = sound()
     put("t_scale", X, inputs=lambda g: (wrong,))(g)
     assert any("operand 0 is no result of a node" in fault for fault in faults(g))

@@ -28,28 +28,13 @@ def evaluate(
     Named dims take the sizes of the arrays given. A handle that is not given starts as zeros.
     """
     values = _bind_leaves(graph, inputs, params or {}, handles or {})
-    users = _last_users(graph)
     for node in graph.nodes():
         if node.op.kind is Kind.LEAF and node.results[0] in values:
             continue
-        for value, array in zip(node.results, evaluate_node(node, tuple(values[v] for v in node.inputs)), strict=True):
-            values[value] = array
-        for v in users.get(node, ()):
-            del values[v]
+        values.update(zip(node.results, evaluate_node(node, tuple(values[v] for v in node.inputs)), strict=True))
     outputs = [np.array(values[v], order="C") for v in graph.outputs]
     following = {h.name or "": values[h] for h in graph.handles} | {h.name or "": values[v] for h, v in graph.assigns}
     return outputs, {name: np.array(array, order="C") for name, array in following.items()}
-
-
-def _last_users(graph: Graph) -> dict[Node, list[Value]]:
-    """Values that no node after this one reads, so that their memory can go."""
-    last: dict[Value, Node] = {v: node for node in graph.nodes() for v in node.inputs}
-    kept = {*graph.roots(), *graph.leaves()}
-    users: dict[Node, list[Value]] = {}
-    for value, node in last.items():
-        if value not in kept:
-            users.setdefault(node, []).append(value)
-    return users
 
 
 def _bind_leaves(graph: Graph, *groups: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:

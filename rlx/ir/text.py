@@ -395,17 +395,13 @@ class _Parser:
         return np.frombuffer(raw, shape.dtype.numpy).reshape(shape.static)  # read-only, as `raw` is
 
     def number_bytes(self, text: str, dtype: DType) -> bytes:
-        host = dtype.numpy.type
+        value_of = {"b": {"true": True, "false": False}.__getitem__, "f": float}.get(dtype.kind, int)
         try:
-            if dtype.kind == "b":
-                return host({"true": True, "false": False}[text]).tobytes()
-            if dtype.kind != "f":
-                return host(int(text)).tobytes()
-            if text.startswith("0x"):
+            if dtype.kind == "f" and text.startswith("0x"):
                 return int(text, 16).to_bytes(dtype.itemsize, "little")
             with np.errstate(over="ignore"):
-                number = host(float(text))
-            if math.isinf(float(number)) and "inf" not in text:
+                number = dtype.numpy.type(value_of(text))
+            if dtype.kind == "f" and math.isinf(number) and "inf" not in text:
                 raise OverflowError
             return number.tobytes()
         except (KeyError, ValueError, OverflowError):
