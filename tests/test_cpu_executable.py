@@ -170,7 +170,6 @@ def test_equal_kernels_are_compiled_once():
     artifact = CPU.compile(p)
     assert len(artifact.codes) == len(artifact.objects) == 1
     assert artifact.texts()["first"] == artifact.texts()["second"] and "define" in artifact.texts()["first"]
-    assert set(artifact.timings) == {"render_ms", "llvm_ms"}
     exe = CPU.load(artifact)
     exe.poison()
     exe.write(0, floats(1))
@@ -182,7 +181,7 @@ def test_equal_kernels_are_compiled_once():
 def test_a_kernel_met_in_another_program_is_not_compiled_again():
     one = CPU.compile(program(ADDING, [(add(name="first"), "x", "y", "o")]))
     other = CPU.compile(program(COUNTER, [(add(), "total", "x", "next"), (take(), "x", "at", "o")]))
-    assert other.objects[other.uses["steps"][0]] is one.objects[0] and other.objects[other.uses["steps"][1]] is not one.objects[0]
+    assert len(other.objects) == 2 and [image is one.objects[0] for image in other.objects] == [True, False]
     assert CPU.compile(program(ADDING, [(add(), "x", "y", "o")], threads=3)).objects[0] is not one.objects[0]  # may cut it up
     assert CPU.compile(program(ADDING, [(map_kernel("add", k.sub, 2), "x", "y", "o")])).objects[0] != one.objects[0]
 

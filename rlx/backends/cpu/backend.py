@@ -6,7 +6,6 @@ Importing this module, asking for a target or probing loads no native library; c
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -43,19 +42,16 @@ class CpuBackend:
         return replace(host_target(threads), natives={"attention": _claim_attention})
 
     def compile(self, program: Program) -> CpuArtifact:
-        """Object code of every distinct kernel, once. CompileError: LLVM refuses one, which is a fault of the renderer."""
+        """Object code of every distinct kernel, made once in this process.
+
+        CompileError: LLVM refuses one, which is a fault of the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
-        start = time.perf_counter()
         kernels = {id(s.kernel): s.kernel for phase in PHASES for s in getattr(program, phase)}
         jobs = {i: _Job(kernel.key, program.target, kernel) for i, kernel in kernels.items()}
-        numbers = {job: n for n, job in enumerate(dict.fromkeys(jobs.values()))}
-        codes = tuple(map(_rendered, numbers))
-        rendered = time.perf_counter()
-        objects = tuple(map(_object, numbers))
-        timings = {"render_ms": (rendered - start) * 1e3, "llvm_ms": (time.perf_counter() - rendered) * 1e3}
-        uses = {phase: tuple(numbers[jobs[id(s.kernel)]] for s in getattr(program, phase)) for phase in PHASES}
-        return CpuArtifact(program, codes, objects, uses, timings)
+        made = {job: _compiled(job) for job in dict.fromkeys(jobs.values())}
+        coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in getattr(program, phase)] for phase in PHASES}
+        return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 
     def load(self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0) -> CpuExecutable:
         """DeviceUnavailableError: the code uses instructions that this CPU lacks, or `index` is not 0."""
@@ -75,17 +71,12 @@ class _Job:
 
 
 @lru_cache(KEPT)
-def _rendered(job: _Job) -> Rendered:
+def _compiled(job: _Job) -> tuple[Rendered, bytes]:
+    from rlx.backends.cpu.jit import compile_object
     from rlx.backends.cpu.render import render
 
-    return render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
-
-
-@lru_cache(KEPT)
-def _object(job: _Job) -> bytes:
-    from rlx.backends.cpu.jit import compile_object
-
-    return compile_object(_rendered(job).text, job.target, job.kernel.name)
+    code = render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
+    return code, compile_object(code.text, job.target, job.kernel.name)
 
 
 def _claim_attention(node: Node) -> str | None:

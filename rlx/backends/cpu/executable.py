@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.emit import Rendered
-from rlx.backends.cpu.jit import Library, load
+from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
 from rlx.driver.params import ParamStore
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
@@ -27,19 +27,17 @@ IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 
 @dataclass(frozen=True)
 class CpuArtifact:
-    """Machine code of one program: `codes`, each distinct kernel once, with `objects` beside it. `uses[phase][i]` is the
-    code of that phase's step i. `timings`: milliseconds of the compile by what took them."""
+    """Machine code of one program: `codes`, each distinct kernel once, with `objects` beside it. `coded`: the steps of a
+    phase, each with its code."""
 
     program: Program
     codes: tuple[Rendered, ...]
     objects: tuple[bytes, ...]
-    uses: dict[str, tuple[int, ...]]
-    timings: dict[str, float] = field(default_factory=dict, compare=False)
+    coded: dict[str, list[tuple[Step, Rendered]]]
 
     def texts(self) -> dict[str, str]:
         """Kernel name -> its LLVM IR. Kernels with one code appear once each, with the same text."""
-        steps = ((s, i) for phase, used in self.uses.items() for s, i in zip(getattr(self.program, phase), used))
-        return {s.kernel.name: self.codes[i].text for s, i in steps}
+        return {step.kernel.name: code.text for steps in self.coded.values() for step, code in steps}
 
 
 class CpuCode:
@@ -47,10 +45,9 @@ class CpuCode:
 
     def __init__(self, artifact: CpuArtifact) -> None:
         self.artifact = artifact
-        symbols = [c.symbol for c in artifact.codes]
-        self.library: Library | None = load(artifact.objects, symbols, artifact.program.target) if symbols else None
-        self.functions = [self.library.address(s) for s in symbols] if self.library else []
-        self.scratch_bytes = max((c.scratch_bytes for c in artifact.codes), default=0)
+        self.library = load(artifact.objects, [c.symbol for c in artifact.codes], artifact.program.target)
+        scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
+        self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self.constants: dict[int, Memory] = {}
         for b in artifact.program.buffers:
             if b.region is Region.CONSTANT:
@@ -71,22 +68,12 @@ class CpuExecutable:
         self._decls = {b.id: b for b in program.buffers}
         self._views: dict[int, np.ndarray] = {}
         self._arena = memory.allocate(program.plan.size_bytes, max(program.plan.alignment, memory.ALIGNMENT))
-        self._held = dict(code.constants)  # buffers whose addresses the run's table names; all but the arena's
-        hot = {a for s in program.steps + program.commit for a in s.args}
-        for b in program.buffers:
-            if b.region is Region.HANDLE:
-                self._held[b.id] = memory.allocate(b.nbytes)
-            elif b.region in (Region.PARAM, Region.PREPARED) and b.id in hot:
-                self._held[b.id] = self._entry(b)
-        many = any(c.tasks > 1 for c in code.artifact.codes) and program.target.threads > 1
-        self._pool = pool.pool(program.target.threads) if many else None
-        self._stride = -(-code.scratch_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        self._scratch = memory.allocate(self._stride * (program.target.threads if many else 1), SCRATCH_ALIGNMENT)
-        self._table = self._calls([*self._used("steps"), *self._used("commit")], {})
-        middle, end = len(program.steps), len(program.steps) + len(program.commit)
-        spans = ((0, end), (0, middle), (middle, end))
-        self._runs = [pool.Run(*self._table.bounds(*span), *self._surroundings()) for span in spans]
-        self._whole, self._steps, self._commit = map(pool.callable_of, self._runs)
+        self._handles = {b.id: memory.allocate(b.nbytes) for b in program.buffers if b.region is Region.HANDLE}
+        threads = program.target.threads if any(c.tasks > 1 for c in code.artifact.codes) else 1
+        self._pool = pool.pool(threads) if threads > 1 else None
+        self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
+        steps, commit = code.artifact.coded["steps"], code.artifact.coded["commit"]
+        self._whole, self._steps, self._commit = map(self._table, (steps + commit, steps, commit))
 
     # -- buffers
 
@@ -106,8 +93,7 @@ class CpuExecutable:
             place, offset = self._place(decl)
             found = place.view(offset, decl.shape.static, decl.shape.dtype.numpy)
             found.flags.writeable = decl.region is not Region.CONSTANT
-            if decl.region in IN_ARENA or buffer in self._held:
-                self._views[buffer] = found
+            self._views[buffer] = found
         return found
 
     def address(self, buffer: int) -> int:
@@ -118,11 +104,6 @@ class CpuExecutable:
     def arena_ptr(self) -> int:
         """Address that the plan's offsets count from."""
         return self._arena.address
-
-    @property
-    def arena(self) -> np.ndarray:
-        """The arena's bytes, uint8[plan.size_bytes]."""
-        return self._arena.data
 
     def poison(self) -> None:
         """Fill scratch, and the arena but for its inputs, with NaN: a run that forgets to write is seen."""
@@ -140,7 +121,7 @@ class CpuExecutable:
         total: dict[str, int] = dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)
         names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
         for b in self.program.buffers:
-            if b.region in names and (b.id in self._held or b.name in self.params.entries):
+            if b.region in names and (b.region in (Region.HANDLE, Region.CONSTANT) or b.name in self.params.entries):
                 total[names[b.region]] += b.nbytes
         code = sum(map(len, self._code.artifact.objects))
         return total | {"arena": self._arena.nbytes, "scratch": self._scratch.nbytes, "code": code}
@@ -149,50 +130,32 @@ class CpuExecutable:
 
     def run(self) -> None:
         """All steps, then commit. Raises IndexRangeError (nothing committed) if a Check failed."""
-        status = self._whole()
+        status = self._whole.call()
         if status:
-            self._after(status, self._runs[0], self._table)
+            self._whole.settle(status)
 
     def run_steps(self) -> None:
         """The steps without the commit; raises as run does."""
-        status = self._steps()
-        if status:
-            self._after(status, self._runs[1], self._table)
+        self._steps()
 
     def run_commit(self) -> None:
-        status = self._commit()
-        if status:
-            self._after(status, self._runs[2], self._table)
+        self._commit()
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
         """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers."""
         arrays = {i: _aligned(self._decls[i], array) for i, array in (given or {}).items()}
-        used = self._used("prepare")
-        table = self._calls([used[i] for i in steps], {i: array.ctypes.data for i, array in arrays.items()})
-        run = pool.Run(*table.bounds(0, len(steps)), *self._surroundings())
-        status = pool.callable_of(run)()
-        if status:
-            self._after(status, run, table)
+        coded = self._code.artifact.coded["prepare"]
+        self._table([coded[i] for i in steps], {i: array.ctypes.data for i, array in arrays.items()})()
 
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
         other = CpuExecutable(self._code, self.params)
         np.copyto(other._arena.data, self._arena.data)
-        for b in self.program.buffers:
-            if b.region is Region.HANDLE:
-                np.copyto(other._held[b.id].data, self._held[b.id].data)
+        for i, handle in self._handles.items():
+            np.copyto(other._handles[i].data, handle.data)
         return other
 
     # -- addresses and tables, made when loading
-
-    def _entry(self, b: BufferDecl) -> Memory:
-        entry = self.params.get(b.name, b.nbytes, _allocate)
-        if entry.nbytes != b.nbytes:
-            raise InputShapeError(
-                f"{self.program.name}: {b.name!r} is {b.shape} ({b.nbytes} bytes), but the params to share hold {entry.nbytes} "
-                "bytes under that name; give this graph a store of its own"
-            )
-        return entry.memory
 
     def _place(self, b: BufferDecl) -> tuple[Memory, int]:
         if b.region in IN_ARENA:
@@ -200,63 +163,63 @@ class CpuExecutable:
             if offset < 0 or offset % b.shape.dtype.itemsize or offset + b.nbytes > self._arena.nbytes:
                 raise PlanError(f"{self.program.name}: buffer {b.name!r} of {b.nbytes} bytes at {offset} is not in the arena")
             return self._arena, offset
-        return self._held.get(b.id) or self._entry(b), 0
+        held = self._handles.get(b.id) or self._code.constants.get(b.id)
+        if held:
+            return held, 0
+        entry = self.params.get(b.name, b.nbytes, _allocate)
+        if entry.nbytes != b.nbytes:
+            raise InputShapeError(
+                f"{self.program.name}: {b.name!r} is {b.shape} ({b.nbytes} bytes), but the params to share hold {entry.nbytes} "
+                "bytes under that name; give this graph a store of its own"
+            )
+        return entry.memory, 0
 
-    def _used(self, phase: str) -> list[tuple[Step, int]]:
-        return list(zip(getattr(self.program, phase), self._code.artifact.uses[phase]))
+    def _table(self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None) -> _Table:
+        """These steps, ready to run. `given`: addresses of buffers that lie elsewhere.
 
-    def _calls(self, used: list[tuple[Step, int]], given: Mapping[int, int]) -> _Table:
-        """The table of these steps, each with the index of its code. `given`: addresses of buffers that lie elsewhere."""
-        rows = []
-        for step, i in used:
-            self._check(step)
-            addresses = [given.get(a) or self.address(a) for a in step.args]
-            rows.append((self._code.functions[i], self._code.artifact.codes[i].tasks, addresses))
-        return _Table([s.kernel for s, _ in used], rows)
-
-    def _check(self, step: Step) -> None:
-        """No kernel may reach beyond the buffers it is given: the last test before addresses lose their sizes."""
-        kernel = step.kernel
-        fits = len(step.args) == len(kernel.buffers) and all(
-            b.size * b.dtype.itemsize <= self._decls[a].nbytes for a, b in zip(step.args, kernel.buffers)
-        )
-        if not fits:
-            raise PlanError(f"{self.program.name}: the buffers of {kernel.name} are larger than its arguments {step.args}")
-
-    def _surroundings(self) -> tuple[int, int, int | None]:
-        return self._scratch.address, self._stride, self._pool.address if self._pool else None
-
-    def _after(self, status: int, run: pool.Run, table: _Table) -> None:
-        """What a run's status asks for."""
-        if status == pool.ATTEND:
-            if self._pool:
-                self._pool.attend()
-            return
-        kernel = table.kernels[table.index(run.failed)]
-        origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
-        raise IndexRangeError(f"{self.program.name}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
+        PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
+        rows, addresses = [], []
+        for step, code in coded:
+            name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
+            if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
+                raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
+            rows.append((self._code.library.address(code.symbol), len(addresses), code.tasks))
+            addresses += [(given or {}).get(a) or self.address(a) for a in step.args]
+        surroundings = self._scratch, self._code.scratch_stride, self._pool
+        return _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings)
 
 
 class _Table:
-    """Steps as machine code walks them: rows of (function, tasks, argument addresses)."""
+    """Steps as machine code walks them: `rows` of (function, place of its first argument in `addresses`, tasks).
 
-    def __init__(self, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        self.kernels = kernels
-        self.arguments = (ctypes.c_uint64 * sum(len(a) for _, _, a in rows))(*(x for _, _, a in rows for x in a))
-        self.steps = (pool.Step * len(rows))()
-        at = ctypes.addressof(self.arguments)
-        for step, (function, tasks, addresses) in zip(self.steps, rows):
-            if tasks > pool.MAX_TASKS:
-                raise PlanError(f"a step of {tasks} tasks; the walker counts to {pool.MAX_TASKS}")
-            step.fn, step.args, step.tasks = function, at, tasks
-            at += 8 * len(addresses)
+    `call()` runs them all and returns 0, or what `settle` makes good or raises. It keeps the scratch, but no buffer."""
 
-    def bounds(self, first: int, end: int) -> tuple[int, int]:
-        base, size = ctypes.addressof(self.steps), ctypes.sizeof(pool.Step)
-        return base + first * size, base + end * size
+    def __init__(
+        self, program: str, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, int]], addresses: Sequence[int],
+        surroundings: tuple[Memory, int, pool.Pool | None],
+    ) -> None:  # fmt: skip
+        self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
+        self._addresses = np.array(addresses, np.int64)
+        self._steps = np.array(rows, np.int64).reshape(-1, 3)  # pool.Step
+        if (self._steps[:, 2] > pool.MAX_TASKS).any():
+            raise PlanError(f"{program}: a step of {self._steps[:, 2].max()} tasks; the walker counts to {pool.MAX_TASKS}")
+        self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
+        first, control = self._steps.ctypes.data, self._pool.address if self._pool else None
+        self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
+        self.call = pool.callable_of(self._run)
 
-    def index(self, address: int) -> int:
-        return (address - ctypes.addressof(self.steps)) // ctypes.sizeof(pool.Step)
+    def __call__(self) -> None:
+        status = self.call()
+        if status:
+            self.settle(status)
+
+    def settle(self, status: int) -> None:
+        """What a run's status asks for. IndexRangeError: a Check failed."""
+        if status == pool.ATTEND and self._pool:
+            return self._pool.attend()
+        kernel = self._kernels[(self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)]
+        origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
+        raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
 
 
 def _allocate(nbytes: int) -> tuple[Memory, int]:

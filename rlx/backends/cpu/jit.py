@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,17 +57,15 @@ def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachi
 class Library:
     """Object code in memory. Its code stays as long as this object does: whoever keeps an address keeps the Library.
 
-    Undefined symbols of the objects (exp, fmod, …) are found in this process, libm among it, or in `imports`.
+    Undefined symbols of the objects (exp, fmod, PyLong_FromLong …) are found in this process, libm among it.
     """
 
-    def __init__(self, objects: Sequence[bytes], symbols: Sequence[str], imports: Mapping[str, int] | None = None) -> None:
+    def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
         builder = llvm.JITLibraryBuilder().add_current_process()
         for image in objects:
             builder.add_object_img(image)
         for symbol in symbols:
             builder.export_symbol(symbol)
-        for symbol, address in (imports or {}).items():
-            builder.import_symbol(symbol, address)
         with _lock:
             # A linker of its own: a shared one would keep 9 KB of each unloaded library, RuntimeDyld (not JITLink) 10 more.
             linker = llvm.create_lljit_compiler(_machine(*machine_of(host_target(1))), use_jit_link=True)

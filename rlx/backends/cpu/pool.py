@@ -28,7 +28,6 @@ from rlx.errors import OptionError
 
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, and within one, before it sleeps
 YIELDS = 8  # sched_yield calls between spinning and sleeping
-PYTHON = ("PyLong_AsVoidPtr", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
 
 __all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "worker_cpus"]
@@ -38,8 +37,7 @@ __all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", 
 def _library() -> Library:
     """The walker in machine code; kept for the life of the process, since workers stay inside it."""
     image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool")
-    imports = {name: _address(getattr(ctypes.pythonapi, name)) for name in PYTHON}
-    return Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"), imports)
+    return Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
 
 
 def _futex_call() -> int:
