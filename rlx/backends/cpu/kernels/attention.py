@@ -11,13 +11,14 @@ A row that sees no key gives zeros. A key that a boolean or positional mask hide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, Rendered, V, vector
+from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
 from rlx.backends.cpu.kernels import attention_parts as parts
-from rlx.backends.cpu.kernels.attention_parts import F32, Mask, Product, step
-from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function
+from rlx.backends.cpu.kernels.attention_parts import F32, Mask
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
@@ -53,7 +54,7 @@ def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     masks [b, h, m, n] (dims may be 1), in any strides; o [b, h, m, e], which may share no memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
-    return _Module(kernel, native, target, symbol).rendered()
+    return _Attention(kernel, native, target).written(symbol)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class Tensor:
     @property
     def layout(self) -> Layout:
         return Layout(self.dtype, self.strides[2], self.strides[3])
+
+    def head(self, e: Emitter, base: V, head: V) -> V:
+        return step(e, base, head, self.strides[1] * self.dtype.itemsize)
+
+    def at(self, e: Emitter, batch: V, head: V, row: V | int = 0) -> V:
+        """The address of a row."""
+        base = e.gep(e.load("ptr", e.gep(ARGS, 8 * self.argument), 8), self.offset * self.dtype.itemsize)
+        return self.layout.at(e, self.head(e, step(e, base, batch, self.strides[0] * self.dtype.itemsize), head), row)
 
 
 def _tensor(kernel: Kernel, view: View) -> Tensor:
@@ -85,158 +94,112 @@ def mask_of(attrs: object, rows: int, keys: int) -> Mask:
     return Mask({"custom": "keep", "bias": "add"}.get(kind, "none"))
 
 
-class _Module:
-    """The functions of one attention, each made when first called. Methods that take an Emitter write into it."""
-
-    def __init__(self, kernel: Kernel, native: Native, target: Target, symbol: str) -> None:
-        self.symbol = symbol
-        self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
-        self.o = _tensor(kernel, native.outputs[0])
+class _Attention(Module):
+    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+        super().__init__()
         self.batch, self.heads, self.rows, self.size = native.inputs[0].dims
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
-        self.q, self.k = (replace(t, strides=(*t.strides[:3], 1)) if self.size == 1 else t for t in (self.q, self.k))
-        self.v, self.o = (replace(t, strides=(*t.strides[:3], 1)) if self.width == 1 else t for t in (self.v, self.o))
-        self.group = self.heads // max(1, self.key_heads)
+        self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
+        self.o = _tensor(kernel, native.outputs[0])
         self.mask = mask_of(native.attrs, self.rows, self.keys)
         self.m = _tensor(kernel, native.inputs[3]) if self.mask.kind in ("keep", "add") else None
         self.scale = native.attrs.scale or self.size**-0.5  # type: ignore[union-attr]
-        self.lanes = target.vector_bytes // F32
+        self.group = self.heads // max(1, self.key_heads)
+        self.threads, self.lanes = target.threads, target.vector_bytes // F32
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
         self.shared = self.group if self.narrow and self.group * self.rows <= SHARED_ROWS else 1
         half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
         self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
-        self.tall = self.vectors * self.lanes  # query rows of a block
+        self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
-        self.key_tile = min(self.keys, (self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
+        most = self.lanes if self.narrow else min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
+        self.key_tile = min(self.keys, most)
         self.key_block = NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.once = self.keys <= self.key_block and not self.narrow  # all keys in one block: nothing is carried
-        self.pitch = -(-self.width // self.lanes) * self.lanes  # floats of a row of sums
-        self.threads = target.threads
-        self.texts: dict[str, str] = {}
-        self.declarations: dict[str, None] = {}
-        self.scratch_bytes = 0
         self._lay_out_scratch()
 
     def _lay_out_scratch(self) -> None:
-        rows = self.shared * self.rows if self.narrow else self.tall
-        padded = -(-self.size // self.lanes) * self.lanes
-        margin = self.lanes if self.narrow else self.key_tile  # a tile that would pass the last key starts earlier
-        self.score_pitch = self.key_block + 2 * margin if self.narrow else self.tall
-        self.query_at = self._reserve(rows * padded)
-        self.score_at = self._reserve(rows * (self.key_block + 2 * margin)) + margin * (1 if self.narrow else rows) * F32
-        self.mask_at = self._reserve(rows * self.key_block if self.m is not None and self.m.strides[2] and not self.narrow else 0)
-        self.stats_at = self._reserve(3 * rows)
-        self.sums_at = self._reserve(rows * self.pitch)
-        self.padded = padded
+        """Scores have a margin on both sides: a tile that would pass the last key starts earlier. So has the mask."""
+        padded, pitch = (-(-x // self.lanes) * self.lanes for x in (self.size, self.width))
+        with_margins = self.key_block + 2 * self.lanes
+        self.query = Layout(f32, padded) if self.narrow else Layout(f32, 1, self.tall)
+        self.scores = Layout(f32, with_margins) if self.narrow else Layout(f32, 1, self.tall)
+        self.sums = Layout(f32, pitch)
+        turned = self.m is not None and self.m.strides[2] and not self.narrow
+        query_at = self.reserve(self.tall * padded * F32)
+        score_at = self.reserve(self.tall * with_margins * F32) + self.scores.byte(0, self.lanes)
+        mask_at = self.reserve(self.tall * with_margins * F32 if turned else 0) + self.scores.byte(0, self.lanes)
+        self.places = query_at, score_at, mask_at, self.reserve(3 * self.tall * F32), self.reserve(self.tall * pitch * F32)
 
-    def _reserve(self, floats: int) -> int:
-        """Offset of fresh scratch, on cache lines of its own."""
-        at = self.scratch_bytes
-        self.scratch_bytes += -(-floats * F32 // 64) * 64
-        return at
-
-    def rendered(self) -> Rendered:
+    def written(self, symbol: str) -> Rendered:
+        """A task is a range of items, each a block of rows of one query head (narrow: of the heads that share a key head)."""
         items = self.batch * self.heads // self.shared * self.blocks
-        empty = 0 in (items, self.rows, self.width)
         work = items * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
         tasks = max(1, min(items, max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN)))
-        entry = _returning(Emitter()) if empty else self._entry(items, tasks)
-        self.declarations |= entry.declarations
-        text = entry.function(self.symbol, "ptr %args, i64 %task, ptr %scratch, ptr %status")
-        module = "\n".join([*self.declarations, ATTRIBUTES, *self.texts.values(), text])
-        return Rendered(self.symbol, module, 0 if empty else tasks, self.scratch_bytes)
-
-    def _function(self, name: str, params: Sequence[V], make: Callable[[Emitter], None], returns: str = "void") -> str:
-        """The name of an internal function whose body `make` writes, made on first use."""
-        if name not in self.texts:
-            e = Emitter()
-            make(e)
-            if returns == "void":
-                _returning(e)
-            self.declarations |= e.declarations
-            self.texts[name] = e.function(name, ", ".join(map(str, params)), linkage="internal", returns=returns)
-        return name
-
-    # -- the task: a range of items, each some rows of one query head (narrow: of the heads that share a key head)
-
-    def _entry(self, items: int, tasks: int) -> Emitter:
+        tasks = 0 if 0 in (items, self.rows, self.width) else tasks
         e = Emitter()
-        task = V("%task", "i64")
-        ends = task, e.bin("add", task, e.i64(1))
-        first, stop = (e.bin("udiv", e.bin("mul", t, e.i64(items)), e.i64(tasks)) for t in ends)
-        bases = [self._base(e, t) for t in (self.q, self.k, self.v, self.o, self.m) if t is not None]
-        with e.loop(first, stop, nonempty=True) as item:
-            block, rest = _divmod(e, item.index, self.blocks)
-            head, batch = _divmod(e, rest, self.heads // self.shared)
-            head = e.bin("mul", head, e.i64(self.shared))
-            _, key_head = _divmod(e, head, self.group)
-            heads = (head, key_head, key_head, head, head)
-            here = [
-                step(e, step(e, base, batch, t.strides[0] * t.dtype.itemsize), h, t.strides[1] * t.dtype.itemsize)
-                for base, t, h in zip(bases, (self.q, self.k, self.v, self.o, self.m), heads)
-                if t is not None
-            ]
-            here += [] if self.m else [here[0]]  # no mask: any pointer
-            if self.narrow:
-                e.call(self._narrow(), "void", *here, V("%scratch", "ptr"))
-            else:
+        if tasks:
+            start, stop = share(e, TASK, items, tasks)
+            with e.loop(start, stop, nonempty=True) as item:
+                block, rest = divided(e, item.index, self.blocks)
+                head, batch = divided(e, rest, self.heads // self.shared)
+                head = e.bin("mul", head, e.i64(self.shared))
+                _, key_head = divided(e, head, self.group)
                 row0 = e.bin("mul", block, e.i64(self.tall))
-                rows = e.intrinsic("smin", e.i64(self.tall), e.bin("sub", e.i64(self.rows), row0))
-                e.call(self._wide(), "void", *here, V("%scratch", "ptr"), row0, rows)
-        return _returning(e)
+                q, o = (t.at(e, batch, head, row0) for t in (self.q, self.o))
+                k, v = (t.at(e, batch, key_head) for t in (self.k, self.v))
+                m = self.m.at(e, batch, head, row0) if self.m else V("null", "ptr")
+                self._block(e, q, k, v, o, m, row0)
+        return self.rendered(e, symbol, tasks)
 
-    def _base(self, e: Emitter, t: Tensor) -> V:
-        return e.gep(e.load("ptr", e.gep(V("%args", "ptr"), 8 * t.argument), 8), t.offset * t.dtype.itemsize)
+    def _block(self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V) -> None:
+        """Rows from row0 on of one query head, or all rows of the heads that share a key head. Pointers are to row row0, k
+        and v to key 0."""
+        query, scores, mask, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
+        totals, factors = (e.gep(stats, n * self.tall * F32) for n in (1, 2))
+        rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", e.i64(self.rows), row0))
+        if self.narrow:
+            with e.loop(0, self.shared) as head:
+                start, out = self.q.head(e, q, head.index), step(e, query, head.index, self.query.byte(self.rows, 0))
+                stage_rows_function(e, start, out, rows, self.size, self.q.layout, self.query, self.lanes)
+        else:
+            self._turned(e, q, query, rows, e.i64(0), e.i64(self.size), self.size, self.q, self.scale)
+        if not self.once:
+            self._cleared(e, stats, totals, sums)
+        low, high = self._seen_keys(e, m, row0, rows)
+        with e.loop(low, high, self.key_block, nonempty=True) as at:
+            key0 = at.index
+            stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
+            keys = e.bin("sub", stop, key0)
+            self._scored(e, k, query, scores, key0, stop)
+            product = scores, self.v.layout.at(e, v, key0), sums, factors, keys
+            if self.narrow:
+                self._softmax_narrow(e, m, scores, stats, keys, key0)
+                self._products(e, *product, rows=e.i64(self.tall), careful=self.mask.kind in ("band", "keep"))
+            else:
+                hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows)
+                softmax = partial(parts.softmax_wide_function, vectors=self.vectors, lanes=self.lanes, first=self.once)
+                self.call(e, "softmax", softmax, scores, stats, keys)
+                self._weighted(e, *product, rows=rows, hidden=hidden)
+        finish = partial(parts.finish_function, source=self.sums, to=self.o.layout, columns=self.width, lanes=self.lanes)
+        with e.loop(0, self.shared) as head:
+            first = e.bin("mul", head.index, e.i64(self.rows))
+            own = self.sums.at(e, sums, first), step(e, totals, first, F32), self.o.head(e, o, head.index), rows
+            self.call(e, "finish", finish, *own)
 
-    # -- wide
+    def _turned(
+        self, e: Emitter, start: V, out: V, rows: V, first: V, stop: V, columns: int, t: Tensor, scale: float = 1.0
+    ) -> None:
+        """out[column][row] = start[row, column] * scale"""
+        shape = {"height": self.tall, "columns": columns, "side": min(self.lanes, TURN)}
+        body = partial(turn_function, **shape, source=t.layout, to=Layout(f32, self.tall), scale=scale)
+        self.call(e, f"turn{t.argument}", body, start, out, rows, first, stop)
 
-    def _wide(self) -> str:
-        """wide(q, k, v, o, m, scratch, row0, rows): `rows` query rows from row0."""
-        q, k, v, o, m, scratch = (V(f"%{x}", "ptr") for x in ("q", "k", "v", "o", "m", "scratch"))
-        row0, rows = V("%row0", "i64"), V("%rows", "i64")
-
-        def make(e: Emitter) -> None:
-            tall = self.tall
-            query, scores, mask, stats, sums = (
-                e.gep(scratch, at) for at in (self.query_at, self.score_at, self.mask_at, self.stats_at, self.sums_at)
-            )
-            start = step(e, q, row0, self.q.layout.byte(1, 0))
-            self._turned(e, start, query, rows, e.i64(self.size), self.q, self.scale)
-            if not self.once:
-                self._cleared(e, stats, sums, tall)
-            low, high = self._seen_keys(e, m, row0, rows)
-            with e.loop(low, high, self.key_block, nonempty=True) as at:
-                key0 = at.index
-                stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
-                keys = e.bin("sub", stop, key0)
-                self._scored(e, k, query, scores, key0, stop)
-                partial = self._masked(e, m, mask, scores, key0, keys, row0, rows)
-                e.call(self._softmax(), "void", scores, stats, keys)
-                values = step(e, v, key0, self.v.layout.byte(1, 0))
-                self._weighted(e, scores, values, sums, e.gep(stats, 2 * tall * F32), keys, rows, partial, tall)
-            self._finished(e, sums, e.gep(stats, tall * F32), step(e, o, row0, self.o.layout.byte(1, 0)), rows)
-
-        return self._function("wide", [q, k, v, o, m, scratch, row0, rows], make)
-
-    def _turned(self, e: Emitter, start: V, out: V, rows: V, columns: V, t: Tensor, scale: float) -> None:
-        """out[column][row] = start[row, column] * scale, square by square."""
-        params = V("%from", "ptr"), V("%to", "ptr"), V("%rows", "i64"), V("%columns", "i64")
-        pitch, side = self.tall, min(self.lanes, TURN)
-        turn = self._function(
-            f"turn{t.argument}",
-            params,
-            lambda e: parts.turn_function(e, *params, t.layout, pitch, side, scale),
-        )
-        with e.loop(0, columns, side, nonempty=True) as at, e.loop(0, pitch, side) as row:
-            source = step(e, step(e, start, at.index, t.layout.byte(0, 1)), row.index, t.layout.byte(1, 0))
-            target = step(e, step(e, out, at.index, pitch * F32), row.index, F32)
-            e.call(turn, "void", source, target, e.bin("sub", rows, row.index), e.bin("sub", columns, at.index))
-
-    def _cleared(self, e: Emitter, stats: V, sums: V, rows: int) -> None:
+    def _cleared(self, e: Emitter, tops: V, totals: V, sums: V) -> None:
         """No key so far: highest scores are -inf, sums are zero."""
-        fills = (float("-inf"), rows, stats), (0.0, rows, e.gep(stats, rows * F32)), (0.0, rows * self.pitch, sums)
-        for value, count, first in fills:
+        size = self.sums.byte(self.tall, 0) // F32
+        for value, count, first in ((float("-inf"), self.tall, tops), (0.0, self.tall, totals), (0.0, size, sums)):
             lanes = self.lanes if count % self.lanes == 0 else 1
             with e.loop(0, count, lanes) as at:
                 e.store(e.const(vector("float", lanes), value), step(e, first, at.index, F32), F32)
@@ -257,199 +220,82 @@ class _Module:
 
     def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V) -> None:
         """Scores of keys key0 to stop, tile by tile; the tile at the very end starts earlier rather than reading past it."""
-        params = V("%a", "ptr"), V("%b", "ptr"), V("%sums", "ptr")
-        pitch, totals = self.tall, self.key_tile * self.vectors
-        unroll = 1 if totals >= 8 else 2 if totals >= 4 else 4  # sums apart that hide the latency of one
-        shape = Tile(self.key_tile, self.vectors, self.lanes, unroll, 0, f32)
-        tile = self._function(
-            "tile",
-            params,
-            lambda e: tile_function(e, *params, shape, self.size, self.k.layout, Layout(f32, pitch, 1)),
-        )
-        with e.loop(key0, stop, self.key_tile, nonempty=True) as at:
-            first = e.intrinsic("smin", at.index, e.i64(self.keys - self.key_tile))
-            out = step(e, scores, e.bin("sub", first, key0), pitch * F32)
-            e.call(tile, "void", step(e, k, first, self.k.layout.byte(1, 0)), query, out)
+        have, source = self.key_tile, self.k.layout
+        dots = partial(parts.dots_function, source=source, columns=self.size, lanes=self.lanes, have=have)
+        sums = have * self.vectors
+        unroll = 1 if sums >= 8 else 2 if sums >= 4 else 4  # sums apart that hide the latency of one
+        t = Tile(have, self.vectors, self.lanes, unroll, 0, f32, self.tall)
+        tile = partial(tile_function, k=self.size, t=t, from_a=source, from_b=Layout(f32, self.tall))
+        with e.loop(key0, stop, have, nonempty=True) as at:
+            first = e.intrinsic("smin", at.index, e.i64(self.keys - have))
+            here, out = source.at(e, k, first), self.scores.at(e, scores, 0, e.bin("sub", first, key0))
+            if self.narrow:
+                with e.loop(0, self.tall) as row:
+                    own = self.query.at(e, query, row.index), self.scores.at(e, out, row.index)
+                    self.call(e, "dots", dots, here, *own)
+            else:
+                self.call(e, "tile", tile, here, query, out)
 
     def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V) -> V | None:
         """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
         if self.mask.kind == "none":
             return None
-        params = V("%s", "ptr"), V("%m", "ptr"), V("%n", "i64"), V("%key0", "i64"), V("%row0", "i64")
-        uniform = Layout(self.m.dtype, self.m.strides[3], 0) if self.m is not None and not self.m.strides[2] else None
-        name = self._function(
-            "mask",
-            params,
-            lambda e: parts.mask_wide_function(e, *params, self.mask, self.vectors, self.lanes, uniform),
-        )
-        if self.m is not None:
-            m = step(e, step(e, m, row0, self.m.layout.byte(1, 0)), key0, self.m.layout.byte(0, 1))
-            if uniform is None:
-                self._turned(e, m, mask, rows, keys, self.m, 1.0)
-                m = mask
-            e.call(name, "void", scores, m, keys, key0, row0)
-            return e.const("i1", True) if self.mask.kind == "keep" else None
-        partial = e.const("i1", False)
+        hidden, source = e.const("i1", self.mask.kind != "band"), None
+        if self.m is not None and self.m.strides[2]:
+            start, stop = self.m.layout.at(e, m, 0), e.bin("add", key0, keys)
+            self._turned(e, start, mask, rows, key0, stop, self.keys, self.m)
+            source = Layout(f32, self.tall)
+        elif self.m is not None:  # all rows see the same
+            mask, source = self.m.layout.at(e, m, 0, key0), Layout(self.m.dtype, self.m.strides[3], 0)
         if self.mask.above is not None:
             whole = e.bin("add", row0, e.i64(self.mask.above + 1))
-            partial = e.bin("or", partial, e.cmp("sgt", e.bin("add", key0, keys), whole))
+            hidden = e.bin("or", hidden, e.cmp("sgt", e.bin("add", key0, keys), whole))
         if self.mask.below is not None:
             whole = e.bin("add", e.bin("add", row0, rows), e.i64(self.mask.below - 1))
-            partial = e.bin("or", partial, e.cmp("slt", key0, whole))
-        with e.when(partial):
-            e.call(name, "void", scores, mask, keys, key0, row0)
-        return partial
+            hidden = e.bin("or", hidden, e.cmp("slt", key0, whole))
+        body = partial(parts.mask_wide_function, m=self.mask, source=source, vectors=self.vectors, lanes=self.lanes)
+        with e.when(hidden):
+            self.call(e, "mask", body, scores, mask, keys, key0, row0)
+        return None if self.mask.kind == "add" else hidden
 
-    def _softmax(self) -> str:
-        params = V("%s", "ptr"), V("%stats", "ptr"), V("%n", "i64")
-        return self._function(
-            "softmax",
-            params,
-            lambda e: parts.softmax_wide_function(e, *params, self.vectors, self.lanes, self.once),
-        )
-
-    def _weighted(
-        self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, partial: V | None, tall: int
-    ) -> None:
-        """The block's weighted values onto the sums: with care where a hidden value is NaN or infinite."""
-        args = scores, values, sums, factors, keys, rows
-        if partial is None:
-            self._products(e, *args, tall, careful=False)
-            return
-        params = V("%v", "ptr"), V("%n", "i64")
-        finite = self._function(
-            "finite",
-            params,
-            lambda e: parts.finite_function(e, *params, self.v.layout, self.width, self.lanes),
-            returns="i1",
-        )
-        care = e.bin("and", partial, e.bin("xor", e.call(finite, "i1", values, keys), e.const("i1", True)))
-        with e.when(care):
-            self._products(e, *args, tall, careful=True)
-        with e.when(e.bin("xor", care, e.const("i1", True))):
-            self._products(e, *args, tall, careful=False)
-
-    def _products(
-        self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, tall: int, careful: bool
-    ) -> None:
-        """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
-        weights = Layout(f32, self.score_pitch, 1) if self.narrow else Layout(f32, 1, tall)
-        high = tall if self.narrow else 2 if careful else min(tall, 8 if self.registers == 32 else 4)  # care is rare
-        params = V("%w", "ptr"), V("%v", "ptr"), V("%sums", "ptr"), V("%factors", "ptr"), V("%n", "i64")
-        column = 0
-        for vectors in _even_parts(-(-self.width // self.lanes), (self.registers - 2) // (high + 1)):
-            tail = max(0, column + vectors * self.lanes - self.width)
-            p = Product(
-                high,
-                vectors,
-                self.lanes,
-                self.lanes - tail if tail else 0,
-                weights,
-                self.v.layout,
-                self.pitch,
-                self.once,
-                careful,
-            )
-            name = self._function(
-                f"product_{vectors}_{tail}_{careful:d}", params, lambda e, p=p: parts.product_function(e, *params, p)
-            )
-            at_values = e.gep(values, self.v.layout.byte(0, column))
-            with e.loop(0, rows, high, nonempty=True) as at:
-                place = e.gep(step(e, sums, at.index, self.pitch * F32), column * F32)
-                at_weights = step(e, scores, at.index, weights.byte(1, 0))
-                e.call(name, "void", at_weights, at_values, place, step(e, factors, at.index, F32), keys)
-            column += vectors * self.lanes
-
-    def _finished(self, e: Emitter, sums: V, totals: V, out: V, rows: V) -> None:
-        params = V("%sums", "ptr"), V("%totals", "ptr"), V("%o", "ptr"), V("%rows", "i64")
-        name = self._function(
-            "finish",
-            params,
-            lambda e: parts.finish_function(e, *params, self.o.layout, self.width, self.pitch, self.lanes),
-        )
-        e.call(name, "void", sums, totals, out, rows)
-
-    # -- narrow
-
-    def _narrow(self) -> str:
-        """narrow(q, k, v, o, m, scratch): all query rows of `shared` heads that share a key head."""
-        q, k, v, o, m, scratch = (V(f"%{x}", "ptr") for x in ("q", "k", "v", "o", "m", "scratch"))
-        high = self.shared * self.rows
-
-        def make(e: Emitter) -> None:
-            query, scores, stats, sums = (
-                e.gep(scratch, at) for at in (self.query_at, self.score_at, self.stats_at, self.sums_at)
-            )
-            totals, factors = e.gep(stats, high * F32), e.gep(stats, 2 * high * F32)
-            to = Layout(f32, self.padded, 1)
-            with e.loop(0, self.shared) as head:
-                first = e.bin("mul", head.index, e.i64(self.rows))
-                start = step(e, q, head.index, self.q.strides[1] * self.q.dtype.itemsize)
-                out = step(e, query, first, to.byte(1, 0))
-                stage_rows_function(e, start, out, e.i64(self.rows), self.size, self.q.layout, to, self.lanes)
-            self._cleared(e, stats, sums, high)
-            low, stop = self._seen_keys(e, m, e.i64(0), e.i64(self.rows))
-            with e.loop(low, stop, self.key_block, nonempty=True) as at:
-                key0 = at.index
-                end = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), stop)
-                keys = e.bin("sub", end, key0)
-                self._dotted(e, k, query, scores, key0, end)
-                self._softmaxes(e, m, scores, stats, key0, keys)
-                values = step(e, v, key0, self.v.layout.byte(1, 0))
-                careful = self.mask.kind in ("band", "keep")
-                self._products(e, scores, values, sums, factors, keys, e.i64(high), high, careful)
-            with e.loop(0, self.shared) as head:
-                first = e.bin("mul", head.index, e.i64(self.rows))
-                out = step(e, o, head.index, self.o.strides[1] * self.o.dtype.itemsize)
-                self._finished(e, step(e, sums, first, self.pitch * F32), step(e, totals, first, F32), out, e.i64(self.rows))
-
-        return self._function("narrow", [q, k, v, o, m, scratch], make)
-
-    def _dotted(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V) -> None:
-        """Scores of every row for keys key0 to stop, a vector of keys at a time; the last one as in _scored."""
-        params = V("%q", "ptr"), V("%k", "ptr"), V("%s", "ptr")
-        have = min(self.lanes, self.keys)
-        name = self._function(
-            "dots", params, lambda e: parts.dots_function(e, *params, self.k.layout, self.size, self.lanes, have)
-        )
-        with e.loop(key0, stop, self.lanes, nonempty=True) as at:
-            first = e.intrinsic("smin", at.index, e.i64(self.keys - have))
-            source = step(e, k, first, self.k.layout.byte(1, 0))
-            out = step(e, scores, e.bin("sub", first, key0), F32)
-            with e.loop(0, self.shared * self.rows) as row:
-                place = step(e, out, row.index, self.score_pitch * F32)
-                e.call(name, "void", step(e, query, row.index, self.padded * F32), source, place)
-
-    def _softmaxes(self, e: Emitter, m: V, scores: V, stats: V, key0: V, keys: V) -> None:
+    def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V) -> None:
         """Every row's scores become weights."""
-        params = V("%s", "ptr"), V("%m", "ptr"), V("%stats", "ptr"), V("%n", "i64"), V("%key0", "i64"), V("%row", "i64")
         source = self.m.layout if self.m is not None else None
-        high = self.shared * self.rows
-        name = self._function(
-            "softmax",
-            params,
-            lambda e: parts.softmax_narrow_function(e, *params, self.mask, source, self.lanes, self.scale, high),
-        )
+        plain = {"m": self.mask, "source": source, "lanes": self.lanes, "scale": self.scale, "rows": self.tall}
+        body = partial(parts.softmax_narrow_function, **plain)
         with e.loop(0, self.shared) as head, e.loop(0, self.rows) as row:
             at = e.bin("add", e.bin("mul", head.index, e.i64(self.rows)), row.index)
-            mask = m
-            if self.m is not None:
-                mask = step(e, m, head.index, self.m.strides[1] * self.m.dtype.itemsize)
-                mask = step(e, step(e, mask, row.index, self.m.layout.byte(1, 0)), key0, self.m.layout.byte(0, 1))
-            line, own = step(e, scores, at, self.score_pitch * F32), step(e, stats, at, F32)
-            e.call(name, "void", line, mask, own, keys, key0, row.index)
+            mask = self.m.layout.at(e, self.m.head(e, m, head.index), row.index, key0) if self.m is not None else m
+            own = self.scores.at(e, scores, at), mask, step(e, stats, at, F32)
+            self.call(e, "softmax", body, *own, keys, key0, row.index)
 
+    def _weighted(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, hidden: V | None) -> None:
+        """The block's weighted values onto the sums: with care where a hidden value is NaN or infinite."""
+        args = scores, values, sums, factors, keys, rows
+        if hidden is None:
+            self._products(e, *args, careful=False)
+            return
+        body = partial(parts.finite_function, source=self.v.layout, columns=self.width, lanes=self.lanes)
+        finite = self.call(e, "finite", body, values, keys)
+        care = e.bin("and", hidden, e.bin("xor", finite, e.const("i1", True)))
+        for careful, condition in ((True, care), (False, e.bin("xor", care, e.const("i1", True)))):
+            with e.when(condition):
+                self._products(e, *args, careful=careful)
 
-def _returning(e: Emitter) -> Emitter:
-    e.do("ret void")
-    return e
-
-
-def _divmod(e: Emitter, value: V, by: int) -> tuple[V, V]:
-    """(value % by, value // by)"""
-    if by == 1:
-        return e.i64(0), value
-    return e.bin("urem", value, e.i64(by)), e.bin("udiv", value, e.i64(by))
+    def _products(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, careful: bool) -> None:
+        """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
+        high = self.tall if self.narrow else 2 if careful else min(self.tall, 8 if self.registers == 32 else 4)  # care is rare
+        column = 0
+        for vectors in _even_parts(-(-self.width // self.lanes), (self.registers - 2) // (high + 1)):
+            tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
+            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful)
+            body = partial(tile_function, t=t, from_a=self.scores, from_b=self.v.layout)
+            with e.loop(0, rows, high, nonempty=True) as at:
+                a, b = self.scores.at(e, scores, at.index), self.v.layout.at(e, values, 0, column)
+                before = () if self.once else (step(e, factors, at.index, F32),)
+                out = self.sums.at(e, sums, at.index, column)
+                self.call(e, f"product_{vectors}_{tail}_{careful:d}", body, a, b, out, keys, *before)
+            column += vectors * self.lanes
 
 
 def _even_parts(count: int, most: int) -> list[int]:

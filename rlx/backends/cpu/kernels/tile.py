@@ -1,7 +1,7 @@
-"""Register tiles: the functions a contraction is made of, each described by plain numbers. Nothing about kernels.
+"""Register tiles: the functions that contractions and attention are made of, each described by plain numbers.
 
-`tile_function` multiplies a few rows of `a` with a panel of `b` over the whole k, sums in registers. The stage functions
-copy an operand into scratch in the dtype of the sums, where its place in memory or its dtype would slow every tile.
+`tile_function` multiplies a few rows of `a` with a panel of `b`, sums in registers. The other functions copy a matrix into
+scratch in the dtype of the sums, where its place in memory or its dtype would slow every tile: row by row, or turned.
 Offsets are folded into addresses at generation time, so that a tile's loop is loads, broadcasts and multiply-adds only.
 """
 
@@ -11,25 +11,33 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, stored, vector
+from rlx.backends.cpu.kernels.module import step
 from rlx.ir.dtype import DType
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Elements of a matrix operand: (r, c) is `row` x r + `column` x c elements of `dtype` after its base."""
+    """Elements of a matrix: (r, c) is `row` x r + `column` x c elements of `dtype` after its base."""
 
     dtype: DType
     row: int
-    column: int
+    column: int = 1
 
     def byte(self, r: int, c: int) -> int:
         return (r * self.row + c * self.column) * self.dtype.itemsize
 
+    def at(self, e: Emitter, base: V, r: V | int, c: V | int = 0) -> V:
+        """The address of (r, c)."""
+        for index, nbytes in ((r, self.byte(1, 0)), (c, self.byte(0, 1))):
+            base = step(e, base, index, nbytes) if isinstance(index, V) else e.gep(base, index * nbytes)
+        return base
+
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x (`vectors` x `lanes`) sums of `acc` over k steps, `unroll` of them summed apart. `tail`: columns of the
-    last vector that b has in memory (0: all of them); the others are not read."""
+    """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k are summed apart. `tail`:
+    columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: an element of a
+    that is zero keeps NaN and infinity of b out."""
 
     rows: int
     vectors: int
@@ -37,25 +45,13 @@ class Tile:
     unroll: int
     tail: int
     acc: DType
-
-    @property
-    def ty(self) -> str:
-        return vector(stored(self.acc), self.lanes)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.vectors * self.lanes * self.acc.itemsize
+    pitch: int
+    careful: bool = False
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
-    """An element (or vector of them) from memory in the dtype it is summed in; integers wrap."""
-    if not source.is_float:
-        if to.is_float:
-            return e.convert("sitofp" if source.kind == "i" else "uitofp", raw, stored(to))
-        if source.bits == to.bits:
-            return raw
-        return e.convert("trunc" if source.bits > to.bits else "sext" if source.kind == "i" else "zext", raw, stored(to))
-    return alu.cast(e, alu.from_memory(e, raw, source), source.compute, to)
+    """An element (or vector of them) from memory in the dtype it is computed in; integers wrap."""
+    return alu.cast(e, alu.from_memory(e, raw, source), source, to)
 
 
 def lane_mask(lanes: int, valid: int) -> V:
@@ -63,142 +59,130 @@ def lane_mask(lanes: int, valid: int) -> V:
     return V("<" + ", ".join(f"i1 {str(x < valid).lower()}" for x in range(lanes)) + ">", vector("i1", lanes))
 
 
-def load_vector(e: Emitter, address: V, dtype: DType, lanes: int, tail: int = 0) -> V:
-    """`lanes` elements as they are stored; with `tail` only the first that many are read, the others are zero."""
+def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: int = 0, mask: V | None = None) -> V:
+    """`lanes` elements of a row from `at` on, as `to`. Lanes past `tail` (0: none) or left out by `mask` are not read and
+    are zero; with columns 0 apart, all lanes are the one element, whatever the mask."""
+    dtype, align = source.dtype, source.dtype.itemsize
     ty = vector(alu.memory_type(dtype), lanes)
-    if not tail or tail == lanes:
-        return e.load(ty, address, dtype.itemsize)
-    place = V(f"align {dtype.itemsize} {address.text}", "ptr")
-    args = place, lane_mask(lanes, tail), V("zeroinitializer", ty)
-    return e.intrinsic("masked.load", *args, suffix=(ty, "ptr"), returns=ty)
+    if source.column == 0:
+        return e.splat(convert(e, e.load(alu.memory_type(dtype), at, align), dtype, to), lanes)
+    if tail % lanes:
+        mask = lane_mask(lanes, tail)
+    if mask is None and (source.column == 1 or lanes == 1):
+        return convert(e, e.load(ty, at, align), dtype, to)
+    kind, places = "masked.load", at
+    if source.column != 1:
+        offsets = "<" + ", ".join(f"i64 {source.byte(0, x)}" for x in range(lanes)) + ">"
+        kind, places = "masked.gather", e.op(vector("ptr", lanes), f"getelementptr i8, {at}, <{lanes} x i64> {offsets}")
+    args = V(f"align {align} {places.text}", places.ty), mask or lane_mask(lanes, lanes), V("zeroinitializer", ty)
+    return convert(e, e.intrinsic(kind, *args, suffix=(ty, places.ty), returns=ty), dtype, to)
 
 
-def multiply_add(e: Emitter, a: V, b: V, total: V, acc: DType) -> V:
-    """total + a*b: fused on floats where the CPU can, wrapping on integers."""
-    if acc.is_float:
-        return e.intrinsic("fmuladd", a, b, total)
-    return e.bin("add", total, e.bin("mul", a, b))
+def tile_function(
+    e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, *, t: Tile, from_a: Layout, from_b: Layout
+) -> None:
+    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. A k that is known at run time only is at least 1 and not
+    unrolled. `factors`: one per row; what its sums were before, times that, is added."""
+    ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
+    places = [(r * t.pitch + v * t.lanes) * size for r in range(t.rows) for v in range(t.vectors)]
+    totals = [V("zeroinitializer", ty)] * (t.unroll * count)
+    if factors is not None:
+        scales = [e.splat(e.load(stored(t.acc), e.gep(factors, r * size), size), t.lanes) for r in range(t.rows)]
+        totals = [e.bin("fmul", e.load(ty, e.gep(sums, at), size), scales[x // t.vectors]) for x, at in enumerate(places)]
 
+    def multiply_add(row: V, column: V, total: V) -> V:
+        if not t.acc.is_float:
+            return e.bin("add", total, e.bin("mul", row, column))
+        added = e.intrinsic("fmuladd", row, column, total)
+        return e.select(e.cmp("une", row, e.const(ty, 0.0)), added, total) if t.careful else added
 
-def tile_function(e: Emitter, base_a: V, base_b: V, sums: V, t: Tile, k: int, a: Layout, b: Layout) -> None:
-    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]; b's column stride is 1."""
-    cells = [(r, v) for r in range(t.rows) for v in range(t.vectors)]
-    totals = [V("zeroinitializer", t.ty)] * (t.unroll * len(cells))
-
-    def step(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
-        lane_bytes = t.lanes * b.dtype.itemsize
-        columns = []
-        for v in range(t.vectors):
-            tail = t.tail if v == t.vectors - 1 else 0
-            loaded = load_vector(e, e.gep(at_b, b.byte(u, 0) + v * lane_bytes), b.dtype, t.lanes, tail)
-            columns.append(convert(e, loaded, b.dtype, t.acc))
-        out = []
+    def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
+        """Step u of k, counted from the addresses."""
+        tails = [0] * (t.vectors - 1) + [t.tail]
+        columns = [load_line(e, from_b.at(e, at_b, u, v * t.lanes), from_b, t.lanes, t.acc, x) for v, x in enumerate(tails)]
+        out: list[V] = []
         for r in range(t.rows):
-            element = e.load(alu.memory_type(a.dtype), e.gep(at_a, a.byte(r, u)), a.dtype.itemsize)
-            row = e.splat(convert(e, element, a.dtype, t.acc), t.lanes)
+            row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, t.acc)
             sums_of_row = partial[r * t.vectors : (r + 1) * t.vectors]
-            out += [multiply_add(e, row, column, total, t.acc) for column, total in zip(columns, sums_of_row)]
+            out += [multiply_add(row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
-    whole = k - k % t.unroll
-    at_a, at_b = base_a, base_b
+    rest = k % t.unroll if isinstance(k, int) else 0
+    whole = k - rest if isinstance(k, int) else k
+    at_a, at_b = a, b
     if whole:
-        with e.loop(0, whole, t.unroll, carried=[base_a, base_b, *totals]) as loop:
+        with e.loop(0, whole, t.unroll, carried=[a, b, *totals], nonempty=True) as loop:
             at_a, at_b, *now = loop.carried
-            loop.next = [e.gep(at_a, a.byte(0, t.unroll)), e.gep(at_b, b.byte(t.unroll, 0))]
+            loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
             for u in range(t.unroll):
-                loop.next += step(at_a, at_b, u, now[u * len(cells) : (u + 1) * len(cells)])
+                loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
         at_a, at_b, *totals = loop.results
-    add = "fadd" if t.acc.is_float else "add"
-    groups = [totals[u * len(cells) : (u + 1) * len(cells)] for u in range(t.unroll)]
-    while len(groups) > 1:
-        groups = [[e.bin(add, x, y) for x, y in zip(*pair)] for pair in zip(groups[::2], groups[1::2])]
-    totals = groups[0]
-    for u in range(k - whole):
-        totals = step(at_a, at_b, u, totals)
-    for (r, v), total in zip(cells, totals):
-        e.store(total, e.gep(sums, r * t.row_bytes + v * t.lanes * t.acc.itemsize), t.acc.itemsize)
+    while len(totals) > count:
+        half = len(totals) // 2
+        totals = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(totals[:half], totals[half:])]
+    for u in range(rest):
+        totals = one(at_a, at_b, u, totals)
+    for at, total in zip(places, totals):
+        e.store(total, e.gep(sums, at), size)
 
 
-def stage_rows_function(e: Emitter, start: V, out: V, count: V, k: int, source: Layout, to: Layout, lanes: int) -> None:
-    """out[count, k] = start[count, k] in the dtype of `to`, whose rows are padded to whole vectors. (A block of a.)"""
-    with e.loop(0, count) as rows:
-        line = e.gep(start, e.bin("mul", rows.index, e.i64(source.byte(1, 0))))
-        copy = e.gep(out, e.bin("mul", rows.index, e.i64(to.byte(1, 0))))
-        _copy_line(e, line, copy, k, source, to.dtype, lanes if source.column == 1 else 1)
+def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, source: Layout, to: Layout, lanes: int) -> None:
+    """out[rows, columns] = start[rows, columns] in the dtype of `to`, whose rows are padded to whole vectors."""
+    lanes = lanes if source.column == 1 else 1
+    with e.loop(0, rows) as row:
+        line, copy = source.at(e, start, row.index), to.at(e, out, row.index)
+
+        def move(column: V | int, tail: int) -> None:
+            value = load_line(e, source.at(e, line, 0, column), source, lanes, to.dtype, tail)
+            e.store(value, to.at(e, copy, 0, column), to.dtype.itemsize)
+
+        whole = columns - columns % lanes
+        if whole:
+            with e.loop(0, whole, lanes) as at:
+                move(at.index, 0)
+        if columns % lanes:
+            move(whole, columns % lanes)
 
 
-def _copy_line(e: Emitter, line: V, to: V, count: int, source: Layout, acc: DType, lanes: int) -> None:
-    """to[0:count] = the elements of one row of `source`, `lanes` at a time (1 if they are not neighbours)."""
-
-    def move(index: V | int, tail: int) -> None:
-        scaled = (lambda size: e.bin("mul", index, e.i64(size))) if isinstance(index, V) else (lambda size: e.i64(index * size))
-        value = load_vector(e, e.gep(line, scaled(source.byte(0, 1))), source.dtype, lanes, tail)
-        value = convert(e, value, source.dtype, acc)
-        e.store(value, e.gep(to, scaled(acc.itemsize)), acc.itemsize)
-
-    if count // lanes:
-        with e.loop(0, count - count % lanes, lanes) as at:
-            move(at.index, 0)
-    if count % lanes:
-        move(count - count % lanes, count % lanes)  # writes whole vectors: lines are padded to them
-
-
-def stage_panel_function(e: Emitter, start: V, out: V, how: str, k: int, t: Tile, source: Layout) -> None:
-    """out[k][vectors*lanes] = k rows of a panel of b in `t.acc`. `how`: see Plan.stage_b. What lies right of the matrix
-    is undefined; no lane of it reaches a result."""
-    columns = (t.vectors - 1) * t.lanes + (t.tail or t.lanes)
-    if how == "columns":
-        for v in range(t.vectors):
-            _transpose(e, e.gep(start, source.byte(0, v * t.lanes)), e.gep(out, v * t.lanes * t.acc.itemsize), k, t, source, v)
-    else:
-        with e.loop(0, k) as rows:
-            line = e.gep(start, e.bin("mul", rows.index, e.i64(source.byte(1, 0))))
-            to = e.gep(out, e.bin("mul", rows.index, e.i64(t.row_bytes)))
-            if how == "any":
-                _copy_line(e, line, to, columns, source, t.acc, 1)
-            else:
-                for v in range(t.vectors):
-                    tail = t.tail if v == t.vectors - 1 else 0
-                    value = load_vector(e, e.gep(line, source.byte(0, v * t.lanes)), source.dtype, t.lanes, tail)
-                    value = convert(e, value, source.dtype, t.acc)
-                    e.store(value, e.gep(to, v * t.lanes * t.acc.itemsize), t.acc.itemsize)
+def turn_function(
+    e: Emitter, start: V, out: V, rows: V, first: V, stop: V,
+    height: int, columns: int, source: Layout, to: Layout, side: int, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """out[c - first][r] = start[r, c] * scale for r < height and columns c from `first` to `stop` of `columns`, in squares
+    turned in registers. Rows from `rows` on repeat the last one. A square that would reach past the last column starts
+    earlier: then up to `side` rows before `out` are written too, if first > 0."""
+    have = min(side, columns)
+    with e.loop(0, height, side) as group:
+        at_rows = [e.bin("add", group.index, e.i64(r)) for r in range(side)]
+        last = e.bin("sub", rows, e.i64(1))
+        offsets = [e.bin("mul", e.intrinsic("smin", r, last), e.i64(source.byte(1, 0))) for r in at_rows]
+        with e.loop(first, stop, side, nonempty=True) as at:
+            column = e.intrinsic("smin", at.index, e.i64(columns - have))
+            line = source.at(e, start, 0, column)
+            lines = [load_line(e, e.gep(line, offset), source, side, to.dtype, have) for offset in offsets]
+            if scale != 1.0:
+                lines = [e.bin("fmul", x, e.const(x.ty, scale)) for x in lines]
+            place = to.at(e, out, e.bin("sub", column, first), group.index)
+            for c, value in enumerate(transposed(e, lines)[:have]):
+                e.store(value, to.at(e, place, c), to.dtype.itemsize)
 
 
-def _transpose(e: Emitter, start: V, out: V, k: int, t: Tile, source: Layout, v: int) -> None:
-    """One vector of columns, each contiguous along k: lanes x lanes blocks are transposed in registers. The last block
-    overlaps the one before rather than reading past k; columns past the matrix repeat its last one."""
-    have = t.tail if v == t.vectors - 1 and t.tail else t.lanes
-
-    def block(first: V, rows: int) -> None:
-        lines = []
-        for x in range(t.lanes):
-            at = e.gep(start, source.byte(0, min(x, have - 1)))
-            at = e.gep(at, e.bin("mul", first, e.i64(source.dtype.itemsize)))
-            lines.append(convert(e, load_vector(e, at, source.dtype, t.lanes, rows % t.lanes), source.dtype, t.acc))
-        to = e.gep(out, e.bin("mul", first, e.i64(t.row_bytes)))
-        for r, line in enumerate(transposed(e, lines)[:rows]):
-            e.store(line, e.gep(to, r * t.row_bytes), t.acc.itemsize)
-
-    if k < t.lanes:
-        block(e.i64(0), k)
-        return
-    with e.loop(0, k, t.lanes) as at:
-        block(e.intrinsic("smin", at.index, e.i64(k - t.lanes)), t.lanes)
+def halves(e: Emitter, a: V, b: V, block: int) -> tuple[V, V]:
+    """Of the 2x2 squares of `block` lanes that two vectors hold, the upper and the lower row of each square turned."""
+    lanes = a.lanes
+    upper = [x if not x & block else lanes + x - block for x in range(lanes)]
+    lower = [x + block if not x & block else lanes + x for x in range(lanes)]
+    masks = ("<" + ", ".join(f"i32 {x}" for x in m) + ">" for m in (upper, lower))
+    above, below = (e.op(a.ty, f"shufflevector {a}, {b}, <{lanes} x i32> {m}") for m in masks)
+    return above, below
 
 
 def transposed(e: Emitter, lines: list[V]) -> list[V]:
-    """A square of lanes x lanes values turned: swaps of 2x2 blocks of growing size, log2(lanes) rounds."""
-    lanes, lines = len(lines), list(lines)
-    ty = lines[0].ty
-    step = 1
-    while step < lanes:
-        upper = [x if not x & step else lanes + x - step for x in range(lanes)]
-        lower = [x + step if not x & step else lanes + x for x in range(lanes)]
-        for r in range(lanes):
-            if not r & step:
-                pair = f"shufflevector {lines[r]}, {lines[r + step]}"
-                masks = ("<" + ", ".join(f"i32 {x}" for x in m) + ">" for m in (upper, lower))
-                lines[r], lines[r + step] = (e.op(ty, f"{pair}, <{lanes} x i32> {m}") for m in masks)
-        step *= 2
+    """A square of lanes x lanes values turned: swaps of 2x2 squares of growing size, log2(lanes) rounds."""
+    lines, block = list(lines), 1
+    while block < len(lines):
+        for r in range(len(lines)):
+            if not r & block:
+                lines[r], lines[r + block] = halves(e, lines[r], lines[r + block], block)
+        block *= 2
     return lines

@@ -1,0 +1,67 @@
+"""What hand-written kernels share: one LLVM module whose internal functions are made when first called, and its scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, Rendered, V
+from rlx.backends.cpu.render import PARAMETERS
+
+ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
+
+
+class Module:
+    """Functions keep a hot loop's registers from the code around it. Methods that take an Emitter write into it."""
+
+    def __init__(self) -> None:
+        self.scratch_bytes = 0
+        self._texts: list[str] = []
+        self._declarations: dict[str, None] = {}
+        self._returns: dict[str, str] = {}
+
+    def reserve(self, nbytes: int) -> int:
+        """Offset of fresh scratch, on cache lines of its own."""
+        at = self.scratch_bytes
+        self.scratch_bytes += -(-nbytes // 64) * 64
+        return at
+
+    def call(self, e: Emitter, name: str, body: Callable[..., V | None], *args: V) -> V:
+        """A call of the internal function `name`, whose code `body(emitter, *parameters)` writes on the first call; what it
+        returns is what the function returns."""
+        if name not in self._returns:
+            inner, params = Emitter(), [V(f"%p{n}", a.ty) for n, a in enumerate(args)]
+            result = body(inner, *params)
+            inner.ret(result)
+            returns = self._returns[name] = result.ty if result else "void"
+            self._add(inner, name, ", ".join(map(str, params)), "internal", returns)
+        return e.call(name, self._returns[name], *args)
+
+    def rendered(self, e: Emitter, symbol: str, tasks: int) -> Rendered:
+        """The whole module: `e` wrote the kernel function."""
+        e.ret()
+        self._add(e, symbol, PARAMETERS)
+        return Rendered(symbol, "\n".join([*self._declarations, ATTRIBUTES, *self._texts]), tasks, self.scratch_bytes)
+
+    def _add(self, e: Emitter, name: str, params: str, linkage: str = "", returns: str = "void") -> None:
+        self._declarations |= e.declarations
+        self._texts.append(e.function(name, params, linkage=linkage, returns=returns))
+
+
+def step(e: Emitter, base: V, count: V, nbytes: int) -> V:
+    """base + count * nbytes"""
+    return e.gep(base, e.bin("mul", count, e.i64(nbytes))) if nbytes else base
+
+
+def divided(e: Emitter, value: V, by: int) -> tuple[V, V]:
+    """(value % by, value // by)"""
+    if by == 1:
+        return e.i64(0), value
+    return e.bin("urem", value, e.i64(by)), e.bin("udiv", value, e.i64(by))
+
+
+def share(e: Emitter, index: V, items: int, parts: int) -> tuple[V, V]:
+    """Where part `index` of `items` cut into `parts` starts and stops; parts differ by one item at most."""
+    if parts == 1:
+        return e.i64(0), e.i64(items)
+    start, stop = (e.bin("udiv", e.bin("mul", x, e.i64(items)), e.i64(parts)) for x in (index, e.bin("add", index, e.i64(1))))
+    return start, stop
