@@ -12,7 +12,7 @@ from rlx.compile import CompileOptions
 from rlx.compile.canonicalise import FOLD_BYTES, RULES, canonicalise, holds, share_equal
 from rlx.compile.legalise import bind_dims, decisions, legalise
 from rlx.compile.pipeline import PIPELINE, run_passes
-from rlx.compile.precision import precision, precision_report
+from rlx.compile.precision import precision
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, VerifyError
 from rlx.ir import DTYPES, OPS, Graph, Kind, Target, ops
 from rlx.ir.evaluate import evaluate
@@ -487,9 +487,10 @@ def test_a_claimed_composite_is_narrowed_whole_or_kept():
     found = precision(layer(), replace(TARGET, natives={"attention": in_any}), options)
     assert [n.shapes[0].dtype.name for n in found.nodes() if n.op.name == "attention"] == ["bf16"] and asked == ["bf16"]
     only_f32 = replace(TARGET, natives={"attention": lambda n: None if n.inputs[0].dtype.name == "f32" else "only f32"})
-    found = precision(layer(), only_f32, options)
+    notes = []
+    found = precision(layer(), only_f32, options, notes)
     assert [n.shapes[0].dtype.name for n in found.nodes() if n.op.name == "attention"] == ["f32"]
-    report = {(r.op, r.how, r.why) for r in precision_report(layer(), only_f32, options)}
+    report = {(r.op, r.how, r.why) for r in notes}
     assert ("attention", "kept", "native in f32, not in bf16") in report
     assert ("matmul", "narrowed", "bf16 operands and result, f32 accumulation") in report
 

@@ -17,16 +17,8 @@ from rlx.ir.program import BufferDecl, Program, Region, Step
 
 IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
 GIVEN = frozenset({Region.INPUT, Region.PARAM, Region.CONSTANT, Region.HANDLE})  # hold a value before anything runs
-_MAY_READ = {
-    "prepare": frozenset({Region.PARAM, Region.CONSTANT, Region.PREPARED}),
-    "steps": frozenset(Region),
-    "commit": frozenset(Region),
-}
-_MAY_WRITE = {
-    "prepare": frozenset({Region.PREPARED}),
-    "steps": frozenset({Region.ARENA, Region.OUTPUT}),
-    "commit": frozenset({Region.HANDLE}),
-}
+PREPARE_READS = frozenset({Region.PARAM, Region.CONSTANT, Region.PREPARED})  # the other phases read any region
+_MAY_WRITE = {"prepare": {Region.PREPARED}, "steps": {Region.ARENA, Region.OUTPUT}, "commit": {Region.HANDLE}}
 
 
 def check_program(program: Program) -> None:
@@ -47,21 +39,18 @@ def program_faults(program: Program) -> list[str]:
     facts: dict[K.Kernel, _Facts] = {}
     for phase in ("prepare", "steps", "commit"):
         for at, step in enumerate(getattr(program, phase)):
-            kernel_facts = facts.setdefault(step.kernel, facts.get(step.kernel) or _Facts(step.kernel))
-            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, kernel_facts, decls, bad)
+            if step.kernel not in facts:
+                facts[step.kernel] = _Facts(step.kernel)
+            _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
     if not bad:  # a replay needs places and arguments that make sense
         _Replay(program, decls, facts, bad).run()
     return bad
 
 
 def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
-    for what, ids, region in (
-        ("input", program.inputs, Region.INPUT),
-        ("param", program.params, Region.PARAM),
-        ("handle", program.handles, Region.HANDLE),
-    ):
+    for ids, region in ((program.inputs, Region.INPUT), (program.params, Region.PARAM), (program.handles, Region.HANDLE)):
         if sorted(ids) != sorted(b.id for b in program.buffers if b.region is region):
-            bad.append(f"the {what}s {list(ids)} are not the buffers of region {region.value}")
+            bad.append(f"the {region.value}s {list(ids)} are not the buffers of region {region.value}")
     for b in program.buffers:
         fits = b.data is not None and (b.data.dtype, b.data.size) == (b.shape.dtype.numpy, b.shape.num_elements)
         if b.region is Region.CONSTANT and not fits:
@@ -114,7 +103,7 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
             bad.append(f"{where}: {b.name!r} (%{arg}) {marked}")
         if b.writable and decl.region not in _MAY_WRITE[phase]:
             bad.append(f"{where}: writes %{arg}, which is {decl.region.value}")
-        if b in facts.loaded and decl.region not in _MAY_READ[phase]:
+        if phase == "prepare" and b in facts.loaded and decl.region not in PREPARE_READS:
             bad.append(f"{where}: reads %{arg}, which is {decl.region.value}")
 
 
@@ -149,10 +138,11 @@ class _Replay:
                 where = f"{phase}[{at}] {step.kernel.name}"
                 if phase == "commit" and (stale := committed & self.reads(step)):
                     self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
-                if phase == "prepare" and (both := self.reads(step) & self.writes(step)):
+                if phase == "prepare" and (both := self.reads(step) & step.writes):
                     self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
                 self.step(where, step)
-                committed |= self.writes(step) if phase == "commit" else set()
+                if phase == "commit":
+                    committed |= step.writes
         for out in p.outputs:
             if out.buffer in committed:
                 self.bad.append(f"output {out.name!r} is in %{out.buffer}, which the commit overwrites with the next state")
@@ -178,11 +168,8 @@ class _Replay:
         loaded = self.facts[step.kernel].loaded
         return {arg for arg, b in zip(step.args, step.kernel.buffers) if b in loaded}
 
-    def writes(self, step: Step) -> set[int]:
-        return {arg for arg, b in zip(step.args, step.kernel.buffers) if b.writable}
-
     def step(self, where: str, step: Step) -> None:
-        reads, writes = self.reads(step), self.writes(step)
+        reads, writes = self.reads(step), step.writes
         for id in sorted(reads):
             self.expect(where, id)
         for id in sorted(writes & self.written):  # what an earlier step wrote of it must have lasted
@@ -293,14 +280,8 @@ def _precedes(load: Access, store: Access) -> bool:
     Paths agree down to the loops they share. Beyond those each has loops of its own, and then the load's must end before
     the store's begin, or neither has and the statements' order decides.
     """
-    shared = 0
-    while shared < len(load.path) and shared < len(store.path) and load.path[shared] == store.path[shared]:
-        shared += 1
-    if shared == len(load.path) == len(store.path):
-        return True
-    if shared == len(load.path) or shared == len(store.path):
-        return False
-    return load.path[shared] < store.path[shared]
+    apart = next(((a, b) for a, b in zip(load.path, store.path) if a != b), None)
+    return apart[0] < apart[1] if apart else len(load.path) == len(store.path)
 
 
 __all__ = ["check_program", "program_faults"]

@@ -6,8 +6,8 @@ After these passes every shape is static, every dtype is one the target has, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
@@ -101,8 +101,7 @@ def decide(node: Node, target: Target) -> tuple[str, str]:
     return "decomposed", reason
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What legalise does with one node: `how` and `why` as `decide` gives them."""
 
     node: Node
@@ -122,32 +121,17 @@ def expand(node: Node, new: NewNode) -> tuple[Value, ...]:
     """
     assert node.op.decompose is not None
     made = node.op.decompose(node.attrs, *node.inputs)
-    made = made if isinstance(made, tuple) else (made,)
-    found = tuple(v.shape for v in made)
+    inside = Graph(node.op.name)
+    inside.inputs = [v for n in dict.fromkeys(v.node for v in node.inputs) for v in n.results]
+    inside.outputs = list(made) if isinstance(made, tuple) else [made]
+    found = tuple(v.shape for v in inside.outputs)
     assert found == node.shapes, f"{node.op.name} is {node.shapes}, its decomposition gives {found}"
-    outside = {v.node for v in node.inputs}
-    done: dict[Value, Value] = {v: v for n in outside for v in n.results}
-    for inner in _inside(made, outside):
-        inputs = tuple(done[v] for v in inner.inputs)
-        label = node.name if inner is made[0].node else None
-        done.update(zip(inner.results, new(replace(inner, name=label, source=node.source), inputs), strict=True))
-    return tuple(done[v] for v in made)
+    last = inside.outputs[0].node
 
+    def labelled(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        return new(replace(inner, name=node.name if inner is last else None, source=node.source), inputs)
 
-def _inside(results: Iterable[Value], outside: set[Node]) -> list[Node]:
-    """Nodes that `results` need and that are not outside, operands first."""
-    done: dict[Node, None] = {}
-    todo = [v.node for v in reversed(tuple(results))]
-    while todo:
-        node = todo[-1]
-        waiting = [] if node in done else [v.node for v in node.inputs if v.node not in done and v.node not in outside]
-        if waiting and node not in outside:
-            todo += reversed(waiting)
-            continue
-        todo.pop()
-        if node not in outside:
-            done[node] = None
-    return list(done)
+    return tuple(inside.rebuild(labelled).outputs)
 
 
 __all__ = ["Decision", "bind_dims", "decide", "decisions", "expand", "legalise"]

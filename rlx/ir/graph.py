@@ -350,7 +350,7 @@ class Graph:
 
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
-        return postorder([*self.leaves(), *self.roots()])[0]
+        return postorder(self.roots(), (v.node for v in self.leaves()))[0]
 
     def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Graph:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
@@ -397,12 +397,13 @@ class Graph:
         return parse_graph(text)
 
 
-def postorder(roots: Iterable[Any]) -> tuple[list[Node], Node | None]:
-    """The nodes that the Values among `roots` need, operands before users; and one that needs itself, if there is one.
+def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
+    """`known` nodes, then the others that the Values among `roots` need, operands before users; and one that needs itself,
+    if there is one.
 
     What is no Value is passed over, here and among operands: the verifier reports it.
     """
-    done: dict[Node, None] = {}
+    done: dict[Node, None] = dict.fromkeys(known)
     open_: set[Node] = set()
     cycle = None
     for root in roots:
