@@ -456,7 +456,8 @@ def test_a_region(nbytes):
 
 
 def test_poison_is_no_number_and_alignment_is_kept():
-    region = memory.allocate(256, alignment=4096, poison=True)
+    region = memory.allocate(256, alignment=4096)
+    region.data[...] = memory.POISON
     assert region.address % 4096 == 0
     assert np.isnan(region.view(0, (64,), np.dtype(np.float32))).all()
     assert np.isnan(region.view(0, (128,), np.dtype(ml_dtypes.bfloat16)).astype(np.float32)).all()

@@ -110,7 +110,10 @@ class Emitter:
 
     # -- values
 
-    def const(self, ty: str, value: float | int | bool) -> V:
+    def const(self, ty: str, value: V | float | int | bool) -> V:
+        """A constant in every lane of `ty`; what is a V already stays as it is."""
+        if isinstance(value, V):
+            return value
         text = literal(scalar_of(ty), value)
         return V(text if ty[0] != "<" else f"splat({scalar_of(ty)} {text})", ty)
 
@@ -119,14 +122,12 @@ class Emitter:
 
     def bin(self, op: str, a: V, b: V | int) -> V:
         """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …; a number is a constant of a's type."""
-        b = b if isinstance(b, V) else self.const(a.ty, b)
-        return self.op(a.ty, f"{op} {a}, {b.text}")
+        return self.op(a.ty, f"{op} {a}, {self.const(a.ty, b).text}")
 
     def cmp(self, predicate: str, a: V, b: V | int) -> V:
         """fcmp for float types, icmp otherwise; an i1 per lane."""
-        b = b if isinstance(b, V) else self.const(a.ty, b)
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
-        return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {b.text}")
+        return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {self.const(a.ty, b).text}")
 
     def select(self, c: V, a: V, b: V) -> V:
         return self.op(a.ty, f"select {c}, {a}, {b}")

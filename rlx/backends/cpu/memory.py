@@ -42,8 +42,8 @@ class Region:
         return self.data[offset : offset + math.prod(dims) * dtype.itemsize].view(dtype).reshape(dims)
 
 
-def allocate(nbytes: int, alignment: int = ALIGNMENT, poison: bool = False) -> Region:
-    """A region of `nbytes` (0 is fine), zeroed, or filled with POISON. `alignment`: a power of two.
+def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:
+    """A region of `nbytes` (0 is fine), zeroed. `alignment`: a power of two.
 
     From 2 MiB on it is private anonymous memory on huge pages where the system grants them. MemoryError: there is none."""
     if nbytes >= HUGE_PAGE:
@@ -53,8 +53,6 @@ def allocate(nbytes: int, alignment: int = ALIGNMENT, poison: bool = False) -> R
         whole = np.zeros(nbytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
     data = whole[start : start + nbytes]
-    if poison:
-        data[...] = POISON
     number = next(_numbers)
     with _counting:
         _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes

@@ -111,6 +111,8 @@ class Pool:
         """After a run returned ATTEND: start the workers, or leave the CPU that one of them is pinned to."""
         if not self._started:
             return self.start()
+        if not self._pins:  # closed, or no thread was granted
+            return None
         allowed = os.sched_getaffinity(0)
         free = allowed - self._pins
         if free:  # move this thread now; the scheduler would take some 10 ms to see that two threads share a CPU
@@ -130,7 +132,7 @@ class Pool:
             _library().function("rlx_stop", None, ctypes.c_void_p)(self.address)
             for worker in self.workers:
                 worker.join()
-            self.workers = ()
+            self.workers, self._pins = (), set()
 
     def _mark(self, cpus: set[int]) -> None:
         """Tell runs which CPUs belong to workers."""

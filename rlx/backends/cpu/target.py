@@ -20,6 +20,7 @@ DTYPES = frozenset("f64 f32 f16 bf16 i64 i32 i16 i8 u64 u32 u16 u8 bool".split()
 # Instruction sets that change what is generated, by LLVM's names; a baseline CPU implies the ones listed with it.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
 BASELINES = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
+UNLIMITED = 1 << 30  # CPUs, where no quota is set
 
 
 @cache
@@ -90,20 +91,20 @@ def available_threads() -> int:
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Whole CPUs that the cgroups (v1 or v2) of this process and their parents grant; a large number where none limits it."""
-    lowest = math.inf
+    """Whole CPUs that the cgroups (v1 or v2) of this process and their parents grant; UNLIMITED where none limits it."""
+    granted: list[float] = [UNLIMITED]
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux, or /proc not mounted: no quota to read
-        return 1 << 30
+        return UNLIMITED
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         for top in (root, root / "unified") if not controllers else (root / controllers, root / "cpu", root):
             here = top / path.lstrip("/")
-            lowest = min(lowest, *(_quota_of(f) for f in (here, *here.parents) if f.is_relative_to(top)))
-    return 1 << 30 if lowest == math.inf else max(1, math.ceil(lowest))
+            granted += [_quota_of(folder) for folder in (here, *here.parents) if folder.is_relative_to(top)]
+    return max(1, math.ceil(min(granted)))
 
 
 def _quota_of(folder: Path) -> float:
@@ -114,5 +115,5 @@ def _quota_of(folder: Path) -> float:
         else:
             quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
     except (OSError, ValueError):  # the folder is not mounted here, or has no cpu controller
-        return math.inf
-    return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+        return UNLIMITED
+    return UNLIMITED if quota == "max" or int(quota) <= 0 else int(quota) / int(period)

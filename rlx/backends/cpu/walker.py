@@ -59,8 +59,8 @@ class Control(ctypes.Structure):
 BIAS = 1 << 16  # threads that come too late subtract from this; at most two per thread and generation
 END = 1 << 15  # low half between runs
 GENERATION = 1 << 32  # one of them, in the high half
-FIELDS = {  # name -> LLVM type and byte offset; no two of the structures share a name
-    name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset)
+FIELDS = {  # name -> LLVM type, byte offset, alignment; no two of the structures share a name
+    name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
     for structure in (Step, Run, Control)
     for name, kind in structure._fields_  # pyright: ignore
 }
@@ -82,16 +82,18 @@ class _Body(Emitter):
 
     def get(self, base: V, name: str, order: str = "") -> V:
         """A field of the structure at `base`; atomically if an order is given."""
-        ty, place = FIELDS[name][0], self.at(base, name)
-        return self.load_atomic(ty, place, order) if order else self.load(ty, place, 4)
+        ty, offset, align = FIELDS[name]
+        place = self.gep(base, offset)
+        return self.load_atomic(ty, place, order) if order else self.load(ty, place, align)
 
     def put(self, base: V, name: str, value: V | int, order: str = "") -> None:
-        place, value = self.at(base, name), value if isinstance(value, V) else V(str(value), FIELDS[name][0])
-        self.store_atomic(value, place, order) if order else self.store(value, place, 4)
+        ty, offset, align = FIELDS[name]
+        place, value = self.gep(base, offset), self.const(ty, value)
+        self.store_atomic(value, place, order) if order else self.store(value, place, align)
 
     def change(self, op: str, base: V, name: str, by: V | int) -> V:
         """Atomically; the value before."""
-        return self.update_atomic(op, self.at(base, name), by if isinstance(by, V) else V(str(by), FIELDS[name][0]))
+        return self.update_atomic(op, self.at(base, name), self.const(FIELDS[name][0], by))
 
     def tasks_left(self, ticket: V) -> V:
         """Tasks to be taken if positive."""
@@ -105,17 +107,17 @@ class _Body(Emitter):
         if self.machine in ("x86_64", "AMD64"):
             self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
         elif self.machine in ("aarch64", "arm64"):
-            self.intrinsic("aarch64.hint", V("1", "i32"), suffix=(), returns="void")
+            self.intrinsic("aarch64.hint", self.const("i32", 1), suffix=(), returns="void")
         return self.bin("lshr", self.get(c, "ticket", "acquire"), 32)
 
     def futex(self, c: V, operation: int, value: V) -> None:
         """WAIT while the generation is `value`, or less; WAKE that many sleepers. Without futex WAIT is half a millisecond."""
         if self.futex_call:
             word = self.gep(c, FIELDS["ticket"][1] + 4)
-            args = self.i64(self.futex_call), word, V(str(operation), "i32"), value, NULL, NULL, self.i64(0)
+            args = self.i64(self.futex_call), word, self.const("i32", operation), value, NULL, NULL, self.i64(0)
             self.call(self.get(c, "wait"), "i64 (i64, ...)", *args)
         elif operation == WAIT:
-            self.call(self.get(c, "wait"), "i32", V("500", "i32"))
+            self.call(self.get(c, "wait"), "i32", self.const("i32", 500))
 
     def python(self, name: str, returns: str, *args: V) -> V:
         """A call of CPython's C interface."""
@@ -202,7 +204,7 @@ def advance(e: _Body, c: V, run: V, done: V, tid: V) -> None:
                 called = e.intrinsic("smin", e.convert("trunc", rest, "i32"), sleepers)
                 e.change("sub", c, "sleepers", called)
                 e.futex(c, WAKE, called)
-            e.ret(V("true", "i1"))
+            e.ret(e.const("i1", True))
         call = _kernel(e, run, step, tid)
         with e.loop(0, tasks) as task:
             call(task.index)
@@ -210,7 +212,7 @@ def advance(e: _Body, c: V, run: V, done: V, tid: V) -> None:
         publish(e, c, e.i64(END))
         with e.when(e.cmp("ne", e.get(c, "caller_asleep", "seq_cst"), 0)):
             e.futex(c, WAKE, EVERYBODY)
-    e.ret(V("false", "i1"))
+    e.ret(e.const("i1", False))
 
 
 @_native("void", c="ptr", tid="i64", ticket="i64")
@@ -299,7 +301,7 @@ def together(e: _Body, c: V, run: V, before: V) -> None:
         with e.when(e.cmp("ult", cpu, MAX_CPUS)):
             pinned = e.load("i8", e.gep(e.at(c, "pinned"), cpu), 1)
             e.ret(e.convert("sext", pinned, "i32"))
-    e.ret(e.select(helped, V("0", "i32"), V(str(ATTEND), "i32")))
+    e.ret(e.select(helped, e.const("i32", 0), e.const("i32", ATTEND)))
 
 
 # -- entries -------------------------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ def rlx_run(e: _Body, run: V) -> None:
     before = e.gep(e.get(run, "first"), -STEP_BYTES)
     c = e.get(run, "control")
     with e.when(e.cmp("ne", c, NULL)):
-        _, free = e.exchange_if(e.at(c, "lock"), V("0", "i32"), V("1", "i32"))
+        _, free = e.exchange_if(e.at(c, "lock"), e.const("i32", 0), e.const("i32", 1))
         with e.when(free):
             e.ret(together(e, c, run, before))
     advance(e, NULL, run, before, e.i64(0))
