@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -72,8 +73,7 @@ class CpuExecutable:
         threads = program.target.threads if any(c.tasks > 1 for c in code.artifact.codes) else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
-        steps, commit = code.artifact.coded["steps"], code.artifact.coded["commit"]
-        self._whole, self._steps, self._commit = map(self._table, (steps + commit, steps, commit))
+        self._whole = self._table(code.artifact.coded["steps"] + code.artifact.coded["commit"])
 
     # -- buffers
 
@@ -155,7 +155,7 @@ class CpuExecutable:
             np.copyto(other._handles[i].data, handle.data)
         return other
 
-    # -- addresses and tables, made when loading
+    # -- addresses and tables
 
     def _place(self, b: BufferDecl) -> tuple[Memory, int]:
         if b.region in IN_ARENA:
@@ -173,6 +173,14 @@ class CpuExecutable:
                 "bytes under that name; give this graph a store of its own"
             )
         return entry.memory, 0
+
+    @cached_property
+    def _steps(self) -> _Table:
+        return self._table(self._code.artifact.coded["steps"])
+
+    @cached_property
+    def _commit(self) -> _Table:
+        return self._table(self._code.artifact.coded["commit"])
 
     def _table(self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None) -> _Table:
         """These steps, ready to run. `given`: addresses of buffers that lie elsewhere.
