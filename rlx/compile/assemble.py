@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 
 from rlx.compile.check import check_program
 from rlx.compile.fuse import Fusion, Group, fuse
 from rlx.compile.inplace import inplace_pairs
-from rlx.compile.legalise import decisions
+from rlx.compile.legalise import decide, decisions
 from rlx.compile.lower import CHUNK_ELEMENTS, Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
@@ -27,12 +26,11 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
     stages: dict[str, str] = {}
     legal = run_passes(graph, target, options, stages if options.wants_text else None)
-    natives = {n for n in legal.nodes() if n.op.name in target.natives and target.natives[n.op.name](n) is None}
+    natives = {n for n in legal.nodes() if decide(n, target)[0] == "native"}
     fusion = fuse(legal, target, natives, alone="fuse" in options.disable)
     lowered = {group: lower_group(group, fusion, natives) for group in fusion.groups}
-    program = _Assembler(fusion, lowered, target, options).program(
-        graph, stages, _reports(graph, target, options, fusion, lowered)
-    )
+    reports = _reports(graph, target, fusion, lowered)
+    program = _Assembler(fusion, lowered, target, options).program(graph, stages, reports)
     check_program(program)
     return program
 
@@ -42,20 +40,16 @@ class _Assembler:
 
     def __init__(self, fusion: Fusion, lowered: dict[Group, Lowered], target: Target, options: CompileOptions) -> None:
         self.fusion, self.lowered, self.target, self.options = fusion, lowered, target, options
-        graph = fusion.graph
-        self.output_bases = {fusion.places.base(v) for v in graph.outputs}
+        self.output_bases = {fusion.places.base(v) for v in fusion.graph.outputs}
         self.ids: dict[Value, int] = {}
         self.buffers: list[BufferDecl] = []
         self._keys: dict[Node, str] = {}
-        for leaf in graph.leaves():
-            self.id(leaf)
 
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
         graph, places = self.fusion.graph, self.fusion.places
-        groups = self.fusion.groups
-        prepare = tuple(self.step(self.lowered[g]) for g in groups if g.static)
-        steps = tuple(self.step(self.lowered[g]) for g in groups if not g.static)
-        commit = tuple(self.commit(handle, value) for handle, value in graph.assigns)
+        inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
+        prepare, steps = (tuple(self.step(g) for g in self.fusion.groups if g.static is ahead) for ahead in (True, False))
+        commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in graph.assigns)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs))
         plan = plan_arena(
             self.buffers,
@@ -65,22 +59,10 @@ class _Assembler:
             no_pairs if "inplace" in self.options.disable else inplace_pairs,
             reuse="reuse" not in self.options.disable,
         )
-        ids = lambda leaves: tuple(self.id(v) for v in leaves)  # noqa: E731
         return Program(
-            name=source.name,
-            target=self.target,
-            buffers=tuple(self.buffers),
-            prepare=prepare,
-            steps=steps,
-            commit=commit,
-            inputs=ids(graph.inputs),
-            params=ids(graph.params),
-            handles=ids(graph.handles),
-            outputs=outputs,
-            plan=plan,
-            stages=stages,
-            nodes=reports,
-        )
+            source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
+            stages, reports,
+        )  # fmt: skip
 
     def id(self, base: Value) -> int:
         """The number of the buffer that holds `base`."""
@@ -100,26 +82,19 @@ class _Assembler:
             return Region.PREPARED
         return Region.OUTPUT if base in self.output_bases else Region.ARENA
 
-    def step(self, lowered: Lowered) -> Step:
-        return Step(lowered.kernel, tuple(self.id(base) for base in lowered.args))
-
-    def commit(self, handle: Value, value: Value) -> Step:
-        """The copy of a next state into its handle."""
-        return Step(copy_kernel(handle), (self.id(self.fusion.places.base(value)), self.id(handle)))
+    def step(self, group: Group) -> Step:
+        lowered = self.lowered[group]
+        return Step(lowered.kernel, tuple(map(self.id, lowered.args)))
 
     def key(self, node: Node) -> str:
         """A name for a value computed from params that says how: the same in every program that computes it so."""
         if node not in self._keys:
-            own = [node.op.name, repr(node.attrs) if node.op is not CONSTANT else str(hash_constant(node)), repr(node.shapes)]
-            own += [node.name or ""] if node.op is PARAM else []
+            is_data = node.op is CONSTANT
+            attrs = hashlib.sha256(node.attrs.data.tobytes()).hexdigest() if is_data else repr(node.attrs)  # type: ignore[union-attr]
+            own = [node.op.name, attrs, repr(node.shapes), *([node.name or ""] if node.op is PARAM else [])]
             own += [f"{self.key(v.node)}[{v.index}]" for v in node.inputs]
             self._keys[node] = f"{node.op.name}:{hashlib.sha256('|'.join(own).encode()).hexdigest()[:24]}"
         return self._keys[node]
-
-
-def hash_constant(node: Node) -> str:
-    data = node.attrs.data  # type: ignore[union-attr]
-    return hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def copy_kernel(handle: Value) -> K.Kernel:
@@ -135,29 +110,16 @@ def copy_kernel(handle: Value) -> K.Kernel:
     return K.Kernel("commit", (source, goal), (), ((chunk, chunks),), (body,), ("assign",))
 
 
-def _reports(
-    graph: Graph, target: Target, options: CompileOptions, fusion: Fusion, lowered: dict[Group, Lowered]
-) -> tuple[NodeReport, ...]:
+def _reports(graph: Graph, target: Target, fusion: Fusion, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
     """What became of each node: the pass's decisions on the user's nodes, then the kernel of each node that is left."""
-    out = [
-        NodeReport(_label(d.node), d.node.op.name, d.how, "", d.why or "") for d in decisions(graph, target) if d.how != "kept"
-    ]
-    static = fusion.static
+
+    def report(node: Node, how: str, kernel: str = "", why: str = "") -> NodeReport:
+        return NodeReport(node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}", node.op.name, how, kernel, why)
+
+    out = [report(d.node, d.how, why=d.why) for d in decisions(graph, target) if d.how == "decomposed"]
     for group in fusion.groups:
-        kernel = lowered[group].kernel.name
-        for node in group.nodes:
-            how = "prepared" if node in static else "native" if isinstance(lowered[group].kernel.body[0], K.Native) else "lowered"
-            out.append(NodeReport(_label(node), node.op.name, how, kernel))
-    for node in fusion.graph.nodes():
-        if node.op.kind is Kind.VIEW and node not in fusion.places.computed:
-            out.append(NodeReport(_label(node), node.op.name, "view", ""))
-    return tuple(out)
-
-
-def _label(node: Node) -> str:
-    return node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}"
-
-
-def kernels(steps: Iterable[Step]) -> Sequence[K.Kernel]:
-    """The different kernels of some steps, in order of first use."""
-    return list({s.kernel.key: s.kernel for s in steps}.values())
+        kernel = lowered[group].kernel
+        how = "prepared" if group.static else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
+        out += [report(node, how, kernel.name, decide(node, target)[1]) for node in group.nodes]
+    views = (n for n in fusion.graph.nodes() if n.op.kind is Kind.VIEW and n not in fusion.places.computed)
+    return (*out, *(report(node, "view") for node in views))

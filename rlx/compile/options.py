@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
+from types import NoneType
 from typing import Any
 
 from rlx.errors import OptionError, known
@@ -46,18 +47,17 @@ class CompileOptions:
                 raise OptionError(f"{flag} is True or False, got {getattr(self, flag)!r}")
         if self.threads is not None and _whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
-        if self.alignment is not None:
-            _check_alignment(_whole("alignment", self.alignment))
-        self._set("disable", _pass_names(self.disable))
-        self._set("dims", _dim_values(self.dims))
-        self._set("handles", _handles(self.handles))
-        if self.dump is not None:
-            if not isinstance(self.dump, (str, PathLike)):
-                raise OptionError(f"dump is a folder's path or None, got {self.dump!r}")
-            self._set("dump", fspath(self.dump))
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen for everyone else
+        if (a := self.alignment) is not None and (_whole("alignment", a) < LEAST_ALIGNMENT or a & (a - 1)):
+            raise OptionError(f"alignment={a}: give a power of two of at least {LEAST_ALIGNMENT} bytes, or None for the target's")
+        if not isinstance(self.dump, (str, PathLike, NoneType)):
+            raise OptionError(f"dump is a folder's path or None, got {self.dump!r}")
+        normal = {
+            "disable": _pass_names(self.disable),
+            "dims": _dim_values(self.dims),
+            "handles": _handles(self.handles),
+            "dump": None if self.dump is None else fspath(self.dump),
+        }
+        vars(self).update(normal)  # frozen for everyone else
 
     def __str__(self) -> str:
         shown = [f"{k}={v!r}" for k, v in vars(self).items() if v != getattr(CompileOptions, k, None)]
@@ -97,11 +97,6 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise OptionError(f"{name} is a whole number, got {value!r}")
     return value.__index__()
-
-
-def _check_alignment(value: int) -> None:
-    if value < LEAST_ALIGNMENT or value & (value - 1):
-        raise OptionError(f"alignment={value}: give a power of two of at least {LEAST_ALIGNMENT} bytes, or None for the target's")
 
 
 def _pass_names(names: Any) -> tuple[str, ...]:

@@ -50,11 +50,9 @@ class Places:
     def is_row_major(self, value: Value) -> bool:
         """Whether the value's elements are the base's own bytes in order, from the start."""
         base, layout = self.locate(value)
-        return (
-            layout.offset == 0
-            and base.shape.num_elements == value.shape.num_elements
-            and _same_strides(value.shape.static, layout.strides, contiguous_strides(value.shape.static))
-        )
+        dims, plain = value.shape.static, contiguous_strides(value.shape.static)
+        whole = layout.offset == 0 and base.shape.num_elements == value.shape.num_elements
+        return whole and (0 in dims or all(d == 1 or x == y for d, x, y in zip(dims, layout.strides, plain)))
 
     def _addressable(self, node: Node) -> bool:
         base, layout = self.locate(node.inputs[0])
@@ -106,10 +104,6 @@ def _view(value: Value, layout: Layout) -> Layout | None:
     if node.op.strided is None:
         return None
     return node.op.strided(node.attrs, node.inputs[0].shape.static, value.shape.static, layout)
-
-
-def _same_strides(dims: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return 0 in dims or all(d == 1 or x == y for d, x, y in zip(dims, a, b))
 
 
 def static_nodes(nodes: Iterable[Node]) -> set[Node]:
