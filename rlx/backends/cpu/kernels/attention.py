@@ -122,14 +122,15 @@ class _Attention(Module):
     def _lay_out_scratch(self) -> None:
         """Scores have a margin on both sides: a tile that would pass the last key starts earlier. So has the mask."""
         padded, pitch = (-(-x // self.lanes) * self.lanes for x in (self.size, self.width))
-        with_margins = self.key_block + 2 * self.lanes
+        margin = max(self.lanes, self.key_tile)
+        with_margins = self.key_block + 2 * margin
         self.query = Layout(f32, padded) if self.narrow else Layout(f32, 1, self.tall)
         self.scores = Layout(f32, with_margins) if self.narrow else Layout(f32, 1, self.tall)
         self.sums = Layout(f32, pitch)
         turned = self.m is not None and self.m.strides[2] and not self.narrow
         query_at = self.reserve(self.tall * padded * F32)
-        score_at = self.reserve(self.tall * with_margins * F32) + self.scores.byte(0, self.lanes)
-        mask_at = self.reserve(self.tall * with_margins * F32 if turned else 0) + self.scores.byte(0, self.lanes)
+        score_at = self.reserve(self.tall * with_margins * F32) + self.scores.byte(0, margin)
+        mask_at = self.reserve(self.tall * with_margins * F32 if turned else 0) + self.scores.byte(0, margin)
         self.places = query_at, score_at, mask_at, self.reserve(3 * self.tall * F32), self.reserve(self.tall * pitch * F32)
 
     def written(self, symbol: str) -> Rendered:
@@ -213,9 +214,9 @@ class _Attention(Module):
         if self.mask.above is not None:
             high = e.intrinsic("smin", high, e.bin("add", e.bin("add", row0, rows), e.i64(self.mask.above)))
             high = e.intrinsic("smax", high, e.bin("add", low, e.i64(1)))
-        if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2]:
-            if self.shared == 1 or not self.m.strides[1]:
-                high = parts.last_seen(e, m, self.m.layout, self.keys)  # padding is skipped, not computed and hidden
+        one_head = self.m is not None and (self.shared == 1 or not self.m.strides[1])
+        if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2] and one_head:
+            high = parts.last_seen(e, m, self.m.layout, self.keys)  # padding is skipped, not computed and hidden
         return low, high
 
     def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V) -> None:
@@ -260,9 +261,8 @@ class _Attention(Module):
 
     def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V) -> None:
         """Every row's scores become weights."""
-        source = self.m.layout if self.m is not None else None
-        plain = {"m": self.mask, "source": source, "lanes": self.lanes, "scale": self.scale, "rows": self.tall}
-        body = partial(parts.softmax_narrow_function, **plain)
+        source, softmax = self.m.layout if self.m else None, parts.softmax_narrow_function
+        body = partial(softmax, m=self.mask, source=source, lanes=self.lanes, scale=self.scale, rows=self.tall)
         with e.loop(0, self.shared) as head, e.loop(0, self.rows) as row:
             at = e.bin("add", e.bin("mul", head.index, e.i64(self.rows)), row.index)
             mask = self.m.layout.at(e, self.m.head(e, m, head.index), row.index, key0) if self.m is not None else m

@@ -78,6 +78,18 @@ def finite_or_zero(e: Emitter, top: V) -> V:
     return e.select(e.cmp("oeq", top, e.const(top.ty, -math.inf)), e.const(top.ty, 0.0), top)
 
 
+def weights(e: Emitter, scores: V, keys: V, stride: int, line: Layout, shifts: list[V]) -> list[V]:
+    """Vectors of scores side by side become weights exp(score - shift), `stride` keys at a time; their sums."""
+    ty, lanes = shifts[0].ty, shifts[0].lanes
+    with e.loop(0, keys, stride, carried=[e.const(ty, 0.0)] * len(shifts), nonempty=True) as at:
+        for v, (shift, total) in enumerate(zip(shifts, at.carried)):
+            place = line.at(e, scores, at.index, v * lanes)
+            weight = weight_of(e, e.bin("fsub", e.load(ty, place, F32), shift))
+            e.store(weight, place, F32)
+            at.next.append(e.bin("fadd", total, weight))
+    return at.results
+
+
 # -- wide: scores are [key][row] -----------------------------------------------------------------------------------
 
 
@@ -88,12 +100,15 @@ def mask_wide_function(
     ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
     first = e.bin("add", lanes_of(e, row0, lanes), e.iota(lanes, "i32"))
     with e.loop(0, keys) as at:
-        key = lanes_of(e, e.bin("add", key0, at.index), lanes)
-        for v in range(vectors):
-            place = line.at(e, scores, at.index, v * lanes)
-            row = e.bin("add", first, e.const(first.ty, v * lanes))
-            term = load_line(e, source.at(e, mask, at.index, v * lanes), source, lanes, f32) if source else None
-            e.store(masked(e, m, e.load(ty, place, F32), key, row, term), place, F32)
+        key, changes = lanes_of(e, e.bin("add", key0, at.index), lanes), e.const("i1", True)
+        if source and not source.column and m.kind == "keep":  # most keys are seen by all rows
+            changes = e.cmp("eq", e.load("i8", source.at(e, mask, at.index), 1), e.const("i8", 0))
+        with e.when(changes):
+            for v in range(vectors):
+                place = line.at(e, scores, at.index, v * lanes)
+                row = e.bin("add", first, e.const(first.ty, v * lanes))
+                term = load_line(e, source.at(e, mask, at.index, v * lanes), source, lanes, f32) if source else None
+                e.store(masked(e, m, e.load(ty, place, F32), key, row, term), place, F32)
 
 
 def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, vectors: int, lanes: int, first: bool) -> None:
@@ -106,13 +121,8 @@ def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, vectors: int
         at.next = [highest(e, e.load(ty, line.at(e, scores, at.index, v), F32), x) for v, x in zip(every, at.carried)]
     tops = at.results
     shifts = [finite_or_zero(e, top) for top in tops]
-    with e.loop(0, keys, carried=[e.const(ty, 0.0)] * vectors, nonempty=True) as at:
-        for v, shift, total in zip(every, shifts, at.carried):
-            place = line.at(e, scores, at.index, v)
-            weight = weight_of(e, e.bin("fsub", e.load(ty, place, F32), shift))
-            e.store(weight, place, F32)
-            at.next.append(e.bin("fadd", total, weight))
-    for v, old, shift, top, total in zip(every, before, shifts, tops, at.results):
+    totals = weights(e, scores, keys, 1, line, shifts)
+    for v, old, shift, top, total in zip(every, before, shifts, tops, totals):
         if not first:
             shrink = weight_of(e, e.bin("fsub", old, shift))
             e.store(shrink, line.at(e, stats, 2, v), F32)
@@ -136,10 +146,9 @@ def dots_function(e: Emitter, keys: V, row: V, out: V, source: Layout, columns: 
         return [e.intrinsic("fmuladd", query, key, total) for key, total in zip(lines, totals)]
 
     whole = columns - columns % lanes
-    if whole:
-        with e.loop(0, whole, lanes, carried=totals) as at:
-            at.next = add(at.index, 0, at.carried)
-        totals = at.results
+    with e.loop(0, whole, lanes, carried=totals) as at:
+        at.next = add(at.index, 0, at.carried)
+    totals = at.results
     if columns % lanes:
         totals = add(whole, columns % lanes, totals)
     block = 1
@@ -169,14 +178,9 @@ def softmax_narrow_function(
         at.next = [highest(e, score, at.carried[0])]
     top = highest(e, alu.across(e, "max", f32, at.results[0]), before)
     shift = finite_or_zero(e, top)
-    wide_shift = e.splat(shift, lanes)
-    with e.loop(0, keys, lanes, carried=[e.const(ty, 0.0)], nonempty=True) as at:
-        place = line.at(e, scores, 0, at.index)
-        weight = weight_of(e, e.bin("fsub", e.load(ty, place, F32), wide_shift))
-        e.store(weight, place, F32)
-        at.next = [e.bin("fadd", at.carried[0], weight)]
+    (total,) = weights(e, scores, keys, lanes, Layout(f32, 1), [e.splat(shift, lanes)])
     shrink = weight_of(e, e.bin("fsub", before, shift))
-    total = e.fma(summed, shrink, alu.across(e, "add", f32, at.results[0]))
+    total = e.fma(summed, shrink, alu.across(e, "add", f32, total))
     for what, value in enumerate((top, total, shrink)):
         e.store(value, line.at(e, stats, what), F32)
 

@@ -13,13 +13,11 @@ from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, stage_rows_function, tile_function, turn_function
 from rlx.backends.cpu.kernels.tiles import plan
-from rlx.backends.cpu.loops import emit_statements, hoist, weight
+from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.render import argument_pointers
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.ir.kernel import Buffer, Contract, Kernel, Local
 from rlx.ir.target import Target
-
-UNROLLED_EPILOGUE = 24  # operations up to which an epilogue is repeated for each vector of a tile instead of looped over
 
 
 def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
@@ -75,19 +73,14 @@ class _Contraction(Module):
             kept = e.gep(SCRATCH, self.a_at)
             stage_rows_function(e, self.from_a.at(e, a, i0), kept, e.bin("sub", i1, i0), c.k, self.from_a, self.a, p.lanes)
             a = step(e, kept, i0, -self.a.byte(1, 0))  # where row 0 would be
-        panel_bytes = c.b.panel * c.k * c.b.buffer.dtype.itemsize if c.b.panel else self.from_b.byte(0, p.columns)
-
-        def sweep(panel: V, vectors: int, tail: int) -> None:
-            at_b, j0 = step(e, b, panel, panel_bytes), e.bin("mul", panel, e.i64(p.columns))
-            self._sweep(e, scope, a, at_b, tiles, i0, j0, vectors, tail)
-
+        operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
         if whole:
             with e.loop(panels[0], e.intrinsic("smin", panels[1], e.i64(whole))) as panel:
-                sweep(panel.index, p.vectors, 0)
+                self._sweep(*operands, panel.index, p.vectors, 0)
         if odd:
             with e.when(e.cmp("eq", panels[1], e.i64(p.panels))):
-                sweep(e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
+                self._sweep(*operands, e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
         if c.rows:
             hoist(c.rows, scope)
             with e.loop(i0, i1) as row:
@@ -95,14 +88,13 @@ class _Contraction(Module):
 
     def _first_row(self, e: Emitter, tile: V) -> V:
         """Plan.first_row, at run time."""
-        p = self.plan
-        if not p.tall:
-            return e.bin("mul", tile, e.i64(p.rows))
-        return e.bin("add", e.bin("mul", tile, e.i64(p.rows - 1)), e.intrinsic("smin", tile, e.i64(p.tall)))
+        tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
+        return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
 
-    def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, j0: V, vectors: int, tail: int) -> None:
-        """One panel, columns from j0: the task's row tiles, of a block that starts at row i0."""
+    def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
+        """One panel: the task's row tiles, of a block that starts at row i0."""
         p, layout = self.plan, self.from_b
+        b = step(e, b, panel, layout.byte(self.c.k, 0) if self.c.b.panel else layout.byte(0, p.columns))
         masked = 0 if self.c.b.panel or p.stage_b else tail  # panels are padded
         if p.stage_b:
             kept, layout = e.gep(SCRATCH, self.b_at), Layout(self.acc, vectors * p.lanes)
@@ -111,16 +103,14 @@ class _Contraction(Module):
         sums = e.gep(SCRATCH, self.sums_at)
         with e.loop(*tiles) as at:
             row = self._first_row(e, at.index)
-            tall = e.cmp("slt", at.index, e.i64(p.tall or p.row_tiles))
-            low = e.bin("xor", tall, e.const("i1", True))
-            heights = [(p.rows, tall), (p.rows - 1, low)] if 0 < p.tall < p.row_tiles else [(p.rows, e.const("i1", True))]
-            for height, here in heights:
+            tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
+            for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
                 t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes)
                 body = partial(tile_function, k=self.c.k, t=t, from_a=self.a, from_b=layout)
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)
             count = e.select(tall, e.i64(p.rows), e.i64(p.rows - 1))
-            self._finish(e, scope.child(), sums, i0, row, count, j0, vectors, tail)
+            self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. What lies right of the matrix is undefined; no lane of it
@@ -148,10 +138,7 @@ class _Contraction(Module):
                 j = e.bin("add", j0, column)
                 emit_statements(c.epilogue, at_row.child({c.acc: acc}, vector=c.j, base=j, lanes=lanes, mask=mask))
 
-            if weight(c.epilogue) <= UNROLLED_EPILOGUE:
-                for v in range(whole):
-                    epilogue(e.i64(v * lanes), 0)
-            elif whole:
+            if whole:
                 with e.loop(0, whole * lanes, lanes) as columns:
                     epilogue(columns.index, 0)
             if tail:

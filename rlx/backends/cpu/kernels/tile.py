@@ -109,14 +109,12 @@ def tile_function(
 
     rest = k % t.unroll if isinstance(k, int) else 0
     whole = k - rest if isinstance(k, int) else k
-    at_a, at_b = a, b
-    if whole:
-        with e.loop(0, whole, t.unroll, carried=[a, b, *totals], nonempty=True) as loop:
-            at_a, at_b, *now = loop.carried
-            loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
-            for u in range(t.unroll):
-                loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
-        at_a, at_b, *totals = loop.results
+    with e.loop(0, whole, t.unroll, carried=[a, b, *totals], nonempty=True) as loop:
+        at_a, at_b, *now = loop.carried
+        loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
+        for u in range(t.unroll):
+            loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
+    at_a, at_b, *totals = loop.results
     while len(totals) > count:
         half = len(totals) // 2
         totals = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(totals[:half], totals[half:])]
@@ -137,9 +135,8 @@ def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, sou
             e.store(value, to.at(e, copy, 0, column), to.dtype.itemsize)
 
         whole = columns - columns % lanes
-        if whole:
-            with e.loop(0, whole, lanes) as at:
-                move(at.index, 0)
+        with e.loop(0, whole, lanes) as at:
+            move(at.index, 0)
         if columns % lanes:
             move(whole, columns % lanes)
 

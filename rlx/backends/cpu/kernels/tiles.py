@@ -57,7 +57,7 @@ class Plan:
 
     def first_row(self, tile: int) -> int:
         """The row at which a row tile starts."""
-        return tile * (self.rows - 1) + min(tile, self.tall) if self.tall else tile * self.rows
+        return tile * (self.rows - 1) + min(tile, self.tall)
 
     @property
     def block_rows(self) -> int:
@@ -82,8 +82,8 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     vectors = c.b.panel // lanes or _panel_vectors(c, registers)
     highest = max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
-    low, tall = divmod(c.m, row_tiles) if row_tiles else (0, 0)
-    rows = low + (tall > 0)
+    rows = -(-c.m // max(1, row_tiles))
+    tall = c.m - row_tiles * (rows - 1)
     stage_a = c.a.buffer.dtype != c.acc.dtype
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
