@@ -7,6 +7,7 @@ operand, as rlx.ir.kernel states them; LLVM's are not, so they are guarded here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from math import inf
 
 from rlx.backends.cpu import math
@@ -15,7 +16,6 @@ from rlx.ir.dtype import DType, bf16, f16
 from rlx.ir.kernel import Alu, Const
 
 Emit = Callable[..., V]
-EmitBy = Callable[..., V | None]
 
 
 # -- memory <-> registers ------------------------------------------------------------------------------------------
@@ -29,11 +29,11 @@ def memory_type(dtype: DType) -> str:
 def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
     """What was loaded, in its compute type: f16 and bf16 to float, any nonzero byte of a bool to true."""
     if dtype == bf16:
-        return e.convert("bitcast", e.bin("shl", e.convert("zext", raw, "i32"), e.const(_like(raw, "i32"), 16)), "float")
+        return e.convert("bitcast", e.bin("shl", e.convert("zext", raw, "i32"), 16), "float")
     if dtype == f16:
         return e.convert("fpext", e.convert("bitcast", raw, "half"), "float")
     if dtype.kind == "b":
-        return e.cmp("ne", raw, e.const(raw.ty, 0))
+        return e.cmp("ne", raw, 0)
     return raw
 
 
@@ -63,6 +63,8 @@ def constant(e: Emitter, c: Const, lanes: int) -> V:
 
 # Results of these are representable in a 16-bit float type if their operands are.
 EXACT = frozenset({"neg", "abs", "min", "max", "select", "floor", "ceil", "round", "trunc", "bitcast"})
+# Integer operations whose second operand may need a guard: they take it as a number where that is known.
+GUARDED = frozenset({"div", "rem", "shl", "shr", "pow"})
 
 
 def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
@@ -72,11 +74,10 @@ def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
     if node.op == "bitcast":
         return bitcast(e, args[0], node.args[0].dtype, node.dtype)
     operand = node.args[0].dtype
-    if operand.is_int and node.op in INT_CONSTANT and isinstance(node.args[1], Const):
-        direct = INT_CONSTANT[node.op](e, operand, args[0], int(node.args[1].value))
-        if direct is not None:
-            return direct
-    out = OPS[node.op](e, operand, *args)
+    if operand.is_int and node.op in GUARDED and isinstance(node.args[1], Const):
+        out = OPS[node.op](e, operand, args[0], int(node.args[1].value))
+    else:
+        out = OPS[node.op](e, operand, *args)
     return out if node.op in EXACT or not node.dtype.is_float else rounded(e, out, node.dtype)
 
 
@@ -84,7 +85,7 @@ def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
     """Value-preserving where it can be; float to integer truncates and saturates, NaN gives 0; to bool is x != 0."""
     ty = computed(to)
     if to.kind == "b":
-        return a if source.kind == "b" else e.cmp("une" if source.is_float else "ne", a, e.const(a.ty, 0))
+        return a if source.kind == "b" else e.cmp("une" if source.is_float else "ne", a, 0)
     if source.is_float and to.is_float:
         if a.scalar == "double" and to in (f16, bf16):
             a = _to_odd(e, a)
@@ -92,7 +93,7 @@ def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
             a = e.convert("fptrunc" if a.scalar == "double" else "fpext", a, ty)
         return rounded(e, a, to) if source != to else a
     if source.is_float:
-        returns = _like(a, ty)
+        returns = vector(ty, a.lanes)
         return e.intrinsic("fptosi.sat" if to.kind == "i" else "fptoui.sat", a, suffix=(returns, a.ty), returns=returns)
     if to.is_float:
         return rounded(e, e.convert("sitofp" if source.kind == "i" else "uitofp", a, ty), to)
@@ -119,147 +120,116 @@ def _to_odd(e: Emitter, a: V) -> V:
     return e.convert("bitcast", odd, "float")
 
 
-def _like(v: V, scalar: str) -> str:
-    return vector(scalar, v.lanes)
+def _by_kind(*names: str, emit: Callable[[Emitter, str, V, V], V] = Emitter.bin) -> Emit:
+    """An instruction, by the operands: names for floats, signed and unsigned integers, bool; the last for all kinds after."""
+    table = dict(zip_longest("fiub", names, fillvalue=names[-1]))
+    return lambda e, d, a, b: emit(e, table[d.kind], a, b)
 
 
-def _pick(float_op: str, int_op: str, bool_op: str) -> Emit:
-    return lambda e, d, a, b: e.bin({"f": float_op, "b": bool_op}.get(d.kind, int_op), a, b)
-
-
-def _extreme(ordered: str, signed: str, unsigned: str) -> Emit:
+def _extreme(*predicates: str) -> Emit:
     """min or max; of floats NaN if either is: x86's instruction gives the second operand for unordered ones."""
+    compare = _by_kind(*predicates, emit=Emitter.cmp)
 
     def emit(e: Emitter, d: DType, a: V, b: V) -> V:
-        if d.is_float:
-            return e.select(e.cmp("uno", a, a), a, e.select(e.cmp(ordered, a, b), a, b))
-        return e.select(e.cmp(signed if d.kind == "i" else unsigned, a, b), a, b)
+        better = e.select(compare(e, d, a, b), a, b)
+        return e.select(e.cmp("uno", a, a), a, better) if d.is_float else better
 
     return emit
 
 
-def _compare(float_op: str, signed: str, unsigned: str) -> Emit:
-    return lambda e, d, a, b: e.cmp(float_op if d.is_float else signed if d.kind == "i" else unsigned, a, b)
-
-
-def _unary(intrinsic: str) -> Emit:
+def _rounding(intrinsic: str) -> Emit:
     """Of floats; integers are already whole."""
     return lambda e, d, a: e.intrinsic(intrinsic, a) if d.is_float else a
+
+
+def _minus(e: Emitter, d: DType, a: V) -> V:
+    return e.op(a.ty, f"fneg {a}") if d.is_float else e.bin("sub", e.const(a.ty, 0), a)
 
 
 def _abs(e: Emitter, d: DType, a: V) -> V:
     if d.is_float:
         return e.intrinsic("fabs", a)
-    return e.select(e.cmp("slt", a, e.const(a.ty, 0)), e.bin("sub", e.const(a.ty, 0), a), a) if d.kind == "i" else a
+    return e.select(e.cmp("slt", a, 0), _minus(e, d, a), a) if d.kind == "i" else a
 
 
-def _divide(float_op: str, signed: str, unsigned: str, at_minus_one: Emit) -> Emit:
+def _divide(of_floats: str, signed: str, unsigned: str, at_minus_one: Emit) -> Emit:
     """div or rem. Integers: 0 for a zero divisor, `at_minus_one(a)` for a signed -1 (LLVM's would trap on INT_MIN)."""
 
-    def emit(e: Emitter, d: DType, a: V, b: V) -> V:
-        if d.is_float:
-            return e.bin(float_op, a, b) if float_op == "fdiv" else math.fmod(e, a, b)
-        zero, one = e.const(a.ty, 0), e.const(a.ty, 1)
+    def emit(e: Emitter, d: DType, a: V, b: V | int) -> V:
+        op = {"f": of_floats, "i": signed}.get(d.kind, unsigned)
+        if d.is_float or (isinstance(b, int) and b not in (0, -1)):
+            return e.bin(op, a, b)
+        b, zero, one = e.const(a.ty, b), e.const(a.ty, 0), e.const(a.ty, 1)
         by_zero = e.cmp("eq", b, zero)
         if d.kind == "u":
             return e.select(by_zero, zero, e.bin(unsigned, a, e.select(by_zero, one, b)))
-        negates = e.cmp("eq", b, e.const(a.ty, -1))
+        negates = e.cmp("eq", b, -1)
         out = e.bin(signed, a, e.select(e.bin("or", by_zero, negates), one, b))
-        return e.select(by_zero, zero, e.select(negates, at_minus_one(e, a), out))
+        return e.select(by_zero, zero, e.select(negates, at_minus_one(e, d, a), out))
 
     return emit
 
 
-def _divide_by(signed: str, unsigned: str) -> EmitBy:
-    return lambda e, d, a, by: None if by in (0, -1) else e.bin(signed if d.kind == "i" else unsigned, a, e.const(a.ty, by))
-
-
-def _shift(op: Callable[[DType], str]) -> Emit:
+def _shift(signed: str, unsigned: str) -> Emit:
     """By the width or more: all bits gone (a negative number shifted right: -1)."""
 
-    def emit(e: Emitter, d: DType, a: V, b: V) -> V:
-        last = e.const(a.ty, d.bits - 1)
+    def emit(e: Emitter, d: DType, a: V, b: V | int) -> V:
+        op = signed if d.kind == "i" else unsigned
+        if isinstance(b, int) and 0 <= b < d.bits:
+            return e.bin(op, a, b)
+        b, last = e.const(a.ty, b), e.const(a.ty, d.bits - 1)
         inside = e.cmp("ule", b, last)
-        if op(d) == "ashr":
-            return e.bin("ashr", a, e.select(inside, b, last))
-        return e.select(inside, e.bin(op(d), a, e.select(inside, b, last)), e.const(a.ty, 0))
+        out = e.bin(op, a, e.select(inside, b, last))
+        return out if op == "ashr" else e.select(inside, out, e.const(a.ty, 0))
 
     return emit
 
 
-def _shift_by(op: Callable[[DType], str]) -> EmitBy:
-    return lambda e, d, a, by: e.bin(op(d), a, e.const(a.ty, by)) if 0 <= by < d.bits else None
-
-
-def _left(d: DType) -> str:
-    return "shl"
-
-
-def _right(d: DType) -> str:
-    return "ashr" if d.kind == "i" else "lshr"
-
-
-def _pow(e: Emitter, d: DType, a: V, b: V) -> V:
+def _pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
     """Integers: by squaring; to a negative power the truncated reciprocal (0 but for 1 and -1)."""
-    if d.is_float:
-        return math.pow(e, a, b)
-    one, zero = e.const(a.ty, 1), e.const(a.ty, 0)
-    magnitude = _abs(e, d, b)
-    with e.loop(0, d.bits, carried=(one, a, magnitude)) as loop:
+    if isinstance(b, int) and 1 <= b <= 4:
+        square = e.bin("mul", a, a) if b > 1 else a
+        return square if b <= 2 else e.bin("mul", square, a if b == 3 else square)
+    b, one, zero = e.const(a.ty, b), e.const(a.ty, 1), e.const(a.ty, 0)
+    with e.loop(0, d.bits, carried=(one, a, _abs(e, d, b))) as loop:
         out, square, left = loop.carried
         odd = e.cmp("ne", e.bin("and", left, one), zero)
         loop.next = [e.select(odd, e.bin("mul", out, square), out), e.bin("mul", square, square), e.bin("lshr", left, one)]
     out = loop.results[0]
     if d.kind == "u":
         return out
-    unit = e.bin("or", e.cmp("eq", a, one), e.cmp("eq", a, e.const(a.ty, -1)))
+    unit = e.bin("or", e.cmp("eq", a, one), e.cmp("eq", a, -1))
     return e.select(e.cmp("slt", b, zero), e.select(unit, out, zero), out)
 
 
-def _pow_by(e: Emitter, d: DType, a: V, by: int) -> V | None:
-    if not 1 <= by <= 4:
-        return None
-    square = e.bin("mul", a, a) if by > 1 else a
-    return {1: a, 2: square}.get(by) or e.bin("mul", square, a if by == 3 else square)
+def _function(name: str, of_integers: Emit | None = None) -> Emit:
+    """An elementary function: our own of floats, libm's of doubles."""
 
+    def emit(e: Emitter, d: DType, *args: V) -> V:
+        if of_integers is not None and d.is_int:
+            return of_integers(e, d, *args)
+        return math.libm(e, name, *args) if args[0].scalar == "double" else getattr(math, name)(e, *args)
 
-def _minus(e: Emitter, a: V) -> V:
-    return e.bin("sub", e.const(a.ty, 0), a)
-
-
-def _not(e: Emitter, d: DType, a: V) -> V:
-    return e.bin("xor", a, e.const(a.ty, True if d.kind == "b" else -1))
-
-
-def _bits(op: str) -> Emit:
-    return lambda e, d, a, b: e.bin(op, a, b)
-
-
-def _function(of: Callable[[Emitter, V], V]) -> Emit:
-    return lambda e, d, a: of(e, a)
+    return emit
 
 
 OPS: dict[str, Emit] = {
-    "add": _pick("fadd", "add", "or"), "sub": _pick("fsub", "sub", "xor"), "mul": _pick("fmul", "mul", "and"),
+    "add": _by_kind("fadd", "add", "add", "or"), "sub": _by_kind("fsub", "sub", "sub", "xor"),
+    "mul": _by_kind("fmul", "mul", "mul", "and"),
     "div": _divide("fdiv", "sdiv", "udiv", _minus),
-    "rem": _divide("frem", "srem", "urem", lambda e, a: e.const(a.ty, 0)),
+    "rem": _divide("frem", "srem", "urem", lambda e, d, a: e.const(a.ty, 0)),
     "min": _extreme("olt", "slt", "ult"), "max": _extreme("ogt", "sgt", "ugt"),
-    "pow": _pow, "fma": lambda e, d, a, b, c: e.fma(a, b, c) if d.is_float else e.bin("add", e.bin("mul", a, b), c),
-    "neg": lambda e, d, a: e.op(a.ty, f"fneg {a}") if d.is_float else _minus(e, a), "abs": _abs,
-    "sqrt": _unary("sqrt"),
-    "floor": _unary("floor"), "ceil": _unary("ceil"), "round": _unary("roundeven"), "trunc": _unary("trunc"),
-    "exp": _function(math.exp), "log": _function(math.log), "sin": _function(math.sin), "cos": _function(math.cos),
-    "tanh": _function(math.tanh), "erf": _function(math.erf),
-    "lt": _compare("olt", "slt", "ult"), "le": _compare("ole", "sle", "ule"),
-    "eq": _compare("oeq", "eq", "eq"), "ne": _compare("une", "ne", "ne"),
-    "and": _bits("and"), "or": _bits("or"), "xor": _bits("xor"), "not": _not, "shl": _shift(_left), "shr": _shift(_right),
+    "fma": lambda e, d, a, b, c: e.fma(a, b, c) if d.is_float else e.bin("add", e.bin("mul", a, b), c),
+    "neg": _minus, "abs": _abs, "sqrt": _rounding("sqrt"),
+    "floor": _rounding("floor"), "ceil": _rounding("ceil"), "round": _rounding("roundeven"), "trunc": _rounding("trunc"),
+    "pow": _function("pow", of_integers=_pow),
+    **{name: _function(name) for name in ("exp", "log", "sin", "cos", "tanh", "erf")},
+    "lt": _by_kind("olt", "slt", "ult", emit=Emitter.cmp), "le": _by_kind("ole", "sle", "ule", emit=Emitter.cmp),
+    "eq": _by_kind("oeq", "eq", emit=Emitter.cmp), "ne": _by_kind("une", "ne", emit=Emitter.cmp),
+    "and": _by_kind("and"), "or": _by_kind("or"), "xor": _by_kind("xor"),
+    "not": lambda e, d, a: e.bin("xor", a, True if d.kind == "b" else -1),
+    "shl": _shift("shl", "shl"), "shr": _shift("ashr", "lshr"),
     "select": lambda e, d, c, a, b: e.select(c, a, b),
-}  # fmt: skip
-
-# The same by a constant, where that needs no guard; None: it does.
-INT_CONSTANT: dict[str, EmitBy] = {
-    "div": _divide_by("sdiv", "udiv"), "rem": _divide_by("srem", "urem"),
-    "shl": _shift_by(_left), "shr": _shift_by(_right), "pow": _pow_by,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ llvmlite objects, and what is generated can be read as it stands.
 
 from __future__ import annotations
 
-import math
+import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ class V:
 
     @property
     def lanes(self) -> int:
-        return lanes_of(self.ty)
+        return int(self.ty[1 : self.ty.index(" ")]) if self.ty[0] == "<" else 1
 
     @property
     def scalar(self) -> str:
@@ -43,24 +43,15 @@ def vector(scalar: str, lanes: int) -> str:
     return scalar if lanes == 1 else f"<{lanes} x {scalar}>"
 
 
-def lanes_of(ty: str) -> int:
-    return int(ty[1 : ty.index(" ")]) if ty[0] == "<" else 1
-
-
 def scalar_of(ty: str) -> str:
     return ty[ty.index("x ") + 2 : -1] if ty[0] == "<" else ty
 
 
 def literal(scalar: str, value: float | int | bool) -> str:
     """A scalar constant as LLVM writes it: floats by their bits, so that no digit is lost."""
-    if scalar == "double":
+    if scalar in ("double", "float"):
+        value = ctypes.c_float(value).value if scalar == "float" else value  # rounded; infinite where it overflows
         return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
-    if scalar == "float":
-        try:
-            single = struct.unpack("<f", struct.pack("<f", value))[0]
-        except OverflowError:
-            single = math.copysign(math.inf, value)
-        return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
     if scalar == "i1":
         return "true" if value else "false"
     return str(int(value))
@@ -69,8 +60,8 @@ def literal(scalar: str, value: float | int | bool) -> str:
 def sanitised(name: str) -> str:
     """LLVM type text inside an intrinsic's name: <16 x float> -> v16f32."""
     short = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
-    lanes, scalar = lanes_of(name), scalar_of(name)
-    return (f"v{lanes}" if name[0] == "<" else "") + short.get(scalar, scalar)
+    scalar = scalar_of(name)
+    return (f"v{V('', name).lanes}" if name[0] == "<" else "") + short.get(scalar, scalar)
 
 
 class Emitter:
@@ -117,39 +108,35 @@ class Emitter:
         text = literal(scalar_of(ty), value)
         return V(text if ty[0] != "<" else f"splat({scalar_of(ty)} {text})", ty)
 
-    def i64(self, value: int) -> V:
-        return V(str(value), "i64")
+    def i64(self, value: int | V) -> V:
+        return self.const("i64", value)
 
-    def bin(self, op: str, a: V, b: V | int) -> V:
+    def bin(self, op: str, a: V, b: V | float) -> V:
         """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …; a number is a constant of a's type."""
         return self.op(a.ty, f"{op} {a}, {self.const(a.ty, b).text}")
 
-    def cmp(self, predicate: str, a: V, b: V | int) -> V:
+    def cmp(self, predicate: str, a: V, b: V | float) -> V:
         """fcmp for float types, icmp otherwise; an i1 per lane."""
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
         return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {self.const(a.ty, b).text}")
 
-    def select(self, c: V, a: V, b: V) -> V:
-        return self.op(a.ty, f"select {c}, {a}, {b}")
+    def select(self, c: V, a: V | float, b: V) -> V:
+        return self.op(b.ty, f"select {c}, {self.const(b.ty, a)}, {b}")
 
     def convert(self, op: str, a: V, scalar: str) -> V:
         """fpext, fptrunc, sext, zext, trunc, sitofp, uitofp, bitcast … to the same number of lanes of `scalar`."""
         ty = f"<{a.lanes} x {scalar}>" if a.ty[0] == "<" else scalar
         return self.op(ty, f"{op} {a} to {ty}")
 
-    def intrinsic(
-        self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None, flags: str = ""
-    ) -> V:
+    def intrinsic(self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None) -> V:
         """llvm.<stem>.<suffix>(args); the suffix defaults to the first argument's type, which is also the default result."""
-        returns = returns or args[0].ty
-        names = [sanitised(t) for t in (suffix if suffix is not None else (args[0].ty,))]
-        name = ".".join(["llvm", stem, *names])
+        names = map(sanitised, (args[0].ty,) if suffix is None else suffix)
+        return self.external(".".join(["llvm", stem, *names]), returns or args[0].ty, *args)
+
+    def external(self, name: str, returns: str, *args: V) -> V:
+        """A call of a symbol from outside this module."""
         self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
-        call = f"call {flags + ' ' if flags else ''}{returns} @{name}({', '.join(map(str, args))})"
-        if returns == "void":
-            self.do(call)
-            return V("", "void")
-        return self.op(returns, call)
+        return self.call(name, returns, *args)
 
     def call(self, callee: str | V, returns: str, *args: V) -> V:
         """A function of this module or a declared symbol, by name, or the one at an address."""
@@ -160,8 +147,8 @@ class Emitter:
             return V("", "void")
         return self.op(returns, text)
 
-    def fma(self, a: V, b: V, c: V) -> V:
-        return self.intrinsic("fma", a, b, c)
+    def fma(self, a: V | float, b: V, c: V | float) -> V:
+        return self.intrinsic("fma", self.const(b.ty, a), b, self.const(b.ty, c))
 
     def splat(self, a: V, lanes: int) -> V:
         """A scalar in every lane (lanes 1: itself)."""
@@ -180,11 +167,7 @@ class Emitter:
     # -- memory (addresses are `ptr`; offsets are bytes)
 
     def gep(self, base: V, offset: int | V) -> V:
-        if isinstance(offset, int):
-            if offset == 0:
-                return base
-            offset = self.i64(offset)
-        return self.op("ptr", f"getelementptr i8, {base}, {offset}")
+        return base if offset == 0 else self.op("ptr", f"getelementptr i8, {base}, {self.i64(offset)}")
 
     def load(self, ty: str, address: V, align: int) -> V:
         return self.op(ty, f"load {ty}, {address}, align {align}")
@@ -222,6 +205,10 @@ class Emitter:
     def branch_if(self, c: V, yes: str, no: str) -> None:
         self.do(f"br {c}, label %{yes}, label %{no}")
 
+    def phi(self, *ways: tuple[V, str]) -> V:
+        """The value that goes with the block that control came from."""
+        return self.op(ways[0][0].ty, _phi(*ways))
+
     @contextmanager
     def loop(
         self, start: int | V, stop: int | V | None, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
@@ -230,15 +217,18 @@ class Emitter:
         afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration.
 
         A body may leave by a branch to loop.done, if nothing is carried or `stop` is None (for ever; no results)."""
-        begin = start if isinstance(start, V) else self.i64(start)
-        end = stop if isinstance(stop, V) else self.i64(stop or 0)
+        begin, end = self.i64(start), self.i64(stop or 0)
         if isinstance(start, int) and isinstance(stop, int):
             nonempty = start < stop  # an empty loop still has a body, so that callers need not ask; it is never entered
         head, done, before = self.fresh("loop"), self.fresh("done"), self.block
-        if nonempty or stop is None:
-            self.branch(head)
-        else:
-            self.branch_if(self.cmp("slt", begin, end), head, done)
+
+        def enter(at: V, always: bool) -> None:
+            if always:
+                self.branch(head)
+            else:
+                self.branch_if(self.cmp("slt", at, end), head, done)
+
+        enter(begin, nonempty or stop is None)
         self.label(head)
         index = V("%" + self.fresh("i"), "i64")
         phis = [V("%" + self.fresh("c"), c.ty) for c in carried]
@@ -247,22 +237,16 @@ class Emitter:
         yield state
         if len(state.next) != len(carried):
             raise AssertionError(f"loop carries {len(carried)} values, its body set {len(state.next)}")
-        following = self.bin("add nsw", index, self.i64(step))
+        following = self.bin("add nsw", index, step)
         latch = self.block
-        if stop is None:
-            self.branch(head)
-        else:
-            self.branch_if(self.cmp("slt", following, end), head, done)
-        heads = [f"  {index.text} = phi i64 [{begin.text}, %{before}], [{following.text}, %{latch}]"]
-        for phi, first, nxt in zip(phis, carried, state.next):
-            heads.append(f"  {phi.text} = phi {phi.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]")
-        self.lines[at:at] = heads
+        enter(following, stop is None)
+        rounds = [((first, before), (last, latch)) for first, last in zip((begin, *carried), (following, *state.next))]
+        self.lines[at:at] = [f"  {v.text} = {_phi(*ways)}" for v, ways in zip((index, *phis), rounds)]
         self.label(done)
         if nonempty:
             state.results = list(state.next)
         elif stop is not None:
-            for first, nxt in zip(carried, state.next):
-                state.results.append(self.op(first.ty, f"phi {first.ty} [{first.text}, %{before}], [{nxt.text}, %{latch}]"))
+            state.results = [self.phi(*ways) for ways in rounds[1:]]
 
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:
@@ -273,6 +257,10 @@ class Emitter:
         yield
         self.branch(after)
         self.label(after)
+
+
+def _phi(*ways: tuple[V, str]) -> str:
+    return f"phi {ways[0][0].ty} " + ", ".join(f"[{v.text}, %{block}]" for v, block in ways)
 
 
 class Loop:
@@ -295,6 +283,7 @@ def computed(dtype: DType) -> str:
     return "i1" if dtype.kind == "b" else LLVM_TYPES[dtype.compute.name]
 
 
+PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
 
 

@@ -1,4 +1,4 @@
-"""Elementary functions on any number of lanes, as LLVM IR. f32 by polynomials of our own, f64 by libm lane by lane.
+"""Elementary functions on any number of lanes, as LLVM IR: f32 by polynomials of our own; f64 is libm's, lane by lane.
 
 How the polynomials were made: on 600 Chebyshev points of the reduced range, least squares in extended precision,
 reweighted (Lawson) until the largest error relative to the function is smallest; then the coefficients were rounded to
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlx.backends.cpu.emit import Emitter, V, vector
+from rlx.backends.cpu.emit import Emitter, V
 
 EXP = (0.0013821304310113192, 0.00836866907775402, 0.04166825860738754, 0.1666652113199234, 0.4999999403953552, 1.0, 1.0)
 EXPM1 = (0.001386994612403214, 0.008366253226995468, 0.04166744276881218, 0.1666654646396637, 0.4999999701976776)
@@ -51,11 +51,10 @@ REDUCIBLE = 2.0**40  # |x| below this is reduced by pi/2 in double without loss;
 def bf16_bits(e: Emitter, x: V) -> V:
     """float to the bits of a bf16 (i16): nearest even, denormals kept (the hardware instruction flushes them), NaN quiet."""
     bits = _bits(e, x)
-    one, quiet, half = e.const(bits.ty, 1), e.const(bits.ty, 0x400000), e.const(bits.ty, 0x7FFF)
-    sixteen = e.const(bits.ty, 16)
-    odd = e.bin("and", e.bin("lshr", bits, sixteen), one)
-    nearest = e.bin("add", e.bin("add", bits, half), odd)
-    return e.convert("trunc", e.bin("lshr", e.select(e.cmp("uno", x, x), e.bin("or", bits, quiet), nearest), sixteen), "i16")
+    odd = e.bin("and", e.bin("lshr", bits, 16), 1)
+    nearest = e.bin("add", e.bin("add", bits, 0x7FFF), odd)
+    kept = e.select(e.cmp("uno", x, x), e.bin("or", bits, 0x400000), nearest)
+    return e.convert("trunc", e.bin("lshr", kept, 16), "i16")
 
 
 # -- pieces --------------------------------------------------------------------------------------------------------
@@ -73,35 +72,37 @@ def polynomial(e: Emitter, x: V, coefficients: Sequence[float]) -> V:
     """Horner's scheme, highest power first."""
     out = e.const(x.ty, coefficients[0])
     for c in coefficients[1:]:
-        out = e.fma(out, x, e.const(x.ty, c))
+        out = e.fma(out, x, c)
     return out
 
 
 def _at_most(e: Emitter, x: V, top: float) -> V:
-    limit = e.const(x.ty, top)
-    return e.select(e.cmp("ogt", x, limit), limit, x)
+    return e.select(e.cmp("ogt", x, top), top, x)
 
 
-def _at_least(e: Emitter, x: V, bottom: float) -> V:
-    limit = e.const(x.ty, bottom)
-    return e.select(e.cmp("olt", x, limit), limit, x)
-
-
-def _copysign(e: Emitter, magnitude: V, sign: V) -> V:
-    return e.intrinsic("copysign", magnitude, sign)
+def _within(e: Emitter, x: V, bottom: float, top: float) -> V:
+    x = _at_most(e, x, top)
+    return e.select(e.cmp("olt", x, bottom), bottom, x)
 
 
 def _by_ln2(e: Emitter, x: V) -> tuple[V, V]:
     """x = n ln2 + r: (bits whose low part is n, r)."""
-    shifted = e.fma(x, e.const(x.ty, LOG2_E), e.const(x.ty, SHIFT))
-    n = e.bin("fsub", shifted, e.const(x.ty, SHIFT))
-    r = e.fma(n, e.const(x.ty, -LN2_HIGH), x)
-    return _bits(e, shifted), e.fma(n, e.const(x.ty, -LN2_LOW), r)
+    shifted = e.fma(LOG2_E, x, SHIFT)
+    n = e.bin("fsub", shifted, SHIFT)
+    return _bits(e, shifted), e.fma(-LN2_LOW, n, e.fma(-LN2_HIGH, n, x))
 
 
 def _power_of_two(e: Emitter, n: V) -> V:
     """2^n of the low bits of an integer, -126 <= n <= 127."""
-    return _float(e, e.bin("add", e.bin("shl", n, e.const(n.ty, 23)), e.const(n.ty, 0x3F800000)))
+    return _float(e, e.bin("add", e.bin("shl", n, 23), 0x3F800000))
+
+
+def _split(e: Emitter, x: V) -> tuple[V, V]:
+    """x = 2^n m, both positive, sqrt(1/2) <= m < sqrt(2): (n, an integer, m)."""
+    bits = _bits(e, x)
+    digits, root_half = (52, 0x3FE6A09E667F3BCD) if x.scalar == "double" else (23, 0x3F3504F3)
+    n = e.bin("ashr", e.bin("sub", bits, root_half), digits)
+    return n, _float(e, e.bin("sub", bits, e.bin("shl", n, digits)))
 
 
 def _expm1(e: Emitter, x: V) -> V:
@@ -109,162 +110,131 @@ def _expm1(e: Emitter, x: V) -> V:
     n, r = _by_ln2(e, x)
     p = e.fma(e.bin("fmul", r, r), polynomial(e, r, EXPM1), r)
     scale = _power_of_two(e, n)
-    return e.fma(scale, p, e.bin("fsub", scale, e.const(x.ty, 1.0)))
+    return e.fma(scale, p, e.bin("fsub", scale, 1.0))
 
 
-def _libm(e: Emitter, name: str, *args: V) -> V:
+def libm(e: Emitter, name: str, *args: V) -> V:
     """A libm function of doubles, lane by lane."""
-    e.declare(f"declare double @{name}({', '.join(['double'] * len(args))})")
-    lanes = args[0].lanes
-    if lanes == 1:
-        return e.call(name, "double", *args)
-    with e.loop(0, lanes, carried=(V("poison", args[0].ty),)) as loop:
-        one = e.call(name, "double", *(e.op("double", f"extractelement {a}, {loop.index}") for a in args))
+    if args[0].lanes == 1:
+        return e.external(name, "double", *args)
+    with e.loop(0, args[0].lanes, carried=(V("poison", args[0].ty),)) as loop:
+        one = e.external(name, "double", *(e.op("double", f"extractelement {a}, {loop.index}") for a in args))
         loop.next = [e.op(args[0].ty, f"insertelement {loop.carried[0]}, {one}, {loop.index}")]
     return loop.results[0]
 
 
-# -- functions -----------------------------------------------------------------------------------------------------
+# -- functions of f32 ----------------------------------------------------------------------------------------------
 
 
 def exp(e: Emitter, x: V) -> V:
-    if x.scalar == "double":
-        return _libm(e, "exp", x)
-    shifted, r = _by_ln2(e, _at_least(e, _at_most(e, x, 89.0), -105.0))
+    shifted, r = _by_ln2(e, _within(e, x, -105.0, 89.0))
     n = e.bin("sub", shifted, _bits(e, e.const(x.ty, SHIFT)))
-    half = e.bin("ashr", n, e.const(n.ty, 1))  # two steps: 2^n alone may overflow or be denormal
+    half = e.bin("ashr", n, 1)  # two steps: 2^n alone may overflow or be denormal
     near = e.bin("fmul", polynomial(e, r, EXP), _power_of_two(e, half))
     return e.bin("fmul", near, _power_of_two(e, e.bin("sub", n, half)))
 
 
 def log(e: Emitter, x: V) -> V:
-    if x.scalar == "double":
-        return _libm(e, "log", x)
-    tiny = e.cmp("olt", x, e.const(x.ty, 2.0**-126))
-    bits = _bits(e, e.select(tiny, e.bin("fmul", x, e.const(x.ty, 2.0**23)), x))
-    low = e.const(bits.ty, 0x3F3504F3)  # sqrt(1/2): m ends up between it and sqrt(2)
-    n = e.bin("ashr", e.bin("sub", bits, low), e.const(bits.ty, 23))
-    m = _float(e, e.bin("sub", bits, e.bin("shl", n, e.const(bits.ty, 23))))
-    exponent = e.bin("fsub", e.convert("sitofp", n, "float"), e.select(tiny, e.const(x.ty, 23.0), e.const(x.ty, 0.0)))
-    f = e.bin("fsub", m, e.const(x.ty, 1.0))
+    tiny = e.cmp("olt", x, 2.0**-126)
+    n, m = _split(e, e.select(tiny, e.bin("fmul", x, 2.0**23), x))
+    exponent = e.bin("fsub", e.convert("sitofp", n, "float"), e.select(tiny, 23.0, e.const(x.ty, 0.0)))
+    f = e.bin("fsub", m, 1.0)
     square = e.bin("fmul", f, f)
-    small = e.bin("fmul", e.bin("fmul", f, square), polynomial(e, f, LOG))
-    small = e.fma(exponent, e.const(x.ty, LN2_LOW), small)
-    out = e.bin("fadd", f, e.fma(e.const(x.ty, -0.5), square, small))
-    out = e.fma(exponent, e.const(x.ty, LN2_HIGH), out)
-    out = e.select(e.cmp("uge", x, e.const(x.ty, math.inf)), x, out)  # inf and NaN
-    out = e.select(e.cmp("olt", x, e.const(x.ty, 0.0)), e.const(x.ty, math.nan), out)
-    return e.select(e.cmp("oeq", x, e.const(x.ty, 0.0)), e.const(x.ty, -math.inf), out)
+    small = e.fma(LN2_LOW, exponent, e.bin("fmul", e.bin("fmul", f, square), polynomial(e, f, LOG)))
+    out = e.fma(LN2_HIGH, exponent, e.bin("fadd", f, e.fma(-0.5, square, small)))
+    out = e.select(e.cmp("uge", x, math.inf), x, out)  # inf and NaN
+    out = e.select(e.cmp("olt", x, 0.0), math.nan, out)
+    return e.select(e.cmp("oeq", x, 0.0), -math.inf, out)
 
 
 def sin(e: Emitter, x: V) -> V:
-    return _libm(e, "sin", x) if x.scalar == "double" else _sin_or_cos(e, x, "sin")
+    return _sin_or_cos(e, x, "sin")
 
 
 def cos(e: Emitter, x: V) -> V:
-    return _libm(e, "cos", x) if x.scalar == "double" else _sin_or_cos(e, x, "cos")
+    return _sin_or_cos(e, x, "cos")
 
 
 def _sin_or_cos(e: Emitter, x: V, name: str) -> V:
     """Reduced by multiples of pi/2 in double, on |x|, so that -0 and the sign of sin come out by themselves."""
     magnitude = e.intrinsic("fabs", x)
     wide = e.convert("fpext", magnitude, "double")
-    shifted = e.fma(wide, e.const(wide.ty, 2 / math.pi), e.const(wide.ty, SHIFT64))
-    n = e.bin("fsub", shifted, e.const(wide.ty, SHIFT64))
-    r = e.fma(n, e.const(wide.ty, -HALF_PI_HIGH), wide)
-    r = e.convert("fptrunc", e.fma(n, e.const(wide.ty, -HALF_PI_LOW), r), "float")
+    shifted = e.fma(2 / math.pi, wide, SHIFT64)
+    n = e.bin("fsub", shifted, SHIFT64)
+    r = e.convert("fptrunc", e.fma(-HALF_PI_LOW, n, e.fma(-HALF_PI_HIGH, n, wide)), "float")
     quadrant = e.convert("trunc", _bits(e, shifted), "i32")
     if name == "cos":
-        quadrant = e.bin("add", quadrant, e.const(quadrant.ty, 1))
+        quadrant = e.bin("add", quadrant, 1)
     square = e.bin("fmul", r, r)
     odd = e.fma(e.bin("fmul", r, square), polynomial(e, square, SIN), r)
-    even = e.fma(e.const(x.ty, -0.5), square, e.const(x.ty, 1.0))
-    even = e.fma(e.bin("fmul", square, square), polynomial(e, square, COS), even)
-    swap = e.cmp("ne", e.bin("and", quadrant, e.const(quadrant.ty, 1)), e.const(quadrant.ty, 0))
-    sign = e.bin("shl", e.bin("and", quadrant, e.const(quadrant.ty, 2)), e.const(quadrant.ty, 30))
+    even = e.fma(e.bin("fmul", square, square), polynomial(e, square, COS), e.fma(-0.5, square, 1.0))
+    swap = e.cmp("ne", e.bin("and", quadrant, 1), 0)
+    sign = e.bin("shl", e.bin("and", quadrant, 2), 30)
     if name == "sin":
-        sign = e.bin("xor", sign, e.bin("and", _bits(e, x), e.const(quadrant.ty, -(2**31))))
+        sign = e.bin("xor", sign, e.bin("and", _bits(e, x), -(2**31)))
     out = _float(e, e.bin("xor", _bits(e, e.select(swap, even, odd)), sign))
     return _for_large(e, x, magnitude, out, name)
 
 
 def _for_large(e: Emitter, x: V, magnitude: V, out: V, name: str) -> V:
     """`out`, but libm's answer in lanes where |x| is too large to reduce (inf among them)."""
-    large = e.cmp("oge", magnitude, e.const(x.ty, REDUCIBLE))
+    large = e.cmp("oge", magnitude, REDUCIBLE)
     some = large if x.lanes == 1 else e.intrinsic("vector.reduce.or", large, returns="i1")
     before = e.block
     with e.when(some):
-        slow = e.convert("fptrunc", _libm(e, name, e.convert("fpext", x, "double")), "float")
+        slow = e.convert("fptrunc", libm(e, name, e.convert("fpext", x, "double")), "float")
         slow = e.select(large, slow, out)
         inside = e.block
-    return e.op(x.ty, f"phi {x.ty} [{out.text}, %{before}], [{slow.text}, %{inside}]")
+    return e.phi((out, before), (slow, inside))
 
 
 def tanh(e: Emitter, x: V) -> V:
     """m / (m + 2) with m = e^(2|x|) - 1, which keeps small x exact."""
-    if x.scalar == "double":
-        return _libm(e, "tanh", x)
     a = _at_most(e, e.intrinsic("fabs", x), 9.1)  # beyond: 1 after rounding
     m = _expm1(e, e.bin("fadd", a, a))
-    return _copysign(e, e.bin("fdiv", m, e.bin("fadd", m, e.const(x.ty, 2.0))), x)
+    return e.intrinsic("copysign", e.bin("fdiv", m, e.bin("fadd", m, 2.0)), x)
 
 
 def erf(e: Emitter, x: V) -> V:
-    if x.scalar == "double":
-        return _libm(e, "erf", x)
     a = _at_most(e, e.intrinsic("fabs", x), 3.95)  # beyond: 1 after rounding
-    rest = e.fma(polynomial(e, a, ERF), a, e.const(x.ty, TWO_BY_ROOT_PI_LOW))
-    inner = e.fma(a, e.const(x.ty, TWO_BY_ROOT_PI), e.bin("fmul", a, rest))
-    return _copysign(e, _expm1(e, e.op(x.ty, f"fneg {inner}")), x)
-
-
-def fmod(e: Emitter, a: V, b: V) -> V:
-    """C's fmod, exact; libm's lane by lane."""
-    if a.scalar == "double":
-        return _libm(e, "fmod", a, b)
-    return e.convert("fptrunc", _libm(e, "fmod", e.convert("fpext", a, "double"), e.convert("fpext", b, "double")), "float")
+    rest = e.fma(polynomial(e, a, ERF), a, TWO_BY_ROOT_PI_LOW)
+    inner = e.fma(TWO_BY_ROOT_PI, a, e.bin("fmul", a, rest))
+    return e.intrinsic("copysign", _expm1(e, e.op(x.ty, f"fneg {inner}")), x)
 
 
 def pow(e: Emitter, x: V, y: V) -> V:
-    """C's pow. f32 through log2 and exp2 in double, so that a large exponent does not magnify the logarithm's error."""
-    if x.scalar == "double":
-        return _libm(e, "pow", x, y)
+    """C's pow, through log2 and exp2 in double, so that a large exponent does not magnify the logarithm's error."""
     wide_x, wide_y = e.convert("fpext", e.intrinsic("fabs", x), "double"), e.convert("fpext", y, "double")
     power = _exp2_double(e, e.bin("fmul", wide_y, _log2_double(e, wide_x)))
     out = e.convert("fptrunc", power, "float")
-    zero, one = e.const(x.ty, 0.0), e.const(x.ty, 1.0)
     whole = e.cmp("oeq", y, e.intrinsic("trunc", y))  # so are infinities
-    half = e.bin("fmul", y, e.const(x.ty, 0.5))
+    half = e.bin("fmul", y, 0.5)
     odd = e.bin("and", whole, e.cmp("one", half, e.intrinsic("trunc", half)))
-    negative = e.cmp("slt", _bits(e, x), e.const(_bits(e, x).ty, 0))
-    fixed = e.bin("or", e.cmp("oeq", e.intrinsic("fabs", x), one), e.cmp("oeq", y, zero))
-    out = e.select(fixed, one, out)  # log2 is 0 or y is: 0 times an infinity or a NaN would spoil it
+    negative = e.cmp("slt", _bits(e, x), 0)
+    fixed = e.bin("or", e.cmp("oeq", e.intrinsic("fabs", x), 1.0), e.cmp("oeq", y, 0.0))
+    out = e.select(fixed, 1.0, out)  # log2 is 0 or y is: 0 times an infinity or a NaN would spoil it
     out = e.select(e.bin("and", negative, odd), e.op(x.ty, f"fneg {out}"), out)
-    finite_negative = e.bin("and", e.cmp("olt", x, zero), e.cmp("ogt", x, e.const(x.ty, -math.inf)))
+    finite_negative = e.bin("and", e.cmp("olt", x, 0.0), e.cmp("ogt", x, -math.inf))
     imaginary = e.bin("and", finite_negative, e.cmp("une", y, e.intrinsic("trunc", y)))
-    unknown = e.bin("and", e.cmp("uno", x, y), e.bin("and", e.cmp("une", x, one), e.cmp("une", y, zero)))
-    return e.select(e.bin("or", imaginary, unknown), e.const(x.ty, math.nan), out)
+    unknown = e.bin("and", e.cmp("uno", x, y), e.bin("and", e.cmp("une", x, 1.0), e.cmp("une", y, 0.0)))
+    return e.select(e.bin("or", imaginary, unknown), math.nan, out)
 
 
 def _log2_double(e: Emitter, x: V) -> V:
     """log2 of a positive float widened to double (0: -inf), to 2^-40: 2 atanh(s)/ln2 with s = (m-1)/(m+1)."""
-    bits = _bits(e, x)
-    low = e.const(bits.ty, 0x3FE6A09E667F3BCD)  # sqrt(1/2)
-    n = e.bin("ashr", e.bin("sub", bits, low), e.const(bits.ty, 52))
-    m = _float(e, e.bin("sub", bits, e.bin("shl", n, e.const(bits.ty, 52))))
-    s = e.bin("fdiv", e.bin("fsub", m, e.const(x.ty, 1.0)), e.bin("fadd", m, e.const(x.ty, 1.0)))
-    square = e.bin("fmul", s, s)
-    series = polynomial(e, square, [2 / LN2 / (2 * i + 1) for i in range(8, -1, -1)])
+    n, m = _split(e, x)
+    s = e.bin("fdiv", e.bin("fsub", m, 1.0), e.bin("fadd", m, 1.0))
+    series = polynomial(e, e.bin("fmul", s, s), [2 / LN2 / (2 * i + 1) for i in range(8, -1, -1)])
     out = e.fma(s, series, e.convert("sitofp", e.convert("trunc", n, "i32"), "double"))
-    out = e.select(e.cmp("uge", x, e.const(x.ty, math.inf)), x, out)
-    return e.select(e.cmp("oeq", x, e.const(x.ty, 0.0)), e.const(x.ty, -math.inf), out)
+    out = e.select(e.cmp("uge", x, math.inf), x, out)
+    return e.select(e.cmp("oeq", x, 0.0), -math.inf, out)
 
 
 def _exp2_double(e: Emitter, x: V) -> V:
     """2^x as a double, right to 2^-38; beyond f32's range 2^-300 or 2^300, which round to 0 and infinity."""
-    x = _at_least(e, _at_most(e, x, 300.0), -300.0)
-    shifted = e.bin("fadd", x, e.const(x.ty, SHIFT64))
-    r = e.bin("fsub", x, e.bin("fsub", shifted, e.const(x.ty, SHIFT64)))
+    x = _within(e, x, -300.0, 300.0)
+    shifted = e.bin("fadd", x, SHIFT64)
+    r = e.bin("fsub", x, e.bin("fsub", shifted, SHIFT64))
     near = polynomial(e, r, [LN2**i / math.factorial(i) for i in range(9, -1, -1)])
-    n = e.bin("shl", _bits(e, shifted), e.const(vector("i64", x.lanes), 52))
-    return e.bin("fmul", near, _float(e, e.bin("add", n, e.const(n.ty, 0x3FF0000000000000))))
+    n = e.bin("shl", _bits(e, shifted), 52)
+    return e.bin("fmul", near, _float(e, e.bin("add", n, 0x3FF0000000000000)))
