@@ -8,7 +8,7 @@ an infinite scale or a NaN behind a mask gives depends on the order of steps tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -98,6 +98,7 @@ def spoil(rng: np.random.Generator, array: np.ndarray, dtype: DType) -> None:
             flat[rng.integers(flat.size)] = value
 
 
+@cache
 def cases(*, awkward: bool = True, dtypes: frozenset[str] | None = None) -> list[Case]:
     """Every case of every op, leaves excepted; `dtypes`: only cases whose operands and results have these (names)."""
     found: list[Case] = []

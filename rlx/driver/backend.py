@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -43,6 +44,17 @@ class Artifact(Protocol):
     def texts(self) -> dict[str, str]:
         """Kernel name -> generated source, for people."""
         ...
+
+
+@dataclass(frozen=True)
+class KernelTexts:
+    """Artifact of a backend that generates nothing: the kernels themselves are the code."""
+
+    program: Program
+
+    def texts(self) -> dict[str, str]:
+        p = self.program
+        return {s.kernel.name: str(s.kernel) for s in p.prepare + p.steps + p.commit}
 
 
 class Executable(Protocol):

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from rlx.driver.backend import KernelTexts
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError, Unsupported
 from rlx.ir.dtype import DTYPES
@@ -29,15 +30,6 @@ class Launch:
     written_bytes: int
 
 
-@dataclass(frozen=True)
-class NullArtifact:
-    program: Program
-
-    def texts(self) -> dict[str, str]:
-        program = self.program
-        return {s.kernel.name: str(s.kernel) for s in program.prepare + program.steps + program.commit}
-
-
 class NullBackend:
     """Backend protocol (rlx.driver.backend)."""
 
@@ -51,10 +43,10 @@ class NullBackend:
             raise DeviceUnavailableError(f"there is no null:{index}; there is null:0")
         return Target(name="null", dtypes=frozenset(DTYPES), threads=threads or 1)
 
-    def compile(self, program: Program) -> NullArtifact:
-        return NullArtifact(program)
+    def compile(self, program: Program) -> KernelTexts:
+        return KernelTexts(program)
 
-    def load(self, artifact: NullArtifact, params: ParamStore | None = None, index: int = 0) -> NullExecutable:
+    def load(self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0) -> NullExecutable:
         return NullExecutable(artifact.program, ParamStore() if params is None else params)
 
 

@@ -8,11 +8,12 @@ packs contraction operands into panels of three columns and runs claimed ops who
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from rlx.backends.ref.interpret import POISON, run_kernel
+from rlx.driver.backend import KernelTexts
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.dtype import DTYPES
@@ -23,16 +24,6 @@ from rlx.ir.target import Target
 ALIGNMENT = 64
 PANELS = (0, 3)  # columns per packed panel, by device index
 NATIVES = {"attention": lambda node: None}  # of every device but the first
-
-
-@dataclass(frozen=True)
-class RefArtifact:
-    """Nothing is generated: the kernels themselves are the code."""
-
-    program: Program
-
-    def texts(self) -> dict[str, str]:
-        return {s.kernel.name: str(s.kernel) for phase in _phases(self.program) for s in phase}
 
 
 class RefBackend:
@@ -56,10 +47,10 @@ class RefBackend:
             panel=lambda dtype: width,
         )
 
-    def compile(self, program: Program) -> RefArtifact:
-        return RefArtifact(program)
+    def compile(self, program: Program) -> KernelTexts:
+        return KernelTexts(program)
 
-    def load(self, artifact: RefArtifact, params: ParamStore | None = None, index: int = 0) -> RefExecutable:
+    def load(self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0) -> RefExecutable:
         return RefExecutable(artifact.program, ParamStore() if params is None else params)
 
 
@@ -70,9 +61,7 @@ class RefExecutable:
         self.program, self.params = program, params
         self.decls = {b.id: b for b in program.buffers}
         self.arena = allocate(program.plan.size_bytes)
-        self.memory_of: dict[int, np.ndarray] = {}  # raw bytes of each buffer
-        for b in program.buffers:
-            self.memory_of[b.id] = self._place(b)
+        self.memory_of = {b.id: self._place(b) for b in program.buffers}  # raw bytes
 
     def _place(self, b: BufferDecl) -> np.ndarray:
         if b.region in (Region.ARENA, Region.INPUT, Region.OUTPUT):
@@ -82,12 +71,8 @@ class RefExecutable:
         if b.region in (Region.PARAM, Region.PREPARED):
             return self.params.get(b.name, b.nbytes, _allocate_entry).memory
         memory = allocate(b.nbytes)
-        if b.region is Region.CONSTANT:
-            assert b.data is not None, f"{b} has no data"
-            memory[:] = np.ascontiguousarray(b.data).reshape(-1).view(np.uint8)
-            memory.flags.writeable = False
-        else:
-            memory[:] = 0
+        memory[:] = 0 if b.data is None else np.ascontiguousarray(b.data).reshape(-1).view(np.uint8)
+        memory.flags.writeable = b.region is not Region.CONSTANT
         return memory
 
     def array(self, buffer: int) -> np.ndarray:
@@ -113,10 +98,8 @@ class RefExecutable:
         return self.arena.ctypes.data
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
-        given = {} if given is None else given
         for i in steps:
-            step = self.program.prepare[i]
-            self._run(step, [given[a].reshape(-1) if a in given else self.array(a) for a in step.args])
+            self._run(self.program.prepare[i], given or {})
 
     def run(self) -> None:
         self.run_steps()
@@ -133,9 +116,8 @@ class RefExecutable:
         for step in self.program.commit:
             self._run(step)
 
-    def _run(self, step: Step, arrays: list[np.ndarray] | None = None) -> None:
-        status = run_kernel(step.kernel, [self.array(a) for a in step.args] if arrays is None else arrays)
-        if status:
+    def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
+        if status := run_kernel(step.kernel, [given[a].reshape(-1) if a in given else self.array(a) for a in step.args]):
             where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
 
@@ -152,17 +134,13 @@ class RefExecutable:
         return {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     def memory(self) -> dict[str, int]:
-        return memory_by_purpose(self.program)
-
-
-def memory_by_purpose(program: Program) -> dict[str, int]:
-    """Bytes that a program's regions take: arena, params, prepared, constants, handles; no scratch and no code."""
-    total = {"arena": program.plan.size_bytes, "scratch": 0, "params": 0, "prepared": 0, "constants": 0, "handles": 0, "code": 0}
-    names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
-    for b in program.buffers:
-        if b.region in names:
-            total[names[b.region]] += b.nbytes
-    return total
+        total: dict[str, int] = dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)
+        total["arena"] = self.program.plan.size_bytes
+        names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
+        for b in self.program.buffers:
+            if b.region in names:
+                total[names[b.region]] += b.nbytes
+        return total
 
 
 def allocate(nbytes: int) -> np.ndarray:
@@ -175,7 +153,3 @@ def allocate(nbytes: int) -> np.ndarray:
 def _allocate_entry(nbytes: int) -> tuple[np.ndarray, int]:
     memory = allocate(nbytes)
     return memory, memory.ctypes.data
-
-
-def _phases(program: Program) -> tuple[tuple[Step, ...], ...]:
-    return program.prepare, program.steps, program.commit

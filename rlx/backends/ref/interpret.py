@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 
@@ -56,48 +58,14 @@ def _volume(body: Sequence[Stmt]) -> int:
     return most
 
 
+@lru_cache(4096)
 def _side_by_side(loop: K.Loop) -> bool:
     """Whether running each statement for all iterations before the next statement gives what the loop means."""
-    if loop.carries:
-        return False
-    if loop.vector:
-        return True
-    stored = [s.buffer for s in _statements(loop.body) if isinstance(s, K.Store)]
-    if len(set(stored)) < len(stored):
-        return False
-    return not any(x.buffer in stored for x in _loads(loop))
-
-
-def _statements(body: Sequence[Stmt]) -> Iterator[Stmt]:
-    for s in body:
-        yield s
-        if isinstance(s, K.Loop):
-            yield from _statements(s.body)
-
-
-def _loads(loop: K.Loop) -> Iterator[Load]:
-    """Every Load in the loop, nested ones included."""
-    pending: list[Expr | None] = []
-    for s in _statements([loop]):
-        if isinstance(s, K.Store):
-            pending += [s.index, s.value, s.guard]
-        elif isinstance(s, K.Let):
-            pending.append(s.value)
-        elif isinstance(s, K.Check):
-            pending.append(s.ok)
-        elif isinstance(s, K.Loop):
-            pending += [r.value for r in s.reduces] + [e for c in s.carries for e in (c.init, c.next)]
-    seen: set[int] = set()
-    while pending:
-        e = pending.pop()
-        if e is None or id(e) in seen:
-            continue
-        seen.add(id(e))
-        if isinstance(e, Load):
-            yield e
-            pending += [e.index, e.guard]
-        elif isinstance(e, K.Alu):
-            pending += e.args
+    if loop.carries or loop.vector:
+        return not loop.carries
+    parts = list(K.walk(loop))
+    stored = [s.buffer for s in parts if isinstance(s, K.Store)]
+    return len(set(stored)) == len(stored) and not any(isinstance(x, Load) and x.buffer in stored for x in parts)
 
 
 def _depth(body: Sequence[Stmt]) -> int:
@@ -184,22 +152,23 @@ class _Chunk:
             self.block(loop.body)
             for r in loop.reduces:
                 value = self.value(r.value)
-                shape = [loop.extent if a == axis else n for a, n in enumerate(value.shape)]
+                whole = np.broadcast_to(value, [loop.extent if a == axis else n for a, n in enumerate(value.shape)])
                 ufunc = reduce_ufunc(r.op, value.dtype)
-                self.env[r.result] = ufunc.reduce(np.broadcast_to(value, shape), axis=axis, dtype=value.dtype, keepdims=True)
+                self.env[r.result] = ufunc.reduce(whole, axis=axis, dtype=value.dtype, keepdims=True)
 
     def iterate(self, loop: K.Loop) -> None:
-        results = [self.full(identity(r.op, r.value.dtype), r.value.dtype.compute.numpy) for r in loop.reduces]
+        for r in loop.reduces:
+            self.env[r.result] = self.full(identity(r.op, r.value.dtype), r.value.dtype.compute.numpy)
         for i in range(loop.extent):
             self.env[loop.var] = self.full(i, np.dtype(np.int64))
             with self.scope(0, 1):
                 self.block(loop.body)
-                results = [reduce_ufunc(r.op, total.dtype)(total, self.value(r.value)) for r, total in zip(loop.reduces, results)]
-                following = [self.value(c.next) for c in loop.carries]
-            for c, value in zip(loop.carries, following):
-                self.env[c.var] = value
-        for r, total in zip(loop.reduces, results):
-            self.env[r.result] = total
+                after = {c.var: self.value(c.next) for c in loop.carries}
+                after |= {r.result: self.combined(r, self.value(r.value)) for r in loop.reduces}
+            self.env |= after
+
+    def combined(self, r: K.Reduce, value: np.ndarray) -> np.ndarray:
+        return reduce_ufunc(r.op, value.dtype)(self.env[r.result], value)
 
     def contract(self, c: K.Contract) -> None:
         rows, columns, inner = np.arange(c.m), np.arange(c.n), np.arange(c.k)
@@ -244,33 +213,24 @@ class _Chunk:
         return np.lib.stride_tricks.as_strided(memory[v.offset :], v.dims, strides)
 
     def store(self, s: K.Store) -> None:
-        index, value = self.value(s.index), self.value(s.value)
-        guard = None if s.guard is None else self.value(s.guard)
-        value = convert(value, s.value.dtype.compute, s.buffer.dtype)
-        self.bounds(s.buffer, index, guard, "writes")
-        if isinstance(s.buffer, Local):
-            memory, at = self.locals[s.buffer], self.local_index(s.buffer, index)
-        else:
-            memory, at = self.memory[s.buffer], (index,)
-        if guard is None:
-            if isinstance(s.buffer, Buffer):
-                self.own(s.buffer, index)
-            memory[at] = value
-            return
-        *at, value, guard = np.broadcast_arrays(*at, value, guard)
+        value = convert(self.value(s.value), s.value.dtype.compute, s.buffer.dtype)
+        index, guard = self.place(s, "writes")
+        memory, at = self.memory_of(s.buffer, index)
+        if guard is not None:
+            *at, value, guard = np.broadcast_arrays(*at, value, guard)
+            at, value = tuple(a[guard] for a in at), value[guard]
         if isinstance(s.buffer, Buffer):
             self.own(s.buffer, index, guard)
-        memory[tuple(a[guard] for a in at)] = value[guard]
+        memory[at] = value
 
-    def own(self, buffer: Buffer, index: np.ndarray, guard: np.ndarray | None = None) -> None:
+    def own(self, buffer: Buffer, index: np.ndarray, guard: np.ndarray | None) -> None:
         """Record which grid point writes which element; two points that write one element race."""
         if not buffer.writable:
             self.broken(f"writes {buffer.name}, which is not writable")
-        owner = self.owners.setdefault(buffer, np.full(buffer.size, -1))
         index, point = np.broadcast_arrays(index, self.point)
         if guard is not None:
-            index, point, guard = np.broadcast_arrays(index, point, guard)
-            index, point = index[guard], point[guard]
+            index, point = (np.broadcast_to(x, guard.shape)[guard] for x in (index, point))
+        owner = self.owners.setdefault(buffer, np.full(buffer.size, -1))
         before = owner[index]
         owner[index] = point
         if ((before != -1) & (before != point)).any() or (owner[index] != point).any():
@@ -295,29 +255,35 @@ class _Chunk:
         return out
 
     def load(self, e: Load) -> np.ndarray:
-        index = self.value(e.index)
-        guard = None if e.guard is None else self.value(e.guard)
-        self.bounds(e.buffer, index, guard, "reads")
-        if guard is not None:
-            index = np.where(guard, index, 0)
-            if not guard.any():
-                return np.zeros(index.shape, e.dtype.numpy)
-        if isinstance(e.buffer, Local):
-            out = self.locals[e.buffer][self.local_index(e.buffer, index)]
-        else:
-            out = self.memory[e.buffer][index]
-            if (owner := self.owners.get(e.buffer)) is not None:
-                foreign = (owner[index] != -1) & (owner[index] != self.point)
-                if (foreign if guard is None else foreign & guard).any():
-                    self.broken(f"one grid point reads what another wrote in {e.buffer.name}")
-        out = convert(out, e.buffer.dtype, e.dtype)
+        index, guard = self.place(e, "reads")
+        if guard is not None and not guard.any():
+            return np.zeros(index.shape, e.dtype.numpy)
+        memory, at = self.memory_of(e.buffer, index if guard is None else np.where(guard, index, 0))
+        out = convert(memory[at], e.buffer.dtype, e.dtype)
+        if isinstance(e.buffer, Buffer) and (owner := self.owners.get(e.buffer)) is not None:
+            foreign = (owner[at] != -1) & (owner[at] != self.point)
+            if (foreign if guard is None else foreign & guard).any():
+                self.broken(f"one grid point reads what another wrote in {e.buffer.name}")
         return out if guard is None else np.where(guard, out, np.zeros((), out.dtype))
 
-    def local_index(self, local: Local, index: np.ndarray) -> tuple[np.ndarray, ...]:
-        if local.per_row:
-            assert self.row is not None, f"{local.name} is per row and used outside a Contract"
-        row = self.row if local.per_row and self.row is not None else np.zeros_like(self.point[:1])
-        return (self.point - self.point.flat[0], row, index)
+    # -- memory
+
+    def place(self, x: Load | K.Store, does: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """Index and guard of an access, which is inside its buffer."""
+        index = self.value(x.index)
+        guard = None if x.guard is None else self.value(x.guard)
+        self.bounds(x.buffer, index, guard, does)
+        return index, guard
+
+    def memory_of(self, buffer: Buffer | Local, index: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """The array behind a buffer, and where `index` is in it at every point."""
+        if isinstance(buffer, Buffer):
+            return self.memory[buffer], (index,)
+        row = np.zeros_like(self.point[:1])
+        if buffer.per_row:
+            assert self.row is not None, f"{buffer.name} is per row and used outside a Contract"
+            row = self.row
+        return self.locals[buffer], (self.point - self.point.flat[0], row, index)
 
     def bounds(self, buffer: Buffer | Local, index: np.ndarray, guard: np.ndarray | None, does: str) -> None:
         outside = (index < 0) | (index >= buffer.size)
@@ -327,5 +293,5 @@ class _Chunk:
             at = np.broadcast_to(index, outside.shape)[outside].flat[0]
             self.broken(f"{does} {buffer.name}[{at}], which has {buffer.size} elements")
 
-    def broken(self, what: str) -> None:
+    def broken(self, what: str) -> NoReturn:
         raise VerifyError(f"kernel {self.kernel.name!r} {what}:\n{self.kernel}")

@@ -179,7 +179,7 @@ def _sort_kernel(ctx: Any, node: Any) -> Any:
     exchange = Loop(j, full // 2, (
         Store(values, low, k.select(swap, b, a)), Store(values, high, k.select(swap, a, b)),
         Store(places, low, k.select(swap, at_b, at_a)), Store(places, high, k.select(swap, at_a, at_b)),
-    ))  # fmt: skip
+    ), vector=True)  # fmt: skip
     ended = k.eq(step, k.const(1))
     passes = Loop(t, stages * (stages + 1) // 2, (exchange,), carries=(
         Carry(size, const(2), k.select(ended, k.mul(size, k.const(2)), size)),
