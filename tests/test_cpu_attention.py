@@ -131,6 +131,11 @@ def test_positional_masks(shape, mask, window):
     check(attend(q, k, v, mask=mask, window=window), expected(q, k, v, mask=mask, window=window))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 2, 3, 5, 8), (1, 0, 0, 1, 5, 8), (1, 0, 2, 40, 5, 8), (1, 2, 2, 0, 5, 8)], ids=str)
+def test_nothing_to_compute(shape):
+    assert attend(*operands(*shape)).shape == (*shape[:2], shape[3], shape[5])
+
+
 def mask_shapes(shape):
     batch, heads, _, rows, keys, *_ = shape
     return [(batch, heads, rows, keys), (batch, 1, 1, keys), (rows, keys), (1, heads, 1, 1), (heads, rows, 1)]

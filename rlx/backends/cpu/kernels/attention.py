@@ -108,7 +108,7 @@ class _Attention(Module):
         self.threads, self.lanes = target.threads, target.vector_bytes // F32
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
-        self.shared = self.group if self.narrow and self.group * self.rows <= SHARED_ROWS else 1
+        self.shared = self.group if self.narrow and 0 < self.group * self.rows <= SHARED_ROWS else 1
         half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
         self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
