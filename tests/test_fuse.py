@@ -11,6 +11,7 @@ import pytest
 import rlx
 from rlx.backends import get
 from rlx.compile import lower
+from rlx.compile.fuse import MAX_NODES
 from rlx.ir import kernel as K
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value
@@ -89,6 +90,126 @@ def run_and_compare(g: Graph, devices: tuple[str, ...] = ("ref", "ref:1", "cpu")
                 run.set_param(n, value)
             for found, expected in zip(run.run(inputs), want, strict=True):
                 np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5, err_msg=f"{device} {options}")
+
+
+def gathered(g: Graph, table: Value, count: int) -> Value:
+    return rlx.gather(table, g.input("i", (count,), rlx.i32))
+
+
+def merged_after_a_reduction(g: Graph) -> list[Value]:
+    y = rlx.exp(x(g, 4, 4))
+    return [rlx.tanh(x(g, 4, 4, name="a")) + rlx.sum(y, axis=-1), y]
+
+
+def kept_row_read_transposed(g: Graph) -> list[Value]:
+    y = rlx.exp(x(g, 4, 4))
+    return [y.T + 1.0 + y / rlx.sum(y, axis=-1, keepdims=True)]
+
+
+def norm_read_at_its_own_place_and_gathered(g: Graph) -> list[Value]:
+    y = rlx.softmax(x(g, 5, 4))
+    return [gathered(g, y, 5) + y]
+
+
+def two_projections_that_meet(g: Graph) -> list[Value]:
+    a = x(g, 32, 6)
+    q = a @ param(g, "v", 6, 6)
+    return [rlx.silu(a @ param(g, "w", 6, 6)) * q, rlx.softmax(q)]
+
+
+def chosen_rows(g: Graph) -> list[Value]:
+    y = rlx.softmax(x(g, 5, 4))
+    best = rlx.argmax(y)
+    return [best, rlx.gather(y, best)]
+
+
+def both_results_of_top_k(g: Graph) -> list[Value]:
+    values, places = rlx.top_k(rlx.exp(x(g, 3, 7)), k=4)
+    return [values + places.astype(rlx.f32), rlx.softmax(values)]
+
+
+# what a kernel may not mix up: elements at hand and elements elsewhere, reads within a guard, coordinates of dims of 1
+HARD: dict[str, Callable[[Graph], list[Value]]] = {
+    "a reduced row read along columns, square": merged_after_a_reduction,
+    "a kept row read transposed": kept_row_read_transposed,
+    "a norm gathered and read in step": norm_read_at_its_own_place_and_gathered,
+    "two projections that meet": two_projections_that_meet,
+    "rows chosen by argmax": chosen_rows,
+    "both results of top_k": both_results_of_top_k,
+    "a gather within a concat": lambda g: [rlx.concat(gathered(g, x(g, 9, 4), 5), x(g, 3, 4, name="y"), axis=0)],
+    "a gather within a pad": lambda g: [rlx.pad(gathered(g, x(g, 9, 4), 5), low=(1, 2), high=(2, 1), value=3.0)],
+    "a concat within a pad": lambda g: [rlx.pad(rlx.concat(x(g, 3, 4), x(g, 2, 4, name="y"), axis=0), low=(1, 2), high=(2, 1))],
+    "a reversal within a concat": lambda g: [rlx.concat(rlx.exp(x(g, 9, 4))[::-1], x(g, 3, 4, name="y"), axis=0)],
+    "a product over nothing within a pad": lambda g: [rlx.pad(rlx.prod(x(g, 0, 4), axis=0), low=(1,), high=(1,))],
+    "a long gather, in chunks": lambda g: [gathered(g, x(g, 50), 9700) * 2.0],
+    "a long concat, in chunks": lambda g: [rlx.concat(rlx.exp(x(g, 9000)), x(g, 333, name="y"), axis=0)],
+    "a long sum over rows, in chunks": lambda g: [rlx.sum(rlx.exp(x(g, 2, 9001)), axis=0)],
+    "a sum of sums in an epilogue": lambda g: [
+        rlx.softmax(x(g, 32, 6) @ param(g, "w", 6, 6) + rlx.exp(rlx.sum(x(g, 3, 32, 6, name="y"), axis=0)))
+    ],
+    "a gather in an epilogue": lambda g: [rlx.relu(x(g, 32, 6) @ param(g, "w", 6, 6) + gathered(g, x(g, 5, 6, name="t"), 32))],
+    "a vector on the right": lambda g: [rlx.softmax(rlx.relu(x(g, 32, 6) @ param(g, "w", 6)))],
+    "heads split in two orders": lambda g: (
+        lambda y: [rlx.softmax(y.reshape(3, 4, 2).transpose(1, 0, 2).reshape(4, 6)), y.T.reshape(2, 12) + 1.0]
+    )(rlx.exp(x(g, 3, 8))),
+    "a view as an output, twice": lambda g: (lambda y: [y.T, y.reshape(20), y, y.T])(rlx.exp(x(g, 4, 5))),
+    "an input, a param and a constant as outputs": lambda g: [x(g, 2, 3), param(g, "w", 2).T, rlx.constant([1.0, 2.0])],
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_cases_have_the_reference_values(name: str) -> None:
+    g = Graph("g")
+    g.set_outputs(HARD[name](g))
+    run_and_compare(g)
+
+
+def test_a_value_used_twice_is_one_expression_whatever_its_dims() -> None:
+    """Each of 40 steps reads the last twice: without sharing there would be 2 to the 40th expressions."""
+
+    def build(g: Graph) -> list[Value]:
+        v = x(g, 1, 5)
+        for _ in range(40):
+            v = v * v * 0.1 + v * 0.5
+        return [v]
+
+    g, _ = compiled(build)
+    run_and_compare(g)
+
+
+DEEP = {"gelu": rlx.gelu, "softplus": rlx.softplus, "erf": rlx.erf, "softmax": lambda v: rlx.softmax(v) + 0.1}
+
+
+@pytest.mark.parametrize("op", DEEP.values(), ids=DEEP)
+def test_long_chains_are_cut_into_kernels_of_bounded_size(op: Callable[[Value], Value]) -> None:
+    def build(g: Graph) -> list[Value]:
+        v = x(g, 2, 3)
+        for _ in range(60):
+            v = rlx.tanh(op(v))
+        return [v]
+
+    g, program = compiled(build)
+    assert 2 <= len(program.steps) < 60
+    assert max(len(s.kernel.origin) for s in program.steps) <= MAX_NODES
+    run_and_compare(g, devices=("ref",))
+
+
+def test_a_claimed_contraction_takes_no_epilogue() -> None:
+    g = Graph("g")
+    g.set_outputs([rlx.relu(x(g, 4, 5) @ param(g, "w", 5, 6))])
+    program = lower(g, replace(get("ref").target(1), natives={"matmul": lambda node: None}), rlx.CompileOptions())
+    assert [s.kernel.origin for s in program.steps] == [("matmul",), ("maximum",)]
+
+
+def test_reports_name_each_node_once_with_its_kernel() -> None:
+    g = Graph("g")
+    q = x(g, 1, 2, 3, 4)
+    g.set_outputs([rlx.exp(rlx.attention(q, q, q)).reshape(6, 4) @ param(g, "w", 4, 2)])
+    nodes = lower(g, get("ref").target(1), rlx.CompileOptions()).nodes
+    assert sorted((n.op, n.how) for n in nodes) == [
+        ("attention", "native"), ("exp", "lowered"), ("matmul", "lowered"), ("pack_panels", "prepared"), ("reshape", "view"),
+    ]  # fmt: skip
+    assert all(bool(n.kernel) is (n.how != "view") for n in nodes)
 
 
 def test_fusion_can_be_switched_off() -> None:
