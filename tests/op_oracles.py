@@ -135,6 +135,10 @@ def gather(attrs: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return torch.index_select(x, axis, indices.reshape(-1)).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
 
+def update_rows(attrs: Any, state: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return torch.slice_scatter(state, rows, attrs.axis, int(at), int(at) + rows.shape[attrs.axis])
+
+
 def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     flat = updates.reshape(*x.shape[: attrs.axis], indices.numel(), *x.shape[attrs.axis + 1 :])
     return x.index_add(attrs.axis, indices.reshape(-1), flat)
@@ -240,6 +244,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),
     "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
     "matmul": plain(torch.matmul), "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
+    "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
     "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),

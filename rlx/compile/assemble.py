@@ -48,12 +48,18 @@ class _Assembler:
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
         graph, places = self.fusion.graph, self.fusion.places
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
-        prepare, steps = (tuple(self.step(g) for g in self.fusion.groups if g.static is ahead) for ahead in (True, False))
-        commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in graph.assigns)
+        undo = {u.undo.node: u for u in self.fusion.updates}
+        groups = [g for g in self.fusion.groups if g.anchor not in undo]
+        prepare, steps = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
+        copied = [(h, v) for h, v in graph.assigns if self.fusion.memory(v) is v]
+        commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in copied)
+        run = [g for g in groups if not g.static]
+        saving = {v: i for i, g in enumerate(run) for v in g.stores}
+        abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.fusion.groups if g.anchor in undo)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs))
         plan = plan_arena(
             self.buffers,
-            steps + commit,
+            steps + commit + tuple(s for _, s in abort),
             {o.buffer for o in outputs},
             self.options.alignment or self.target.alignment,
             no_pairs if "inplace" in self.options.disable else inplace_pairs,
@@ -61,7 +67,7 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            stages, reports,
+            abort, stages, reports,
         )  # fmt: skip
 
     def id(self, base: Value) -> int:

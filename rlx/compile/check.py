@@ -18,7 +18,10 @@ from rlx.ir.program import BufferDecl, Program, Region, Step
 IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
 GIVEN = frozenset({Region.INPUT, Region.PARAM, Region.CONSTANT, Region.HANDLE})  # hold a value before anything runs
 PREPARE_READS = frozenset({Region.PARAM, Region.CONSTANT, Region.PREPARED})  # the other phases read any region
-_MAY_WRITE = {"prepare": {Region.PREPARED}, "steps": {Region.ARENA, Region.OUTPUT}, "commit": {Region.HANDLE}}
+_MAY_WRITE = {
+    "prepare": {Region.PREPARED}, "steps": {Region.ARENA, Region.OUTPUT, Region.HANDLE}, "commit": {Region.HANDLE},
+    "abort": {Region.HANDLE},
+}  # fmt: skip
 
 
 def check_program(program: Program) -> None:
@@ -37,14 +40,29 @@ def program_faults(program: Program) -> list[str]:
     _check_signature(program, decls, bad)
     _check_places(program, decls, bad)
     facts: dict[K.Kernel, _Facts] = {}
-    for phase in ("prepare", "steps", "commit"):
-        for at, step in enumerate(getattr(program, phase)):
+    _check_updates(program, bad)
+    for phase, steps in program.phases.items():
+        for at, step in enumerate(steps):
             if step.kernel not in facts:
                 facts[step.kernel] = _Facts(step.kernel)
             _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
     if not bad:  # a replay needs places and arguments that make sense
         _Replay(program, decls, facts, bad).run()
     return bad
+
+
+def _check_updates(program: Program, bad: list[str]) -> None:
+    """A handle that a step writes is written once, not by the commit too, and can be put back: an abort step reads what an
+    earlier step saved."""
+    handles, committed = set(program.handles), {id for s in program.commit for id in s.writes}
+    undo = {id: (at, step) for at, step in program.abort for id in step.writes}
+    for i, step in enumerate(program.steps):
+        for id in sorted(step.writes & handles):
+            saved, back = undo.get(id, (i, step))
+            if saved >= i or not program.steps[saved].writes & back.reads:
+                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id} in place, and nothing saved before can put it back")
+            if id in committed or sum(id in s.writes for s in program.steps) > 1:
+                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id}, which is written elsewhere too")
 
 
 def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
@@ -133,8 +151,8 @@ class _Replay:
                 self.bad.append(f"input %{id} shares bytes with input %{next(self.owner[s] for s in self.segments[id])}")
             self.own(id)
         committed: set[int] = set()
-        for phase in ("prepare", "steps", "commit"):
-            for at, step in enumerate(getattr(p, phase)):
+        for phase, steps in p.phases.items():
+            for at, step in enumerate(steps):
                 where = f"{phase}[{at}] {step.kernel.name}"
                 if phase == "commit" and (stale := committed & self.reads(step)):
                     self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")

@@ -70,6 +70,7 @@ class KernelBuilder:
     # -- inside the compiler
 
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
+        base = self.fusion.memory(base)
         if base not in self.buffers:
             self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, base.shape.num_elements, writable)
         return self.buffers[base]

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from rlx.compile.place import Places, static_nodes
+from rlx.compile.state import InPlace, in_place_updates
 from rlx.ir.graph import Graph, Node, Value, apply
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import pack_panels
@@ -53,33 +54,40 @@ class Fusion:
     groups: list[Group]
     static: set[Node]
     packed: dict[Node, Value]
+    updates: list[InPlace]
+
+    def memory(self, base: Value) -> Value:
+        """The value whose buffer holds `base`: itself, or the handle that it is written over."""
+        return next((u.handle for u in self.updates if base in (u.result, u.undo)), base)
 
 
 def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) -> Fusion:
     """Group the nodes of a legalised graph. `natives`: nodes the target claimed. `alone`: one node per group."""
-    graph, copies = _own_outputs(graph)
+    updates = in_place_updates(graph)
+    graph, copies = _own_outputs(graph, {u.result for u in updates})
     packed = _packed_operands(graph, target, natives)
     places = Places(graph, copies)
-    fuser = _Fuser(graph, target, natives, places, packed, copies, alone)
-    return Fusion(graph, places, fuser.run(), fuser.static, packed)
+    fuser = _Fuser(graph, target, natives, places, packed, copies, alone, updates)
+    return Fusion(graph, places, fuser.run(), fuser.static, packed, updates)
 
 
-def _own_outputs(graph: Graph) -> tuple[Graph, set[Node]]:
+def _own_outputs(graph: Graph, in_place: set[Value]) -> tuple[Graph, set[Node]]:
     """Give every output and next state memory of its own, row-major: what would be a leaf, known before the run, or a
-    window on something else becomes a copy, made by a computed reshape to the same dims."""
+    window on something else becomes a copy, made by a computed reshape to the same dims. So does an output that is a
+    state updated `in_place`: the next run changes it."""
     places, static = Places(graph, ()), static_nodes(graph.nodes())
     copies: dict[Value, Value] = {}
 
-    def own(value: Value) -> Value:
+    def own(value: Value, shared: bool = False) -> Value:
         base = places.base(value)
-        if base.node.op.kind is not Kind.LEAF and base.node not in static and places.is_row_major(value):
+        if not shared and base.node.op.kind is not Kind.LEAF and base.node not in static and places.is_row_major(value):
             return value
         if value not in copies:
             copies[value] = apply(OPS["reshape"], (value,), {"dims": value.shape.static})  # type: ignore[assignment]
         return copies[value]
 
     out = graph.rebuild(lambda node, inputs: node.results)
-    out.outputs = [own(v) for v in graph.outputs]
+    out.outputs = [own(v, places.base(v) in in_place) for v in graph.outputs]
     out.assigns = [(h, own(v)) for h, v in graph.assigns]
     return out, {v.node for v in copies.values()}
 
@@ -121,9 +129,12 @@ class _Fuser:
         packed: dict[Node, Value],
         copies: set[Node],
         alone: bool,
+        updates: list[InPlace],
     ) -> None:
         self.target, self.natives, self.places, self.packed, self.alone = target, natives, places, packed, alone
-        self.nodes = list(dict.fromkeys(m for n in graph.nodes() for m in ((packed[n].node, n) if n in packed else (n,))))
+        self.after = {u.result.node: u.readers for u in updates}  # nodes that run before this one for another reason
+        self.updated = {n: u for u in updates for n in (u.result.node, u.undo.node)}
+        self.nodes = self.in_order(graph, updates)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.static = static_nodes(self.nodes) - copies
         self.group_of: dict[Node, Group] = {}
@@ -134,7 +145,7 @@ class _Fuser:
                 self.readers.setdefault(value, set()).add(node)
                 if self.is_alias(value.node):
                     self.readers.setdefault(places.base(value), set()).add(node)
-        self.roots = {places.base(v) for v in graph.roots()}
+        self.roots = {places.base(v) for v in graph.roots()} | {v for u in updates for v in (u.saved, u.undo)}
 
     def run(self) -> list[Group]:
         for node in self.nodes:
@@ -144,6 +155,21 @@ class _Fuser:
         for group in ordered:
             group.stores = [v for n in group.nodes if n not in group.absorbed for v in n.results if self.is_stored(v, group)]
         return [g for g in ordered if g.stores]
+
+    def in_order(self, graph: Graph, updates: list[InPlace]) -> list[Node]:
+        """All nodes, each behind its operands, its packed weights, and what must read a state before it is updated."""
+        done: dict[Node, None] = {}
+        stack = [*(u.undo.node for u in updates), *reversed(graph.nodes())]
+        while stack:
+            node = stack[-1]
+            before = [*(v.node for v in node.inputs), *self.after.get(node, ())]
+            before += [self.packed[node].node] if node in self.packed else []
+            waiting = [n for n in reversed(before) if n not in done]
+            if waiting and node not in done:
+                stack += waiting
+            else:
+                done[stack.pop()] = None
+        return list(done)
 
     def is_alias(self, node: Node) -> bool:
         return node.op.kind is Kind.VIEW and node not in self.places.computed
@@ -157,7 +183,7 @@ class _Fuser:
     # -- placing one node
 
     def place(self, node: Node) -> None:
-        if node in self.natives or node.op.kind in (Kind.KERNEL, Kind.CONTRACT):
+        if node in self.natives or node in self.updated or node.op.kind in (Kind.KERNEL, Kind.CONTRACT):
             self.start(node, node.shapes[0].static, anchor=node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
@@ -177,10 +203,9 @@ class _Fuser:
     def add(self, group: Group, node: Node, form: str) -> None:
         group.forms[node] = form
         self.group_of[node] = group
-        for value in self.operands(node):
-            producer = self.producer(value)
-            if producer is not None and producer is not group:
-                group.reads.add(producer)
+        before = [self.producer(value) for value in self.operands(node)]
+        before += [self.group_of.get(n) for n in self.after.get(node, ())]
+        group.reads |= {g for g in before if g is not None and g is not group}
 
     def producer(self, value: Value) -> Group | None:
         """The group that computes the value, or what it is a view of."""

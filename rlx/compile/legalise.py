@@ -50,7 +50,7 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     out = Graph(graph.name)
     out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
     out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)
-    out.assigns = [(done[h], done[v]) for h, v in graph.assigns]
+    out.assigns, out.in_place = [(done[h], done[v]) for h, v in graph.assigns], set(graph.in_place)
     return out
 
 

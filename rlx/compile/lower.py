@@ -43,8 +43,10 @@ def lower_group(group: Group, fusion: Fusion, natives: set[Node]) -> Lowered:
         grid, body = _Rows(builder).loops()
     elif anchor in natives:
         grid, body = (), (builder.native(anchor),)
-    elif anchor.op.kernel is not None:
-        grid, body = anchor.op.kernel(builder, anchor)
+    elif anchor.op.kernel is not None or anchor.op.update is not None:
+        builder.open_stores(anchor.results)
+        write = anchor.op.kernel or anchor.op.update
+        grid, body = write(builder, anchor)  # type: ignore[misc]
     else:
         grid, body = _contract(builder, anchor)
     origin = tuple(n.op.name for n in group.nodes)

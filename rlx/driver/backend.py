@@ -90,7 +90,7 @@ class Executable(Protocol):
         ...
 
     def run(self) -> None:
-        """All steps, then commit. Raises IndexRangeError (nothing committed) if a Check failed."""
+        """All steps, then commit. Raises IndexRangeError, with every state as it was, if a Check failed."""
         ...
 
     def run_steps(self) -> None:
@@ -98,6 +98,10 @@ class Executable(Protocol):
         ...
 
     def run_commit(self) -> None: ...
+
+    def run_abort(self) -> None:
+        """Put back what run_steps changed in handles, where no commit shall follow."""
+        ...
 
     def clone(self) -> Executable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""

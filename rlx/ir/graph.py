@@ -274,6 +274,7 @@ class Graph:
         self.outputs: list[Value] = []
         self.output_names: list[str] = []
         self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
+        self.in_place: set[str] = set()  # handles whose assignment must not copy
 
     # -- leaves
 
@@ -318,8 +319,12 @@ class Graph:
 
     # -- results
 
-    def assign(self, handle: Value, value: Value) -> None:
-        """After each run the state `handle` holds `value`; within the run every read sees the old state."""
+    def assign(self, handle: Value, value: Value, in_place: bool = False) -> None:
+        """After each run the state `handle` holds `value`; within the run every read sees the old state.
+
+        A value that is the state with some rows replaced (rlx.update_rows) is written in place where that is provably the
+        same. With `in_place` a compile that cannot prove it fails with the reason, instead of copying.
+        """
         if not isinstance(handle, Value) or handle.node.op is not HANDLE or handle not in self.handles:
             raise GraphError(f"assign() takes a handle of graph {self.name!r}, got {handle!r}")
         if value.shape != handle.shape:
@@ -327,6 +332,8 @@ class Graph:
         if any(h == handle for h, _ in self.assigns):
             raise DuplicateNameError(f"handle {handle.name!r} is assigned twice in graph {self.name!r}")
         self.assigns.append((handle, value))
+        if in_place and handle.name:
+            self.in_place.add(handle.name)
 
     def set_outputs(self, outputs: Iterable[Value], names: Iterable[str] | None = None) -> None:
         """What a run returns, in this order. The same Value may stand twice; an output may be an input."""
@@ -367,7 +374,7 @@ class Graph:
         out = Graph(name or self.name)
         out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
         out.outputs, out.output_names = [done[v] for v in self.outputs], list(self.output_names)
-        out.assigns = [(h, done[v]) for h, v in self.assigns]
+        out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
         return out
 
     # -- facts derived elsewhere, offered here because users look for them here

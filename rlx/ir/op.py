@@ -154,6 +154,7 @@ class OpDef:
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
+    update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
     roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition

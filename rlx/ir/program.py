@@ -1,7 +1,8 @@
 """Program: what compilation hands to a backend. Buffers with their places, and steps that read and write them.
 
 `prepare` turns params into derived ones (packed, transposed, folded) and runs again when a param is set; `steps` is
-one run; `commit` moves next states into handles, and runs only if the steps ended without an error.
+one run; `commit` moves next states into handles, and runs only if the steps ended without an error; `abort` undoes what
+steps wrote into handles in place, if they did not.
 """
 
 from __future__ import annotations
@@ -102,8 +103,15 @@ class Program:
     handles: tuple[int, ...]
     outputs: tuple[OutputDecl, ...]
     plan: ArenaPlan
+    abort: tuple[tuple[int, Step], ...] = ()  # (n, step): undoes an update in place when a run fails after steps[n]
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def phases(self) -> dict[str, tuple[Step, ...]]:
+        """The steps of each phase by its name."""
+        undo = tuple(step for _, step in self.abort)
+        return {"prepare": self.prepare, "steps": self.steps, "commit": self.commit, "abort": undo}
 
     def __str__(self) -> str:
         return print_program(self)
@@ -126,9 +134,9 @@ def print_program(program: Program) -> str:
     for b in program.buffers:
         place = f" @ {program.plan.offsets[b.id]}" if b.id in program.plan.offsets else ""
         lines.append(f"  %{b.id} {b.region.value} {b.name!r} {b.shape}{place}")
-    for phase in ("prepare", "steps", "commit"):
+    for phase, steps in program.phases.items():
         lines.append(f"{phase}:")
-        for s in getattr(program, phase):
+        for s in steps:
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
             lines.append(f"  {s.kernel.name}({args})  # {' '.join(s.kernel.origin)}")
     return "\n".join(lines)

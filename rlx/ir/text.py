@@ -78,7 +78,8 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
         label = f" {json.dumps(node.name)}" if node.name is not None and not digest else ""
         shapes = ", ".join(map(str, node.shapes))
         lines.append(f"  {refs[node]} = {node.op.name}({', '.join(arguments)}) : {shapes}{label}")
-    lines.extend(f"  assign {_name(handle.name)} = {ref(value)}" for handle, value in graph.assigns)
+    for handle, value in graph.assigns:
+        lines.append(f"  assign {_name(handle.name)} = {ref(value)}{' in place' if handle.name in graph.in_place else ''}")
     results = ", ".join(f"{_name(name)} = {ref(v)}" for name, v in zip(graph.output_names, graph.outputs))
     lines.append(f"  return {results}".rstrip())
     return lines
@@ -326,7 +327,10 @@ class _Parser:
         if handle is None:
             self.undeclared("handle", name)
         self.expect("=")
-        graph.assign(handle, self.value())
+        value = self.value()
+        if in_place := self.accept("in"):
+            self.expect("place")
+        graph.assign(handle, value, in_place)
 
     def results(self, graph: Graph, word: str) -> None:
         names: list[str] = []

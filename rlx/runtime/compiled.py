@@ -329,7 +329,11 @@ class CompiledGraph:
         self._generation += 1
         if self.options.checked:
             self._executable.run_steps()
-            self._check_numbers()
+            try:
+                self._check_numbers()
+            except NumericsError:
+                self._executable.run_abort()
+                raise
             self._executable.run_commit()
         else:
             self._executable.run()

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
     from rlx.ir.graph import Node
 
-PHASES = ("prepare", "steps", "commit")
 KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
 
@@ -47,10 +46,10 @@ class CpuBackend:
         CompileError: LLVM refuses one, which is a fault of the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
-        kernels = {id(s.kernel): s.kernel for phase in PHASES for s in getattr(program, phase)}
+        kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
         jobs = {i: _Job(kernel.key, program.target, kernel) for i, kernel in kernels.items()}
         made = {job: _compiled(job) for job in dict.fromkeys(jobs.values())}
-        coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in getattr(program, phase)] for phase in PHASES}
+        coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 
     def load(self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0) -> CpuExecutable:

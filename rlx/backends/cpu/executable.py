@@ -129,14 +129,30 @@ class CpuExecutable:
     # -- running
 
     def run(self) -> None:
-        """All steps, then commit. Raises IndexRangeError (nothing committed) if a Check failed."""
+        """All steps, then commit. Raises IndexRangeError, with every state as it was, if a Check failed."""
         status = self._whole.call()
         if status:
-            self._whole.settle(status)
+            self._settle(self._whole, status)
 
     def run_steps(self) -> None:
         """The steps without the commit; raises as run does."""
-        self._steps()
+        status = self._steps.call()
+        if status:
+            self._settle(self._steps, status)
+
+    def run_abort(self, failed: int | None = None) -> None:
+        """Put back what the steps before `failed` (None: all) changed in handles."""
+        coded = self._code.artifact.coded["abort"]
+        undo = [c for c, (saved, _) in zip(coded, self.program.abort) if failed is None or saved < failed]
+        if undo:
+            self._table(undo)()
+
+    def _settle(self, table: _Table, status: int) -> None:
+        try:
+            table.settle(status)
+        except IndexRangeError:
+            self.run_abort(table.failed)
+            raise
 
     def run_commit(self) -> None:
         self._commit()
@@ -221,11 +237,16 @@ class _Table:
         if status:
             self.settle(status)
 
+    @property
+    def failed(self) -> int:
+        """The step at which the last run that failed stopped."""
+        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)
+
     def settle(self, status: int) -> None:
         """What a run's status asks for. IndexRangeError: a Check failed."""
         if status == pool.ATTEND and self._pool:
             return self._pool.attend()
-        kernel = self._kernels[(self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)]
+        kernel = self._kernels[self.failed]
         origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
 

@@ -109,8 +109,17 @@ class RefExecutable:
         for b in self.program.buffers:
             if b.region in (Region.ARENA, Region.OUTPUT):
                 self.memory_of[b.id][:] = POISON
-        for step in self.program.steps:
-            self._run(step)
+        for at, step in enumerate(self.program.steps):
+            try:
+                self._run(step)
+            except IndexRangeError:
+                self.run_abort(at)
+                raise
+
+    def run_abort(self, failed: int | None = None) -> None:
+        for at, step in self.program.abort:
+            if failed is None or at < failed:
+                self._run(step)
 
     def run_commit(self) -> None:
         for step in self.program.commit:

@@ -13,6 +13,7 @@ from rlx.ir.ops.index import concat, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
+from rlx.ir.ops.state import take_rows, update_rows
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
 
 astype, take = cast, gather  # numpy's names for the same constructors
@@ -25,5 +26,5 @@ __all__ = [
     "max", "maximum", "mean", "min", "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pad", "pow", "prod",
     "reciprocal", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right",
     "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take",
-    "tanh", "top_k", "transpose", "trunc", "unsqueeze", "variance", "where",
+    "take_rows", "tanh", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "variance", "where",
 ]  # fmt: skip

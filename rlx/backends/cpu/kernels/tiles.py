@@ -62,7 +62,7 @@ class Plan:
     @property
     def block_rows(self) -> int:
         """Rows of the largest block."""
-        starts = [self.first_row(b * self.row_tiles // self.blocks) for b in range(self.blocks + 1)]
+        starts = [self.first_row(b * self.row_tiles // max(1, self.blocks)) for b in range(self.blocks + 1)]
         return max((after - before for before, after in pairwise(starts)), default=0)
 
     def unroll(self, rows: int, vectors: int) -> int:

@@ -1,0 +1,145 @@
+"""State updated in place: the rows alone are written, every read sees what it should, and a failed run leaves no trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends import get
+from rlx.compile import lower
+from rlx.errors import CompileError, IndexRangeError, NumericsError
+
+DEVICES = ("ref", "ref:1", "cpu")
+F = np.float32
+
+
+def cache(capacity: int = 8, in_place: bool = True) -> rlx.Graph:
+    """Appends a row at `at`, and gives the running sum over all rows, old and new."""
+    g = rlx.Graph("cache")
+    rows = g.handle(rlx.BufferHandle("rows", (2, capacity, 4), rlx.f32))
+    length = g.handle(rlx.BufferHandle("length", (), rlx.i32))
+    new = g.input("new", (2, 1, 4), rlx.f32)
+    grown = rlx.update_rows(rows, new, length, axis=1)
+    g.assign(rows, grown, in_place=in_place)
+    g.assign(length, length + 1)
+    g.set_outputs([rlx.sum(grown, axis=1), rlx.sum(rows, axis=1)], names=["after", "before"])
+    return g
+
+
+@pytest.fixture(params=DEVICES)
+def session(request: pytest.FixtureRequest) -> rlx.Session:
+    return rlx.Session(request.param)
+
+
+def test_only_the_new_rows_are_written() -> None:
+    program = lower(cache(), get("cpu").target(threads=2), rlx.CompileOptions())
+    rows = next(b.id for b in program.buffers if b.name == "rows")
+    (update,) = [s for s in program.steps if rows in s.writes]
+    assert update.kernel.grid and np.prod([n for _, n in update.kernel.grid]) == 2  # 2 x 1 rows of 4, not 2 x 8
+    assert not any(rows in s.writes for s in program.commit) and len(program.abort) == 1
+    assert program.plan.size_bytes < 8 * 64
+
+
+def test_reads_see_the_old_or_the_new_state(session: rlx.Session) -> None:
+    compiled = session.compile(cache())
+    rng = np.random.default_rng(0)
+    total = np.zeros((2, 4))
+    for i in range(8):
+        new = rng.standard_normal((2, 1, 4)).astype(F)
+        after, before = compiled.run({"new": new})
+        np.testing.assert_allclose(before, total, atol=1e-5)
+        total = total + new[:, 0]
+        np.testing.assert_allclose(after, total, atol=1e-5)
+        assert int(compiled.read_handle("length")) == i + 1
+    state = compiled.read_handle("rows")
+    with pytest.raises(IndexRangeError):
+        compiled.run({"new": new})
+    np.testing.assert_array_equal(compiled.read_handle("rows"), state)
+    assert int(compiled.read_handle("length")) == 8
+
+
+def test_a_failed_run_puts_back_what_it_overwrote(session: rlx.Session) -> None:
+    g = rlx.Graph("failing")
+    a, b = (g.handle(rlx.BufferHandle(n, (4, 3), rlx.f32)) for n in "ab")
+    row, at, pick = g.input("row", (2, 3), rlx.f32), g.input("at", (), rlx.i32), g.input("pick", (1,), rlx.i32)
+    new_a = rlx.update_rows(a, row, at)
+    g.assign(a, new_a, in_place=True)
+    looked = rlx.gather(new_a, pick)  # fails, after `a` has been changed, for a bad pick
+    g.assign(b, rlx.update_rows(b, rlx.concat(looked, looked), at), in_place=True)
+    g.set_outputs([looked])
+    compiled = session.compile(g)
+    start = {n: np.random.default_rng(i).standard_normal((4, 3)).astype(F) for i, n in enumerate("ab")}
+    for n, v in start.items():
+        compiled.bind_handle(n, v)
+    inputs = {"row": np.ones((2, 3), F), "at": np.int32(1).reshape(()), "pick": np.array([9], np.int32)}
+    for bad in ({"pick": np.array([9], np.int32)}, {"at": np.array(3, np.int32), "pick": np.array([0], np.int32)}):
+        with pytest.raises(IndexRangeError):
+            compiled.run(inputs | bad)
+        for n, v in start.items():
+            np.testing.assert_array_equal(compiled.read_handle(n), v)
+    compiled.run(inputs | {"pick": np.array([1], np.int32)})
+    np.testing.assert_array_equal(compiled.read_handle("a")[1:3], np.ones((2, 3)))
+    np.testing.assert_array_equal(compiled.read_handle("b")[1:3], np.ones((2, 3)))
+    np.testing.assert_array_equal(compiled.read_handle("b")[[0, 3]], start["b"][[0, 3]])
+
+
+def test_checked_mode_undoes_updates_in_place(session: rlx.Session) -> None:
+    compiled = session.compile(cache(), rlx.CompileOptions(checked=True))
+    compiled.run({"new": np.ones((2, 1, 4), F)})
+    state = compiled.read_handle("rows")
+    with pytest.raises(NumericsError):
+        compiled.run({"new": np.full((2, 1, 4), np.nan, F)})
+    np.testing.assert_array_equal(compiled.read_handle("rows"), state)
+
+
+def refused(build) -> rlx.Graph:
+    g = rlx.Graph("refused")
+    state = g.handle(rlx.BufferHandle("state", (4, 3), rlx.f32))
+    row, at = g.input("row", (2, 3), rlx.f32), g.input("at", (), rlx.i32)
+    value = build(g, state, row, at)
+    g.assign(state, value, in_place=True)
+    g.set_outputs([rlx.sum(value)])
+    return g
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda g, s, r, a: s + 1.0, "not from an op that replaces a part"),
+        (lambda g, s, r, a: rlx.update_rows(s * 2.0, r, a), "not of the handle itself"),
+        (lambda g, s, r, a: rlx.update_rows(s, s[:2], a), "from the old state itself"),
+    ],
+)
+def test_what_cannot_be_done_in_place_says_why(build, reason: str) -> None:
+    with pytest.raises(CompileError, match=reason):
+        rlx.Session("ref").compile(refused(build))
+
+
+def test_a_reader_that_needs_the_new_state_too_is_a_reason() -> None:
+    g = rlx.Graph("late")
+    state = g.handle(rlx.BufferHandle("state", (4, 3), rlx.f32))
+    row, at = g.input("row", (1, 3), rlx.f32), g.input("at", (), rlx.i32)
+    new = rlx.update_rows(state, row, at)
+    g.assign(state, new, in_place=True)
+    g.set_outputs([new - state])
+    with pytest.raises(CompileError, match="reads the old state, but needs the new one first"):
+        rlx.Session("ref").compile(g)
+    again = rlx.Graph.parse(str(g).replace(" in place", ""))
+    compiled = rlx.Session("cpu").compile(again)  # a copy makes it right
+    out = compiled.run({"row": np.ones((1, 3), F), "at": np.array(2, np.int32)})[0]
+    np.testing.assert_array_equal(out, [[0] * 3, [0] * 3, [1] * 3, [0] * 3])
+    assert " in place" in str(g) and str(rlx.Graph.parse(str(g))) == str(g)
+
+
+def test_an_output_that_is_the_new_state_has_memory_of_its_own(session: rlx.Session) -> None:
+    g = rlx.Graph("out")
+    state = g.handle(rlx.BufferHandle("state", (3, 2), rlx.f32))
+    new = rlx.update_rows(state, g.input("row", (1, 2), rlx.f32), g.input("at", (), rlx.i32))
+    g.assign(state, new, in_place=True)
+    g.set_outputs([new, new.T])
+    compiled = session.compile(g)
+    compiled.run_slots([np.ones((1, 2), F), np.array(0, np.int32)])
+    view = compiled.outputs_view()[0]
+    compiled.bind_handle("state", np.full((3, 2), 5, F))
+    np.testing.assert_array_equal(view, [[1, 1], [0, 0], [0, 0]])
