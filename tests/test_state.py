@@ -27,6 +27,12 @@ def cache(capacity: int = 8, in_place: bool = True) -> rlx.Graph:
     return g
 
 
+def state_of(compiled: rlx.runtime.CompiledGraph, name: str) -> np.ndarray:
+    found = compiled.read_handle(name)
+    assert found is not None
+    return found
+
+
 @pytest.fixture(params=DEVICES)
 def session(request: pytest.FixtureRequest) -> rlx.Session:
     return rlx.Session(request.param)
@@ -51,12 +57,12 @@ def test_reads_see_the_old_or_the_new_state(session: rlx.Session) -> None:
         np.testing.assert_allclose(before, total, atol=1e-5)
         total = total + new[:, 0]
         np.testing.assert_allclose(after, total, atol=1e-5)
-        assert int(compiled.read_handle("length")) == i + 1
-    state = compiled.read_handle("rows")
+        assert int(state_of(compiled, "length")) == i + 1
+    state = state_of(compiled, "rows")
     with pytest.raises(IndexRangeError):
         compiled.run({"new": new})
-    np.testing.assert_array_equal(compiled.read_handle("rows"), state)
-    assert int(compiled.read_handle("length")) == 8
+    np.testing.assert_array_equal(state_of(compiled, "rows"), state)
+    assert int(state_of(compiled, "length")) == 8
 
 
 def test_a_failed_run_puts_back_what_it_overwrote(session: rlx.Session) -> None:
@@ -77,20 +83,20 @@ def test_a_failed_run_puts_back_what_it_overwrote(session: rlx.Session) -> None:
         with pytest.raises(IndexRangeError):
             compiled.run(inputs | bad)
         for n, v in start.items():
-            np.testing.assert_array_equal(compiled.read_handle(n), v)
+            np.testing.assert_array_equal(state_of(compiled, n), v)
     compiled.run(inputs | {"pick": np.array([1], np.int32)})
-    np.testing.assert_array_equal(compiled.read_handle("a")[1:3], np.ones((2, 3)))
-    np.testing.assert_array_equal(compiled.read_handle("b")[1:3], np.ones((2, 3)))
-    np.testing.assert_array_equal(compiled.read_handle("b")[[0, 3]], start["b"][[0, 3]])
+    np.testing.assert_array_equal(state_of(compiled, "a")[1:3], np.ones((2, 3)))
+    np.testing.assert_array_equal(state_of(compiled, "b")[1:3], np.ones((2, 3)))
+    np.testing.assert_array_equal(state_of(compiled, "b")[[0, 3]], start["b"][[0, 3]])
 
 
 def test_checked_mode_undoes_updates_in_place(session: rlx.Session) -> None:
     compiled = session.compile(cache(), rlx.CompileOptions(checked=True))
     compiled.run({"new": np.ones((2, 1, 4), F)})
-    state = compiled.read_handle("rows")
+    state = state_of(compiled, "rows")
     with pytest.raises(NumericsError):
         compiled.run({"new": np.full((2, 1, 4), np.nan, F)})
-    np.testing.assert_array_equal(compiled.read_handle("rows"), state)
+    np.testing.assert_array_equal(state_of(compiled, "rows"), state)
 
 
 def refused(build) -> rlx.Graph:

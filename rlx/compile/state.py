@@ -48,9 +48,10 @@ def _refusal(graph: Graph, handle: Value, value: Value) -> str | None:
         return f"{where(node)} replaces a part of {node.inputs[0]!r}, not of the handle itself"
     if sum(v == value for _, v in graph.assigns) > 1:
         return "its next value is also another handle's"
-    if any(v == handle or v.node in _readers(graph, handle, node) and v.node.op.kind is Kind.VIEW for v in node.inputs[1:]):
+    readers = _readers(graph, handle, node)
+    if any(v == handle or (v.node in readers and v.node.op.kind is Kind.VIEW) for v in node.inputs[1:]):
         return f"{where(node)} takes its new rows from the old state itself"
-    for reader in _readers(graph, handle, node):
+    for reader in readers:
         if _depends(reader, node):
             return f"{where(reader)} reads the old state, but needs the new one first"
     return None

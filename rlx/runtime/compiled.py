@@ -273,7 +273,7 @@ class CompiledGraph:
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
         """None: every row is processed, which is all this version can do."""
         if extent is not None:
-            raise Unsupported("set_active_extent is not in this version: every run takes all rows; compile a smaller graph instead")
+            raise Unsupported("set_active_extent is not in this version: a run takes all rows; compile a smaller graph instead")
 
     # -- for people and tools
 

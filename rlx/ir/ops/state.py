@@ -119,7 +119,8 @@ update_rows = op(
     samples=(
         Sample(((5, 17), (2, 17), ()), low=0, high=4, dtypes=("", "", "i64")),
         Sample(((2, 3, 9, 4), (2, 3, 1, 4), ()), {"axis": 2}, low=0, high=9, dtypes=("", "", "i32")),
-        Sample(((4,), (4,), ()), low=0, high=1, dtypes=("", "", "i32")), Sample(((3, 2), (0, 2), ()), low=0, high=4, dtypes=("", "", "i32")),
+        Sample(((4,), (4,), ()), low=0, high=1, dtypes=("", "", "i32")),
+        Sample(((3, 2), (0, 2), ()), low=0, high=4, dtypes=("", "", "i32")),
     ),
     doc="`state` with `rows` put in from position `at` (an integer of dims ()) along `axis`. Rows that do not all fit are an "
     "IndexRangeError.",
@@ -131,5 +132,6 @@ take_rows = op(
         Sample(((5, 17), ()), {"count": 2}, low=0, high=4, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"count": 1, "axis": 1}, low=0, high=9, dtypes=("", "i32")),
     ),
-    doc="`count` rows of `state` from position `at` (an integer of dims ()) along `axis`; an IndexRangeError if they are not there.",
+    doc="`count` rows of `state` from position `at` (an integer of dims ()) along `axis`. Rows that are not all there are an "
+    "IndexRangeError.",
 )  # fmt: skip
