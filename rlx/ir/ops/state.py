@@ -108,7 +108,8 @@ def _take_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> An
 def _take_shape(attrs: TakeRowsAttrs, state: Shape, at: Shape) -> Shape:
     _position(at)
     axis = axis_of(attrs.axis, state.rank)
-    if isinstance(state.dims[axis], int) and not 0 <= attrs.count <= state.dims[axis]:
+    size = state.dims[axis]
+    if isinstance(size, int) and not 0 <= attrs.count <= size:
         raise ShapeError(f"{attrs.count} rows of {state} along dim {axis}")
     return state.with_dims((*state.dims[:axis], attrs.count, *state.dims[axis + 1 :]))
 
