@@ -47,7 +47,7 @@ def program_faults(program: Program) -> list[str]:
                 facts[step.kernel] = _Facts(step.kernel)
             _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
     if not bad:  # a replay needs places and arguments that make sense
-        _Replay(program, decls, facts, bad).run()
+        _Replay(program, facts, bad).run()
     return bad
 
 
@@ -107,8 +107,7 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
     if len(step.args) != len(kernel.buffers):
         bad.append(f"{where}: {len(step.args)} arguments for {len(kernel.buffers)} buffers")
         return
-    strangers = sorted(b.name for b in (facts.loaded | facts.stored) - set(kernel.buffers) - set(kernel.locals))
-    bad.extend(f"{where}: touches {name!r}, which is not among its buffers" for name in strangers)
+    bad.extend(f"{where}: touches {name!r}, which is not among its buffers" for name in facts.strangers)
     for arg, b in zip(step.args, kernel.buffers):
         decl = decls.get(arg)
         if decl is None:
@@ -133,7 +132,6 @@ class _Replay:
     """Who owns each byte of the arena as the steps run. Bytes are kept in segments between all buffers' edges."""
 
     program: Program
-    decls: dict[int, BufferDecl]
     facts: dict[K.Kernel, _Facts]
     bad: list[str]
     written: set[int] = field(default_factory=set)
@@ -142,7 +140,8 @@ class _Replay:
     def run(self) -> None:
         p = self.program
         self.written = {b.id for b in p.buffers if b.region in GIVEN}
-        places = {id: (at, at + self.decls[id].nbytes) for id, at in p.plan.offsets.items()}
+        self.nbytes = {b.id: b.nbytes for b in p.buffers}
+        places = {id: (at, at + self.nbytes[id]) for id, at in p.plan.offsets.items()}
         edges = sorted({edge for place in places.values() for edge in place})
         self.segments = {id: range(bisect_left(edges, a), bisect_left(edges, b)) for id, (a, b) in places.items()}
         self.owner: list[int | None] = [None] * len(edges)
@@ -154,11 +153,12 @@ class _Replay:
         for phase, steps in p.phases.items():
             for at, step in enumerate(steps):
                 where = f"{phase}[{at}] {step.kernel.name}"
-                if phase == "commit" and (stale := committed & self.reads(step)):
+                reads = self.reads(step)
+                if phase == "commit" and (stale := committed & reads):
                     self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
-                if phase == "prepare" and (both := self.reads(step) & step.writes):
+                if phase == "prepare" and (both := reads & step.writes):
                     self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
-                self.step(where, step)
+                self.step(where, step, reads)
                 if phase == "commit":
                     committed |= step.writes
         for out in p.outputs:
@@ -174,7 +174,7 @@ class _Replay:
 
     def expect(self, where: str, id: int) -> None:
         """The buffer was written and all its bytes are still its own."""
-        if not self.decls[id].nbytes:
+        if not self.nbytes[id]:
             return
         if id not in self.written:
             self.bad.append(f"{where}: %{id} is read and nothing wrote it")
@@ -186,8 +186,8 @@ class _Replay:
         loaded = self.facts[step.kernel].loaded
         return {arg for arg, b in zip(step.args, step.kernel.buffers) if b in loaded}
 
-    def step(self, where: str, step: Step) -> None:
-        reads, writes = self.reads(step), step.writes
+    def step(self, where: str, step: Step, reads: set[int]) -> None:
+        writes = step.writes
         for id in sorted(reads):
             self.expect(where, id)
         for id in sorted(writes & self.written):  # what an earlier step wrote of it must have lasted
@@ -207,7 +207,7 @@ class _Replay:
     def together(self, a: int, b: int) -> bool:
         """Whether two buffers have a byte in common."""
         if a == b:
-            return self.decls[a].nbytes > 0
+            return self.nbytes[a] > 0
         x, y = self.segments.get(a, range(0)), self.segments.get(b, range(0))
         return bool(x) and bool(y) and x.start < y.stop and y.start < x.stop
 
@@ -232,6 +232,7 @@ class _Facts:
         self.accesses = accesses(kernel)
         self.loaded = frozenset(a.buffer for a in self.accesses if not a.stores)
         self.stored = frozenset(a.buffer for a in self.accesses if a.stores)
+        self.strangers = sorted(b.name for b in (self.loaded | self.stored) - {*kernel.buffers, *kernel.locals})
 
 
 def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
