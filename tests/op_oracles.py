@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
 import scipy.special
 import torch
@@ -153,20 +155,23 @@ def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
     return out
 
 
-def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
     """Query by query: a softmax over the keys that it may attend to, and no others."""
     *outer, width = q.shape
-    group, late = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
-    operand = None if mask is None else np.broadcast_to(mask, (*outer, k.shape[2]))
+    group, late = q.shape[1] // k.shape[1], [k.shape[2] - q.shape[2]] * len(q)
+    masked = attrs.mask in ("custom", "bias")
+    operand = np.broadcast_to(operands[0], (*outer, k.shape[2])) if masked else np.zeros((*outer, k.shape[2]))
+    if attrs.positioned:
+        late = list(np.broadcast_to(operands[-1], len(q)))
     out = np.zeros((*outer, v.shape[3]))
     for b, h, i in np.ndindex(*outer):
-        here, keys = late + i, list(range(k.shape[2]))
+        here, keys = late[b] + i, list(range(late[b] + q.shape[2] if attrs.positioned else k.shape[2]))
         if attrs.mask in ("causal", "sliding_window"):
             keys = [j for j in keys if j <= here and (attrs.mask == "causal" or here - j < attrs.window)]
         elif attrs.mask == "custom":
             keys = [j for j in keys if operand[b, h, i, j]]
         scores = k[b, h // group, keys] @ q[b, h, i] * (attrs.scale or width**-0.5)
-        scores = scores + operand[b, h, i] if attrs.mask == "bias" else scores
+        scores = scores + operand[b, h, i, keys] if attrs.mask == "bias" else scores
         if not np.all(scores == -np.inf):
             out[b, h, i] = scipy.special.softmax(scores) @ v[b, h // group, keys]
     return out
@@ -215,6 +220,101 @@ def padded(attrs: Any, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, [n for pair in reversed(list(zip(attrs.low, attrs.high))) for n in pair], value=attrs.value)
 
 
+def dequantize(case: Any, attrs: Any, packed: np.ndarray) -> np.ndarray:
+    """The gguf package's own; int8 and int4 have the layouts of two of its formats."""
+    name = {"int8": "q8_0", "int4": "q4_0"}.get(attrs.format, attrs.format)
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    return gguf.quants.dequantize(packed.astype(np.uint8), kind)[..., : attrs.columns].astype(np.float64)
+
+
+def pack_quant(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
+    """The integers, scales and mins of each block first; then a panel's bytes one after the other."""
+    nbytes, numbers = {"q8_0": (34, 2), "q4_0": (18, 2), "q4_k": (144, 4), "q5_k": (176, 4), "q6_k": (210, 2)}[attrs.format]
+    b = np.zeros((-(-len(w) // 32) * 32, w.shape[1] // nbytes, nbytes), np.uint8)
+    b[: len(w)] = w.reshape(len(w), -1, nbytes)
+    scales, mins = b[..., :0], b[..., :0]
+    head, rest = (b[..., 208:], b) if attrs.format == "q6_k" else (b[..., :numbers], b[..., numbers:])
+    halves = lambda x, size: np.stack((x.reshape(*b.shape[:2], -1, size) & 15, x.reshape(*b.shape[:2], -1, size) >> 4), -2)  # noqa: E731
+    if attrs.format == "q8_0":
+        q = rest ^ 128
+    elif attrs.format == "q4_0":
+        q = halves(rest, 16)
+    elif attrs.format == "q6_k":
+        high = np.stack([rest[..., 128:192].reshape(*b.shape[:2], 2, 32) >> s & 3 for s in (0, 2, 4, 6)], -2)
+        q, scales = halves(rest[..., :128], 64).reshape(*b.shape[:2], -1) | high.reshape(*b.shape[:2], -1) << 4, rest[..., 192:208]
+    else:
+        s = rest[..., :12]
+        scales = np.concatenate((s[..., :4] & 63, s[..., 8:] & 15 | s[..., :4] >> 6 << 4), -1)
+        mins = np.concatenate((s[..., 4:8] & 63, s[..., 8:] >> 4 | s[..., 4:8] >> 6 << 4), -1)
+        q = halves(rest[..., -128:], 32).reshape(*b.shape[:2], -1)
+        if attrs.format == "q5_k":
+            q |= (np.stack([rest[..., 12:44] >> g & 1 for g in range(8)], -2) << 4).reshape(q.shape)
+    q = q.reshape(*b.shape[:2], -1)
+    above = {"q5_k": 1, "q6_k": 2}.get(attrs.format, 0)
+    out: list[int] = []
+
+    def dwords(r: int, block: int, start: int, shift: int, bits: int) -> None:
+        for row in range(r, r + 32):
+            for byte in range(4):
+                part = [int(x) >> shift & (1 << bits) - 1 for x in q[row, block, start + byte : start + 32 // bits : 4]]
+                out.append(sum(x << i * bits for i, x in enumerate(part)))
+
+    for r in range(0, len(b), 32):
+        for block in range(b.shape[1]):
+            for n in range(0, numbers, 2):
+                out += head[r : r + 32, block, n : n + 2].ravel().tolist()
+            for turn in range(q.shape[2] // 32):
+                each = scales.shape[2] * 32 // q.shape[2]
+                out += scales[r : r + 32, block, turn * each : (turn + 1) * each].T.ravel().tolist()
+                out += mins[r : r + 32, block, turn : turn + 1].ravel().tolist()
+                for at in range(32 * turn, 32 * turn + 32, 4 if attrs.format == "q8_0" else 8):
+                    if above and at % (32 // above) == 0:
+                        dwords(r, block, at, 4, above)
+                    dwords(r, block, at, 0, 8 if attrs.format == "q8_0" else 4)
+    return np.array(out).reshape(len(b) // 32, -1)
+
+
+def dequant_matmul(case: Any, attrs: Any, x: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    return x @ dequantize(case, SimpleNamespace(format=attrs.format, columns=x.shape[-1]), packed).T
+
+
+def threefry(key: np.ndarray, counter: int, count: int) -> np.ndarray:
+    """The two words of Threefry-2x32-20 xored, for blocks (counter, 0 … count - 1), in Python's integers."""
+    out, full = [], 2**32 - 1
+    keys = [int(key[0]), int(key[1]), int(key[0]) ^ int(key[1]) ^ 0x1BD11BDA]
+    for i in range(count):
+        a, b = counter + keys[0] & full, i + keys[1] & full
+        for r in range(20):
+            a = a + b & full
+            by = (13, 15, 26, 6, 17, 29, 16, 24)[r % 8]
+            b = (b << by | b >> 32 - by) & full ^ a
+            if r % 4 == 3:
+                n = r // 4 + 1
+                a, b = a + keys[n % 3] & full, b + keys[(n + 1) % 3] + n & full
+        out.append(a ^ b)
+    return np.array(out, np.int64)
+
+
+def random_numbers(finish: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Any]:
+    """An oracle of ops that draw: `finish` turns 32 random bits into a number."""
+    return lambda c, a, key, counter: finish(threefry(key, int(counter), math.prod(a.dims)).reshape(a.dims))
+
+
+def gumbel(bits: np.ndarray) -> np.ndarray:
+    u = ((bits.astype(np.float32) + np.float32(0.5)) / np.float32(2**32)).astype(np.float64)
+    return -np.log(-np.log1p(-np.minimum(u, 1 - 2**-24)))
+
+
+def threshold(case: Any, attrs: Any, x: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """Every element tried."""
+    rows = []
+    for row in x.reshape(-1, x.shape[-1]):
+        weights = np.maximum(row, 0) if attrs.weighted else np.ones_like(row)
+        fits = [e for e in row if weights[row >= e].sum() >= max(float(amount), 2.0**-126)]
+        rows.append(max(fits, default=-math.inf))
+    return np.array(rows).reshape(x.shape[:-1])
+
+
 ORACLES: dict[str, Callable[..., Any]] = {
     "neg": plain(torch.neg), "abs": plain(torch.abs), "sqrt": plain(torch.sqrt), "rsqrt": plain(torch.rsqrt),
     "reciprocal": plain(torch.reciprocal), "exp": plain(torch.exp), "log": plain(torch.log), "sin": plain(torch.sin),
@@ -253,5 +353,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
-    "attention": attention, "rope": rope,
+    "attention": attention, "rope": rope, "dequantize": dequantize, "pack_quant": pack_quant, "dequant_matmul": dequant_matmul,
+    "threshold": threshold, "random_bits": random_numbers(lambda bits: bits),
+    "random_uniform": random_numbers(lambda bits: (bits >> 8) / 2**24), "gumbel": random_numbers(gumbel),
 }  # fmt: skip

@@ -13,8 +13,8 @@ from rlx.ir.graph import constant
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, where
-from rlx.ir.ops.index import concat, iota
-from rlx.ir.ops.reduce import max, sum
+from rlx.ir.ops.index import check_range, concat, gather, iota
+from rlx.ir.ops.reduce import any, max, sum
 from rlx.ir.ops.rules import divide, integer, same_dtype, widened
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
@@ -25,11 +25,13 @@ MASKS = ("none", "causal", "sliding_window", "custom", "bias")
 class AttentionAttrs(Attrs):
     """`scale` 0.0 means 1 / sqrt(head_dim). `mask`: "none"; "causal": a query attends to its own position and earlier ones;
     "sliding_window": of those, the last `window`; "custom": a bool operand, True where to attend; "bias": an operand that
-    is added to the scores. The last query stands at the last key."""
+    is added to the scores. The last query stands at the last key; `positioned`: the first one stands at the key that the
+    last operand names, and keys behind the last query are not there."""
 
     scale: float = 0.0
     mask: str = "none"
     window: int = 0
+    positioned: bool = False
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
@@ -38,8 +40,22 @@ class AttentionAttrs(Attrs):
             found = f"got {self.mask!r} and {self.window}"
             raise AttributeValueError(f"mask 'sliding_window' and a window of at least 1 go together, {found}")
 
+    @property
+    def masked(self) -> bool:
+        """Whether the mask is an operand."""
+        return self.mask in ("custom", "bias")
 
-def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: Shape | None = None) -> Shape:
+    def split(self, operands: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(mask, start) of the operands after v; None for one that is not there."""
+        want = {(False, False): "no fourth operand", (True, False): "a fourth operand, the mask",
+                (False, True): "a fourth operand, start", (True, True): "two more operands, the mask and start"}  # fmt: skip
+        if len(operands) != self.masked + self.positioned:
+            how = ", positioned," if self.positioned else ""
+            raise ShapeError(f"mask {self.mask!r}{how} takes {want[self.masked, self.positioned]}")
+        return operands[0] if self.masked else None, operands[-1] if self.positioned else None
+
+
+def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, *operands: Shape) -> Shape:
     same_dtype(q, k, v)
     if not q.rank == k.rank == v.rank == 4:
         raise ShapeError("q, k and v are [batch, heads, sequence, head_dim]")
@@ -48,11 +64,11 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: 
         raise ShapeError("k must have q's batch and head_dim, and v k's batch, heads and sequence")
     if heads != k.dims[1] and divide(heads, k.dims[1]) is None:
         raise ShapeError(f"{heads} query heads cannot share {k.dims[1]} key heads equally")
-    keys = k.dims[2]
-    if attrs.mask in ("causal", "sliding_window") and isinstance(queries, int) and isinstance(keys, int) and keys < queries:
-        raise ShapeError(f"mask {attrs.mask!r} puts the last query at the last key: {keys} keys are fewer than {queries} queries")
-    if (mask is not None) != (attrs.mask in ("custom", "bias")):
-        raise ShapeError(f"mask {attrs.mask!r} takes {'no' if mask is not None else 'a'} fourth operand")
+    keys, ordered = k.dims[2], attrs.mask in ("causal", "sliding_window")
+    if (ordered or attrs.positioned) and isinstance(queries, int) and isinstance(keys, int) and keys < queries:
+        why = "every query stands at a key" if attrs.positioned else f"mask {attrs.mask!r} puts the last query at the last key"
+        raise ShapeError(f"{why}: {keys} keys are fewer than {queries} queries")
+    mask, start = attrs.split(operands)
     if mask is not None:
         dtype = bool_ if attrs.mask == "custom" else q.dtype
         if mask.dtype != dtype:
@@ -60,6 +76,10 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, mask: 
         want = (batch, heads, queries, keys)
         if broadcast_dims(mask.dims, want) != want:
             raise ShapeError(f"the mask operand must broadcast to [{','.join(map(str, want))}], got {mask}")
+    if start is not None and start.dtype.name not in ("i32", "i64"):
+        raise DTypeError(f"start must be i32 or i64, got {start.dtype}; cast it: start.astype('i32')")
+    if start is not None and start.dims not in ((), (batch,)):
+        raise ShapeError(f"start is one position or one per batch: [] or [{batch}], got {start}")
     return q.with_dims((*q.dims[:3], v.dims[3]))
 
 
@@ -67,24 +87,35 @@ def _scale(attrs: AttentionAttrs, width: int) -> float:
     return attrs.scale or 1 / math.sqrt(width or 1)
 
 
-def _position_mask(attrs: AttentionAttrs, queries: int, keys: int) -> Any:
-    """bool [queries, keys] for the causal kinds."""
-    key = iota(dims=(queries, keys), axis=1)
-    last = iota(dims=(queries, keys), axis=0) + (keys - queries)
-    causal = less_equal(key, last)
-    return causal if attrs.mask == "causal" else logical_and(causal, less(last - attrs.window, key))
+def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) -> Any:
+    """bool [batch or 1, 1, queries or 1, keys]: which keys a query attends to by where it stands; None: all."""
+    key = iota(dims=(1, 1, 1, keys), axis=3)
+    if start is None:
+        last = iota(dims=(1, 1, queries, 1), axis=2) + (keys - queries)
+    else:
+        at = start.reshape((start.shape.num_elements, 1)) + iota(dims=(1, queries), axis=1, dtype=start.dtype)
+        last = gather(iota(dims=(keys,)), at.reshape((start.shape.num_elements, 1, queries, 1)))  # the same, each one checked
+    if attrs.mask in ("causal", "sliding_window"):
+        causal = less_equal(key, last)
+        return causal if attrs.mask == "causal" else logical_and(causal, less(last - attrs.window, key))
+    return None if start is None else less_equal(key, max(last, axis=2, keepdims=True))
 
 
-def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
+    mask, start = attrs.split(operands)
+    seen = _positions_seen(attrs, queries, keys, start)
+    if start is not None:  # what a cache holds where no query looks may be anything, NaN too
+        used = any(seen, axis=2)
+        v = where(used.reshape((used.shape.static[0], 1, keys, 1)), v, 0.0)
+    if attrs.mask == "custom":
+        seen = mask if seen is None else logical_and(seen, mask)
     together = heads // shared * queries if shared else 0  # queries of the heads that share a key head: rows of one matrix
     rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
     scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
-    if attrs.mask == "bias":
-        scores = scores + mask
-    elif attrs.mask != "none":
-        scores = where(mask if attrs.mask == "custom" else _position_mask(attrs, queries, keys), scores, -math.inf)
+    scores = scores + mask if attrs.mask == "bias" else scores
+    scores = scores if seen is None else where(seen, scores, -math.inf)
     top = max(scores, axis=-1, keepdims=True)
     e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # a row of -inf alone gives e = 0, not NaN
     total = sum(e, axis=-1, keepdims=True)
@@ -93,19 +124,26 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, mask: Any = None) 
     return out.reshape((batch, heads, queries, v.shape.static[3]))
 
 
-def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any = None) -> np.ndarray:
+def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) * _scale(attrs, q.shape[3])
     queries, keys = scores.shape[2:]
-    last = np.arange(queries)[:, None] + keys - queries
+    mask, start = attrs.split(operands)
+    last = np.reshape(keys - queries if start is None else start, (-1, 1, 1, 1)) + np.arange(queries)[:, None]
+    behind, there = last - np.arange(keys), np.True_
+    if attrs.mask in ("causal", "sliding_window"):
+        there = (behind >= 0) & ((behind < attrs.window) | (attrs.mask == "causal"))
+    elif start is not None:
+        there = np.any(behind >= 0, axis=2, keepdims=True)
+    if start is not None:
+        check_range(last, keys, "attention")
+        v = np.where(np.any(there, axis=2)[..., None], v, 0)
     if attrs.mask == "bias":
         scores = scores + mask
     elif attrs.mask == "custom":
-        scores = np.where(mask, scores, -np.inf)
-    elif attrs.mask != "none":
-        behind = last - np.arange(keys)
-        scores = np.where((behind >= 0) & ((behind < attrs.window) | (attrs.mask == "causal")), scores, -np.inf)
+        there = there & np.asarray(mask)
+    scores = np.where(there, scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(scores - np.where(top == -np.inf, 0, top))
     total = np.sum(e, axis=-1, keepdims=True)
@@ -115,17 +153,30 @@ def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
 attention = op(
-    "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 4), reference=_attention_array,
-    decompose=widened(_attention),
+    "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 5), roles="xxxxi",
+    reference=_attention_array, decompose=widened(_attention),
     samples=(
         Sample(QKV), Sample(QKV, {"mask": "causal"}), Sample(GROUPED, {"mask": "causal"}), Sample(GROUPED, {"scale": 0.3}),
         Sample(GROUPED, {"mask": "sliding_window", "window": 3}), Sample(((1, 3, 1, 16), (1, 1, 33, 16), (1, 1, 33, 16))),
         Sample((*QKV, (2, 1, 1, 5)), {"mask": "custom"}, dtypes=("", "", "", "bool")),
         Sample((*GROUPED, (3, 17)), {"mask": "custom"}, dtypes=("", "", "", "bool")), Sample((*QKV, (4, 5, 5)), {"mask": "bias"}),
         Sample((*GROUPED, (2, 1, 1, 17)), {"mask": "bias"}), Sample(((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 6))),
+        Sample((*GROUPED, ()), {"mask": "causal", "positioned": True}, low=0, high=4, dtypes=("", "", "", "i32")),
+        Sample((*GROUPED, (2,)), {"positioned": True}, low=0, high=4, dtypes=("", "", "", "i64")),
+        Sample(
+            (*GROUPED, (2,)), {"mask": "sliding_window", "window": 2, "positioned": True}, low=0, high=4,
+            dtypes=("", "", "", "i32"),
+        ),
+        Sample(
+            (*GROUPED, (2, 1, 1, 17), ()), {"mask": "custom", "positioned": True}, low=0, high=4,
+            dtypes=("", "", "", "bool", "i32"),
+        ),
+        Sample((*GROUPED, (4, 3, 17), (2,)), {"mask": "bias", "positioned": True}, low=0, high=4, dtypes=("", "", "", "", "i64")),
     ),
     doc="softmax(q kᵀ · scale + mask) v over [batch, heads, sequence, head_dim]. k and v may have fewer heads, each shared by "
-    "as many consecutive query heads. A row that may attend to nothing is zeros.",
+    "as many consecutive query heads. A row that may attend to nothing is zeros. `positioned`: the last operand, start, is the "
+    "position of the first query, [] or [batch]; k and v may be a whole cache, of which nothing past the last query counts. "
+    "A query past the last key is an IndexRangeError.",
 )  # fmt: skip
 
 

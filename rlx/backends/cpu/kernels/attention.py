@@ -7,6 +7,9 @@ and no step crosses lanes. With few query rows (decoding) a vector runs along th
 heads that share a key head stand side by side as rows.
 
 A row that sees no key gives zeros. A key that a boolean or positional mask hides adds nothing, whatever its bytes.
+
+With a position for the first query, k and v may be a cache that is filled in part: the range of keys to go over is worked
+out at run time, so time is that of the keys that are seen, not of the capacity. A single query row then needs no mask.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
+from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
+from rlx.ir.ops.attention import AttentionAttrs
+from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.target import Target
 
 DTYPES = ("f32", "f16", "bf16")
@@ -44,14 +49,17 @@ def claim(node: Node) -> str | None:
             return f"fused attention takes [batch, heads, sequence, head size], not {value.shape}"
     if 0 in node.inputs[1].dims[2:]:
         return "fused attention needs keys of some size; there are no keys here"
-    if len(node.inputs) > 3 and node.inputs[3].dtype.name not in (*DTYPES, "bool"):
-        return f"fused attention takes a mask of {', '.join(DTYPES)} or bool, not {node.inputs[3].dtype.name}"
+    assert isinstance(node.attrs, AttentionAttrs)
+    mask, _ = node.attrs.split(node.inputs[3:])
+    if mask is not None and mask.dtype.name not in (*DTYPES, "bool"):
+        return f"fused attention takes a mask of {', '.join(DTYPES)} or bool, not {mask.dtype.name}"
     return None
 
 
 def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
-    """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e] and for some
-    masks [b, h, m, n] (dims may be 1), in any strides; o [b, h, m, e], which may share no memory with them."""
+    """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e], for some
+    masks [b, h, m, n] (dims may be 1) and where positioned [] or [b], in any strides; o [b, h, m, e], which may share no
+    memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
     return _Attention(kernel, native, target).written(symbol)
@@ -85,13 +93,11 @@ def _tensor(kernel: Kernel, view: View) -> Tensor:
     return Tensor(kernel.buffers.index(view.buffer), view.buffer.dtype, (b, h, r, c), view.offset)
 
 
-def mask_of(attrs: object, rows: int, keys: int) -> Mask:
-    """The op's mask kind in terms of what a row sees; the last row stands at the last key."""
-    kind = attrs.mask  # type: ignore[attr-defined]
-    if kind in ("causal", "sliding_window"):
-        above, window = keys - rows, attrs.window or keys  # type: ignore[attr-defined]
-        return Mask("band", above - window + 1 if window < keys else None, above)
-    return Mask({"custom": "keep", "bias": "add"}.get(kind, "none"))
+def mask_of(attrs: AttentionAttrs, keys: int) -> Mask:
+    """The op's mask kind in terms of what a row sees."""
+    if attrs.mask in ("causal", "sliding_window"):
+        return Mask("band", attrs.window if attrs.window < keys else 0)
+    return Mask({"custom": "keep", "bias": "add"}.get(attrs.mask, "none"))
 
 
 class _Attention(Module):
@@ -101,14 +107,16 @@ class _Attention(Module):
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
         self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
         self.o = _tensor(kernel, native.outputs[0])
-        self.mask = mask_of(native.attrs, self.rows, self.keys)
-        self.m = _tensor(kernel, native.inputs[3]) if self.mask.kind in ("keep", "add") else None
-        self.scale = native.attrs.scale or self.size**-0.5  # type: ignore[union-attr]
+        assert isinstance(native.attrs, AttentionAttrs)
+        self.mask = mask_of(native.attrs, self.keys)
+        self.m, self.start = (v and _tensor(kernel, v) for v in native.attrs.split(native.inputs[3:]))
+        self.scale = native.attrs.scale or self.size**-0.5
         self.group = self.heads // max(1, self.key_heads)
         self.threads, self.lanes = target.threads, target.vector_bytes // F32
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
-        self.shared = self.group if self.narrow and 0 < self.group * self.rows <= SHARED_ROWS else 1
+        fits = [n for n in range(1, self.group + 1) if self.group % n == 0 and n * self.rows <= SHARED_ROWS]
+        self.shared = max(fits, default=1) if self.narrow else 1
         half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
         self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
@@ -151,15 +159,30 @@ class _Attention(Module):
                 q, o = (t.at(e, batch, head, row0) for t in (self.q, self.o))
                 k, v = (t.at(e, batch, key_head) for t in (self.k, self.v))
                 m = self.m.at(e, batch, head, row0) if self.m else V("null", "ptr")
-                self._block(e, q, k, v, o, m, row0)
+                first = self._first_position(e, batch)
+                end = e.bin("add", first, self.rows) if self.start else e.i64(self.keys)
+                rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", e.i64(self.rows), row0))
+                self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end)
         return self.rendered(e, symbol, tasks)
 
-    def _block(self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V) -> None:
-        """Rows from row0 on of one query head, or all rows of the heads that share a key head. Pointers are to row row0, k
-        and v to key 0."""
+    def _first_position(self, e: Emitter, batch: V) -> V:
+        """The key that the first query stands at. One that is out of range fails the run; the nearest in range is used."""
+        last, zero = e.i64(self.keys - self.rows), e.i64(0)
+        if self.start is None:
+            return last
+        place = self.start.layout.at(e, self.start.at(e, zero, zero), 0, batch)
+        given = e.load(stored(self.start.dtype), place, self.start.dtype.itemsize)
+        given = e.convert("sext", given, "i64") if given.ty != "i64" else given
+        inside = e.intrinsic("smin", e.intrinsic("smax", given, zero), last)
+        with e.when(e.cmp("ne", given, inside)):
+            e.store_atomic(V(str(INDEX_OUT_OF_RANGE), "i32"), STATUS, "monotonic")
+        return inside
+
+    def _block(self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V, rows: V, end: V) -> None:
+        """`rows` rows of one query head, or all rows of the heads that share a key head; the first stands at key row0, and no
+        row sees key `end`. Pointers are to the first row, k and v to key 0."""
         query, scores, mask, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
         totals, factors = (e.gep(stats, n * self.tall * F32) for n in (1, 2))
-        rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", e.i64(self.rows), row0))
         if self.narrow:
             with e.loop(0, self.shared) as head:
                 start, out = self.q.head(e, q, head.index), step(e, query, head.index, self.query.byte(self.rows, 0))
@@ -168,16 +191,16 @@ class _Attention(Module):
             self._turned(e, q, query, rows, e.i64(0), e.i64(self.size), self.size, self.q, self.scale)
         if not self.once:
             self._cleared(e, stats, totals, sums)
-        low, high = self._seen_keys(e, m, row0, rows)
+        low, high = self._seen_keys(e, m, row0, rows, end)
         with e.loop(low, high, self.key_block, nonempty=True) as at:
             key0 = at.index
             stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
             keys = e.bin("sub", stop, key0)
-            self._scored(e, k, query, scores, key0, stop)
+            self._scored(e, k, query, scores, key0, stop, end)
             product = scores, self.v.layout.at(e, v, key0), sums, factors, keys
             if self.narrow:
-                self._softmax_narrow(e, m, scores, stats, keys, key0)
-                self._products(e, *product, rows=e.i64(self.tall), careful=self.mask.kind in ("band", "keep"))
+                self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
+                self._products(e, *product, rows=e.i64(self.tall), careful=self._own_mask.kind in ("band", "keep"))
             else:
                 hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows)
                 softmax = partial(parts.softmax_wide_function, vectors=self.vectors, lanes=self.lanes, first=self.once)
@@ -205,30 +228,34 @@ class _Attention(Module):
             with e.loop(0, count, lanes) as at:
                 e.store(e.const(vector("float", lanes), value), step(e, first, at.index, F32), F32)
 
-    def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V) -> tuple[V, V]:
+    def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V, end: V) -> tuple[V, V]:
         """The range of keys that some row of the block may see, at least one key."""
-        low, high = e.i64(0), e.i64(self.keys)
-        if self.mask.below is not None:
-            low = e.intrinsic("smax", low, e.bin("add", row0, e.i64(self.mask.below)))
-            low = e.intrinsic("smin", low, e.i64(self.keys - 1))
-        if self.mask.above is not None:
-            high = e.intrinsic("smin", high, e.bin("add", e.bin("add", row0, rows), e.i64(self.mask.above)))
-            high = e.intrinsic("smax", high, e.bin("add", low, e.i64(1)))
+        low, high = e.i64(0), end
+        if self.mask.window:
+            low = e.intrinsic("smax", low, e.bin("sub", row0, self.mask.window - 1))
+        if self.mask.kind == "band":
+            high = e.bin("add", row0, rows)
         one_head = self.m is not None and (self.shared == 1 or not self.m.strides[1])
         if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2] and one_head:
-            high = parts.last_seen(e, m, self.m.layout, self.keys)  # padding is skipped, not computed and hidden
+            high = parts.last_seen(e, m, self.m.layout, end)  # padding is skipped, not computed and hidden
         return low, high
 
-    def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V) -> None:
-        """Scores of keys key0 to stop, tile by tile; the tile at the very end starts earlier rather than reading past it."""
+    @property
+    def _own_mask(self) -> Mask:
+        """What narrow rows must ask of each key: nothing, if one row's band is all that is gone over."""
+        return Mask("none") if self.mask.kind == "band" and self.rows == 1 else self.mask
+
+    def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, end: V) -> None:
+        """Scores of keys key0 to stop, tile by tile; a tile that would pass the end starts earlier, at key 0 at the least."""
         have, source = self.key_tile, self.k.layout
+        latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
         dots = partial(parts.dots_function, source=source, columns=self.size, lanes=self.lanes, have=have)
         sums = have * self.vectors
         unroll = 1 if sums >= 8 else 2 if sums >= 4 else 4  # sums apart that hide the latency of one
         t = Tile(have, self.vectors, self.lanes, unroll, 0, f32, self.tall)
         tile = partial(tile_function, k=self.size, t=t, from_a=source, from_b=Layout(f32, self.tall))
         with e.loop(key0, stop, have, nonempty=True) as at:
-            first = e.intrinsic("smin", at.index, e.i64(self.keys - have))
+            first = e.intrinsic("smin", at.index, latest)
             here, out = source.at(e, k, first), self.scores.at(e, scores, 0, e.bin("sub", first, key0))
             if self.narrow:
                 with e.loop(0, self.tall) as row:
@@ -241,33 +268,32 @@ class _Attention(Module):
         """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
         if self.mask.kind == "none":
             return None
-        hidden, source = e.const("i1", self.mask.kind != "band"), None
+        hidden, source = e.const("i1", True), None
         if self.m is not None and self.m.strides[2]:
             start, stop = self.m.layout.at(e, m, 0), e.bin("add", key0, keys)
             self._turned(e, start, mask, rows, key0, stop, self.keys, self.m)
             source = Layout(f32, self.tall)
         elif self.m is not None:  # all rows see the same
             mask, source = self.m.layout.at(e, m, 0, key0), Layout(self.m.dtype, self.m.strides[3], 0)
-        if self.mask.above is not None:
-            whole = e.bin("add", row0, e.i64(self.mask.above + 1))
-            hidden = e.bin("or", hidden, e.cmp("sgt", e.bin("add", key0, keys), whole))
-        if self.mask.below is not None:
-            whole = e.bin("add", e.bin("add", row0, rows), e.i64(self.mask.below - 1))
+        if self.mask.kind == "band":
+            hidden = e.cmp("sgt", e.bin("add", key0, keys), e.bin("add", row0, 1))
+        if self.mask.window:
+            whole = e.bin("sub", e.bin("add", row0, rows), self.mask.window)
             hidden = e.bin("or", hidden, e.cmp("slt", key0, whole))
         body = partial(parts.mask_wide_function, m=self.mask, source=source, vectors=self.vectors, lanes=self.lanes)
         with e.when(hidden):
             self.call(e, "mask", body, scores, mask, keys, key0, row0)
         return None if self.mask.kind == "add" else hidden
 
-    def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V) -> None:
+    def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V, row0: V) -> None:
         """Every row's scores become weights."""
         source, softmax = self.m.layout if self.m else None, parts.softmax_narrow_function
-        body = partial(softmax, m=self.mask, source=source, lanes=self.lanes, scale=self.scale, rows=self.tall)
+        body = partial(softmax, m=self._own_mask, source=source, lanes=self.lanes, scale=self.scale, rows=self.tall)
         with e.loop(0, self.shared) as head, e.loop(0, self.rows) as row:
             at = e.bin("add", e.bin("mul", head.index, e.i64(self.rows)), row.index)
             mask = self.m.layout.at(e, self.m.head(e, m, head.index), row.index, key0) if self.m is not None else m
             own = self.scores.at(e, scores, at), mask, step(e, stats, at, F32)
-            self.call(e, "softmax", body, *own, keys, key0, row.index)
+            self.call(e, "softmax", body, *own, keys, key0, e.bin("add", row0, row.index))
 
     def _weighted(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, hidden: V | None) -> None:
         """The block's weighted values onto the sums: with care where a hidden value is NaN or infinite."""

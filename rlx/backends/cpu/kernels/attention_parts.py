@@ -20,12 +20,11 @@ F32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees. `kind`: "none", "band" (below + row <= key <= above + row), "keep" (a byte a key, 0: not
-    seen) or "add" (a term added to the score). None: no bound on that side."""
+    """Which keys a query sees. `kind`: "none"; "band": its own position and those before, the last `window` of them where
+    that is not 0; "keep": a byte a key, 0: not seen; "add": a term added to the score."""
 
     kind: str
-    below: int | None = None
-    above: int | None = None
+    window: int = 0
 
 
 def lanes_of(e: Emitter, index: V, lanes: int) -> V:
@@ -34,22 +33,23 @@ def lanes_of(e: Emitter, index: V, lanes: int) -> V:
 
 
 def masked(e: Emitter, m: Mask, score: V, key: V, row: V, term: V | None) -> V:
-    """Scores of (row, key), i32 each, with their terms of the mask: -inf where a key is not seen, even if it was NaN."""
+    """Scores of (row, key), positions as i32, with their terms of the mask: -inf where a key is not seen, even if it was
+    NaN."""
     tests = []
     if m.kind == "add" and term is not None:
         return e.bin("fadd", score, term)
     if m.kind == "keep" and term is not None:
         tests.append(e.cmp("une", term, e.const(term.ty, 0.0)))
-    if m.above is not None:
-        tests.append(e.cmp("sle", key, e.bin("add", row, e.const(row.ty, m.above))))
-    if m.below is not None:
-        tests.append(e.cmp("sge", key, e.bin("add", row, e.const(row.ty, m.below))))
+    if m.kind == "band":
+        tests.append(e.cmp("sle", key, row))
+    if m.window:
+        tests.append(e.cmp("sgt", key, e.bin("sub", row, m.window)))
     for seen in tests:
         score = e.select(seen, score, e.const(score.ty, -math.inf))
     return score
 
 
-def last_seen(e: Emitter, mask: V, source: Layout, keys: int) -> V:
+def last_seen(e: Emitter, mask: V, source: Layout, keys: V) -> V:
     """One past the last key that a mask of bytes, the same for all rows, lets be seen; at least 1."""
     with e.loop(0, keys, carried=[e.i64(1)]) as at:
         seen = e.cmp("ne", e.load("i8", source.at(e, mask, 0, at.index), 1), e.const("i8", 0))
@@ -96,7 +96,8 @@ def weights(e: Emitter, scores: V, keys: V, stride: int, line: Layout, shifts: l
 def mask_wide_function(
     e: Emitter, scores: V, mask: V, keys: V, key0: V, row0: V, m: Mask, source: Layout | None, vectors: int, lanes: int
 ) -> None:
-    """Masks the scores of `keys` keys from key0 on, rows from row0 on. `source`: of the mask's terms, as [key][row]."""
+    """Masks the scores of `keys` keys from key0 on, of rows at positions from row0 on. `source`: of the mask's terms, as
+    [key][row]."""
     ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
     first = e.bin("add", lanes_of(e, row0, lanes), e.iota(lanes, "i32"))
     with e.loop(0, keys) as at:
@@ -162,8 +163,9 @@ def softmax_narrow_function(
     e: Emitter, scores: V, mask: V, stats: V, keys: V, key0: V, row: V,
     m: Mask, source: Layout | None, lanes: int, scale: float, rows: int,
 ) -> None:  # fmt: skip
-    """One row of scores: scaled, masked by `mask` (the row's elements from key0 on, as columns of `source`) and turned into
-    weights, zero past `keys` up to a whole vector. `stats`: this row's, as in softmax_wide_function, `rows` floats apart."""
+    """The scores of the row at position `row`: scaled, masked by `mask` (its elements from key0 on, as columns of `source`)
+    and turned into weights, zero past `keys` up to a whole vector. `stats`: this row's, as in softmax_wide_function, `rows`
+    floats apart."""
     ty, line = vector("float", lanes), Layout(f32, rows)
     before, summed = (e.load("float", line.at(e, stats, what), F32) for what in (0, 1))
     position = lanes_of(e, row, lanes)
