@@ -88,7 +88,8 @@ class KernelBuilder:
             base, layout = self.places.locate(value)
             return K.View(self.buffer(base), value.shape.static, layout.strides, layout.offset)
 
-        inputs = tuple(map(view, node.inputs))
+        packed = self.fusion.packed.get(node)
+        inputs = tuple(map(view, node.inputs if packed is None else (node.inputs[0], packed)))
         self.open_stores(node.results)
         return K.Native(node.op.name, node.attrs, inputs, tuple(map(view, node.results)))
 

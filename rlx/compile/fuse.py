@@ -93,14 +93,20 @@ def _own_outputs(graph: Graph, in_place: set[Value]) -> tuple[Graph, set[Node]]:
 
 
 def _packed_operands(graph: Graph, target: Target, natives: set[Node]) -> dict[Node, Value]:
-    """The packed form of each contraction's right operand that is known before a run."""
+    """The packed form of each right operand, of contractions and of native ops that have one, that is known before a run."""
     static = static_nodes(graph.nodes())
-    made: dict[tuple[Value, int], Value] = {}
+    made: dict[tuple[Value, object], Value] = {}
     out: dict[Node, Value] = {}
     for node in graph.nodes():
-        if node.op.kind is not Kind.CONTRACT or node in natives or node in static or node.inputs[1].node not in static:
+        pack = target.packs.get(node.op.name) if node in natives else None
+        if not pack and (node.op.kind is not Kind.CONTRACT or node in natives):
             continue
         right = node.inputs[1]
+        if pack:
+            out[node] = made.setdefault((right, node.attrs), pack(node))
+            continue
+        if node in static or right.node not in static:
+            continue
         facts = contraction(node)
         width = target.panel(right.dtype.name)
         if not width or facts.b_batch or facts.b_sum != (0,) or facts.b_columns != (1,):

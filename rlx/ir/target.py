@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlx.ir.graph import Node
+    from rlx.ir.graph import Node, Value
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Target:
 
     `dtypes`: names it stores and computes. `natives`: op name -> claim(node) giving None where the backend has a kernel
     of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
+    `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
     `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed).
     """
 
@@ -27,4 +28,5 @@ class Target:
     alignment: int = 64  # bytes, of every buffer
     level: str = "kernel"  # "graph": takes the legalised graph whole
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
+    packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     panel: Callable[[str], int] = field(default=lambda dtype: 0, compare=False)

@@ -1,0 +1,485 @@
+"""x @ dequantize(packed).T with weights in panels (rlx.ir.ops.quant_pack): a Kernel whose body is one Native dequant_matmul.
+
+With 512-bit integer dot products (VNNI), a task first rounds its rows of x to int8: in each run of STEP elements to the nearest
+of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers, scaled and summed in f32. So
+the result differs from the exact one by at most sum over runs of max|x| / 254 * sum|w|, beside the rounding of f32 sums. Runs
+whose largest magnitude is below TINY count as zeros. Few rows read the panel where it lies, as fast as memory gives it;
+more of them unpack it to scratch once per block of rows.
+
+Without VNNI, chunks of a panel become f32 in scratch, for the register tile of contractions; x keeps its precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+
+from rlx.backends.cpu import alu
+from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, tile_function
+from rlx.ir.dtype import f32
+from rlx.ir.graph import CONSTANT, PARAM, Node, Value
+from rlx.ir.kernel import Kernel, Native, View
+from rlx.ir.op import Kind
+from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing, pack_quant
+from rlx.ir.target import Target
+
+DTYPES = ("f32", "bf16", "f16")
+ROWS = 6  # of a tile with VNNI: 12 sums, 12 integer sums, 2 of the panel and 1 of x fit 32 registers
+DIRECT_TILES = 2  # up to so many tiles read the panel in place; more of them unpack it to scratch first
+TINY = 2.0**-100  # below it a reciprocal could overflow
+CHUNK = 256  # elements of a panel in f32 at a time: 32 KB, a first-level cache
+SCRATCH_BYTES = 1 << 18  # of rounded rows of x that a task may keep
+TASK_BYTES = 1 << 18  # of weights below which a task with few rows is not worth handing over
+GRAIN = 1 << 22  # products below which one with many is not
+TASKS_PER_THREAD = 4
+MAGIC = 0x4B400000  # bits of 1.5 * 2**23: a float of small size added to it has its nearest integer in the low bits
+
+
+def claim(node: Node) -> str | None:
+    """None: `render` has a kernel for this node; else why not."""
+    x, packed = node.inputs
+    if node.attrs.format not in PACKINGS:  # type: ignore[union-attr]
+        return f"no kernel for {node.attrs.format} weights"  # type: ignore[union-attr]
+    if x.dtype.name not in DTYPES:
+        return f"quantised weights multiply {', '.join(DTYPES)}, not {x.dtype.name}"
+    block = PACKINGS[node.attrs.format].block  # type: ignore[union-attr]
+    if not x.dims or not isinstance(x.dims[-1], int) or x.dims[-1] % block:
+        return f"columns come in whole blocks of {block}, {x.shape} has {x.dims[-1] if x.dims else 'none'}"
+    if x.shape.num_elements == 0 or packed.shape.num_elements == 0:
+        return "there is nothing to multiply"
+    return None if _is_known(packed) else "only weights that are params are packed"
+
+
+def _is_known(value: Value) -> bool:
+    node = value.node
+    return node.op in (PARAM, CONSTANT) or (node.op.kind is not Kind.LEAF and all(map(_is_known, node.inputs)))
+
+
+def packs(node: Node) -> Value:
+    """The weights of a claimed node in the form that `render` takes for its second operand."""
+    return pack_quant(node.inputs[1], format=node.attrs.format)  # type: ignore[union-attr, return-value]
+
+
+def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
+    """A module for x [..., k], panels u8[panels, bytes], y [..., n]; x and y in any strides, apart in memory."""
+    (native,) = kernel.body
+    assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
+    integer = target.vector_bytes == 64 and "avx512vnni" in target.features
+    return (_Integer if integer else _Float)(kernel, native, target).written(symbol)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A kernel argument [..., columns] as rows."""
+
+    argument: int
+    view: View
+
+    @property
+    def line(self) -> Layout:
+        return Layout(self.view.buffer.dtype, 0, self.view.strides[-1])
+
+    def at(self, e: Emitter, row: V, args: V = ARGS) -> V:
+        """The address of a row."""
+        size = self.view.buffer.dtype.itemsize
+        base = e.gep(e.load("ptr", e.gep(args, 8 * self.argument), 8), self.view.offset * size)
+        dims, strides = [list(x[:-1]) for x in (self.view.dims, self.view.strides)]
+        while dims:
+            stride, extent = strides.pop(), dims.pop()
+            while dims and (strides[-1] == stride * extent or 1 in (dims[-1], extent)):  # walked as one
+                stride = strides[-1] if extent == 1 else stride
+                extent *= dims.pop()
+                strides.pop()
+            index, row = divided(e, row, extent) if dims else (row, row)
+            base = step(e, base, index, stride * size)
+        return base
+
+
+class _Product(Module):
+    """What both kinds share: tasks are blocks of rows by groups of panels."""
+
+    tile_rows = 1
+
+    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+        super().__init__()
+        x, packed = native.inputs
+        (y,) = native.outputs
+        self.x, self.packed, self.y = (Rows(kernel.buffers.index(v.buffer), v) for v in (x, packed, y))
+        self.p: Packing = PACKINGS[native.attrs.format]  # type: ignore[union-attr]
+        self.k, self.n, self.m = x.dims[-1], y.dims[-1], prod(x.dims[:-1])
+        self.panels, self.panel_bytes = packed.dims
+        assert self.panel_bytes == self.k // self.p.block * self.p.panel_bytes and self.panels == -(-self.n // PANEL)
+        self.lanes = target.vector_bytes // 4
+        self.vectors = PANEL // self.lanes
+        self.threads = target.threads
+
+    def cut(self, row_bytes: int) -> None:
+        """Blocks of rows, whole tiles that fit scratch, and groups of panels."""
+        tiles = -(-self.m // self.tile_rows)
+        fit = max(1, SCRATCH_BYTES // row_bytes // self.tile_rows)
+        self.blocks = -(-tiles // fit)
+        self.block_rows = -(-tiles // self.blocks) * self.tile_rows
+        self.blocks = -(-self.m // self.block_rows)
+        work = max(self.panels * self.panel_bytes // TASK_BYTES, self.m * self.n * self.k // GRAIN)
+        wanted = 1 if self.threads == 1 else min(work, self.threads * TASKS_PER_THREAD)
+        self.groups = max(1, min(self.panels, -(-wanted // self.blocks)))
+
+    def written(self, symbol: str) -> Rendered:
+        e = Emitter()
+        group, block = divided(e, TASK, self.groups)
+        first = e.bin("mul", block, e.i64(self.block_rows))
+        count = e.intrinsic("smin", e.i64(self.block_rows), e.bin("sub", e.i64(self.m), first))
+        self.prepare(e, first, count)
+        start, stop = share(e, group, self.panels, self.groups)
+        weights = self.packed.at(e, e.i64(0))
+        with e.loop(start, stop, nonempty=True) as panel:
+            self.panel(e, step(e, weights, panel.index, self.panel_bytes), first, count, panel.index)
+        return self.rendered(e, symbol, self.blocks * self.groups)
+
+    def prepare(self, e: Emitter, first: V, count: V) -> None:
+        raise AssertionError("abstract")
+
+    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
+        raise AssertionError("abstract")
+
+    def heights(self, e: Emitter, count: V, at: V) -> Iterator[int]:
+        """Rows that the tile at row `at` of a block of `count` may have, each inside a test for it."""
+        for rows in sorted({self.tile_rows, self.block_rows % self.tile_rows, self.m % self.block_rows % self.tile_rows} - {0}):
+            have = e.intrinsic("smin", e.i64(self.tile_rows), e.bin("sub", count, at))
+            with e.when(e.cmp("eq", have, rows)):
+                yield rows
+
+    # -- a panel's bytes
+
+    def numbers(self, e: Emitter, block: V) -> list[list[V]]:
+        """The f16 numbers of a block, as f32: for each, its vectors."""
+        at = [2 * PANEL * n for n in range(len(self.p.numbers))]
+        half = vector("half", self.lanes)
+        return [
+            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in range(self.vectors)]
+            for a in at
+        ]
+
+    def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
+        """A byte per row, times `by`."""
+        out = []
+        for v, factor in enumerate(by):
+            raw = e.load(vector("i8", self.lanes), e.gep(at, v * self.lanes), 1)
+            wide = e.convert("sext" if signed else "zext", raw, "i32")
+            out.append(e.bin("fmul", e.convert("sitofp", wide, "float"), factor))
+        return out
+
+    def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
+        """Of the turn that stands at `at`: (of each group its scales, the mins or nothing)."""
+        p, count = self.p, STEP // self.p.group
+        if not p.scales:
+            return [numbers[0]] * count, []
+        scales = [self.small(e, e.gep(at, PANEL * g), p.signed, numbers[0]) for g in range(count)]
+        return scales, self.small(e, e.gep(at, PANEL * count), False, numbers[1]) if p.mins else []
+
+    def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
+        """Of every four elements of the turn that stands at `at` the vectors: a dword, four bytes, of each row."""
+        p, ty = self.p, vector("i32", self.lanes)
+        high: list[tuple[list[V], int]] = []  # (dwords, elements they begin with)
+
+        def bits(raw: list[V], left: int, mask: int) -> list[V]:
+            raw = [e.bin("shl", x, left) if left > 0 else e.bin("lshr", x, -left) if left else x for x in raw]
+            return [e.bin("and", x, mask * 0x01010101) for x in raw]
+
+        for n, (plane, first) in enumerate(p.dwords()):
+            raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in range(self.vectors)]
+            if plane is p.high:
+                high = [(raw, first)]
+                continue
+            for part in range(8 // plane.bits):
+                out = bits(raw, -part * plane.bits, 15) if plane.bits < 8 else raw
+                for above, start in high:
+                    each, mask = p.high.bits, (1 << p.high.bits) - 1  # type: ignore[union-attr]
+                    more = bits(above, plane.bits - each * ((first - start) // 4 + part), mask << plane.bits)
+                    out = [e.bin("or", a, b) for a, b in zip(out, more)]
+                yield out
+
+    def at_turn(self, e: Emitter, block: V, turn: V) -> V:
+        return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
+
+    # -- results
+
+    def finish(self, e: Emitter, sums: V, first: V, count: V, panel: V) -> None:
+        """y[first : first + count, panel] = sums[count][PANEL]"""
+        whole, odd = divmod(self.n, PANEL)
+
+        def rows(e: Emitter, args: V, sums: V, first: V, count: V, panel: V, *, valid: int) -> None:
+            with e.loop(0, count, nonempty=True) as row:
+                line = self.y.at(e, e.bin("add", first, row.index), args)
+                line = self.y.line.at(e, line, 0, e.bin("mul", panel, e.i64(PANEL)))
+                for v in range(-(-valid // self.lanes)):
+                    at = e.gep(step(e, sums, row.index, 4 * PANEL), 4 * v * self.lanes)
+                    value = e.load(vector("float", self.lanes), at, 4)
+                    self._stored(e, value, self.y.line.at(e, line, 0, v * self.lanes), min(self.lanes, valid - v * self.lanes))
+
+        def call(valid: int) -> None:
+            self.call(e, f"finish{valid}", partial(rows, valid=valid), ARGS, sums, first, count, panel)
+
+        if whole:
+            with e.when(e.cmp("slt", panel, e.i64(whole))):
+                call(PANEL)
+        if odd:
+            with e.when(e.cmp("eq", panel, e.i64(whole))):
+                call(odd)
+
+    def _stored(self, e: Emitter, value: V, at: V, valid: int) -> None:
+        line = self.y.line
+        value = alu.to_memory(e, alu.cast(e, value, f32, line.dtype), line.dtype)
+        size, mask = line.dtype.itemsize, lane_mask(self.lanes, valid)
+        if line.column == 1 and valid == self.lanes:
+            e.store(value, at, size)
+            return
+        kind, places = "masked.store", at
+        if line.column != 1:
+            offsets = "<" + ", ".join(f"i64 {line.byte(0, x)}" for x in range(self.lanes)) + ">"
+            places = e.op(vector("ptr", self.lanes), f"getelementptr i8, {at}, <{self.lanes} x i64> {offsets}")
+            kind = "masked.scatter"
+        e.intrinsic(kind, value, V(f"align {size} {places.text}", places.ty), mask, suffix=(value.ty, places.ty), returns="void")
+
+
+class _Integer(_Product):
+    """x rounded to int8: `q` its integers, per run of STEP its `factors`, per group `shifts` (minus zero times the sum of the
+    integers), per run `least` (minus their sum, scaled: what the mins are multiplied by)."""
+
+    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+        super().__init__(kernel, native, target)
+        tiles = -(-self.m // ROWS)
+        self.tile_rows = -(-self.m // tiles)
+        self.staged = tiles > DIRECT_TILES and self.p.low.bits < 8
+        turns, self.groups_of_turn = self.k // STEP, STEP // self.p.group
+        self.cut(self.k + 4 * turns * (1 + self.groups_of_turn + bool(self.p.mins)))
+        rows = self.block_rows
+        self.pitches = self.k, 4 * turns, 4 * turns * self.groups_of_turn, 4 * turns
+        used = True, True, self.p.zero, self.p.mins
+        self.q_at, self.factors_at, self.shifts_at, self.least_at = (
+            self.reserve(rows * pitch if here else 0) for pitch, here in zip(self.pitches, used)
+        )
+        self.sums_at = self.reserve(4 * PANEL * self.tile_rows)
+        self.turn_bytes = STEP, 4, 4 * self.groups_of_turn, 4  # of q, factors, shifts, least
+        self.staged_bytes = STEP * PANEL, 4 * PANEL * self.groups_of_turn, 4 * PANEL  # of elements, scales, mins
+        keep = self.staged, self.staged, self.staged and self.p.mins
+        self.words_at, self.scales_at, self.mins_at = (
+            self.reserve(turns * n if here else 0) for n, here in zip(self.staged_bytes, keep)
+        )
+
+    def prepare(self, e: Emitter, first: V, count: V) -> None:
+        with e.loop(0, count, nonempty=True) as row:
+            source = self.x.at(e, e.bin("add", first, row.index))
+            self.call(e, "rounded", self._rounded, source, *self._of_row(e, row.index))
+
+    def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V) -> None:
+        """One row of x."""
+        line, ints = self.x.line, vector("i32", 16)
+        with e.loop(0, self.k // STEP, nonempty=True) as turn:
+            at = step(e, source, turn.index, line.byte(0, STEP))
+            x = [load_line(e, line.at(e, at, 0, 16 * n), line, 16, f32) for n in range(2)]
+            bits = [e.bin("and", e.convert("bitcast", v, "i32"), 0x7FFFFFFF) for v in x]
+            peak = e.intrinsic("vector.reduce.umax", e.intrinsic("umax", *bits), returns="i32", suffix=(ints,))  # NaN is largest
+            top = e.convert("bitcast", peak, "float")
+            tiny = e.cmp("olt", top, TINY)
+            factor = e.select(tiny, e.const("float", 0.0), e.bin("fmul", top, 1 / 127))
+            by = e.splat(e.select(tiny, e.const("float", 0.0), e.bin("fdiv", e.const("float", 127.0), top)), 16)
+            e.store(factor, step(e, factors, turn.index, 4), 4)
+            sums = []
+            magic = e.op(vector("float", 16), f"bitcast {e.const(ints, MAGIC)} to {vector('float', 16)}")
+            for n, v in enumerate(x):
+                near = e.convert("bitcast", e.bin("fadd", e.bin("fmul", v, by), magic), "i32")
+                e.store(e.convert("trunc", near, "i8"), e.gep(step(e, q, turn.index, STEP), 16 * n), 16)
+                sums.append(e.bin("sub", near, e.const(ints, MAGIC)))
+            if self.groups_of_turn == 1:
+                sums = [e.bin("add", *sums)]
+            totals = [e.intrinsic("vector.reduce.add", s, returns="i32", suffix=(ints,)) for s in sums]
+            if self.p.zero:
+                for n, total in enumerate(totals):
+                    at = e.gep(step(e, shifts, turn.index, 4 * self.groups_of_turn), 4 * n)
+                    e.store(e.bin("mul", total, -self.p.zero), at, 4)
+            if self.p.mins:
+                sum_of_x = e.bin("fmul", e.convert("sitofp", totals[0], "float"), factor)
+                e.store(e.op("float", f"fneg {sum_of_x}"), step(e, least, turn.index, 4), 4)
+
+    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
+        sums, source = e.gep(SCRATCH, self.sums_at), [weights]
+        if self.staged:
+            source = [e.gep(SCRATCH, at) for at in (self.words_at, self.scales_at, self.mins_at)]
+            self.call(e, "unpacked", self._unpacked, weights, *source)
+        with e.loop(0, count, self.tile_rows, nonempty=True) as at:
+            for rows in self.heights(e, count, at.index):
+                self.call(e, f"tile{rows}", partial(self._tile, rows=rows), sums, *self._of_row(e, at.index), *source)
+            have = e.intrinsic("smin", e.i64(self.tile_rows), e.bin("sub", count, at.index))
+            self.finish(e, sums, e.bin("add", first, at.index), have, panel)
+
+    def _of_row(self, e: Emitter, row: V) -> list[V]:
+        """Where q, factors, shifts and least of a row of the block are."""
+        places = self.q_at, self.factors_at, self.shifts_at, self.least_at
+        return [step(e, e.gep(SCRATCH, at), row, pitch) for at, pitch in zip(places, self.pitches)]
+
+    def _unpacked(self, e: Emitter, weights: V, words: V, scales: V, mins: V) -> None:
+        """A panel as tiles read it when it is staged."""
+        inner = self.p.block // STEP
+        with e.loop(0, self.k // self.p.block, nonempty=True) as block:
+            at = step(e, weights, block.index, self.p.panel_bytes)
+            numbers = self.numbers(e, at)
+            with e.loop(0, inner) as turn:
+                index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
+                here = self.at_turn(e, at, turn.index)
+                factors, least = self.scales(e, here, numbers)
+                found = self.words(e, here), factors, [least]
+                for base, nbytes, lines in zip((words, scales, mins), self.staged_bytes, found):
+                    place = step(e, base, index, nbytes)
+                    for n, value in enumerate(chain.from_iterable(lines)):
+                        e.store(value, e.gep(place, 64 * n), 64)
+
+    def _tile(self, e: Emitter, sums: V, *places: V, rows: int) -> None:
+        """sums[rows][PANEL]. `places`: q, factors, shifts, least of the first row; then the panel, or what is staged of it."""
+        ty = vector("float", 16)
+        of_x, weights = list(places[:4]), list(places[4:])
+        totals = [V("zeroinitializer", ty)] * (rows * self.vectors)
+        turns = self.k // STEP
+        if self.staged:
+            with e.loop(0, turns, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
+                words, scales, mins = loop.carried[4:7]
+                lines = (
+                    [e.load(vector("i32", 16), e.gep(words, 64 * (2 * n + v)), 64) for v in (0, 1)] for n in range(STEP // 4)
+                )
+                factors = [[e.load(ty, e.gep(scales, 64 * (2 * g + v)), 64) for v in (0, 1)] for g in range(self.groups_of_turn)]
+                least = [e.load(ty, e.gep(mins, 64 * v), 64) for v in (0, 1)] if self.p.mins else []
+                found = self._turn(e, rows, loop.carried[:4], lines, factors, least, loop.carried[7:])
+                loop.next = [e.gep(a, n) for a, n in zip(loop.carried[:7], (*self.turn_bytes, *self.staged_bytes))] + found
+            totals = loop.results[7:]
+        else:
+            inner = self.p.block // STEP
+            with e.loop(0, turns // inner, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
+                block = loop.carried[4]
+                numbers = self.numbers(e, block)
+                with e.loop(0, inner, carried=[*loop.carried[:4], *loop.carried[5:]]) as turn:
+                    here = self.at_turn(e, block, turn.index)
+                    factors, least = self.scales(e, here, numbers)
+                    lines = self.words(e, here)
+                    found = self._turn(e, rows, turn.carried[:4], lines, factors, least, turn.carried[4:])
+                    turn.next = [e.gep(a, n) for a, n in zip(turn.carried[:4], self.turn_bytes)] + found
+                loop.next = [*turn.results[:4], e.gep(block, self.p.panel_bytes), *turn.results[4:]]
+            totals = loop.results[5:]
+        for n, total in enumerate(totals):
+            e.store(total, e.gep(sums, 64 * n), 64)
+
+    def _turn(
+        self, e: Emitter, rows: int, of_x: Sequence[V], words: Iterable[list[V]], scales: Sequence[list[V]],
+        mins: Sequence[V], totals: Sequence[V],
+    ) -> list[V]:  # fmt: skip
+        """`totals` [rows][vectors] with the products of STEP elements added."""
+        q, factors, shifts, least = of_x
+        totals, ints, octets = list(totals), vector("i32", 16), vector("i8", 64)
+        each = STEP // 4 // self.groups_of_turn
+
+        def of_row(base: V, place: int, r: int, ty: str, offset: int = 0) -> V:
+            return e.splat(e.load(ty, e.gep(base, r * self.pitches[place] + offset), 4), 16)
+
+        parts: list[V] = []
+        for n, vectors in enumerate(words):
+            group = n // each
+            if n % each == 0:
+                start = [
+                    of_row(shifts, 2, r, "i32", 4 * group) if self.p.zero else V("zeroinitializer", ints) for r in range(rows)
+                ]
+                parts = [s for s in start for _ in vectors]
+            weights = [e.op(octets, f"bitcast {w} to {octets}") for w in vectors]
+            for r in range(rows):
+                x = e.op(octets, f"bitcast {of_row(q, 0, r, 'i32', 4 * n)} to {octets}")
+                for v, w in enumerate(weights):
+                    at = r * self.vectors + v
+                    parts[at] = e.intrinsic("x86.avx512.vpdpbusd.512", parts[at], w, x, suffix=(), returns=ints)
+            if (n + 1) % each == 0:
+                for at, part in enumerate(parts):
+                    r, v = divmod(at, self.vectors)
+                    scale = e.bin("fmul", scales[group][v], of_row(factors, 1, r, "float"))
+                    totals[at] = e.fma(e.convert("sitofp", part, "float"), scale, totals[at])
+        for at in range(len(totals) if mins else 0):
+            r, v = divmod(at, self.vectors)
+            totals[at] = e.fma(mins[v], of_row(least, 3, r, "float"), totals[at])
+        return totals
+
+
+class _Float(_Product):
+    """Weights become f32 a chunk at a time; x is copied to scratch as f32."""
+
+    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+        super().__init__(kernel, native, target)
+        registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+        self.tile_rows = min(self.m, 8, max(1, (registers - 1 - self.vectors) // self.vectors))
+        self.cut(4 * (self.k + PANEL))
+        self.chunk = max(self.p.block, min(CHUNK, self.k) // self.p.block * self.p.block)
+        self.line, self.sums = Layout(f32, self.k), Layout(f32, PANEL)
+        self.rows_at = self.reserve(self.block_rows * self.k * 4)
+        self.sums_at = self.reserve(self.block_rows * PANEL * 4)
+        self.weights_at = self.reserve(self.chunk * PANEL * 4)
+        self.ones_at = self.reserve(4 * self.tile_rows)
+
+    def prepare(self, e: Emitter, first: V, count: V) -> None:
+        for r in range(self.tile_rows):
+            e.store(e.const("float", 1.0), e.gep(SCRATCH, self.ones_at + 4 * r), 4)
+        with e.loop(0, count, nonempty=True) as row:
+            source = self.x.at(e, e.bin("add", first, row.index))
+            to = self.line.at(e, e.gep(SCRATCH, self.rows_at), row.index)
+            with e.loop(0, self.k, self.lanes) as at:
+                value = load_line(e, self.x.line.at(e, source, 0, at.index), self.x.line, self.lanes, f32)
+                e.store(value, self.line.at(e, to, 0, at.index), 4)
+
+    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
+        rows, sums, chunk, ones = (e.gep(SCRATCH, at) for at in (self.rows_at, self.sums_at, self.weights_at, self.ones_at))
+        whole, rest = divmod(self.k, self.chunk)
+        self._chunk(e, weights, rows, sums, chunk, None, count, min(self.chunk, self.k))
+        blocks = self.chunk // self.p.block
+        if whole > 1:
+            with e.loop(1, whole) as at:
+                place = step(e, weights, at.index, blocks * self.p.panel_bytes)
+                self._chunk(e, place, step(e, rows, at.index, 4 * self.chunk), sums, chunk, ones, count, self.chunk)
+        if whole and rest:
+            place = e.gep(weights, whole * blocks * self.p.panel_bytes)
+            self._chunk(e, place, e.gep(rows, 4 * whole * self.chunk), sums, chunk, ones, count, rest)
+        self.finish(e, sums, first, count, panel)
+
+    def _chunk(self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, count: V, length: int) -> None:
+        """The part of every row's sums that `length` elements give; `ones`: added to what is there."""
+        self.call(e, f"decoded{length}", partial(self._decoded, length=length), weights, chunk)
+        with e.loop(0, count, self.tile_rows, nonempty=True) as at:
+            args = [
+                self.line.at(e, x, at.index),
+                chunk,
+                self.sums.at(e, sums, at.index),
+                e.i64(length),
+                *([ones] if ones else []),
+            ]
+            for rows in self.heights(e, count, at.index):
+                t = Tile(rows, self.vectors, self.lanes, 1, 0, f32, PANEL)
+                body = partial(tile_function, t=t, from_a=self.line, from_b=self.sums)
+                self.call(e, f"tile{rows}_{len(args)}", body, *args)
+
+    def _decoded(self, e: Emitter, weights: V, to: V, *, length: int) -> None:
+        """to[length][PANEL] = the next `length` elements of each row"""
+        inner = self.p.block // STEP
+        with e.loop(0, length // self.p.block, nonempty=True) as block:
+            at = step(e, weights, block.index, self.p.panel_bytes)
+            numbers = self.numbers(e, at)
+            with e.loop(0, inner) as turn:
+                index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
+                here = self.at_turn(e, at, turn.index)
+                scales, least = self.scales(e, here, numbers)
+                line = step(e, to, index, STEP * PANEL * 4)
+                for n, vectors in enumerate(self.words(e, here)):
+                    for i in range(4):
+                        for v, dwords in enumerate(vectors):
+                            q = e.bin("and", e.bin("lshr", dwords, 8 * i), 255)
+                            value = e.convert("sitofp", e.bin("sub", q, self.p.zero), "float")
+                            value = e.bin("fmul", value, scales[4 * n // self.p.group][v])
+                            value = e.bin("fsub", value, least[v]) if least else value
+                            e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
