@@ -324,8 +324,6 @@ def test_snapshots_restore_state(session: rlx.Session) -> None:
 def test_what_this_version_lacks_says_so(session: rlx.Session) -> None:
     compiled = session.compile(counter()[0])
     with pytest.raises(Unsupported):
-        compiled.fork_handles(2)
-    with pytest.raises(Unsupported):
         compiled.set_active_extent((1, 4))
     compiled.set_active_extent(None)
 

@@ -4,12 +4,13 @@ from rlx.driver.arena import DeviceArena, HostArena, Slot, bf16_to_f32, convert,
 from rlx.driver.backend import Artifact, Backend, Executable
 from rlx.driver.buffer import Buffer, HostMemory, Memory, memory_of
 from rlx.driver.device import Device
+from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamEntry, ParamStore
 from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
 from rlx.ir.handle import BufferHandle
 
 __all__ = [
-    "Artifact", "Backend", "Buffer", "BufferHandle", "CommandStream", "Device", "DeviceArena", "Executable", "HostArena",
-    "HostMemory", "Launch", "Memory", "ParamEntry", "ParamStore", "Slot", "SyncStream", "bf16_to_f32", "convert",
-    "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of", "recording",
+    "Artifact", "Backend", "Buffer", "BufferHandle", "CommandStream", "Device", "DeviceArena", "Executable",
+    "HandleStore", "HostArena", "HostMemory", "Launch", "Memory", "ParamEntry", "ParamStore", "Slot", "Snapshot", "SyncStream",
+    "bf16_to_f32", "convert", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of", "recording",
 ]  # fmt: skip

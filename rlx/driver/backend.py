@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.ir.program import Program
 from rlx.ir.target import Target
@@ -31,8 +32,10 @@ class Backend(Protocol):
         """Native code for a program; touches no device."""
         ...
 
-    def load(self, artifact: Artifact, params: ParamStore | None = None, index: int = 0) -> Executable:
-        """Allocate the regions, resolve every argument. `params`: a store to share; None makes a new one."""
+    def load(
+        self, artifact: Artifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
+    ) -> Executable:
+        """Allocate the regions, resolve every argument. `params`, `handles`: stores to share; None makes a new one."""
         ...
 
 
@@ -62,6 +65,13 @@ class Executable(Protocol):
 
     program: Program
     params: ParamStore
+    handles: HandleStore
+
+    def use_handles(self, store: HandleStore) -> None:
+        """Run on the states of `store` from now on; those it lacks are made, zeroed. No other allocation, no compilation.
+
+        InputShapeError: it has one of another shape; then nothing changes."""
+        ...
 
     def write(self, buffer: int, array: np.ndarray) -> None:
         """Copy a C-contiguous host array of the buffer's shape and dtype into it."""

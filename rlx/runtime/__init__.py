@@ -2,13 +2,24 @@
 
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
-from rlx.driver import Buffer, BufferHandle, CommandStream, Device, DeviceArena, HostArena, ParamStore, SyncStream
-from rlx.runtime.compiled import CompiledGraph, OutputView, Snapshot
+from rlx.driver import (
+    Buffer,
+    BufferHandle,
+    CommandStream,
+    Device,
+    DeviceArena,
+    HandleStore,
+    HostArena,
+    ParamStore,
+    Snapshot,
+    SyncStream,
+)
+from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session
 
 __all__ = [
     "Allocations", "Buffer", "BufferHandle", "CommandStream", "CompileOptions", "CompileReport", "CompiledGraph", "Device",
-    "DeviceArena", "HostArena", "MemoryPlan", "OutputView", "ParamStore", "Session", "Snapshot", "SyncStream", "available",
-    "is_available",
+    "DeviceArena", "HandleStore", "HostArena", "MemoryPlan", "OutputView", "ParamStore", "Session", "Snapshot", "SyncStream",
+    "available", "is_available",
 ]  # fmt: skip

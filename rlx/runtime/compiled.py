@@ -16,6 +16,7 @@ import numpy as np
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Executable
 from rlx.driver.device import Device
+from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
 from rlx.errors import (
     BindingError,
@@ -252,23 +253,43 @@ class CompiledGraph:
             self._feed(handle, output_index)
             return self._current_outputs()[output_index].copy()
 
-    def snapshot_handles(self) -> Snapshot:
-        """A copy of every state."""
+    @property
+    def handles(self) -> HandleStore:
+        """The states, to be shared with other compiles: Session.compile(graph, options, handles=compiled.handles)."""
+        return self._executable.handles
+
+    def use_handles(self, store: HandleStore) -> None:
+        """Run on the states of `store` from now on: a fork, or another sequence's. Those it lacks are made, zeroed; nothing
+        is copied or compiled. InputShapeError: it has one of another shape; then nothing changes."""
+        if not isinstance(store, HandleStore):
+            raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         self._drain()
-        return Snapshot({name: self._executable.read(decl.id) for name, decl in self._handles.items()})
+        with self._lock:
+            self._executable.use_handles(store)
+
+    def fork_handles(self, k: int) -> list[HandleStore]:
+        """`k` stores (for use_handles) with the states as they are now; memory is shared until one of them is written."""
+        self._drain()
+        with self._lock:
+            return self.handles.fork(k)
+
+    def snapshot_handles(self) -> Snapshot:
+        """Every state of the store as it is now, for restore_handles; as cheap as a fork."""
+        self._drain()
+        with self._lock:
+            return self.handles.snapshot()
 
     def restore_handles(self, snapshot: Snapshot) -> None:
-        """Put every state back as `snapshot` has it. The names, dims and dtypes must be this graph's."""
-        if not isinstance(snapshot, Snapshot):
-            raise BindingError(f"restore_handles takes what snapshot_handles gave, got {type(snapshot).__name__}")
-        decls = list(self._handles.values())
-        arrays = by_name("handle", snapshot.states, decls)
+        """Put every state back as `snapshot` has it. The names, dims and dtypes must be those of the store."""
+        self._drain()
         with self._lock:
-            for decl, array in zip(decls, arrays):
-                self._executable.write(decl.id, array)
+            self.handles.restore(snapshot)
 
-    def fork_handles(self, k: int) -> None:
-        raise Unsupported("fork_handles (copy-on-write branches of state) is not in this version; clone() copies state whole")
+    def rollback(self) -> None:
+        """Put every state back as the store's last snapshot has it. BindingError: there is none."""
+        self._drain()
+        with self._lock:
+            self.handles.rollback()
 
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
         """None: every row is processed, which is all this version can do."""
@@ -389,15 +410,6 @@ class CompiledGraph:
             self.sync_pending()
 
 
-class Snapshot:
-    """States of one moment, by handle name. Arrays are read-only."""
-
-    def __init__(self, states: dict[str, np.ndarray]) -> None:
-        self.states = states
-        for array in states.values():
-            array.flags.writeable = False
-
-
 class OutputView:
     """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` see the executable's own memory, read-only.
 
@@ -444,5 +456,3 @@ class OutputView:
 
     def __repr__(self) -> str:
         return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"
-
-

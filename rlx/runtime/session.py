@@ -9,11 +9,13 @@ from rlx.backends import backend_of
 from rlx.compile import lower
 from rlx.compile.options import CompileOptions
 from rlx.driver.device import Device
+from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
 from rlx.ir.graph import Graph
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.report import CompileReport
+from rlx.runtime.report import CompileReport, MemoryPlan
+from rlx.runtime.weights import planned_bytes
 
 
 class Session:
@@ -25,27 +27,45 @@ class Session:
         self.threads = threads
         self._backend = backend_of(self.device)
 
-    def compile(self, graph: Graph, options: CompileOptions | None = None, params: ParamStore | None = None) -> CompiledGraph:
-        """An executable of `graph`. `params`: weights shared with another compile (compiled.params).
+    def compile(
+        self,
+        graph: Graph,
+        options: CompileOptions | None = None,
+        params: ParamStore | None = None,
+        handles: HandleStore | None = None,
+    ) -> CompiledGraph:
+        """An executable of `graph`. `params`: weights shared with another compile (compiled.params); `handles`: states
+        shared likewise (compiled.handles), InputShapeError if one of them has another shape there.
 
         Raises VerifyError, CompileError, OptionError or UnboundDimError; the graph is left as it was.
         """
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
+        for name, store, kind in (("params", params, ParamStore), ("handles", handles, HandleStore)):
+            if store is not None and not isinstance(store, kind):
+                raise OptionError(f"compile takes {name} as a {kind.__name__}, got {type(store).__name__}")
         options = options or CompileOptions()
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
-        return self._build(graph, options, params)
+        return self._build(graph, options, params, handles)
 
-    def _build(self, graph: Graph, options: CompileOptions, params: ParamStore | None) -> CompiledGraph:
+    def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
+        """Where the bytes of an executable would be, but for its code and scratch. Nothing is allocated for it."""
+        options = options or CompileOptions()
+        program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
+        return MemoryPlan.of(program, planned_bytes(program))
+
+    def _build(
+        self, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
+    ) -> CompiledGraph:
         clock = [time.perf_counter()]
         target = self._backend.target(self.device.index, options.threads or self.threads)
         program = lower(graph, target, options)
         clock.append(time.perf_counter())
         artifact = self._backend.compile(program)
         clock.append(time.perf_counter())
-        executable = self._backend.load(artifact, params, self.device.index)
+        executable = self._backend.load(artifact, params, self.device.index, handles)
         clock.append(time.perf_counter())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(("lower", "code", "load"), clock, clock[1:])}
         texts = artifact.texts()

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlx.backends.cpu.target import host_target
+from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.kernel import Kernel
@@ -52,12 +53,14 @@ class CpuBackend:
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 
-    def load(self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0) -> CpuExecutable:
+    def load(
+        self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
+    ) -> CpuExecutable:
         """DeviceUnavailableError: the code uses instructions that this CPU lacks, or `index` is not 0."""
         from rlx.backends.cpu.executable import CpuCode, CpuExecutable
 
         self.target(index)
-        return CpuExecutable(CpuCode(artifact), ParamStore() if params is None else params)
+        return CpuExecutable(CpuCode(artifact), params or ParamStore(), handles or HandleStore())
 
 
 @dataclass(frozen=True)

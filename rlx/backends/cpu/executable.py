@@ -17,6 +17,7 @@ from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.emit import Rendered
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
+from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
 from rlx.ir.kernel import STATUS, Kernel
@@ -63,19 +64,33 @@ class CpuExecutable:
 
     Memory goes back when the last reference to it goes: this object's, a clone's, or that of a view."""
 
-    def __init__(self, code: CpuCode, params: ParamStore) -> None:
+    def __init__(self, code: CpuCode, params: ParamStore, handles: HandleStore) -> None:
         program = code.artifact.program
-        self.program, self.params, self._code = program, params, code
+        self.program, self.params, self.handles, self._code = program, params, handles, code
         self._decls = {b.id: b for b in program.buffers}
         self._views: dict[int, np.ndarray] = {}
         self._arena = memory.allocate(program.plan.size_bytes, max(program.plan.alignment, memory.ALIGNMENT))
-        self._handles = {b.id: memory.allocate(b.nbytes) for b in program.buffers if b.region is Region.HANDLE}
+        self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
+        self._entries = self._entries_in(handles)
+        self._tables: list[_Table] = []  # that stay
         threads = program.target.threads if any(c.tasks > 1 for c in code.artifact.codes) else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
-        self._whole = self._table(code.artifact.coded["steps"] + code.artifact.coded["commit"])
+        self._whole = self._lasting("steps", "commit")
 
     # -- buffers
+
+    def use_handles(self, store: HandleStore) -> None:
+        """Run on the states of `store` from now on; those it lacks are made. Nothing else is allocated, nor compiled.
+
+        InputShapeError: it has one of another shape; then nothing changes."""
+        if store is not self.handles:
+            self._entries, self.handles = self._entries_in(store), store
+            for table in self._tables:
+                table.move({id: e.memory.address for id, e in self._entries.items()})
+
+    def _entries_in(self, store: HandleStore) -> dict[int, HandleEntry]:
+        return dict(zip(self._states, store.require(self._states.values(), memory)))
 
     def write(self, buffer: int, array: np.ndarray) -> None:
         """Copy an array of the buffer's shape and dtype into it. InputShapeError: it has another."""
@@ -87,6 +102,8 @@ class CpuExecutable:
 
     def view(self, buffer: int) -> np.ndarray:
         """The buffer's memory (constants: read-only). It stays valid memory even when this executable is gone."""
+        if buffer in self._entries:
+            return self._entries[buffer].array
         found = self._views.get(buffer)
         if found is None:
             decl = self._decls[buffer]
@@ -165,10 +182,8 @@ class CpuExecutable:
 
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
-        other = CpuExecutable(self._code, self.params)
+        other = CpuExecutable(self._code, self.params, self.handles.copy())
         np.copyto(other._arena.data, self._arena.data)
-        for i, handle in self._handles.items():
-            np.copyto(other._handles[i].data, handle.data)
         return other
 
     # -- addresses and tables
@@ -179,9 +194,10 @@ class CpuExecutable:
             if offset < 0 or offset % b.shape.dtype.itemsize or offset + b.nbytes > self._arena.nbytes:
                 raise PlanError(f"{self.program.name}: buffer {b.name!r} of {b.nbytes} bytes at {offset} is not in the arena")
             return self._arena, offset
-        held = self._handles.get(b.id) or self._code.constants.get(b.id)
-        if held:
-            return held, 0
+        if b.id in self._entries:
+            return self._entries[b.id].memory, 0
+        if b.id in self._code.constants:
+            return self._code.constants[b.id], 0
         entry = self.params.get(b.name, b.nbytes, _allocate)
         if entry.nbytes != b.nbytes:
             raise InputShapeError(
@@ -192,11 +208,20 @@ class CpuExecutable:
 
     @cached_property
     def _steps(self) -> _Table:
-        return self._table(self._code.artifact.coded["steps"])
+        return self._lasting("steps")
 
     @cached_property
     def _commit(self) -> _Table:
-        return self._table(self._code.artifact.coded["commit"])
+        return self._lasting("commit")
+
+    def _lasting(self, *phases: str) -> _Table:
+        """A table of these phases that use_handles keeps current."""
+        coded = [c for phase in phases for c in self._code.artifact.coded[phase]]
+        table = self._table(coded)
+        args = [a for step, _ in coded for a in step.args]
+        table.moving = [(at, a) for at, a in enumerate(args) if a in self._entries]
+        self._tables.append(table)
+        return table
 
     def _table(self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None) -> _Table:
         """These steps, ready to run. `given`: addresses of buffers that lie elsewhere.
@@ -223,6 +248,7 @@ class _Table:
         surroundings: tuple[Memory, int, pool.Pool | None],
     ) -> None:  # fmt: skip
         self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
+        self.moving: list[tuple[int, int]] = []  # (place in `addresses`, buffer) of each argument that is a handle
         self._addresses = np.array(addresses, np.int64)
         self._steps = np.array(rows, np.int64).reshape(-1, 3)  # pool.Step
         if (self._steps[:, 2] > pool.MAX_TASKS).any():
@@ -231,6 +257,11 @@ class _Table:
         first, control = self._steps.ctypes.data, self._pool.address if self._pool else None
         self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
         self.call = pool.callable_of(self._run)
+
+    def move(self, addresses: Mapping[int, int]) -> None:
+        """Give the handles among the arguments these addresses."""
+        for at, buffer in self.moving:
+            self._addresses[at] = addresses[buffer]
 
     def __call__(self) -> None:
         status = self.call()

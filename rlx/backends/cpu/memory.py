@@ -2,28 +2,59 @@
 
 A region lives as long as anything refers to it or to a numpy view of it, so no view can outlive its bytes. Nothing is
 allocated between two calls of `allocate`: a run that calls it zero times allocates nothing, which `allocations` shows.
+
+Regions can share bytes until they are written, page by page (`freeze`, `assign`): they map one anonymous file privately,
+and the operating system copies a page at the first write to it. This module is the StateMemory of rlx.driver.handles.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 import mmap
+import os
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 HUGE_PAGE = 2 << 20  # bytes; regions from this size on ask for huge pages (fewer TLB misses on packed weights)
+PAGE = mmap.PAGESIZE
+OWN_PAGES = 1 << 16  # bytes; regions from this size on have pages of their own, which can be shared
 POISON = 0xFF  # a byte that makes every float a NaN and every signed integer -1
+MAP_FIXED = 0x10  # of Linux, which is where it is used
 
-_live: dict[int, int] = {}  # allocation number -> bytes, until the memory is given back
+_live: dict[int, Pages] = {}  # allocation number -> what it holds, until the memory is given back
 _numbers = itertools.count()
 _made = [0, 0]  # allocations and bytes, ever
 _counting = threading.Lock()
+
+
+class File:
+    """Bytes that regions share until they write: written once, then only mapped; closed with the last region on it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.number = os.memfd_create("rlx")
+        weakref.finalize(self, os.close, self.number).atexit = False
+        os.ftruncate(self.number, nbytes)
+        _count(nbytes)
+
+
+@dataclass(eq=False, slots=True)
+class Pages:
+    """Where a region's bytes are: its own, or (`file`) those at `offset` of a file but for the pages written since."""
+
+    address: int
+    nbytes: int
+    file: File | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,6 +63,7 @@ class Region:
 
     data: np.ndarray
     address: int
+    pages: Pages
 
     @property
     def nbytes(self) -> int:
@@ -46,24 +78,136 @@ def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:
     """A region of `nbytes` (0 is fine), zeroed. `alignment`: a power of two.
 
     From 2 MiB on it is private anonymous memory on huge pages where the system grants them. MemoryError: there is none."""
-    if nbytes >= HUGE_PAGE:
-        alignment = max(alignment, HUGE_PAGE)
+    if nbytes >= OWN_PAGES:
+        alignment = max(alignment, HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE)
         whole = np.frombuffer(_pages(nbytes + alignment), np.uint8)
     else:
         whole = np.zeros(nbytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
-    data = whole[start : start + nbytes]
+    pages = Pages(whole.ctypes.data + start, nbytes)
     number = next(_numbers)
-    with _counting:
-        _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes
-    _live[number] = nbytes
+    _count(nbytes)
+    _live[number] = pages
     weakref.finalize(whole, _live.pop, number, None).atexit = False
-    return Region(data, whole.ctypes.data + start)
+    return Region(whole[start : start + nbytes], pages.address, pages)
 
 
 def allocations() -> dict[str, int]:
-    """Memory of the CPU backend in this process, as asked for: `count` and `total_bytes` so far, `live_bytes` now."""
-    return {"count": _made[0], "live_bytes": sum(list(_live.values())), "total_bytes": _made[1]}
+    """Memory of the CPU backend in this process, as asked for: `count` and `total_bytes` so far, `live_bytes` now.
+
+    Live of regions that share a file: the file, once, and the pages that each has written since."""
+    live = list(_live.values())
+    files = {p.file: p.file.nbytes for p in live if p.file}
+    own = sum(p.nbytes if p.file is None else len(_written(p)) * PAGE for p in live)
+    return {"count": _made[0], "live_bytes": own + sum(files.values()), "total_bytes": _made[1]}
+
+
+def _count(nbytes: int) -> None:
+    with _counting:
+        _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes
+
+
+# -- sharing until written
+
+
+def freeze(regions: Sequence[Region]) -> None:
+    """Make these regions cheap to `assign` from: their bytes go to a file, which they map in place. Contents and addresses
+    stay. Those that are in a file already, and have written little since, stay there.
+
+    MemoryError: the system refuses the memory; the contents stay even so."""
+    changed = [r for r in regions if r.nbytes >= OWN_PAGES and _shares() and _is_worn(r.pages)]
+    if not changed:
+        return
+    with _refused_is_memory_error():
+        starts = [0, *itertools.accumulate(_whole_pages(r.nbytes) for r in changed)]
+        file = File(starts[-1])
+        for region, start in zip(changed, starts):
+            for first, end in _runs(_written(region.pages)) if region.pages.file is None else [(0, region.nbytes)]:
+                end = min(end, region.nbytes)
+                while first < end:  # one call writes 2 GiB at most
+                    first += os.pwrite(file.number, region.data[first:end].data, start + first)
+        for region, start in zip(changed, starts):
+            _map(region.pages, file, start)
+
+
+def assign(goal: Region, source: Region) -> None:
+    """Give `goal` the bytes of `source`, of the same size: of a frozen one, without copying what it has not written since."""
+    pages = source.pages
+    if pages.file is None or goal.nbytes < OWN_PAGES:
+        np.copyto(goal.data, source.data)
+    else:
+        with _refused_is_memory_error():
+            _map(goal.pages, pages.file, pages.offset)
+        for first, end in _runs(_written(pages)):
+            goal.data[first:end] = source.data[first:end]
+
+
+@lru_cache(1)
+def _shares() -> bool:
+    """Whether this system has all that sharing needs: tried out once, on two pages."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        file, region = File(2 * PAGE), allocate(OWN_PAGES)
+        trial = Pages(region.address, 2 * PAGE)
+        _map(trial, file, 0)
+        unwritten = _written(trial).tolist()
+        region.data[PAGE] = 1
+        return not unwritten and _written(trial).tolist() == [1] and not region.data[0]
+    except (OSError, AttributeError):
+        return False
+
+
+def _is_worn(pages: Pages) -> bool:
+    """Whether so much was written since it was frozen that copying that for each fork costs more than freezing again."""
+    return pages.file is None or len(_written(pages)) * PAGE * 4 > pages.nbytes
+
+
+def _written(pages: Pages) -> np.ndarray:
+    """Numbers of the pages that are its own: of a file, those written since it was mapped; else, all that were touched.
+
+    See pagemap in the Linux kernel's documentation: bits 62 and 63: there is a page, swapped or present; 61: it is a file's."""
+    fd = os.open("/proc/self/pagemap", os.O_RDONLY)
+    try:
+        flags = np.frombuffer(os.pread(fd, _whole_pages(pages.nbytes) // PAGE * 8, pages.address // PAGE * 8), np.uint64)
+    finally:
+        os.close(fd)
+    return np.flatnonzero((flags >= 1 << 62) & (flags & (1 << 61) == 0))
+
+
+def _runs(pages: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Runs of following pages as (first byte, end)."""
+    gaps = np.flatnonzero(np.diff(pages) > 1)
+    firsts, lasts = np.append(pages[:1], pages[gaps + 1]), np.append(pages[gaps], pages[-1:])
+    return zip((firsts * PAGE).tolist(), ((lasts + 1) * PAGE).tolist())
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _map(pages: Pages, file: File, offset: int) -> None:
+    """Put the file's bytes, privately, where the region's pages are. Python's mmap object goes on owning the range."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+    if _mmap()(pages.address, _whole_pages(pages.nbytes), protection, flags, file.number, offset) != pages.address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    pages.file, pages.offset = file, offset
+
+
+@lru_cache(1)
+def _mmap() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return function
+
+
+@contextlib.contextmanager
+def _refused_is_memory_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise MemoryError(f"the system has no memory or mappings left for states to share: {e}") from e
 
 
 def _pages(nbytes: int) -> mmap.mmap:
@@ -71,7 +215,7 @@ def _pages(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     # private: a forked child gets its own copy (Python's default would share the pages, and forbid huge ones)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small pages work as well
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

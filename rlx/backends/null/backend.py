@@ -13,6 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from rlx.driver.backend import KernelTexts
+from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError, Unsupported
 from rlx.ir.dtype import DTYPES
@@ -46,15 +47,17 @@ class NullBackend:
     def compile(self, program: Program) -> KernelTexts:
         return KernelTexts(program)
 
-    def load(self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0) -> NullExecutable:
-        return NullExecutable(artifact.program, ParamStore() if params is None else params)
+    def load(
+        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
+    ) -> NullExecutable:
+        return NullExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
 
 
 class NullExecutable:
     """Executable protocol (rlx.driver.backend). `launches`: every kernel call so far; `uploads`: bytes written by name."""
 
-    def __init__(self, program: Program, params: ParamStore) -> None:
-        self.program, self.params = program, params
+    def __init__(self, program: Program, params: ParamStore, handles: HandleStore) -> None:
+        self.program, self.params, self.handles = program, params, handles
         self.decls = {b.id: b for b in program.buffers}
         self.launches: list[Launch] = []
         self.uploads: list[tuple[str, int]] = []
@@ -105,7 +108,10 @@ class NullExecutable:
         self.launches.append(Launch(phase, step.kernel.name, read, written))
 
     def clone(self) -> NullExecutable:
-        return NullExecutable(self.program, self.params)
+        return NullExecutable(self.program, self.params, HandleStore())
+
+    def use_handles(self, store: HandleStore) -> None:
+        self.handles = store  # which stays empty
 
     def allocations(self) -> dict[str, int]:
         return {"count": 0, "live_bytes": 0, "total_bytes": 0}

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlx.backends.ref.interpret import POISON, run_kernel
 from rlx.driver.backend import KernelTexts
+from rlx.driver.handles import HandleStore, PlainMemory
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.dtype import DTYPES
@@ -23,6 +24,7 @@ from rlx.ir.target import Target
 
 ALIGNMENT = 64
 PANELS = (0, 3)  # columns per packed panel, by device index
+STATES = PlainMemory()
 NATIVES = {"attention": lambda node: None}  # of every device but the first
 
 
@@ -50,18 +52,27 @@ class RefBackend:
     def compile(self, program: Program) -> KernelTexts:
         return KernelTexts(program)
 
-    def load(self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0) -> RefExecutable:
-        return RefExecutable(artifact.program, ParamStore() if params is None else params)
+    def load(
+        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
+    ) -> RefExecutable:
+        return RefExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
 
 
 class RefExecutable:
     """Executable protocol (rlx.driver.backend) over host memory."""
 
-    def __init__(self, program: Program, params: ParamStore) -> None:
+    def __init__(self, program: Program, params: ParamStore, handles: HandleStore) -> None:
         self.program, self.params = program, params
         self.decls = {b.id: b for b in program.buffers}
         self.arena = allocate(program.plan.size_bytes)
-        self.memory_of = {b.id: self._place(b) for b in program.buffers}  # raw bytes
+        self.memory_of = {b.id: self._place(b) for b in program.buffers if b.region is not Region.HANDLE}  # raw bytes
+        self.use_handles(handles)
+
+    def use_handles(self, store: HandleStore) -> None:
+        states = {b.id: (b.name, b.shape) for b in self.program.buffers if b.region is Region.HANDLE}
+        found = store.require(states.values(), STATES)
+        self.memory_of |= {id: entry.memory.data for id, entry in zip(states, found)}
+        self.handles = store
 
     def _place(self, b: BufferDecl) -> np.ndarray:
         if b.region in (Region.ARENA, Region.INPUT, Region.OUTPUT):
@@ -131,11 +142,8 @@ class RefExecutable:
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
 
     def clone(self) -> RefExecutable:
-        other = RefExecutable(self.program, self.params)
+        other = RefExecutable(self.program, self.params, self.handles.copy())
         other.arena[:] = self.arena
-        for b in self.program.buffers:
-            if b.region is Region.HANDLE:
-                other.memory_of[b.id][:] = self.memory_of[b.id]
         return other
 
     def allocations(self) -> dict[str, int]:

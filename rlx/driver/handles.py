@@ -1,0 +1,181 @@
+"""HandleStore: the states of one device by name, apart from the executables that run on them.
+
+Executables on one store (prefill and decode) see each other's states at once; one executable runs on many stores in turn
+(CompiledGraph.use_handles). A fork shares the bytes of its parent until either writes, where the device's memory can.
+One executable at a time may run on a store; runs on different stores may go on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx.errors import BindingError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.ir.shape import Shape
+
+
+class StateBytes(Protocol):
+    """Memory of one state, at one address for life."""
+
+    @property
+    def data(self) -> np.ndarray:
+        """The bytes, uint8 and flat, in the host's sight."""
+        ...
+
+    @property
+    def address(self) -> int: ...
+
+
+class StateMemory(Protocol):
+    """What a backend gives a store: an object, or a module, with these functions."""
+
+    def allocate(self, nbytes: int, /) -> Any:
+        """StateBytes, zeroed."""
+        ...
+
+    def freeze(self, regions: Sequence[Any], /) -> None:
+        """Prepare these to be assigned from without a copy. What they hold, and where, stays."""
+        ...
+
+    def assign(self, goal: Any, source: Any, /) -> None:
+        """Give `goal` the bytes that `source` has now, of the same size."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainBytes:
+    """StateBytes of numpy."""
+
+    data: np.ndarray
+
+    @property
+    def address(self) -> int:
+        return self.data.ctypes.data
+
+
+class PlainMemory:
+    """StateMemory in numpy arrays: forks are copies."""
+
+    def allocate(self, nbytes: int) -> PlainBytes:
+        base = np.zeros(nbytes + 64, np.uint8)  # aligned to a cache line
+        return PlainBytes(base[-base.ctypes.data % 64 :][:nbytes])
+
+    def freeze(self, regions: Sequence[PlainBytes]) -> None:
+        """Nothing is shared, so nothing needs to be prepared."""
+
+    def assign(self, goal: PlainBytes, source: PlainBytes) -> None:
+        np.copyto(goal.data, source.data)
+
+
+@dataclass(frozen=True, eq=False)
+class HandleEntry:
+    """One state: its shape, its memory, and that as an array (writable)."""
+
+    shape: Shape
+    memory: Any
+    array: np.ndarray
+
+
+class HandleStore:
+    """States by name, made when an executable first asks for them, and zero until something is written."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, HandleEntry] = {}
+        self._memory: StateMemory | None = None
+        self._last: Snapshot | None = None
+
+    def require(self, wanted: Iterable[tuple[str, Shape]], memory: StateMemory) -> list[HandleEntry]:
+        """The entries of these names, in order; those not there yet are made, zeroed, in `memory`.
+
+        InputShapeError: one is there with another shape. BindingError: the store lies in another memory. Nothing is made then.
+        """
+        wanted = list(wanted)
+        for name, shape in wanted:
+            if name in self.entries and self.entries[name].shape != shape:
+                found = self.entries[name].shape
+                raise InputShapeError(f"handle {name!r} is {shape}, but the store has {name!r} as {found}; use another store")
+        if self._memory is not None and self._memory is not memory:
+            raise BindingError("the handle store belongs to another kind of device; use a store per device")
+        self._memory = memory
+        for name, shape in wanted:
+            if name not in self.entries:
+                made = memory.allocate(shape.size_bytes)
+                self.entries[name] = HandleEntry(shape, made, made.data.view(shape.dtype.numpy).reshape(shape.static))
+        return [self.entries[name] for name, _ in wanted]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states; for a fork, what it takes at most."""
+        return sum(e.shape.size_bytes for e in self.entries.values())
+
+    def fork(self, k: int = 1) -> list[HandleStore]:
+        """`k` stores with the states as they are now. Each goes its own way; pages are copied when they are first written.
+
+        The first fork copies what was written so far once (to where it can be shared), later ones what was written since.
+        MemoryError: the system refuses the memory; this store keeps its states even so."""
+        if not isinstance(k, int) or k < 0:
+            raise BindingError(f"a number of forks is 0 or more, got {k!r}")
+        if self._memory is not None and k:
+            self._memory.freeze([e.memory for e in self.entries.values()])
+        return [self.copy() for _ in range(k)]
+
+    def copy(self) -> HandleStore:
+        """A store with the states as they are now. What a fork has frozen is shared until written, the rest copied."""
+        other = HandleStore()
+        if self._memory is not None:
+            other.require(((name, e.shape) for name, e in self.entries.items()), self._memory)
+            other._take(self)
+        return other
+
+    def snapshot(self) -> Snapshot:
+        """The states as they are now, to restore; as cheap as a fork. The store keeps the last one, for rollback."""
+        self._last = Snapshot(self.fork(1)[0])
+        return self._last
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put every state back, for every executable on this store. The names and shapes must be the store's."""
+        if not isinstance(snapshot, Snapshot):
+            raise BindingError(f"states are restored from what snapshot_handles gave, got {type(snapshot).__name__}")
+        theirs = snapshot.store.entries
+        if unknown := [n for n in theirs if n not in self.entries]:
+            raise UnknownNameError(f"no handle is called {known(unknown)}; there are {known(self.entries)}")
+        if missing := [n for n in self.entries if n not in theirs]:
+            raise MissingInputError(f"handle {known(missing)} missing; the snapshot has {known(theirs)}")
+        for name, entry in theirs.items():
+            if entry.shape != self.entries[name].shape:
+                raise InputShapeError(f"handle {name!r} is {self.entries[name].shape}; the snapshot has {entry.shape}")
+        if snapshot.store._memory is not self._memory:
+            raise BindingError("the snapshot was taken on another kind of device")
+        self._take(snapshot.store)
+
+    def rollback(self) -> None:
+        """Restore the last snapshot. BindingError: none was taken of this store."""
+        if self._last is None:
+            raise BindingError("there is no snapshot to go back to; take one with snapshot_handles")
+        self.restore(self._last)
+
+    def _take(self, source: HandleStore) -> None:
+        if self._memory is not None:
+            for name, entry in source.entries.items():
+                self._memory.assign(self.entries[name].memory, entry.memory)
+
+    def __repr__(self) -> str:
+        return f"HandleStore({self.nbytes} bytes: {known(self.entries)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """States of one moment, in a store that nobody runs on."""
+
+    store: HandleStore
+
+    @property
+    def states(self) -> Mapping[str, np.ndarray]:
+        """By handle name, read-only."""
+        views = {name: entry.array.view() for name, entry in self.store.entries.items()}
+        for view in views.values():
+            view.flags.writeable = False
+        return views
