@@ -59,6 +59,8 @@ class Case:
         rng = np.random.default_rng(abs(hash_text(repr(self))))
         s = self.sample
         arrays = [draw(rng, dims, d, s.low, s.high) for dims, d in zip(s.shapes, self.dtypes)]
+        if s.settle:
+            s.settle(rng, arrays)
         if self.awkward:
             count = 1 if self.op.kind is Kind.COMPOSITE else len(arrays)
             for a, d in zip(arrays[:count], self.dtypes):

@@ -111,6 +111,7 @@ class Sample:
     low: float = -2.0
     high: float = 2.0
     dtypes: tuple[str, ...] | None = None  # per-operand dtype where it is not the op's dtype under test ("" = under test)
+    settle: Callable[[np.random.Generator, list[np.ndarray]], None] | None = None  # makes drawn operands valid, in place
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from rlx.ir.ops.elementwise import (
 from rlx.ir.ops.index import concat, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
+from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
 from rlx.ir.ops.state import take_rows, update_rows
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
@@ -20,7 +21,8 @@ astype, take = cast, gather  # numpy's names for the same constructors
 
 __all__ = [
     "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "div", "embedding", "equal",
+    "bitwise_or", "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "dequant_matmul",
+    "dequantize", "div", "embedding", "equal",
     "erf", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm", "iota", "is_nan", "layer_norm", "less",
     "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul",
     "max", "maximum", "mean", "min", "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pad", "pow", "prod",
