@@ -238,12 +238,8 @@ OPS: dict[str, Emit] = {
 
 def identity(e: Emitter, op: str, dtype: DType, lanes: int) -> V:
     """What leaves any value as it is under the reduction `op`."""
-    low, high = {
-        "f": (-inf, inf),
-        "i": (-(1 << (dtype.bits - 1)), (1 << (dtype.bits - 1)) - 1),
-        "u": (0, (1 << dtype.bits) - 1),
-        "b": (False, True),
-    }[dtype.kind]
+    span = 1 << (dtype.bits - (dtype.kind == "i"))
+    low, high = {"f": (-inf, inf), "i": (-span, span - 1), "u": (0, span - 1), "b": (False, True)}[dtype.kind]
     value = {"add": 0, "or": 0, "mul": 1, "and": -1, "max": low, "min": high}[op]
     return e.const(vector(computed(dtype), lanes), value)
 

@@ -172,8 +172,9 @@ class Emitter:
     def load(self, ty: str, address: V, align: int) -> V:
         return self.op(ty, f"load {ty}, {address}, align {align}")
 
-    def store(self, value: V, address: V, align: int) -> None:
+    def store(self, value: V, address: V, align: int) -> V:
         self.do(f"store {value}, {address}, align {align}")
+        return value
 
     # -- memory that threads share; the alignment is the type's size, the order as LLVM names it
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import V, vector
-from rlx.backends.cpu.scope import Scope, check, expr, operands, postorder, store, value_to_store
+from rlx.backends.cpu.scope import Scope, access, check, distinct, expr, operands, value_to_store
 from rlx.errors import CompileError
 from rlx.ir.dtype import i64
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient
+from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient
 
 MAX_LANES = 16
 UNROLLED = 4  # serial loops of at most this many iterations, if small, become straight code
@@ -32,8 +32,7 @@ def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
     held: Held = []
     for s in stmts:
         if isinstance(s, Store):
-            if _loads_of((s.index, s.value, s.guard), scope) & {h.buffer for h, _, _ in held}:
-                _write(held)
+            _write_if_read(expressions([s]), held, scope)
             held.append((s, value_to_store(s, scope), scope))
             continue
         _write(held)
@@ -50,75 +49,73 @@ def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
 
 def _write(held: Held) -> None:
     for s, value, scope in held:
-        store(s, value, scope)
+        access(s, scope, value)
     held.clear()
 
 
-def _loads_of(parts: Iterable[Expr | None], scope: Scope) -> frozenset[Buffer | Local]:
-    return frozenset().union(*(scope.facts_of(e).loads for e in parts if e is not None))
+def _write_if_read(parts: Iterable[Expr], held: Held, scope: Scope) -> None:
+    """Write what is held where one of the expressions that come next loads from a buffer of it."""
+    if held and frozenset().union(*map(scope.names_in, parts)) & {s.buffer for s, _, _ in held}:
+        _write(held)
 
 
-def expressions(stmts: Iterable[Stmt]) -> Iterator[tuple[Expr, bool]]:
-    """(expression, whether it is a Store's index) for all that the statements evaluate; not in loops that never run."""
+def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
+    """All that the statements evaluate, for themselves or in loops; not in loops that never run."""
     for s in stmts:
         if isinstance(s, Store):
-            yield s.index, True
-            yield from ((e, False) for e in (s.value, s.guard) if e is not None)
+            yield from (s.index, s.value) if s.guard is None else (s.index, s.value, s.guard)
         elif isinstance(s, (Check, Let)):
-            yield (s.ok if isinstance(s, Check) else s.value), False
+            yield s.ok if isinstance(s, Check) else s.value
         elif isinstance(s, Loop):
-            yield from ((c.init, False) for c in s.carries)
+            yield from (c.init for c in s.carries)
             if s.extent:
                 yield from expressions(s.body)
-                yield from ((r.value, False) for r in s.reduces)
-                yield from ((c.next, False) for c in s.carries)
+                yield from (r.value for r in s.reduces)
+                yield from (c.next for c in s.carries)
 
 
-def stores(stmts: Iterable[Stmt]) -> Iterator[Store]:
-    """Every Store, nested ones included."""
+def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
+    """Every statement, those in loops included."""
     for s in stmts:
-        if isinstance(s, Store):
-            yield s
-        elif isinstance(s, Loop):
-            yield from stores(s.body)
+        yield s
+        if isinstance(s, Loop):
+            yield from nested(s.body)
+
+
+def stores(stmts: Iterable[Stmt]) -> list[Store]:
+    return [s for s in nested(stmts) if isinstance(s, Store)]
 
 
 def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:
     """Emit here every largest part of the statements' expressions that only needs what is bound here, and no buffer that
     they write. For use before a loop, or before several copies of the statements."""
     written = {s.buffer for s in stores(stmts)}
-    seen: set[tuple[int, bool]] = set()
-    pending = list(expressions(stmts))
+    places = {s.index for s in stores(stmts)}  # an index that is the same in every lane is only needed as a scalar
+    seen: set[tuple[Expr, bool]] = set()
+    pending = [(e, e in places) for e in expressions(stmts)]
     while pending:
         e, is_index = pending.pop()
-        if (id(e), is_index) in seen or isinstance(e, Const):
+        if (e, is_index) in seen or isinstance(e, Const):
             continue
-        seen.add((id(e), is_index))
-        facts = scope.facts_of(e)
-        if not facts.loads & written and all(map(scope.has, facts.vars)):
+        seen.add((e, is_index))
+        names = scope.names_in(e)
+        if not names & written and all(scope.has(v) for v in names if isinstance(v, Var)):
             expr(e, scope.scalar if is_index and not scope.varies(e) else scope)
-        elif isinstance(e, Load):
-            pending += [(e.index, True)] + ([(e.guard, False)] if e.guard is not None else [])
         else:
-            pending += [(a, is_index) for a in operands(e)]
+            pending += [(a, is_index or (isinstance(e, Load) and a is e.index)) for a in operands(e)]
 
 
 def weight(stmts: Iterable[Stmt], per_iteration: bool = True) -> int:
     """Work of the distinct operations and loads in the statements, in additions; with or without nested loops' bodies
     counted once per iteration."""
-    seen: dict[int, bool] = {}
-    total = 0
     stmts = tuple(stmts)
     flat = [s for s in stmts if not isinstance(s, Loop)]
-    for e, is_index in expressions(flat):
-        for node in postorder(e, seen):
-            seen[id(node)] = True
-            total += 0 if is_index else _weight_of(node)
+    total = sum(map(_weight_of, distinct(expressions(flat)))) + sum(isinstance(s, Store) for s in flat)
     for s in stmts:
         if isinstance(s, Loop):
-            ends = tuple(Let(r.result, r.value) for r in s.reduces) + tuple(Let(c.var, c.next) for c in s.carries)
+            ends = [Let(r.result, r.value) for r in s.reduces] + [Let(c.var, c.next) for c in s.carries]
             total += (s.extent if per_iteration else 1) * weight((*s.body, *ends), per_iteration)
-    return total + sum(isinstance(s, Store) for s in flat)
+    return total
 
 
 def _weight_of(node: Expr) -> int:
@@ -140,41 +137,23 @@ def emit_loop(loop: Loop, scope: Scope) -> None:
 
 def prefers_inner(loop: Loop) -> bool:
     """Whether a vector loop inside reads and writes memory in longer runs than this one would."""
-    inner = [s for s in _loops(loop.body) if s.vector and not s.carries and s.extent > 1]
+    inner = [s for s in nested(loop.body) if isinstance(s, Loop) and s.vector and not s.carries and s.extent > 1]
     return bool(inner) and max(map(_contiguity, inner)) > _contiguity(loop)
-
-
-def _loops(stmts: Iterable[Stmt]) -> Iterator[Loop]:
-    for s in stmts:
-        if isinstance(s, Loop):
-            yield s
-            yield from _loops(s.body)
 
 
 def _contiguity(loop: Loop) -> int:
     """Accesses that are contiguous from lane to lane, less those that are strided or scattered."""
-    seen: dict[int, bool] = {}
     indices = [s.index for s in stores([loop])]
-    for e, _ in expressions([loop]):
-        for node in postorder(e, seen):
-            seen[id(node)] = True
-            if isinstance(node, Load):
-                indices.append(node.index)
+    indices += [node.index for node in distinct(expressions([loop])) if isinstance(node, Load)]
     steps = [coefficient(index, loop.var) for index in indices]
     return sum(1 if step == 1 else 0 if step == 0 else -1 for step in steps)
 
 
 def lanes_of(loop: Loop, vector_bytes: int) -> int:
     """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
-    widest = max((s.buffer.dtype.compute.itemsize for s in stores([loop])), default=1)
-    seen: dict[int, bool] = {}
-    for e, is_index in expressions([loop]):
-        for node in postorder(e, seen):
-            seen[id(node)] = True
-            if not is_index and node.dtype.is_float:
-                widest = max(widest, node.dtype.compute.itemsize)
-    widest = max([widest, *(r.value.dtype.compute.itemsize for r in loop.reduces)])
-    lanes = min(MAX_LANES, vector_bytes // widest)
+    dtypes = [node.dtype for node in distinct(expressions([loop])) if node.dtype.is_float]
+    dtypes += [s.buffer.dtype for s in stores([loop])] + [r.value.dtype for r in loop.reduces]
+    lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
     while lanes >= 2 * loop.extent:
         lanes //= 2
     return max(lanes, 2)
@@ -198,12 +177,8 @@ def emit_serial_loop(loop: Loop, scope: Scope) -> None:
         with em.loop(0, loop.extent, carried=first) as state:
             state.next = _iteration(loop, scope, state.index, state.carried)
         last = state.results
-    for var, value in zip(_results(loop), last):
+    for var, value in zip([*(c.var for c in loop.carries), *(r.result for r in loop.reduces)], last):
         scope.bind(var, value)
-
-
-def _results(loop: Loop) -> list[Var]:
-    return [c.var for c in loop.carries] + [r.result for r in loop.reduces]
 
 
 def _iteration(loop: Loop, scope: Scope, index: V, carried: Sequence[V]) -> list[V]:
@@ -229,7 +204,7 @@ class VectorLoop:
         self.outer = scope.child(lanes=self.lanes)
         hoist([loop], self.outer)
         self.neutral = [alu.identity(self.em, r.op, r.value.dtype, self.lanes) for r in loop.reduces]
-        self.totals = [list(self.neutral) for _ in range(self.unroll)]  # [copy][reduction]
+        self.totals = self.neutral * self.unroll  # [copy * reductions + reduction]
 
     def _unroll(self) -> int:
         work = weight([self.loop], per_iteration=False)
@@ -239,53 +214,48 @@ class VectorLoop:
             most //= 2
         return most
 
-    def vectors(self, base: V, copies: int = 1, mask: V | None = None) -> None:
+    def vectors(self, base: int | V, copies: int = 1, mask: V | None = None) -> None:
         """`copies` vectors of iterations from `base` on; copy c adds to accumulator c. All copies load before any of them
         stores, where reductions do not read what is stored: a store may hold up the loads after it (addresses that agree
         in their low 12 bits), and iterations are independent."""
         held: Held = []
         for c in range(copies):
-            at = base if c == 0 else self._plus(base, c * self.lanes)
-            inner = self.outer.child(vector=self.loop.var, base=at, mask=mask)
+            at = c * self.lanes
+            first = base + at if isinstance(base, int) else self.em.bin("add nsw", base, at) if c else base
+            inner = self.outer.child(vector=self.loop.var, base=self.em.i64(first), mask=mask)
             held += _emit(self.loop.body, inner)
             values = [r.value for r in self.loop.reduces]
-            if _loads_of(values, inner) & {s.buffer for s, _, _ in held}:
-                _write(held)
+            _write_if_read(values, held, inner)
             for n, r in enumerate(self.loop.reduces):
                 value = expr(r.value, inner)
                 if mask is not None:
                     value = self.em.select(mask, value, self.neutral[n])
-                self.totals[c][n] = alu.combine(self.em, r.op, r.value.dtype, self.totals[c][n], value)
+                slot = c * len(values) + n
+                self.totals[slot] = alu.combine(self.em, r.op, r.value.dtype, self.totals[slot], value)
         _write(held)
-
-    def _plus(self, base: V, offset: int) -> V:
-        if not base.text.startswith("%"):
-            return self.em.i64(int(base.text) + offset)
-        return self.em.bin("add nsw", base, self.em.i64(offset))
 
     def run(self, start: int | V, stop: int | V, copies: int, *, last: V | None = None) -> None:
         """Vectors from start up to stop, `copies` a round. With `last` they are masked to lanes before it."""
         step = copies * self.lanes
         if isinstance(start, int) and isinstance(stop, int) and stop - start <= step:
             if start < stop:
-                self.vectors(self.em.i64(start), copies)
+                self.vectors(start, copies)
             return
-        carried = [v for copy in self.totals[:copies] for v in copy]
-        width = len(self.loop.reduces)
-        with self.em.loop(start, stop, step, carried=carried) as state:
-            self.totals[:copies] = [state.carried[c * width : (c + 1) * width] for c in range(copies)]
-            self.vectors(state.index, copies, None if last is None else self._below(state.index, last))
-            state.next = [v for copy in self.totals[:copies] for v in copy]
-        self.totals[:copies] = [state.results[c * width : (c + 1) * width] for c in range(copies)]
-
-    def _below(self, index: V, last: V) -> V:
-        left = self.em.splat(self.em.bin("sub nsw", last, index), self.lanes)
-        return self.em.cmp("slt", self.em.iota(self.lanes), left)
+        active = copies * len(self.neutral)
+        with self.em.loop(start, stop, step, carried=self.totals[:active]) as state:
+            self.totals[:active] = state.carried
+            mask = None
+            if last is not None:
+                left = self.em.splat(self.em.bin("sub nsw", last, state.index), self.lanes)
+                mask = self.em.cmp("slt", self.em.iota(self.lanes), left)
+            self.vectors(state.index, copies, mask)
+            state.next = self.totals[:active]
+        self.totals[:active] = state.results
 
     def finish(self) -> None:
         """Bind the reductions' results."""
         for n, r in enumerate(self.loop.reduces):
-            parts = [copy[n] for copy in self.totals]
+            parts = self.totals[n :: len(self.neutral)]
             while len(parts) > 1:
                 parts = [alu.combine(self.em, r.op, r.value.dtype, a, b) for a, b in zip(parts[::2], parts[1::2])]
             self.scope.bind(r.result, alu.across(self.em, r.op, r.value.dtype, parts[0]))
@@ -297,7 +267,7 @@ def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None
     lanes, unroll, em = state.lanes, state.unroll, scope.e
     if bounds is not None:
         start, stop = bounds
-        whole = em.bin("and", em.bin("sub nsw", stop, start), em.i64(-lanes * unroll))
+        whole = em.bin("and", em.bin("sub nsw", stop, start), -lanes * unroll)
         middle = em.bin("add nsw", start, whole)
         state.run(start, middle, unroll)
         state.run(middle, stop, 1, last=stop)
@@ -308,5 +278,5 @@ def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None
         state.run(rounds, full, 1)
         if full < loop.extent:
             on = ", ".join(f"i1 {'true' if full + i < loop.extent else 'false'}" for i in range(lanes))
-            state.vectors(em.i64(full), mask=V(f"<{on}>", vector("i1", lanes)))
+            state.vectors(full, mask=V(f"<{on}>", vector("i1", lanes)))
     state.finish()

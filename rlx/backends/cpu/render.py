@@ -10,15 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, Rendered, V
-from rlx.backends.cpu.loops import MAX_LANES, emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight
-from rlx.backends.cpu.scope import Scope, expr
-from rlx.ir.kernel import Buffer, Contract, Kernel, Local, Loop, Native, Stmt, Var
+from rlx.backends.cpu.emit import Emitter, Rendered, V
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, divided
+from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
+from rlx.backends.cpu.scope import Scope
+from rlx.ir.kernel import Buffer, Contract, Kernel, Loop, Native, Stmt, Var
 from rlx.ir.target import Target
 
-__all__ = ["Scope", "emit_statements", "expr", "hoist", "render", "scratch_layout"]
-
-PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"
 GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
@@ -30,7 +28,12 @@ def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
         from rlx.backends.cpu.kernels import contract
 
         return contract.render(kernel, target, symbol)
-    if any(isinstance(s, Native) for s in kernel.body):
+    native = next((s for s in kernel.body if isinstance(s, Native)), None)
+    if native and native.op == "dequant_matmul":
+        from rlx.backends.cpu.kernels import quant
+
+        return quant.render(kernel, target, symbol)
+    if native:
         from rlx.backends.cpu.kernels import attention
 
         return attention.render(kernel, target, symbol)
@@ -38,39 +41,20 @@ def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
 
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
-    e = Emitter()
-    offsets, scratch_bytes = scratch_layout(kernel.locals)
-    pointers: dict[Buffer | Local, V] = {x: e.gep(V("%scratch", "ptr"), offset) for x, offset in offsets.items()}
-    for buffer, address in argument_pointers(e, kernel.buffers).items():
-        pointers[buffer] = address
-    scope = Scope(e, pointers, V("%status", "ptr"), vector_bytes=target.vector_bytes)
+    module, e = Module(), Emitter()
+    pointers = {x: e.gep(SCRATCH, module.reserve(x.size * x.dtype.itemsize)) for x in kernel.locals}
+    scope = Scope(e, {**pointers, **argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=target.vector_bytes)
     space = Space.of(kernel)
     tasks = 1
     if 0 not in space.extents:
         hoist(space.body, scope)
         tasks = _emit_tasks(space, scope, target)
-    e.do("ret void")
-    return Rendered(symbol, module_text(e, symbol), tasks, scratch_bytes)
+    return module.rendered(e, symbol, tasks)
 
 
 def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
     """The address behind each buffer, read from the argument table."""
-    table = V("%args", "ptr")
-    return {b: e.load("ptr", e.gep(table, 8 * i), 8) for i, b in enumerate(buffers)}
-
-
-def module_text(e: Emitter, symbol: str) -> str:
-    """A whole module: declarations, then the emitter's lines as the kernel function `symbol`."""
-    return "\n".join(e.declarations) + "\n" + e.function(symbol, PARAMETERS) + ATTRIBUTES
-
-
-def scratch_layout(locals_: Sequence[Local]) -> tuple[dict[Local, int], int]:
-    """Byte offset of each Local (64-byte aligned) in a thread's scratch, and the bytes they take together."""
-    offsets, at = {}, 0
-    for x in locals_:
-        offsets[x] = at
-        at += -(-x.size * x.dtype.itemsize // 64) * 64
-    return offsets, at
+    return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
 # -- the grid ------------------------------------------------------------------------------------------------------
@@ -89,34 +73,25 @@ class Space:
     @staticmethod
     def of(kernel: Kernel) -> Space:
         dims, body, vector = list(kernel.grid), kernel.body, False
-        while not kernel.locals and not vector and len(body) == 1 and isinstance(body[0], Loop) and _independent(body[0]):
-            loop = body[0]
+        while not kernel.locals and not vector and len(body) == 1 and isinstance(loop := body[0], Loop):
+            if not loop.vector or loop.reduces or loop.carries:
+                break
             dims.append((loop.var, loop.extent))
             vector, body = not prefers_inner(loop), loop.body
-        if not dims:
-            return Space((), (), body, False)
-        if not kernel.locals and not any(isinstance(s, Loop) and _has_vector(s) for s in body):
-            vector = True
-        return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector)
+        vector = vector or not (kernel.locals or _has_vector(body))
+        return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector and bool(dims))
 
     def weight_ns(self, target: Target) -> float:
         """Estimated time of all points on one thread."""
-        lanes = min(MAX_LANES, target.vector_bytes // 4)
-        inner = sum(_weight(s, lanes) for s in self.body if isinstance(s, Loop))
-        own = weight([s for s in self.body if not isinstance(s, Loop)]) / (lanes if self.vector else 1)
-        return math.prod(self.extents) * (own + inner / (lanes if self.vector else 1)) * WEIGHT_NS
+        lanes = target.vector_bytes // 4
+        loops = [s for s in self.body if isinstance(s, Loop)]
+        work = weight([s for s in self.body if not isinstance(s, Loop)])
+        work += sum(weight([s]) / (lanes if _has_vector([s]) else 1) for s in loops)
+        return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
 
 
-def _independent(loop: Loop) -> bool:
-    return loop.vector and not loop.reduces and not loop.carries
-
-
-def _has_vector(loop: Loop) -> bool:
-    return (loop.vector and loop.extent > 1) or any(isinstance(s, Loop) and _has_vector(s) for s in loop.body)
-
-
-def _weight(loop: Loop, lanes: int) -> float:
-    return weight([loop]) / (lanes if _has_vector(loop) else 1)
+def _has_vector(stmts: Sequence[Stmt]) -> bool:
+    return any(isinstance(s, Loop) and s.vector and s.extent > 1 for s in nested(stmts))
 
 
 def task_count(work_ns: float, threads: int) -> int:
@@ -125,32 +100,34 @@ def task_count(work_ns: float, threads: int) -> int:
 
 
 def _emit_tasks(space: Space, scope: Scope, target: Target) -> int:
-    """The code of task %task. Returns how many tasks there are."""
-    e, task = scope.e, V("%task", "i64")
+    """The code of task TASK. Returns how many tasks there are."""
+    e = scope.e
     outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
     wanted = task_count(space.weight_ns(target), target.threads)
-    if outer >= wanted or 2 * outer > wanted:  # runs of outer points, whole last dimensions
+    if 2 * outer > wanted:  # runs of outer points, whole last dimensions
         per = -(-outer // wanted)
         tasks = -(-outer // per)
         if per == 1:
-            _emit_point(space, scope, task if tasks > 1 else e.i64(0), None)
+            _emit_point(space, scope, TASK if tasks > 1 else e.i64(0), None)
             return tasks
-        start = e.bin("mul nsw", task, e.i64(per)) if tasks > 1 else e.i64(0)
-        stop = e.i64(outer) if tasks == 1 else e.intrinsic("smin", e.bin("add nsw", start, e.i64(per)), e.i64(outer))
-        with e.loop(start, stop, nonempty=True) as loop:
+        with e.loop(*_run(e, TASK, per, outer), nonempty=True) as loop:
             _emit_point(space, scope.child(), loop.index, None)
         return tasks
     step = 64 if space.vector else 1
     size = -(-last // -(-wanted // outer))
     size = -(-size // step) * step
     chunks = -(-last // size)
-    point, chunk = (task, e.i64(0)) if chunks == 1 else (e.i64(0), task)
-    if outer > 1 and chunks > 1:
-        point, chunk = e.bin("udiv", task, e.i64(chunks)), e.bin("urem", task, e.i64(chunks))
-    start = e.bin("mul nsw", chunk, e.i64(size))
-    stop = e.intrinsic("smin", e.bin("add nsw", start, e.i64(size)), e.i64(last))
-    _emit_point(space, scope, point, None if chunks == 1 else (start, stop))
+    chunk, point = divided(e, TASK, chunks) if outer > 1 else (TASK, e.i64(0))
+    _emit_point(space, scope, point, None if chunks == 1 else _run(e, chunk, size, last))
     return outer * chunks
+
+
+def _run(e: Emitter, index: V, size: int, total: int) -> tuple[V, V]:
+    """Where run `index` of `size` each starts and stops, the last one at `total`."""
+    if size >= total:
+        return e.i64(0), e.i64(total)
+    start = e.bin("mul nsw", index, size)
+    return start, e.intrinsic("smin", e.bin("add nsw", start, size), e.i64(total))
 
 
 def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None) -> None:
@@ -160,13 +137,11 @@ def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None
         emit_statements(space.body, scope)
         return
     for at in range(len(space.vars) - 2, -1, -1):
-        extent = e.i64(space.extents[at])
-        if at == 0 or math.prod(space.extents[:at]) == 1:
-            scope.bind(space.vars[at], point)
-            point = e.i64(0)
-            continue
-        scope.bind(space.vars[at], e.bin("urem", point, extent))
-        point = e.bin("udiv", point, extent)
+        if math.prod(space.extents[:at]) == 1:  # what is left is this coordinate
+            place, point = point, e.i64(0)
+        else:
+            place, point = divided(e, point, space.extents[at])
+        scope.bind(space.vars[at], place)
     loop = Loop(space.vars[-1], space.extents[-1], space.body, vector=space.vector)
     if space.vector and loop.extent > 1:
         emit_vector_loop(loop, scope, bounds)

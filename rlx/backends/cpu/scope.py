@@ -7,20 +7,15 @@ becomes a contiguous vector access.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, V, computed, vector
+from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Load, Local, Store, Var, coefficient
 
-
-@dataclass(frozen=True)
-class Facts:
-    """Of one expression: the variables in it, and the buffers it loads."""
-
-    vars: frozenset[Var]
-    loads: frozenset[Buffer | Local]
+Pointers = Mapping[Buffer | Local, V]
+Bindings = Mapping[Var, V]
+Names = frozenset[Var | Buffer | Local]
 
 
 class Scope:
@@ -33,50 +28,30 @@ class Scope:
     """
 
     def __init__(
-        self,
-        emitter: Emitter,
-        pointers: Mapping[Buffer | Local, V],
-        status: V,
-        bindings: Mapping[Var, V] | None = None,
-        *,
-        vector: Var | None = None,
-        base: V | None = None,
-        lanes: int = 1,
-        mask: V | None = None,
-        vector_bytes: int = 64,
+        self, e: Emitter, pointers: Pointers, status: V, bindings: Bindings | None = None, *, lanes: int = 1, vector_bytes: int
     ) -> None:
-        self.e, self.pointers, self.status, self.vector_bytes = emitter, pointers, status, vector_bytes
-        self.vector, self.lanes, self.mask = vector, lanes, mask
+        self.e, self.pointers, self.status, self.vector_bytes, self.lanes = e, pointers, status, vector_bytes, lanes
+        self.vector: Var | None = None
+        self.mask: V | None = None
         self.bindings: dict[Var, V] = {}  # of this many lanes; those of scalars are in self.scalar
         self.memo: dict[int, V] = {}
-        self.facts: dict[int, Facts] = {}
-        self.scalar: Scope = self if lanes == 1 else Scope(emitter, pointers, status, vector_bytes=vector_bytes)
-        self.scalar.facts = self.facts
+        self.names: dict[int, Names] = {}
+        self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
         for var, value in (bindings or {}).items():
             self.bind(var, value)
-        if vector is not None:
-            assert base is not None, "a vectorised variable needs the value of its lane 0"
-            self.scalar.bindings[vector] = base
 
     def child(
-        self,
-        bindings: Mapping[Var, V] | None = None,
-        *,
-        vector: Var | None = None,
-        base: V | None = None,
-        lanes: int | None = None,
-        mask: V | None = None,
-        pointers: Mapping[Buffer | Local, V] | None = None,
-    ) -> Scope:
+        self, bindings: Bindings | None = None, *, vector: Var | None = None, base: V | None = None, lanes: int | None = None,
+        mask: V | None = None, pointers: Pointers | None = None,
+    ) -> Scope:  # fmt: skip
         """A scope that sees all that was emitted here, and keeps what is emitted there to itself. What is not given stays
         as it is here; `pointers` are added."""
-        lanes = self.lanes if lanes is None else lanes
-        if lanes != self.lanes and self.lanes != 1:
-            raise AssertionError(f"a scope of {self.lanes} lanes cannot hold one of {lanes}")
+        lanes = lanes or self.lanes
+        assert self.lanes in (1, lanes), f"a scope of {self.lanes} lanes cannot hold one of {lanes}"
         places = {**self.pointers, **pointers} if pointers else self.pointers
         out = Scope(self.e, places, self.status, lanes=lanes, vector_bytes=self.vector_bytes)
-        out.vector, out.mask = self.vector, mask if mask is not None else self.mask
-        out.facts = out.scalar.facts = self.facts
+        out.vector, out.mask = self.vector, mask or self.mask
+        out.names = out.scalar.names = self.names
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
             out.memo, out.bindings = dict(self.memo), dict(self.bindings)
@@ -99,16 +74,14 @@ class Scope:
         """Whether `e` may differ from lane to lane."""
         if self.lanes == 1:
             return False
-        return any(v is self.vector or v in self.bindings for v in self.facts_of(e).vars)
+        return any(v is self.vector or v in self.bindings for v in self.names_in(e))
 
-    def facts_of(self, e: Expr) -> Facts:
-        known = self.facts
-        for node in postorder(e, known):
-            parts = [known[id(c)] for c in operands(node)]
-            own_vars = frozenset((node,)) if isinstance(node, Var) else frozenset()
-            own_loads = frozenset((node.buffer,)) if isinstance(node, Load) else frozenset()
-            known[id(node)] = Facts(own_vars.union(*(p.vars for p in parts)), own_loads.union(*(p.loads for p in parts)))
-        return known[id(e)]
+    def names_in(self, e: Expr) -> Names:
+        """The variables in `e`, and the buffers it loads."""
+        for node in postorder(e, self.names):
+            own = [node] if isinstance(node, Var) else [node.buffer] if isinstance(node, Load) else []
+            self.names[id(node)] = frozenset(own).union(*(self.names[id(c)] for c in operands(node)))
+        return self.names[id(e)]
 
 
 def operands(e: Expr) -> tuple[Expr, ...]:
@@ -119,12 +92,14 @@ def operands(e: Expr) -> tuple[Expr, ...]:
     return ()
 
 
-def postorder(e: Expr, known: Mapping[int, object]) -> Iterator[Expr]:
-    """The expressions under `e` whose id is not in `known` yet, operands first, without recursion: chains may be long."""
+def postorder(e: Expr, known: Mapping[int, object], below: Callable[[Expr], tuple[Expr, ...]] = operands) -> Iterator[Expr]:
+    """What is under `e`, as `below` says, and not in `known` by its id when its turn comes; operands first.
+
+    Without recursion: chains may be long."""
     pending = [e]
     while pending:
         node = pending[-1]
-        waits = [] if id(node) in known else [c for c in operands(node) if id(c) not in known]
+        waits = [] if id(node) in known else [c for c in below(node) if id(c) not in known]
         if waits:
             pending.extend(waits)
             continue
@@ -133,22 +108,27 @@ def postorder(e: Expr, known: Mapping[int, object]) -> Iterator[Expr]:
             yield node
 
 
+def distinct(parts: Iterable[Expr]) -> Iterator[Expr]:
+    """Everything in the expressions; what is shared comes once."""
+    seen: dict[int, bool] = {}
+    for e in parts:
+        for node in postorder(e, seen):
+            seen[id(node)] = True
+            yield node
+
+
 # -- expressions ---------------------------------------------------------------------------------------------------
 
 
 def expr(e: Expr, scope: Scope) -> V:
     """The value of `e` in `scope`: a scalar, or one per lane. The same expression is emitted once per scope."""
-    memo, pending = scope.memo, [e]
-    while pending:  # a stack, not recursion: chains may be long
-        node = pending[-1]
-        waits = [a for a in operands(node) if id(a) not in memo] if isinstance(node, Alu) and not _spreads(node, scope) else ()
-        if waits and id(node) not in memo:
-            pending.extend(waits)
-            continue
-        pending.pop()
-        if id(node) not in memo:
-            memo[id(node)] = _value(node, scope)
-    return memo[id(e)]
+
+    def below(node: Expr) -> tuple[Expr, ...]:
+        return node.args if isinstance(node, Alu) and not _spreads(node, scope) else ()
+
+    for node in postorder(e, scope.memo, below):
+        scope.memo[id(node)] = _value(node, scope)
+    return scope.memo[id(e)]
 
 
 def _spreads(node: Expr, scope: Scope) -> bool:
@@ -165,7 +145,7 @@ def _value(node: Expr, scope: Scope) -> V:
     if isinstance(node, Var):
         return _variable(node, scope)
     if isinstance(node, Load):
-        return _load(node, scope)
+        return alu.from_memory(em, access(node, scope), node.buffer.dtype)
     return alu.emit_alu(em, node, [scope.memo[id(a)] for a in node.args])
 
 
@@ -178,41 +158,47 @@ def _variable(var: Var, scope: Scope) -> V:
     raise AssertionError(f"variable {var.name!r} is not bound here")
 
 
-def _load(load: Load, scope: Scope) -> V:
-    em, dtype = scope.e, load.buffer.dtype
-    raw = alu.memory_type(dtype)
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
+    """What a Load reads, as it is in memory: zero where the guard or the mask is off. Of a Store: write `value` where both
+    are on."""
+    em, size = scope.e, x.buffer.dtype.itemsize
+    ty = vector(alu.memory_type(x.buffer.dtype), scope.lanes)
+
+    def plain(where: V) -> V:
+        return em.load(ty, where, size) if value is None else em.store(value, where, size)
+
     if scope.lanes == 1:
-        if load.guard is None:
-            return alu.from_memory(em, em.load(raw, address(load.buffer, load.index, scope), dtype.itemsize), dtype)
-        ok, before, zero = expr(load.guard, scope), em.block, em.const(computed(dtype), 0)
+        if x.guard is None:
+            return plain(address(x.buffer, x.index, scope))
+        ok, before = expr(x.guard, scope), em.block
         with em.when(ok):
-            found = alu.from_memory(em, em.load(raw, address(load.buffer, load.index, scope.child()), dtype.itemsize), dtype)
+            found = plain(address(x.buffer, x.index, scope.child()))
             inside = em.block
-        return em.op(found.ty, f"phi {found.ty} [{zero.text}, %{before}], [{found.text}, %{inside}]")
-    ty, mask = vector(raw, scope.lanes), _active(load.guard, scope)
-    if _stride(load.index, scope) == 1:
-        where = address(load.buffer, load.index, scope.scalar)
-        if mask is None:
-            found = em.load(ty, where, dtype.itemsize)
-        else:
-            found = _masked(em, "load", ty, where, dtype.itemsize, mask)
-    else:
-        every = mask or em.const(vector("i1", scope.lanes), True)
-        found = _masked(em, "gather", ty, _addresses(load.buffer, load.index, scope), dtype.itemsize, every)
-    return alu.from_memory(em, found, dtype)
-
-
-def _masked(em: Emitter, what: str, ty: str, where: V, align: int, mask: V) -> V:
-    """llvm.masked.load or .gather: zero in the lanes that are off."""
-    place = V(f"align {align} {where.text}", where.ty)  # a parameter attribute from LLVM 22 on
-    return em.intrinsic(f"masked.{what}", place, mask, V("zeroinitializer", ty), suffix=(ty, where.ty), returns=ty)
+        return em.phi((em.const(ty, 0), before), (found, inside)) if value is None else found
+    mask, contiguous = _active(x.guard, scope), _stride(x.index, scope) == 1
+    where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
+    if contiguous and mask is None:
+        return plain(where)
+    mask = mask or em.const(vector("i1", scope.lanes), True)
+    place = V(f"align {size} {where.text}", where.ty)  # a parameter attribute from LLVM 22 on
+    if value is None:
+        name = "masked.load" if contiguous else "masked.gather"
+        return em.intrinsic(name, place, mask, V("zeroinitializer", ty), suffix=(ty, where.ty), returns=ty)
+    if size < 4:  # LLVM before 23 writes 4 bytes where it knows that one lane of a narrowing store is on (its issue 179489)
+        mask = em.bin("and", mask, em.splat(em.cmp("ne", scope.status, V("null", "ptr")), scope.lanes))
+    # lanes are scattered in order: where they meet, the last one stays, as it would in a serial loop
+    name = "masked.store" if contiguous else "masked.scatter"
+    return em.intrinsic(name, value, place, mask, suffix=(ty, where.ty), returns="void")
 
 
 def _stride(index: Expr, scope: Scope) -> int | None:
     """Elements from lane to lane, if that is a constant."""
-    if any(v in scope.bindings for v in scope.facts_of(index).vars):
+    if scope.vector is None or any(v in scope.bindings for v in scope.names_in(index)):
         return None
-    return coefficient(index, scope.vector) if scope.vector is not None else None
+    return coefficient(index, scope.vector)
 
 
 def _active(guard: Expr | None, scope: Scope) -> V | None:
@@ -220,17 +206,13 @@ def _active(guard: Expr | None, scope: Scope) -> V | None:
     if guard is None:
         return scope.mask
     passed = expr(guard, scope)
-    return passed if scope.mask is None else scope.e.bin("and", passed, scope.mask)
+    return scope.e.bin("and", passed, scope.mask) if scope.mask else passed
 
 
 def address(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
     """Of buffer[index], a scalar; in a vector scope's lane-0 twin that of lane 0."""
-    em, size = scope.e, buffer.dtype.itemsize
-    base = scope.pointers[buffer]
-    if isinstance(index, Const):
-        return em.gep(base, int(index.value) * size)
     at = expr(index, scope)
-    return em.op("ptr", f"getelementptr {alu.memory_type(buffer.dtype)}, {base}, {at}")
+    return scope.e.op("ptr", f"getelementptr {alu.memory_type(buffer.dtype)}, {scope.pointers[buffer]}, {at}")
 
 
 def _addresses(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
@@ -255,39 +237,12 @@ def value_to_store(s: Store, scope: Scope) -> V:
     return alu.to_memory(scope.e, value, to)
 
 
-def store(s: Store, value: V, scope: Scope) -> None:
-    """Write `value_to_store`'s result where the guard and the mask allow."""
-    em, size = scope.e, s.buffer.dtype.itemsize
-    if scope.lanes == 1:
-        if s.guard is None:
-            em.store(value, address(s.buffer, s.index, scope), size)
-            return
-        with em.when(expr(s.guard, scope)):
-            em.store(value, address(s.buffer, s.index, scope.child()), size)
-        return
-    mask = _active(s.guard, scope)
-    if _stride(s.index, scope) == 1:
-        where = address(s.buffer, s.index, scope.scalar)
-        if mask is None:
-            em.store(value, where, size)
-            return
-        what = "store"
-    else:  # lanes are written in order: where they meet, the last one stays, as it would in a serial loop
-        what, where = "scatter", _addresses(s.buffer, s.index, scope)
-    every = mask or em.const(vector("i1", scope.lanes), True)
-    if size < 4:  # LLVM before 23 writes 4 bytes where it knows that one lane of a narrowing store is on (its issue 179489)
-        every = em.bin("and", every, em.splat(em.cmp("ne", scope.status, V("null", "ptr")), scope.lanes))
-    place = V(f"align {size} {where.text}", where.ty)
-    em.intrinsic(f"masked.{what}", value, place, every, suffix=(value.ty, where.ty), returns="void")
-
-
 def check(s: Check, scope: Scope) -> None:
     """Set the status if `ok` is false in a lane that counts."""
     em = scope.e
-    ok = expr(s.ok, scope)
-    failed = em.bin("xor", ok, em.const(ok.ty, True))
+    failed = em.bin("xor", expr(s.ok, scope), True)
     if scope.lanes > 1:
-        failed = failed if scope.mask is None else em.bin("and", failed, scope.mask)
+        failed = em.bin("and", failed, scope.mask) if scope.mask else failed
         failed = em.intrinsic("vector.reduce.or", failed, returns="i1")
     with em.when(failed):
         em.do(f"store atomic i32 {s.code}, {scope.status} monotonic, align 4")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, Rendered, V
-from rlx.backends.cpu.render import PARAMETERS
+from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, Rendered, V
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
 
