@@ -233,6 +233,18 @@ def test_floats(dtypes: DTypes, few: bool, b: str, cpu: str) -> None:
     check_product(product(*shape, b=b, dtypes=dtypes, panel=target.panel(dtypes[1].name)), target)
 
 
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("shape", [(8, 48, 2), (11, 50, 34), (21, 97, 64), (140, 49, 96), (9, 30, 33)], ids=str)
+def test_pairs_of_bf16(shape: tuple[int, int, int], cpu: str) -> None:
+    """Rows enough for the instruction that adds two products; an odd depth goes without."""
+    target = TARGETS[cpu]
+    for a in ("rows", "padded"):
+        kernel = product(*shape, a=a, dtypes=(bf16, bf16, f32), panel=target.panel("bf16"))
+        check_product(kernel, target)
+        can = "avx512bf16" in target.features and shape[2] % 2 == 0 and a == "rows"
+        assert (plan(kernel, kernel.body[0], target).stage_b == "pairs") == can  # type: ignore[arg-type]
+
+
 INTEGERS = [(d, d, d) for d in (i8, i16, i32, i64, u8, u16, u32, u64)]
 INTEGERS += [(i8, i8, i32), (u8, i8, i32), (u8, u8, u32), (i32, i8, i64)]
 

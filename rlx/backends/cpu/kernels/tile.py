@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, stored, vector
 from rlx.backends.cpu.kernels.module import step
-from rlx.ir.dtype import DType
+from rlx.ir.dtype import DType, u32
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Layout:
 class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k are summed apart. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: an element of a
-    that is zero keeps NaN and infinity of b out."""
+    that is zero keeps NaN and infinity of b out. `pairs`: an element is two bf16 numbers, of which one instruction adds both
+    products (smallest numbers count as zero)."""
 
     rows: int
     vectors: int
@@ -47,6 +48,7 @@ class Tile:
     acc: DType
     pitch: int
     careful: bool = False
+    pairs: bool = False
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
@@ -84,13 +86,19 @@ def tile_function(
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. A k that is known at run time only is at least 1 and not
     unrolled. `factors`: one per row; what its sums were before, times that, is added."""
     ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
+    halves_ty = vector("bfloat", 2 * t.lanes)
     places = [(r * t.pitch + v * t.lanes) * size for r in range(t.rows) for v in range(t.vectors)]
     totals = [V("zeroinitializer", ty)] * (t.unroll * count)
     if factors is not None:
         scales = [e.splat(e.load(stored(t.acc), e.gep(factors, r * size), size), t.lanes) for r in range(t.rows)]
         totals = [e.bin("fmul", e.load(ty, e.gep(sums, at), size), scales[x // t.vectors]) for x, at in enumerate(places)]
 
+    element = u32 if t.pairs else t.acc
+
     def multiply_add(row: V, column: V, total: V) -> V:
+        if t.pairs:
+            two = (e.op(halves_ty, f"bitcast {x} to {halves_ty}") for x in (row, column))
+            return e.intrinsic("x86.avx512bf16.dpbf16ps.512", total, *two, suffix=(), returns=ty)
         if not t.acc.is_float:
             return e.bin("add", total, e.bin("mul", row, column))
         added = e.intrinsic("fmuladd", row, column, total)
@@ -99,10 +107,10 @@ def tile_function(
     def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
         """Step u of k, counted from the addresses."""
         tails = [0] * (t.vectors - 1) + [t.tail]
-        columns = [load_line(e, from_b.at(e, at_b, u, v * t.lanes), from_b, t.lanes, t.acc, x) for v, x in enumerate(tails)]
+        columns = [load_line(e, from_b.at(e, at_b, u, v * t.lanes), from_b, t.lanes, element, x) for v, x in enumerate(tails)]
         out: list[V] = []
         for r in range(t.rows):
-            row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, t.acc)
+            row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, element)
             sums_of_row = partial[r * t.vectors : (r + 1) * t.vectors]
             out += [multiply_add(row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
@@ -139,6 +147,17 @@ def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, sou
             move(at.index, 0)
         if columns % lanes:
             move(whole, columns % lanes)
+
+
+def pair_rows_function(e: Emitter, start: V, out: V, *, pairs: int, columns: int, lanes: int) -> None:
+    """out[pairs][columns] of two bf16 numbers = those of rows 2i and 2i + 1 of start[2 * pairs][columns]."""
+    narrow, line = vector("i16", lanes), 2 * columns
+    with e.loop(0, pairs, carried=[start, out]) as at:
+        source, to = at.carried
+        at.next = [e.gep(source, 2 * line), e.gep(to, 2 * line)]
+        for c in range(0, columns, lanes):
+            low, high = (e.convert("zext", e.load(narrow, e.gep(source, row * line + 2 * c), 2), "i32") for row in (0, 1))
+            e.store(e.bin("or", low, e.bin("shl", high, 16)), e.gep(to, 4 * c), 4)
 
 
 def turn_function(
