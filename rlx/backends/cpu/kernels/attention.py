@@ -121,7 +121,9 @@ class _Attention(Module):
         self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
-        most = self.lanes if self.narrow else min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
+        self.height = min(self.tall, self.lanes)  # narrow: rows that are multiplied with a few keys at a time
+        most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
+        most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
         self.key_block = NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.once = self.keys <= self.key_block and not self.narrow  # all keys in one block: nothing is carried
@@ -139,6 +141,7 @@ class _Attention(Module):
         query_at = self.reserve(self.tall * padded * F32)
         score_at = self.reserve(self.tall * with_margins * F32) + self.scores.byte(0, margin)
         mask_at = self.reserve(self.tall * with_margins * F32 if turned else 0) + self.scores.byte(0, margin)
+        self.sums_at = self.reserve(self.lanes * self.lanes * F32 if self.narrow else 0)
         self.places = query_at, score_at, mask_at, self.reserve(3 * self.tall * F32), self.reserve(self.tall * pitch * F32)
 
     def written(self, symbol: str) -> Rendered:
@@ -249,7 +252,8 @@ class _Attention(Module):
         """Scores of keys key0 to stop, tile by tile; a tile that would pass the end starts earlier, at key 0 at the least."""
         have, source = self.key_tile, self.k.layout
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
-        dots = partial(parts.dots_function, source=source, columns=self.size, lanes=self.lanes, have=have)
+        shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes}
+        dots = partial(parts.dots_function, source=source, rows=self.query, to=self.scores, **shape)
         sums = have * self.vectors
         unroll = 1 if sums >= 8 else 2 if sums >= 4 else 4  # sums apart that hide the latency of one
         t = Tile(have, self.vectors, self.lanes, unroll, 0, f32, self.tall)
@@ -258,8 +262,9 @@ class _Attention(Module):
             first = e.intrinsic("smin", at.index, latest)
             here, out = source.at(e, k, first), self.scores.at(e, scores, 0, e.bin("sub", first, key0))
             if self.narrow:
-                with e.loop(0, self.tall) as row:
-                    own = self.query.at(e, query, row.index), self.scores.at(e, out, row.index)
+                with e.loop(0, self.tall, self.height) as row:
+                    start = e.intrinsic("smin", row.index, e.i64(self.tall - self.height))
+                    own = self.query.at(e, query, start), e.gep(SCRATCH, self.sums_at), self.scores.at(e, out, start)
                     self.call(e, "dots", dots, here, *own)
             else:
                 self.call(e, "tile", tile, here, query, out)
