@@ -13,27 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.errors import BindingError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.errors import BindingError, InputShapeError, known
 from rlx.ir.shape import Shape
-
-
-class StateBytes(Protocol):
-    """Memory of one state, at one address for life."""
-
-    @property
-    def data(self) -> np.ndarray:
-        """The bytes, uint8 and flat, in the host's sight."""
-        ...
-
-    @property
-    def address(self) -> int: ...
 
 
 class StateMemory(Protocol):
     """What a backend gives a store: an object, or a module, with these functions."""
 
     def allocate(self, nbytes: int, /) -> Any:
-        """StateBytes, zeroed."""
+        """Zeroed memory, at one address for life; `data`: its bytes in the host's sight, uint8 and flat."""
         ...
 
     def freeze(self, regions: Sequence[Any], /) -> None:
@@ -47,21 +35,14 @@ class StateMemory(Protocol):
 
 @dataclass(frozen=True)
 class PlainBytes:
-    """StateBytes of numpy."""
-
     data: np.ndarray
-
-    @property
-    def address(self) -> int:
-        return self.data.ctypes.data
 
 
 class PlainMemory:
     """StateMemory in numpy arrays: forks are copies."""
 
     def allocate(self, nbytes: int) -> PlainBytes:
-        base = np.zeros(nbytes + 64, np.uint8)  # aligned to a cache line
-        return PlainBytes(base[-base.ctypes.data % 64 :][:nbytes])
+        return PlainBytes(np.zeros(nbytes, np.uint8))
 
     def freeze(self, regions: Sequence[PlainBytes]) -> None:
         """Nothing is shared, so nothing needs to be prepared."""
@@ -136,17 +117,15 @@ class HandleStore:
         return self._last
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put every state back, for every executable on this store. The names and shapes must be the store's."""
+        """Put every state back, for every executable on this store. InputShapeError: the names or shapes are not the store's;
+        then nothing changes."""
         if not isinstance(snapshot, Snapshot):
             raise BindingError(f"states are restored from what snapshot_handles gave, got {type(snapshot).__name__}")
-        theirs = snapshot.store.entries
-        if unknown := [n for n in theirs if n not in self.entries]:
-            raise UnknownNameError(f"no handle is called {known(unknown)}; there are {known(self.entries)}")
-        if missing := [n for n in self.entries if n not in theirs]:
-            raise MissingInputError(f"handle {known(missing)} missing; the snapshot has {known(theirs)}")
-        for name, entry in theirs.items():
-            if entry.shape != self.entries[name].shape:
-                raise InputShapeError(f"handle {name!r} is {self.entries[name].shape}; the snapshot has {entry.shape}")
+        ours, theirs = ({name: e.shape for name, e in store.entries.items()} for store in (self, snapshot.store))
+        for name in ours | theirs:
+            if ours.get(name) != theirs.get(name):
+                found = theirs.get(name, "no such handle")
+                raise InputShapeError(f"handle {name!r} is {ours.get(name, 'not in the store')}; the snapshot has {found}")
         if snapshot.store._memory is not self._memory:
             raise BindingError("the snapshot was taken on another kind of device")
         self._take(snapshot.store)

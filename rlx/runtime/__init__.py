@@ -2,18 +2,8 @@
 
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
-from rlx.driver import (
-    Buffer,
-    BufferHandle,
-    CommandStream,
-    Device,
-    DeviceArena,
-    HandleStore,
-    HostArena,
-    ParamStore,
-    Snapshot,
-    SyncStream,
-)
+from rlx.driver import Buffer, BufferHandle, CommandStream, Device, DeviceArena, HostArena, ParamStore, SyncStream
+from rlx.driver.handles import HandleStore, Snapshot
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session

@@ -148,7 +148,7 @@ def _shares() -> bool:
     if not hasattr(os, "memfd_create"):
         return False
     try:
-        file, region = File(2 * PAGE), allocate(OWN_PAGES)
+        file, region = File(2 * PAGE), allocate(OWN_PAGES + 2 * PAGE)
         trial = Pages(region.address, 2 * PAGE)
         _map(trial, file, 0)
         unwritten = _written(trial).tolist()
