@@ -241,7 +241,7 @@ def pack_quant(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
         q = halves(rest, 16)
     elif attrs.format == "q6_k":
         high = np.stack([rest[..., 128:192].reshape(*b.shape[:2], 2, 32) >> s & 3 for s in (0, 2, 4, 6)], -2)
-        q, scales = halves(rest[..., :128], 64).reshape(*b.shape[:2], -1) | high.reshape(*b.shape[:2], -1) << 4, rest[..., 192:208]
+        q, scales = halves(rest[..., :128], 64).reshape(high.shape) | high << 4, rest[..., 192:208]
     else:
         s = rest[..., :12]
         scales = np.concatenate((s[..., :4] & 63, s[..., 8:] & 15 | s[..., :4] >> 6 << 4), -1)
@@ -308,7 +308,7 @@ def gumbel(bits: np.ndarray) -> np.ndarray:
 def threshold(case: Any, attrs: Any, x: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """Every element tried."""
     rows = []
-    for row in x.reshape(-1, x.shape[-1]):
+    for row in x.reshape(math.prod(x.shape[:-1]), x.shape[-1]):
         weights = np.maximum(row, 0) if attrs.weighted else np.ones_like(row)
         fits = [e for e in row if weights[row >= e].sum() >= max(float(amount), 2.0**-126)]
         rows.append(max(fits, default=-math.inf))

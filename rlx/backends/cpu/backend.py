@@ -22,7 +22,7 @@ from rlx.ir.target import Target
 if TYPE_CHECKING:
     from rlx.backends.cpu.emit import Rendered
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
-    from rlx.ir.graph import Node
+    from rlx.ir.graph import Node, Value
 
 KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
@@ -39,7 +39,7 @@ class CpuBackend:
         """Facts of this process's CPU. DeviceUnavailableError: `index` is not 0."""
         if index:
             raise DeviceUnavailableError(f"there is no cpu:{index}; all CPUs of this process are cpu:0 (threads=n takes some)")
-        return replace(host_target(threads), natives={"attention": _claim_attention})
+        return replace(host_target(threads), natives=NATIVES, packs={"dequant_matmul": _packed_weights})
 
     def compile(self, program: Program) -> CpuArtifact:
         """Object code of every distinct kernel, made once in this process.
@@ -85,3 +85,18 @@ def _claim_attention(node: Node) -> str | None:
     from rlx.backends.cpu.kernels import attention
 
     return attention.claim(node)
+
+
+def _claim_dequant_matmul(node: Node) -> str | None:
+    from rlx.backends.cpu.kernels import quant
+
+    return quant.claim(node)
+
+
+def _packed_weights(node: Node) -> Value:
+    from rlx.backends.cpu.kernels import quant
+
+    return quant.packs(node)
+
+
+NATIVES = {"attention": _claim_attention, "dequant_matmul": _claim_dequant_matmul}

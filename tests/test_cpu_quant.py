@@ -1,0 +1,179 @@
+"""Products with quantised weights on the CPU: packing against the table of formats, kernels against float64 numpy.
+
+With integer dot products x is rounded: the error is bounded by what rounding each run of 32 elements of x can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernel_runs import TARGETS, run
+
+import rlx
+from rlx.backends.cpu.kernels import quant
+from rlx.ir.dtype import as_dtype, u8
+from rlx.ir.graph import Graph
+from rlx.ir.kernel import Buffer, Kernel, Native, View
+from rlx.ir.op import OPS
+from rlx.ir.ops.quant import dequant_matmul
+from rlx.ir.ops.quant_pack import PACKINGS, PANEL, PackAttrs, pack_quant
+from rlx.ir.quant import FORMATS
+from rlx.ir.target import Target
+
+FORMAT_NAMES = tuple(PACKINGS)
+
+
+def weights(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random blocks of a format: any bits, f16 numbers of moderate size."""
+    rng = np.random.default_rng(seed)
+    form = FORMATS[name]
+    packed = rng.integers(0, 256, (rows, columns // form.block, form.nbytes), np.uint8)
+    for at in form.scales:
+        scale = rng.uniform(-1, 1, packed.shape[:2]).astype(np.float16)
+        packed[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return packed.reshape(rows, -1)
+
+
+def packed_of(name: str, w: np.ndarray) -> np.ndarray:
+    return OPS["pack_quant"].reference(PackAttrs(name), w)
+
+
+def product(
+    name: str, x: np.ndarray, w: np.ndarray, target: Target, dims: tuple[int, ...] = (), turned: bool = False
+) -> np.ndarray:
+    """The kernel's result, [m, n]. `dims`: leading dims of x and y. `turned`: both lie columns first."""
+    (m, k), n = x.shape, w.shape[0]
+    dims, panels, dtype = dims or (m,), packed_of(name, w), as_dtype(x.dtype)
+    strides = [int(np.prod(dims[d + 1 :])) for d in range(len(dims))]
+    place = lambda columns: (*strides, m) if turned else (*(s * columns for s in strides), 1)  # noqa: E731
+    buffers = Buffer("x", dtype, m * k), Buffer("w", u8, panels.size), Buffer("y", dtype, m * n, True)
+    views = [View(buffers[0], (*dims, k), place(k)), View(buffers[1], panels.shape, (panels.shape[1], 1))]
+    native = Native("dequant_matmul", PackAttrs(name), tuple(views),
+                    (View(buffers[2], (*dims, n), place(n)),))  # fmt: skip
+    kernel = Kernel("quantised", buffers, (), (), (native,))
+    (out,), status = run(kernel, [x.T.copy() if turned else x, panels, None], target)
+    assert status == 0
+    return out.reshape(n, m).T if turned else out.reshape(m, n)
+
+
+def rounding_bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """How far rounding x to int8 in runs of 32 can move x @ w.T: half a step of each run, times its |w|."""
+    half_steps = np.abs(x.reshape(len(x), -1, 32)).max(2) / 254
+    return half_steps @ np.abs(w.reshape(len(w), -1, 32)).sum(2).T
+
+
+def check(name: str, x: np.ndarray, w: np.ndarray, target: Target, **places) -> None:
+    got = product(name, x, w, target, **places).astype(np.float64)
+    exact = FORMATS[name].decode_rows(w).astype(np.float64)
+    wide = x.astype(np.float64)
+    bound = 2e-6 * np.abs(wide) @ np.abs(exact).T + {"float32": 0, "bfloat16": 4e-3, "float16": 5e-4}[x.dtype.name] * np.abs(got)
+    if target.vector_bytes == 64 and "avx512vnni" in target.features:
+        bound = 1.001 * rounding_bound(wide, exact) + bound
+    assert (np.abs(got - wide @ exact.T) <= bound + 1e-30).all()
+
+
+def activations(m: int, k: int, seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((m, k), np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_products_are_within_the_bound(name, target):
+    """Odd sizes; one tile and several, panels in place and unpacked; a fence on either side of each buffer."""
+    for m, n, blocks in ((1, 33, 2), (3, 64, 1), (5, 31, 2), (19, 70, 1)):
+        check(name, activations(m, blocks * FORMATS[name].block), weights(name, n, blocks * FORMATS[name].block), target)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_chunks_and_blocks_of_rows(target):
+    """More columns than a chunk, more rows than scratch holds of them."""
+    check("q8_0", activations(130, 2080), weights("q8_0", 40, 2080), target)
+    check("q4_k", activations(2, 1280), weights("q4_k", 40, 1280), target)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_places_and_dtypes_of_x(dtype, target):
+    x, w = activations(6, 64, dtype=dtype), weights("q4_0", 37, 64)
+    for places in ({"dims": (2, 3)}, {"dims": (3, 1, 2), "turned": True}, {"turned": True}):
+        check("q4_0", x, w, target, **places)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_a_row_is_the_same_among_others(name):
+    """Whatever the rows beside it and the number of threads: decoding agrees with prefill to the bit."""
+    k = 2 * FORMATS[name].block
+    x, w = activations(23, k), weights(name, 70, k)
+    alone = np.concatenate([product(name, x[i : i + 1], w, TARGETS["host"]) for i in (0, 7, 22)])
+    for threads in (1, 2, 7):
+        together = product(name, x, w, replace(TARGETS["host"], threads=threads))
+        assert together[[0, 7, 22]].tobytes() == alone.tobytes()
+
+
+def test_extreme_activations():
+    """NaN and infinities reach their row and no other; zeros and the smallest numbers give zeros."""
+    x, w = activations(6, 64), weights("q8_0", 33, 64)
+    x[0, 5], x[1, 40], x[2], x[3] = np.nan, np.inf, 0, 1e-44
+    x[4] *= 1e34
+    got = product("q8_0", x, w, TARGETS["host"])
+    assert np.isnan(got[0]).all() and not np.isfinite(got[1]).any()
+    assert not np.abs(got[2:4]).max() > 1e-40
+    assert np.isfinite(got[4:]).all() and np.abs(got[4]).max() > 1e33
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_packing_loops_agree_with_numpy(name):
+    """The op's loops, as every backend runs them, and its reference; blocks of random bits, an odd number of rows."""
+    w = weights(name, PANEL + 5, 2 * FORMATS[name].block, seed=3)
+    g = Graph("pack")
+    g.set_outputs([pack_quant(g.param("w", w.shape, u8), format=name)])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g)
+    compiled.set_param("w", w)
+    assert (compiled.run({})[0] == packed_of(name, w)).all()
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMAT_NAMES) - {"q8_0", "int8"}))
+def test_packing_moves_bits(name):
+    """None is lost or set; only six-bit scales grow, to a byte each. (q8_0 turns signed numbers into unsigned ones.)"""
+    w = weights(name, PANEL, FORMATS[name].block)
+    packed = packed_of(name, w)
+    assert np.unpackbits(packed).sum() == np.unpackbits(w).sum()
+    assert packed.size - w.size == (4 * PANEL if PACKINGS[name].mins else 0)
+
+
+def test_weights_of_a_graph_are_packed_once_and_set_again():
+    """Two products share one packed copy; the param's own bytes are not kept; new bytes reach it."""
+    form, x = FORMATS["q4_k"], activations(3, 512)
+    g = Graph("two")
+    w = g.param("w", (40, form.row_bytes(512)), u8)
+    a = g.input("x", x.shape, as_dtype("f32"))
+    g.set_outputs([dequant_matmul(a, w, format="q4_k"), dequant_matmul(a * 2, w, format="q4_k")])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g)
+    for seed in (0, 1):
+        packed = weights("q4_k", 40, 512, seed)
+        compiled.set_param("w", packed)
+        one, two = compiled.run({"x": x})
+        exact = form.decode_rows(packed).astype(np.float64)
+        assert (np.abs(one - x @ exact.T) <= 1.01 * rounding_bound(x, exact)).all()
+        assert (two == 2 * one).all()
+    text = str(compiled.program())
+    assert text.count("pack_quant(out") == 1 and text.count("dequant_matmul(") == 2
+    assert compiled._executable.memory()["params"] == 0
+
+
+def test_claims():
+    def claimed(x: tuple[int, ...], dtype: str, name: str, columns: int, known: bool = True) -> str | None:
+        g = Graph("claim")
+        shape = (5, FORMATS[name].row_bytes(columns))
+        w = g.param("w", shape, u8) if known else g.input("w", shape, u8)
+        return quant.claim(dequant_matmul(g.input("x", x, as_dtype(dtype)), w, format=name).node)
+
+    assert claimed((3, 64), "f32", "q4_0", 64) is None and claimed((64,), "bf16", "int8", 64) is None
+    assert "blocks of 256" in (claimed((3, 200), "f32", "q4_k", 200) or "")
+    assert "f64" in (claimed((3, 64), "f64", "q4_0", 64) or "")
+    assert "params" in (claimed((3, 64), "f32", "q4_0", 64, known=False) or "")
+    assert "nothing" in (claimed((0, 64), "f32", "q4_0", 64) or "")
