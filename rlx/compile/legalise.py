@@ -5,6 +5,7 @@ After these passes every shape is static, every dtype is one the target has, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
         uses = "; ".join(f"{n!r} in {where(first_use[n])} {first_use[n].shapes[0]}" for n in missing)
         raise UnboundDimError(f"graph {graph.name!r}: no value for {uses}. Bind it: CompileOptions(dims={{{missing[0]!r}: …}})")
     if not binding:
+        _check_sizes(graph)
         return graph
     done: dict[Value, Value] = {}
     for node in nodes:
@@ -51,7 +53,16 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
     out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)
     out.assigns, out.in_place = [(done[h], done[v]) for h, v in graph.assigns], set(graph.in_place)
+    _check_sizes(out)
     return out
+
+
+def _check_sizes(graph: Graph) -> None:
+    """CompileError for a value whose places could not be numbered by 64 bits (a dim of 0 beside large ones counts as 1)."""
+    for node in graph.nodes():
+        for shape in node.shapes:
+            if (nbytes := math.prod(max(d, 1) for d in shape.static) * shape.dtype.itemsize) >= 1 << 62:
+                raise CompileError(f"{where(node)}: {shape} spans {nbytes} bytes, more than any memory")
 
 
 def _dim_names(x: Any) -> Iterable[str]:

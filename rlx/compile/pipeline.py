@@ -6,6 +6,7 @@ stage is kept only where someone asked for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
 from rlx.compile.precision import precision
-from rlx.errors import VerifyError
+from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.target import Target
 from rlx.ir.verify import faults
@@ -65,6 +66,9 @@ def _check(graph: Graph, what: str, before: Graph | None = None) -> None:
 def _keep(stages: dict[str, str], name: str, graph: Graph, options: CompileOptions) -> None:
     stages[name] = str(graph)
     if options.dump is not None:
-        folder = Path(options.dump)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{graph.name}.{len(stages) - 1:02}.{name}.rlx").write_text(stages[name])
+        folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph.name)[:100]  # a graph's name may hold anything
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{file}.{len(stages) - 1:02}.{name}.rlx").write_text(stages[name])
+        except OSError as e:
+            raise OptionError(f"dump={options.dump!r}: cannot write there: {e}") from e

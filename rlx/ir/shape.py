@@ -50,6 +50,7 @@ class Dim:
 
 
 DimLike = int | Dim
+MAX_RANK = 64  # numpy's
 
 
 def as_dim(x: int | str | Dim) -> DimLike:
@@ -76,6 +77,8 @@ class Shape:
 
     def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
         dims = (dims,) if isinstance(dims, (int, str, Dim)) else tuple(dims)
+        if len(dims) > MAX_RANK:
+            raise ShapeError(f"a tensor has at most {MAX_RANK} dims, got {len(dims)}")
         object.__setattr__(self, "dims", tuple(as_dim(d) for d in dims))
         object.__setattr__(self, "dtype", as_dtype(dtype))
 

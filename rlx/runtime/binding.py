@@ -14,7 +14,10 @@ from rlx.ir.shape import Shape
 
 def fits(what: str, array: object, shape: Shape) -> np.ndarray:
     """`array` as an ndarray of exactly this dtype and these dims, or an error that says what was wanted and found."""
-    found = array if isinstance(array, np.ndarray) else np.asarray(array)
+    try:
+        found = array if isinstance(array, np.ndarray) else np.asarray(array)
+    except (ValueError, TypeError, RuntimeError) as e:  # ragged lists; tensors that refuse to be numpy arrays
+        raise InputDTypeError(f"{what} is {shape}; got a {type(array).__name__} that is no array: {e}") from e
     if found.dtype != shape.dtype.numpy:
         raise InputDTypeError(f"{what} is {shape}; got dtype {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
     if found.shape != shape.static:
@@ -36,6 +39,8 @@ def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl])
 
 def by_position(given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
     """Arrays in declaration order."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise BindingError(f"inputs by position are a sequence of arrays; got {type(given).__name__}")
     if len(given) != len(decls):
         wanted = ", ".join(f"{d.name!r} {d.shape}" for d in decls)
         error = MissingInputError if len(given) < len(decls) else BindingError
@@ -48,7 +53,10 @@ def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | s
     given = as_dtype(dtype)
     if given != shape.dtype:
         raise InputDTypeError(f"{what} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")
-    view = memoryview(data)
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise InputDTypeError(f"{what} is {shape}; got {type(data).__name__}, which has no bytes") from None
     if view.nbytes != shape.size_bytes:
         raise InputShapeError(f"{what} is {shape}, {shape.size_bytes} bytes; got {view.nbytes}")
     return np.frombuffer(view, shape.dtype.numpy).reshape(shape.static)

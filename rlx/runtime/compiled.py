@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class CompiledGraph:
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
         self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
         self._output_views = tuple(self._host_view(o.buffer).reshape(o.shape.static) for o in program.outputs)
-        self._fast = tuple((v, v.dtype, v.shape) for v in self._input_views)
+        self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
         self._feeds: dict[str, int] = {}
         self._lock = threading.Lock()
         self._generation = 0
@@ -73,6 +73,7 @@ class CompiledGraph:
 
         UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything.
         """
+        self._drain()  # queued runs are to use the weights as they were
         with self._lock:
             self._weights.set(name, array)
 
@@ -121,18 +122,23 @@ class CompiledGraph:
 
         Nothing is allocated. An input that is the array `input_view` gave is not copied.
         """
-        if len(inputs) != len(self._fast):
-            by_position(inputs, self._inputs)
-        at = 0
-        for view, dtype, shape in self._fast:
+        if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
+            inputs = by_position(inputs, self._inputs)
+        at, ours = 0, False
+        for view, dtype, shape, memory in self._fast:
             array = inputs[at]
-            if array is not view and (type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape):
-                fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
+            if array is not view:
+                if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                    fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
+                else:
+                    ours = ours or array.base is memory
             at += 1
+        if ours:
+            inputs = self._apart(inputs)
         with self._lock:
             self._before_run()
             at = 0
-            for view, _, _ in self._fast:
+            for view, _, _, _ in self._fast:
                 if inputs[at] is not view:
                     np.copyto(view, inputs[at])
                 at += 1
@@ -142,6 +148,8 @@ class CompiledGraph:
     def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
         """One run on raw little-endian bytes; (bytes, dtype) per output."""
         decls = {b.name: b for b in self._inputs}
+        if not isinstance(inputs, Mapping) or any(not isinstance(v, tuple) or len(v) != 2 for v in inputs.values()):
+            raise BindingError("run_typed takes {name: (bytes, dtype)}")
         arrays = {
             name: from_bytes(f"input {name!r}", data, dtype, decls[name].shape) if name in decls else None
             for name, (data, dtype) in inputs.items()
@@ -163,7 +171,8 @@ class CompiledGraph:
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
         """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, as a fresh array."""
         flat = self._current_outputs()[self._output_index(output)].reshape(-1)
-        if row_inner < 1 or row < 0 or (row + 1) * row_inner > flat.size:
+        whole = isinstance(row, (int, np.integer)) and isinstance(row_inner, (int, np.integer))
+        if not whole or row_inner < 1 or row < 0 or (row + 1) * row_inner > flat.size:
             raise InputShapeError(f"output {output} has {flat.size} elements; row {row} of {row_inner} is outside")
         return flat[row * row_inner : (row + 1) * row_inner].copy()
 
@@ -218,6 +227,7 @@ class CompiledGraph:
         if decl is None:
             return False
         value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
+        self._drain()  # queued runs are to see the state as it was
         with self._lock:
             self._executable.write(decl.id, value)
         return True
@@ -296,6 +306,12 @@ class CompiledGraph:
         if extent is not None:
             raise Unsupported("set_active_extent is not in this version: a run takes all rows; compile a smaller graph instead")
 
+    def _no_experts(self, *_: object) -> NoReturn:
+        raise Unsupported("mixture-of-experts residency and router capture are not in this version: all weights are resident")
+
+    set_moe_resident_experts = set_moe_resident_experts_per_layer = _no_experts
+    enable_moe_topk_capture = take_moe_topk_capture = take_moe_residency_stats = _no_experts
+
     # -- for people and tools
 
     def clone(self) -> CompiledGraph:
@@ -339,7 +355,16 @@ class CompiledGraph:
                 self._lock.acquire()
         self._weights.ready()
 
+    def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The arrays, those that lie in another input's slot copied: filling that slot would change them."""
+        views = self._input_views
+        return [
+            a.copy() if a.base is view.base and any(np.may_share_memory(a, v) for v in views if v is not view) else a
+            for a, view in zip(arrays, views)
+        ]
+
     def _copy_in(self, arrays: Sequence[np.ndarray]) -> None:
+        arrays = self._apart(arrays)
         for decl, view, array in zip(self._inputs, self._input_views, arrays):
             if array is not view:
                 np.copyto(view, array)

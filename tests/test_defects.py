@@ -1,0 +1,210 @@
+"""Defects that systems like this have shipped with, each looked for by name; and what a hostile caller might pass.
+
+Those with a home elsewhere are there: rebound weights, stale views, swapped states in test_compiled; native against
+decomposed in test_ops; slots of packed weights in test_memory_plan; masks past their rows in test_cpu_attention;
+damaged files in test_weights; fork, exit and affinity in test_cpu_pool; allocation and resident memory in test_allocation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.errors import BindingError, CompileError, InputDTypeError, InputShapeError, OptionError, ShapeError, Unsupported
+
+F = np.float32
+DEVICES = ("ref", "ref:1", "cpu")
+
+
+@pytest.fixture(params=DEVICES)
+def session(request: pytest.FixtureRequest) -> rlx.Session:
+    return rlx.Session(request.param)
+
+
+def two_inputs() -> rlx.Graph:
+    g = rlx.Graph("two")
+    x, y = g.input("x", (100,), "f32"), g.input("y", (100,), "f32")
+    g.set_outputs([x + y, x - y, x, y])
+    return g
+
+
+def plus_one(dims: tuple[int | str, ...], name: str = "plus_one") -> rlx.Graph:
+    g = rlx.Graph(name)
+    g.set_outputs([g.input("x", dims, "f32") + 1.0])
+    return g
+
+
+# -- arrays that are the executable's own memory -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["run", "run_slots", "run_pipelined"])
+def test_an_input_may_be_the_slot_of_another(session, how):
+    compiled = session.compile(two_inputs())
+    x, y = np.random.default_rng(0).standard_normal((2, 100)).astype(F)
+    vx, vy = compiled.input_view("x"), compiled.input_view("y")
+    vx[...], vy[...] = x, y
+    if how == "run":
+        total, difference, *_ = compiled.run({"x": vy, "y": vx[::-1]})
+    elif how == "run_slots":
+        compiled.run_slots([vy, vx[::-1]])
+        total, difference, *_ = map(np.array, compiled.outputs_view())
+    else:
+        ((total, difference, *_),) = compiled.run_pipelined([{"x": vy, "y": vx[::-1]}])
+    assert (total == y + x[::-1]).all() and (difference == y - x[::-1]).all()
+
+
+def test_outputs_may_be_fed_back(session):
+    compiled = session.compile(two_inputs())
+    x, y = np.random.default_rng(1).standard_normal((2, 100)).astype(F)
+    for _ in range(3):
+        compiled.run_slots([x, y])
+        total, difference, same_x, same_y = map(np.asarray, compiled.outputs_view())
+        want = np.array(difference) + np.array(total), np.array(difference) - np.array(total)
+        got = compiled.run({"x": difference, "y": total})
+        assert (got[0] == want[0]).all() and (got[1] == want[1]).all()
+        compiled.run_slots([x, y])
+        got = compiled.run({"x": same_y, "y": same_x})  # outputs that are inputs have memory of their own
+        assert (got[1] == y - x).all()
+
+
+# -- queued runs are in the order of the calls ---------------------------------------------------------------------
+
+
+def test_queued_runs_see_state_and_weights_as_they_were(session):
+    g = rlx.Graph("queued")
+    x, w = g.input("x", (8, 8), "f32"), g.param("w", (8, 8), "f32")
+    state = g.handle(rlx.BufferHandle("sum", (8, 8), "f32"))
+    g.assign(state, state + x @ w)
+    g.set_outputs([x @ w])
+    compiled = session.compile(g)
+    eye, ones = np.eye(8, dtype=F), np.ones((8, 8), F)
+    compiled.set_param("w", eye)
+    for _ in range(5):
+        compiled.commit_no_wait({"x": ones})
+    compiled.set_param("w", 2 * eye)
+    assert (compiled.read_handle("sum") == 5).all()
+    for _ in range(5):
+        compiled.commit_no_wait({"x": ones})
+    compiled.bind_handle("sum", 100 * ones)
+    assert (compiled.read_handle("sum") == 100).all()
+    compiled.run({"x": ones})
+    assert (compiled.read_handle("sum") == 102).all()
+
+
+# -- what does not fit is refused by an error of ours --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda c, x: c.run({"x": [[1.0], [2.0, 3.0]]}), InputDTypeError),
+        (lambda c, x: c.run({"x": None}), InputDTypeError),
+        (lambda c, x: c.run({"x": x.astype(">f4")}), InputDTypeError),
+        (lambda c, x: c.run([x]), BindingError),
+        (lambda c, x: c.run_slots(None), BindingError),
+        (lambda c, x: c.run_slots({"x": x}), BindingError),
+        (lambda c, x: c.run_slots(a for a in [x]), BindingError),
+        (lambda c, x: c.run_slots("x"), BindingError),
+        (lambda c, x: c.run_slots([[1.0, 2.0]]), InputDTypeError),
+        (lambda c, x: c.run_typed(None), BindingError),
+        (lambda c, x: c.run_typed({"x": x}), BindingError),
+        (lambda c, x: c.run_typed({"x": ("text", "f32")}), InputDTypeError),
+        (lambda c, x: c.run_typed({"x": (16, "f32")}), InputDTypeError),
+        (lambda c, x: c.read_output_row(0, 0.5, 2), InputShapeError),
+        (lambda c, x: c.read_output_row(0, "0", 2), InputShapeError),
+    ],
+)
+def test_calls_of_the_wrong_kind(session, call, error):
+    compiled = session.compile(plus_one((4,)))
+    x = np.arange(4, dtype=F)
+    (before,) = compiled.run({"x": x})
+    with pytest.raises(error):
+        call(compiled, x)
+    assert (compiled.read_output_row(0, 0, 4) == before).all() and compiled.outputs_view()[0].shape == (4,)
+
+
+def test_arrays_of_any_layout(session):
+    compiled = session.compile(plus_one((4,)))
+    x = np.arange(4, dtype=F)
+    unaligned = np.zeros(17, np.uint8)[1:].view(F)
+    unaligned[:] = x
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for array in (unaligned, fixed, x[::-1][::-1], np.repeat(x, 3)[::3]):
+        compiled.run_slots([array])
+        assert (compiled.run({"x": array})[0] == x + 1).all() and (np.asarray(compiled.outputs_view()[0]) == x + 1).all()
+    assert (compiled.run({"x": np.broadcast_to(F(2), (4,))})[0] == 3).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.set_moe_resident_experts([True]),
+        lambda c: c.set_moe_resident_experts_per_layer([[True]]),
+        lambda c: c.enable_moe_topk_capture(1),
+        lambda c: c.take_moe_topk_capture(),
+        lambda c: c.take_moe_residency_stats(),
+        lambda c: c.set_active_extent((1, 4)),
+    ],
+)
+def test_what_this_version_lacks_does_not_pretend(session, call):
+    with pytest.raises(Unsupported, match="not in this version"):
+        call(session.compile(plus_one((4,))))
+
+
+# -- absurd sizes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [(2**62,), (2**31, 2**31), (2**64,), (10**30,), (2**62, 0), (0, 2**40, 2**40)], ids=str)
+def test_sizes_past_any_memory_are_refused_at_compile(session, dims):
+    with pytest.raises(CompileError, match="bytes, more than any memory"):
+        session.compile(plus_one(dims))
+
+
+def test_bound_dims_past_any_memory():
+    with pytest.raises(CompileError, match=r"f32\[1099511627776,1099511627776\] spans 4835703278458516698824704 bytes"):
+        rlx.Session("cpu").compile(plus_one(("n", "m")), rlx.CompileOptions(dims={"n": 2**40, "m": 2**40}))
+
+
+def test_rank_has_a_limit(session):
+    assert session.compile(plus_one((2,) + (1,) * 63)).run({"x": np.ones((2,) + (1,) * 63, F)})[0].sum() == 4
+    with pytest.raises(ShapeError, match="at most 64 dims"):
+        plus_one((1,) * 65)
+
+
+def test_nothing_of_nothing(session):
+    """Zero elements through every way in and out."""
+    g = rlx.Graph("empty")
+    x, w = g.input("x", (0, 4), "f32"), g.param("w", (4, 3), "f32")
+    state = g.handle(rlx.BufferHandle("state", (0, 3), "f32"))
+    g.assign(state, state + x @ w)
+    g.set_outputs([x @ w, rlx.sum(x, axis=0), rlx.softmax(x), rlx.concat(x, x, axis=0), x.T])
+    compiled = session.compile(g)
+    compiled.set_param("w", np.ones((4, 3), F))
+    x = np.zeros((0, 4), F)
+    shapes = [(0, 3), (4,), (0, 4), (0, 4), (4, 0)]
+    assert [a.shape for a in compiled.run({"x": x})] == shapes and not compiled.run({"x": x})[1].any()
+    assert [n for _, n in compiled.run_slots([x])] == [0, 4, 0, 0, 0]
+    assert [n for _, n in compiled.run_raw({"x": x})] == [0, 4, 0, 0, 0]
+    assert [np.asarray(v).shape for v in compiled.outputs_view()] == shapes
+    assert [[a.shape for a in run] for run in compiled.run_pipelined([{"x": x}] * 2)] == [shapes] * 2
+    assert [len(data) for data, _ in compiled.run_typed({"x": (b"", "f32")})] == [0, 16, 0, 0, 0]
+    compiled.restore_handles(compiled.snapshot_handles())
+    assert compiled.clone().read_handle("state").shape == (0, 3)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../../out", "/a/b", 'a "quoted"\nname', "n" * 400, "..", "é\x00"], ids=range(6))
+def test_a_dump_stays_in_its_folder(tmp_path, name):
+    rlx.Session("ref").compile(plus_one((4,), name), rlx.CompileOptions(dump=tmp_path / "in" / "here"))
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert files and {p.parent for p in files} == {tmp_path / "in" / "here"}
+
+
+def test_a_dump_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="cannot write there"):
+        rlx.Session("ref").compile(plus_one((4,)), rlx.CompileOptions(dump=tmp_path / "file"))
