@@ -47,16 +47,6 @@ def scalar_of(ty: str) -> str:
     return ty[ty.index("x ") + 2 : -1] if ty[0] == "<" else ty
 
 
-def literal(scalar: str, value: float | int | bool) -> str:
-    """A scalar constant as LLVM writes it: floats by their bits, so that no digit is lost."""
-    if scalar in ("double", "float"):
-        value = ctypes.c_float(value).value if scalar == "float" else value  # rounded; infinite where it overflows
-        return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
-    if scalar == "i1":
-        return "true" if value else "false"
-    return str(int(value))
-
-
 def sanitised(name: str) -> str:
     """LLVM type text inside an intrinsic's name: <16 x float> -> v16f32."""
     short = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
@@ -105,8 +95,13 @@ class Emitter:
         """A constant in every lane of `ty`; what is a V already stays as it is."""
         if isinstance(value, V):
             return value
-        text = literal(scalar_of(ty), value)
-        return V(text if ty[0] != "<" else f"splat({scalar_of(ty)} {text})", ty)
+        scalar = scalar_of(ty)
+        if scalar in ("double", "float"):  # by its bits, so that no digit is lost
+            value = ctypes.c_float(value).value if scalar == "float" else value  # rounded; infinite where it overflows
+            text = f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+        else:
+            text = str(bool(value)).lower() if scalar == "i1" else str(int(value))
+        return V(text if ty[0] != "<" else f"splat({scalar} {text})", ty)
 
     def i64(self, value: int | V) -> V:
         return self.const("i64", value)

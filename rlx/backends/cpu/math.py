@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from rlx.backends.cpu.emit import Emitter, V
 
@@ -147,14 +148,6 @@ def log(e: Emitter, x: V) -> V:
     return e.select(e.cmp("oeq", x, 0.0), -math.inf, out)
 
 
-def sin(e: Emitter, x: V) -> V:
-    return _sin_or_cos(e, x, "sin")
-
-
-def cos(e: Emitter, x: V) -> V:
-    return _sin_or_cos(e, x, "cos")
-
-
 def _sin_or_cos(e: Emitter, x: V, name: str) -> V:
     """Reduced by multiples of pi/2 in double, on |x|, so that -0 and the sign of sin come out by themselves."""
     magnitude = e.intrinsic("fabs", x)
@@ -186,6 +179,9 @@ def _for_large(e: Emitter, x: V, magnitude: V, out: V, name: str) -> V:
         slow = e.select(large, slow, out)
         inside = e.block
     return e.phi((out, before), (slow, inside))
+
+
+sin, cos = partial(_sin_or_cos, name="sin"), partial(_sin_or_cos, name="cos")
 
 
 def tanh(e: Emitter, x: V) -> V:
