@@ -1,5 +1,23 @@
-"""Models ready to use: `rlx.models.load(folder).embed(texts)`."""
+"""Models ready to use: `load(folder).embed(texts)`, `load(folder_or_gguf).step(tokens)`."""
 
-from rlx.frontends.embedding import EmbeddingModel, default_folder, load
+from pathlib import Path
+from typing import Any
 
-__all__ = ["EmbeddingModel", "default_folder", "load"]
+from rlx.frontends.embedding import EmbeddingModel, default_folder
+from rlx.frontends.language import LanguageModel
+from rlx.frontends.models.families import FAMILIES
+from rlx.frontends.weights import read_json
+
+
+def load(path: str | Path, **how: Any) -> Any:
+    """The model in a Hugging Face folder or a .gguf file: a LanguageModel, or an EmbeddingModel for BERT-type encoders.
+
+    `how`: as the model's class takes it. Raises ModelError saying what is missing or unsupported.
+    """
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and read_json(path / "config.json").get("model_type") in tuple(FAMILIES)):
+        return LanguageModel(path, **how)
+    return EmbeddingModel(path, **how)
+
+
+__all__ = ["EmbeddingModel", "LanguageModel", "default_folder", "load"]

@@ -212,7 +212,7 @@ def edit(path: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model_type": "gpt2"}, ModelError, "model_type 'gpt2' is not supported; supported: 'bert'"),
+        ({"model_type": "t5"}, ModelError, "model_type 't5' is not supported; supported: 'bert'"),
         ({"hidden_act": "mish"}, ModelError, "hidden_act 'mish' is not supported; supported: 'gelu'"),
         ({"position_embedding_type": "relative_key"}, ModelError, "'relative_key' is not supported"),
         ({"is_decoder": True}, ModelError, "decoder"),

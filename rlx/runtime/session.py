@@ -14,7 +14,8 @@ from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
 from rlx.ir.graph import Graph
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.report import CompileReport
+from rlx.runtime.report import CompileReport, MemoryPlan
+from rlx.runtime.weights import planned_bytes
 
 
 class Session:
@@ -48,6 +49,12 @@ class Session:
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
         return self._build(graph, options, params, handles)
+
+    def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
+        """Where the bytes of an executable would be, but for its code and scratch. Nothing is allocated for it."""
+        options = options or CompileOptions()
+        program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
+        return MemoryPlan.of(program, planned_bytes(program))
 
     def _build(
         self, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None

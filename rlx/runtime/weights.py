@@ -23,16 +23,7 @@ class Weights:
         self.executable, self.store = executable, executable.params
         program = self.program = executable.program
         self.decls = {program.buffers[id].name: program.buffers[id] for id in program.params}
-        region = [b.region for b in program.buffers]
-        self.sources: list[frozenset[str]] = []  # of each prepare step: the params it depends on
-        feeds: dict[int, frozenset[str]] = {}
-        for step in program.prepare:
-            names: frozenset[str] = frozenset()
-            for id in step.reads:
-                names |= feeds.get(id, frozenset()) if region[id] is not Region.PARAM else {program.buffers[id].name}
-            self.sources.append(names)
-            for id in step.writes:
-                feeds[id] = names
+        self.sources = _sources(program)
         self.kept = _kept(program, self.sources)
         self._seen = -1  # the store's generation when everything was last current
 
@@ -87,6 +78,32 @@ class Weights:
             raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
         self.run([i for i in stale if self.sources[i]], {})
         self._seen = self.store.generation
+
+
+def planned_bytes(program: Program) -> dict[str, int]:
+    """Bytes by purpose of an executable of `program` with all its params set; scratch and code are not known yet."""
+    names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
+    total = {"arena": program.plan.size_bytes} | dict.fromkeys(names.values(), 0)
+    kept = _kept(program, _sources(program))
+    for b in program.buffers:
+        if b.region in names and (b.region is not Region.PARAM or b.name in kept):
+            total[names[b.region]] += b.nbytes
+    return total
+
+
+def _sources(program: Program) -> list[frozenset[str]]:
+    """Of each prepare step: the params it depends on."""
+    region = [b.region for b in program.buffers]
+    out: list[frozenset[str]] = []
+    feeds: dict[int, frozenset[str]] = {}
+    for step in program.prepare:
+        names: frozenset[str] = frozenset()
+        for id in step.reads:
+            names |= feeds.get(id, frozenset()) if region[id] is not Region.PARAM else {program.buffers[id].name}
+        out.append(names)
+        for id in step.writes:
+            feeds[id] = names
+    return out
 
 
 def _kept(program: Program, sources: list[frozenset[str]]) -> frozenset[str]:

@@ -1,0 +1,143 @@
+"""The weights of a language model where they lie: a Hugging Face folder or a GGUF file, read one param at a time.
+
+In: a path, and the form in which matrices shall be kept. Out: a DecoderConfig, the format of each matrix, and for each param
+of the network an array in that form. Nothing is read before it is asked for; what was read is given back to the system.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+
+from rlx.errors import CorruptFileError, ModelError, known
+from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
+from rlx.frontends.models.families import config_of, config_of_gguf, param_name
+from rlx.frontends.models.llama import DecoderConfig, build
+from rlx.frontends.weights import read_json, read_weights
+from rlx.ir.dtype import DTYPES, as_dtype
+from rlx.ir.quant import FORMATS
+
+FLOATS = ("f32", "bf16", "f16")
+KEPT = (*FLOATS, "int8", "int4")  # forms that weights can be brought into
+FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+_NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.attn_rot_embd\.")  # old files keep these constants
+
+
+class Checkpoint:
+    """`config`; `formats`: how each matrix will be kept, by param; `read(name)`: a param's array."""
+
+    config: DecoderConfig
+    gguf: GgufFile | None = None
+
+    def __init__(self, path: str | Path, weights: str | None = None) -> None:
+        """`weights`: one of KEPT for every matrix; None: each as it is stored.
+
+        Raises ModelError (CorruptFileError) saying what is missing, unsupported, or of the wrong shape.
+        """
+        self.path = Path(path)
+        if weights is not None and weights not in KEPT:
+            raise ModelError(f"weights={weights!r}: choose one of {known(KEPT)}, or None to keep them as stored")
+        found = self._read_gguf() if self.path.is_file() else self._read_folder()
+        if self.config.tied:
+            found.pop("lm_head.weight", None)
+        self._tensors = found
+        self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
+        self._parts = {name: [name] for name in found}  # param -> the tensors that it is made of, one below the other
+        for fused, parts in FUSED.items():
+            for i in range(self.config.num_hidden_layers):
+                prefix, _, joined = f"model.layers.{i}.{fused}".rpartition(".")
+                self._fuse(f"{prefix}.{joined}", [f"{prefix}.{p}" for p in parts])
+        self._check()
+
+    def read(self, name: str) -> np.ndarray:
+        """The param in its declared dims and dtype."""
+        form = self.formats.get(name, "f32")
+        parts = [_converted(self._tensors[part], form) for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def release(self) -> None:
+        """Let the system take back the pages of the files that reads have brought into memory."""
+        for mapped in {id(m): m for t in self._tensors.values() if (m := _mapping(t.data)) is not None}.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    # -- files
+
+    def _read_folder(self) -> dict[str, GgufTensor]:
+        if not self.path.is_dir():
+            raise ModelError(f"{self.path} is neither a folder with config.json and model.safetensors nor a .gguf file")
+        self.config = config_of(read_json(self.path / "config.json"))
+        found: dict[str, GgufTensor] = {}
+        for name, array in read_weights(self.path).items():
+            if _NO_WEIGHTS.search(name):
+                continue
+            if self.config.family == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
+                array = array.T  # GPT-2 alone stores [in, out]
+            found[param_name(name, self.config.family)] = GgufTensor(array.shape, as_dtype(array.dtype).name, array)
+        return found
+
+    def _read_gguf(self) -> dict[str, GgufTensor]:
+        file = self.gguf = read_gguf(self.path)
+        tensors = {n: t for n, t in file.tensors.items() if not _NO_WEIGHTS.search(n)}
+        factors, table = tensors.pop("rope_freqs.weight", None), tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2:
+            raise ModelError(f"{self.path} has no matrix token_embd.weight: it is no language model, or a part of one")
+        names = {param_name(n, "") for n in tensors}
+        self.config = config_of_gguf(file.metadata, names, table.shape[0], None if factors is None else factors.data)
+        return {param_name(n, self.config.family): t for n, t in tensors.items()}
+
+    # -- what the network asks for
+
+    def _fuse(self, fused: str, parts: list[str]) -> None:
+        """One matrix of several that are stored alike."""
+        forms = {self.formats.get(f"{p}.weight") for p in parts}
+        if len(forms) == 1 and None not in forms:
+            self.formats[f"{fused}.weight"] = forms.pop() or ""
+            for kind in ("weight", "bias"):
+                if all(f"{p}.{kind}" in self._parts for p in parts):
+                    self._parts[f"{fused}.{kind}"] = [f"{p}.{kind}" for p in parts]
+                    for p in parts:
+                        self._parts.pop(f"{p}.{kind}")
+                        self.formats.pop(f"{p}.{kind}", None)
+
+    def _check(self) -> None:
+        """Every param of the network is there in its shape, and no tensor is left over."""
+        try:
+            params = build(self.config, 1, 1, 1, self.formats).params
+        except KeyError as e:
+            raise ModelError(f"{self.path}: the weights lack the tensor {e.args[0]!r}") from None
+        names = [str(p.name) for p in params]
+        if missing := [n for n in names if n not in self._parts]:
+            raise ModelError(f"{self.path}: the weights lack {len(missing)} tensors: {known(missing)}")
+        if unused := set(self._parts) - set(names):
+            raise ModelError(f"{self.path}: {self.config.family} as built here has no use for the tensors {known(unused)}")
+        for p in params:
+            shapes = [self._tensors[part].shape for part in self._parts[str(p.name)]]
+            form = self.formats.get(str(p.name), "f32")
+            width = (FORMATS[form].row_bytes(shapes[0][-1]),) if form in FORMATS else shapes[0][1:]
+            if len({s[1:] for s in shapes}) > 1 or (sum(s[0] for s in shapes), *width) != p.dims:
+                raise CorruptFileError(f"{self.path}: {p.name!r} is {shapes}, the configuration asks for {p.shape}")
+        if odd := {t.type for t in self._tensors.values()} - {*FORMATS, *FLOATS, "f64"}:
+            raise ModelError(f"{self.path}: weights of the type {known(odd)} are not supported")
+
+
+def _kept_as(stored: str) -> str:
+    return stored if stored in FLOATS or stored in FORMATS else "f32"
+
+
+def _converted(tensor: GgufTensor, form: str) -> np.ndarray:
+    """A tensor in another form: a float dtype, or packed."""
+    if tensor.type == form:
+        return np.ascontiguousarray(tensor.data)
+    floats = FORMATS[tensor.type].decode_rows(tensor.data, tensor.shape[-1]) if tensor.type in FORMATS else tensor.data
+    return FORMATS[form].encode(floats) if form in FORMATS else floats.astype(DTYPES[form].numpy)
+
+
+def _mapping(array: np.ndarray) -> mmap.mmap | None:
+    """The mapped file that an array lies in."""
+    base: object = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return base

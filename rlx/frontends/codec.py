@@ -1,0 +1,80 @@
+"""Text to tokens and back for language models, from a folder's tokenizer.json or a GGUF file's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError
+from rlx.frontends.gguf import GgufFile, build_tokenizer
+from rlx.frontends.weights import read_json
+
+
+class TextCodec:
+    """`ends`: ids that end an answer. `chat_template`: a Jinja template from messages to a prompt, or None.
+    `special`: the text of "bos_token" and "eos_token" where there is one, as templates want it."""
+
+    def __init__(self, tokenizer: Any, ends: Iterable[int], chat_template: str | None, special: dict[str, str]) -> None:
+        """`tokenizer`: a `tokenizers.Tokenizer`."""
+        self._tokenizer, self.ends, self.chat_template, self.special = tokenizer, frozenset(ends), chat_template, special
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text. `special`: with the tokens that the model wants around every text (a rendered template has its own)."""
+        if not isinstance(text, str):
+            raise InputDTypeError(f"a prompt is a str, got {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise InputDTypeError(f"the prompt is not valid unicode: {e.reason} at character {e.start}") from None
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`. `special`: tokens such as "<|end|>" too."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+
+def folder_codec(folder: str | Path) -> TextCodec:
+    """From tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja of a Hugging Face folder."""
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
+    try:
+        import tokenizers
+    except ImportError as e:
+        raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
+    try:
+        made = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
+        raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+    files = ("config.json", "generation_config.json", "tokenizer_config.json")
+    network, generation, words = (read_json(folder / f) if (folder / f).is_file() else {} for f in files)
+    special = {}
+    for key in ("bos_token", "eos_token"):
+        token = words.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            special[key] = token
+    given = [made.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    for source in (network, generation):
+        ids = source.get("eos_token_id")
+        given += ids if isinstance(ids, list) else [ids]
+    ends = [i for i in given if type(i) is int]
+    jinja = folder / "chat_template.jinja"
+    template = jinja.read_text("utf-8") if jinja.is_file() else words.get("chat_template")
+    return TextCodec(made, ends, template if isinstance(template, str) else None, special)
+
+
+def gguf_codec(file: GgufFile) -> TextCodec:
+    """From the metadata of a GGUF file."""
+    made = build_tokenizer(file)
+    ids = {key: file.token_id(key) for key in ("bos", "eos", "eot", "eom")}
+    special = {f"{k}_token": made.id_to_token(i) for k in ("bos", "eos") if (i := ids[k]) is not None}
+    return TextCodec(made, {i for k in ("eos", "eot", "eom") if (i := ids[k]) is not None}, file.chat_template, special)

@@ -1,0 +1,208 @@
+"""LanguageModel: a Hugging Face folder or a GGUF file made into a function from tokens to the logits of the next one.
+
+Graphs for a few chunk sizes (a ladder) share one copy of the weights and one state: keys and values of `capacity` positions,
+filled as far as `position` says. A long prompt goes through in chunks; the last one is padded, and what stands in the padding
+is overwritten by the tokens that follow.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError
+from rlx.frontends.checkpoint import Checkpoint
+from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
+from rlx.frontends.models.llama import build
+from rlx.ir.graph import Graph
+from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
+
+LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size that is used is compiled once
+DEFAULT_CAPACITY = 4096  # positions, where the model allows as many
+
+
+class LanguageModel:
+    """Made by `load`. One thread at a time runs it. Weights are read, and memory is taken, at the first step."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        weights: str | None = None,
+        capacity: int | None = None,
+        batch: int = 1,
+        session: Session | None = None,
+        options: CompileOptions | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`weights`: how matrices are kept: "f32", "bf16", "f16", "int8", "int4", or None: as they are stored. `capacity`:
+        positions, prompt and answer together. `batch`: sequences that step together. `progress(done, total)` counts bytes of
+        weights as they are read.
+
+        Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
+        """
+        self.seconds: dict[str, float] = defaultdict(float)  # where the time went, by phase
+        self.path, self.batch = Path(path), batch
+        with self._spent("read model"):
+            self.checkpoint = Checkpoint(path, weights)
+        self.config = self.checkpoint.config
+        longest = self.config.max_position_embeddings
+        self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else capacity
+        if batch < 1 or not 1 <= self.capacity <= longest:
+            raise OptionError(f"batch={batch}, capacity={capacity}: give at least 1, and at most the model's {longest} positions")
+        self.params: ParamStore | None = None  # shared by every graph
+        self.handles = HandleStore()  # the state; shared likewise
+        self._session, self._options, self._progress = session or Session(), options or CompileOptions(), progress
+        self._compiled: dict[int, CompiledGraph] = {}
+        self._codec: TextCodec | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def codec(self) -> TextCodec:
+        """Text to tokens and back. Raises ModelError if the files hold no tokenizer."""
+        if self._codec is None:
+            self._codec = self._read_codec()
+        return self._codec
+
+    def _read_codec(self) -> TextCodec:
+        gguf = self.checkpoint.gguf
+        codec = folder_codec(self.path) if gguf is None else gguf_codec(gguf)
+        if codec.vocab_size > self.config.vocab_size:
+            found = f"{codec.vocab_size} tokens, the network's vocab_size is {self.config.vocab_size}"
+            raise ModelError(f"{self.path}: the tokenizer has {found}")
+        return codec
+
+    # -- running
+
+    @property
+    def position(self) -> int:
+        """Tokens that the state holds."""
+        entry = self.handles.entries.get("position")
+        return int(entry.array) if entry else 0
+
+    def step(self, tokens: Any) -> np.ndarray:
+        """Take in `tokens`, int [n] or [batch, n] with n of at least 1; f32 [batch, vocab], the logits after the last one.
+
+        IndexRangeError: they do not fit into the capacity, or one is no token; the state is then as it was before the
+        chunk that failed.
+        """
+        chunk = self._checked(tokens)
+        with self._lock:
+            start, length = self.position, chunk.shape[1]
+            if start + length > self.capacity:
+                raise IndexRangeError(f"{length} tokens at position {start} do not fit into a capacity of {self.capacity}")
+            at = 0
+            while at < length:
+                size = self.chunk_size(length - at, self.capacity - start - at)
+                compiled, count = self.executable(size), min(size, length - at)
+                with self._spent("decode" if size == 1 else "prefill"):
+                    ids, valid = compiled.input_view("tokens"), compiled.input_view("count")
+                    ids[:, :count], ids[:, count:], valid[()] = chunk[:, at : at + count], 0, count
+                    compiled.run_slots((ids, valid))
+                at += count
+            return np.array(compiled.outputs_view()[0])
+
+    def reset(self) -> None:
+        """Forget every token."""
+        if entry := self.handles.entries.get("position"):
+            entry.array[...] = 0
+
+    def use_handles(self, store: HandleStore) -> None:
+        """Go on from another state, such as a fork of `handles`. Nothing is copied."""
+        with self._lock:
+            self.handles = store
+            for compiled in self._compiled.values():
+                compiled.use_handles(store)
+
+    def chunk_size(self, tokens: int, room: int) -> int:
+        """The rung of the ladder that takes the next of `tokens` tokens where `room` positions are free: the least that
+        holds them all, unless more than half of it would be padding; a few tokens cost little more than one."""
+        rungs = [n for n in LADDER if n <= min(room, self.capacity)]
+        above = next((n for n in rungs if n >= tokens), None)
+        if above is not None and (above <= LADDER[1] or 2 * tokens >= above):
+            return above
+        return max(n for n in rungs if n <= max(tokens, 1))
+
+    # -- executables
+
+    def graph(self, tokens: int, all_logits: bool = False) -> Graph:
+        """A graph of `tokens` positions over this model's weights and state; add to it what you need, then `compile` it."""
+        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits)
+
+    def executable(self, tokens: int) -> CompiledGraph:
+        """The executable for a chunk of that many tokens, from the cache or made now."""
+        with self._lock:
+            if tokens not in self._compiled:
+                with self._spent("build graph"):
+                    graph = self.graph(tokens)
+                self._compiled[tokens] = self.compile(graph)
+            return self._compiled[tokens]
+
+    def compile(self, graph: Graph) -> CompiledGraph:
+        """An executable that shares this model's weights and state."""
+        with self._lock:
+            compiled = self._session.compile(graph, self._options, params=self.params, handles=self.handles)
+            for stage, seconds in compiled.report().seconds.items():
+                self.seconds[f"compile: {stage}"] += seconds
+            with self._spent("set weights"):
+                self._set_weights(compiled)
+            self.params = compiled.params
+            return compiled
+
+    def _set_weights(self, compiled: CompiledGraph) -> None:
+        sizes = {p.name: p.shape.size_bytes for p in self.graph(1).params}
+        missing, done = compiled.missing_params(), 0
+        total = sum(sizes[name] for name in missing)
+        for name in missing:
+            compiled.set_param(name, self.checkpoint.read(name))
+            self.checkpoint.release()
+            done += sizes[name]
+            if self._progress is not None:
+                self._progress(done, total)
+
+    def memory(self, prompt: int = 1) -> dict[str, int]:
+        """Bytes by purpose that a prompt of that many tokens and the decoding after it take. Nothing is allocated for this."""
+        sizes, left = {1}, prompt
+        while left > 0:
+            sizes.add(size := self.chunk_size(left, self.capacity))
+            left -= size
+        total: dict[str, int] = {}
+        for size in sorted(sizes):
+            for purpose, n in self._session.plan(self.graph(size), self._options).regions.items():
+                shared = purpose in ("params", "prepared", "handles")  # by all sizes
+                total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
+        return total
+
+    # -- inside
+
+    def _checked(self, tokens: Any) -> np.ndarray:
+        """i32 [batch, n]."""
+        chunk = np.asarray(tokens)
+        if chunk.dtype.kind not in "iu":
+            raise InputDTypeError(f"tokens are integers, got {chunk.dtype}")
+        chunk = chunk[None] if chunk.ndim == 1 and self.batch == 1 else chunk
+        if chunk.ndim != 2 or chunk.shape[0] != self.batch or not chunk.shape[1]:
+            raise InputShapeError(f"tokens are [{self.batch}, n] with n of at least 1, got {list(chunk.shape)}")
+        if outside := chunk[(chunk < 0) | (chunk >= self.config.vocab_size)].tolist():
+            raise IndexRangeError(f"token {outside[0]} is outside 0 … {self.config.vocab_size - 1}")
+        return chunk.astype(np.int32)
+
+    @contextmanager
+    def _spent(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+def load(path: str | Path, **how: Any) -> LanguageModel:
+    """The language model in a Hugging Face folder or a .gguf file; arguments as LanguageModel takes them."""
+    return LanguageModel(path, **how)

@@ -1,0 +1,260 @@
+"""What a checkpoint says about itself, as a DecoderConfig and the param names of rlx.frontends.models.llama.
+
+`config_of` reads a Hugging Face config.json; `config_of_gguf` states GGUF metadata in the same words first. `param_name` is
+the one table from the names in Hugging Face and GGUF files to the names of params.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import CorruptFileError, ModelError, known
+from rlx.frontends.models.llama import DecoderConfig, Rope
+
+LAYER_NORMS = {"norm": "layer", "gated": False}
+GEMMA = {"norm_offset": 1.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+# What each model_type fixes, and what its config.json may leave out.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"biases": ("qkv_proj",)},
+    "qwen3": {"qk_norm": True, "head_dim": 128},
+    "smollm3": {"tie_word_embeddings": True},
+    "phi3": {},
+    "phi": {**LAYER_NORMS, "parallel": True, "biases": ("qkv_proj", "o_proj", "mlp", "lm_head"), "partial_rotary_factor": 0.5},
+    "gpt2": {**LAYER_NORMS, "learned_positions": True, "biases": ("qkv_proj", "o_proj", "mlp"), "tie_word_embeddings": True},
+    "gemma": GEMMA,
+    "gemma2": {**GEMMA, "post_norms": True, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**GEMMA, "post_norms": True, "qk_norm": True},
+}
+GPT2_KEYS = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+# Switches that change the arithmetic and have no counterpart here, with the values that leave it as it is.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "qk_layernorm": (None, False), "use_bidirectional_attention": (None, False), "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True), "add_cross_attention": (None, False), "quantization_config": (None,),
+}  # fmt: skip
+_FACTS = ("norm", "gated", "parallel", "post_norms", "qk_norm", "learned_positions", "norm_offset", "interleaved", "biases")
+_MOST = {"num_hidden_layers": 1000, "head_dim": 1 << 16}  # lists as long as these are made
+
+
+def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
+    """From the contents of config.json. `facts`: what the family does not have in common with a Hugging Face checkpoint.
+
+    ModelError: a family or choice that is not supported; CorruptFileError: a bad size.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ModelError(f"configuration: model_type {family!r} is not supported; supported: {known(FAMILIES)}")
+    given = {GPT2_KEYS.get(k, k) if family == "gpt2" else k: v for k, v in config.items() if k not in _FACTS}
+    c: dict[str, Any] = {k: v for k, v in {**FAMILIES[family], **given, **facts}.items() if v is not None}
+    for key, allowed in REFUSED.items():
+        if c.get(key) not in allowed:
+            raise ModelError(f"configuration: {key} = {c[key]!r} is not supported for {family}")
+    hidden, layers, heads = (_size(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    shared = _size(c, "num_key_value_heads", heads)
+    if heads % shared or ("head_dim" not in c and hidden % heads):
+        raise CorruptFileError(f"configuration: {heads} heads fit neither {shared} key heads nor a hidden_size of {hidden}")
+    size = _size(c, "head_dim", hidden // heads)
+    kinds = _layer_types(c, family, layers)
+    scale = 1 / math.sqrt(_number(c, "query_pre_attn_scalar", size)) if family in ("gemma2", "gemma3_text") else 0.0
+    c["biases"] = (*c.get("biases", ()), *("qkv_proj", "o_proj") * (c.get("attention_bias") is True))
+    c["biases"] += ("mlp",) * (c.get("mlp_bias") is True)
+    return DecoderConfig(
+        family=family, vocab_size=_size(c, "vocab_size"), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=shared, head_dim=size, intermediate_size=_size(c, "intermediate_size", 4 * hidden),
+        max_position_embeddings=_size(c, "max_position_embeddings", 2048), ropes=_ropes(c, family, kinds, size),
+        windows=tuple(_size(c, "sliding_window") if kind == "sliding_attention" else 0 for kind in kinds),
+        eps=_number(c, "rms_norm_eps", _number(c, "layer_norm_eps", 1e-5 if c.get("norm") == "layer" else 1e-6)),
+        activation=str(c.get("hidden_activation") or c.get("hidden_act", "silu" if c.get("gated", True) else "gelu_new")),
+        tied=c.get("tie_word_embeddings") is True, attention_scale=scale, attention_cap=_number(c, "attn_logit_softcapping", 0.0),
+        logit_cap=_number(c, "final_logit_softcapping", 0.0),
+        embedding_scale=math.sqrt(hidden) if family.startswith("gemma") else 1.0,
+        **{f: c[f] for f in _FACTS if f in c},
+    )  # fmt: skip
+
+
+def _size(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value, most = c.get(key, default), _MOST.get(key, 2**31 - 1)
+    if type(value) is not int or not 1 <= value <= most:
+        raise CorruptFileError(f"configuration: {key} must be a positive size, at most {most}, got {value!r:.80}")
+    return value
+
+
+def _number(c: Mapping[str, Any], key: str, default: float) -> float:
+    value = c.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e30:
+        raise CorruptFileError(f"configuration: {key} must be a number from 0 to 1e30, got {value!r:.80}")
+    return float(value)
+
+
+def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
+    """The kind of each layer, "full_attention" or "sliding_attention"; older files imply them by a pattern."""
+    kinds = c.get("layer_types")
+    if kinds is None:
+        window = c.get("sliding_window") is not None
+        if family in ("gemma2", "gemma3_text"):
+            every = _size(c, "sliding_window_pattern", 2 if family == "gemma2" else 6)  # the last of each group sees all
+            kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+        elif family in ("qwen2", "qwen3", "smollm3"):
+            first = _size(c, "max_window_layers", layers) if c.get("use_sliding_window") is True and window else layers
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        else:
+            kinds = ["sliding_attention" if window and family in ("mistral", "phi3") else "full_attention"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CorruptFileError(f"configuration: layer_types must name {layers} layers, got {str(kinds)[:80]}")
+    if other := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"configuration: layers of the kind {known(other)} are not supported")
+    return kinds
+
+
+# -- rotary positions
+
+
+def _ropes(c: Mapping[str, Any], family: str, kinds: list[str], size: int) -> tuple[Rope | None, ...]:
+    if c.get("learned_positions"):
+        return (None,) * len(kinds)
+    rope = c.get("rope_parameters", c.get("rope_scaling")) or {}
+    if not isinstance(rope, dict):
+        raise CorruptFileError(f"configuration: rope_parameters must be an object, got {str(rope)[:80]}")
+    by_kind = {kind: rope.get(kind, rope) for kind in set(kinds)}
+    if family == "gemma3_text" and "full_attention" not in rope:  # older files: the scaling is of the layers that see all
+        by_kind["sliding_attention"] = {"rope_theta": c.get("rope_local_base_freq", 10000.0)}
+    made = {kind: _rope(c, p, size) for kind, p in by_kind.items() if isinstance(p, dict)}
+    if len(made) != len(by_kind):
+        raise CorruptFileError("configuration: rope_parameters of each kind of layer must be an object")
+    skip = _size(c, "no_rope_layer_interval", 4) if family == "smollm3" else len(kinds) + 1
+    turned = c.get("no_rope_layers", [(i + 1) % skip for i in range(len(kinds))])  # 0: this layer has no positions
+    if not isinstance(turned, list) or len(turned) != len(kinds):
+        raise CorruptFileError(f"configuration: no_rope_layers must have {len(kinds)} entries")
+    return tuple(made[kind] if on else None for kind, on in zip(kinds, turned))
+
+
+def _rope(c: Mapping[str, Any], p: Mapping[str, Any], size: int) -> Rope:
+    """Frequencies after the scaling that `p` names: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)."""
+    own = {k: v for k, v in {**{k: c.get(k) for k in ("rope_theta", "partial_rotary_factor")}, **p}.items() if v is not None}
+    kind = own.get("rope_type", own.get("type", "default"))
+    theta, share = _number(own, "rope_theta", 10000.0), _number(own, "partial_rotary_factor", 1.0)
+    width = int(size * min(share, 2.0))
+    if width % 2 or not 2 <= width <= size or theta <= 1:
+        raise CorruptFileError(f"configuration: {width} of {size} elements with base {theta} cannot be turned in pairs")
+    f = theta ** -(np.arange(0, width, 2) / width)
+    factors = np.asarray(c.get("rope_factors", 1.0), np.float64)  # GGUF keeps llama3's scaling as divisors
+    if factors.shape not in ((), f.shape) or not (factors > 0).all():
+        raise CorruptFileError(f"rope_freqs must be {len(f)} positive divisors, it is {list(factors.shape)}")
+    f = f / factors
+    scale = 1.0
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(f"configuration: rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    if kind != "default":
+        factor = _number(own, "factor", 1.0)
+        trained = _number(own, "original_max_position_embeddings", float(c.get("max_position_embeddings", 2048)))
+        if factor < 1 or trained < 1:
+            raise CorruptFileError(f"configuration: rope scaling by {factor} from {trained} positions has no meaning")
+        if kind == "linear":
+            f = f / factor
+        elif kind == "llama3":
+            low, high = _number(own, "low_freq_factor", 1.0), _number(own, "high_freq_factor", 4.0)
+            smooth = np.clip((trained * f / (2 * math.pi) - low) / max(high - low, 1e-9), 0, 1)
+            f = (1 - smooth) * f / factor + smooth * f
+        else:
+            f, scale = _yarn(own, f, factor, trained, theta)
+    return Rope(tuple(float(x) for x in f.astype(np.float32)), scale)
+
+
+def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, theta: float) -> tuple[np.ndarray, float]:
+    """Fast pairs keep their frequency, slow ones are stretched, with a ramp between; and the scale of attention."""
+    ends, width = [], 2 * len(f)
+    for key, default, rounded in (("beta_fast", 32.0, math.floor), ("beta_slow", 1.0, math.ceil)):
+        turns = _number(p, key, default) or default
+        at = width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        ends.append(rounded(at) if p.get("truncate", True) else at)
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
+    ramp = np.clip((np.arange(width // 2) - low) / ((high - low) or 0.001), 0, 1)
+
+    def gain(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    both = _number(p, "mscale", 0.0), _number(p, "mscale_all_dim", 0.0)
+    scale = gain(both[0]) / gain(both[1]) if all(both) else gain(1.0)
+    return f / factor * ramp + f * (1 - ramp), _number(p, "attention_factor", scale)
+
+
+# -- GGUF
+
+ARCHITECTURES = {  # general.architecture -> model_type
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "phi3": "phi3", "phi2": "phi", "gpt2": "gpt2",
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
+}  # fmt: skip
+GGUF_KEYS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+
+
+def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: int, factors: np.ndarray | None) -> DecoderConfig:
+    """From GGUF metadata. `names`: the params that the file has; `vocab`: rows of the embedding table; `factors`: the tensor
+    rope_freqs, divisors of the frequencies."""
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise ModelError(f"general.architecture {arch!r} is not supported; supported: {known(ARCHITECTURES)}")
+    c: dict[str, Any] = {new: metadata[f"{arch}.{old}"] for old, new in GGUF_KEYS.items() if f"{arch}.{old}" in metadata}
+    c |= {"model_type": ARCHITECTURES[arch], "vocab_size": vocab, "tie_word_embeddings": "lm_head.weight" not in names}
+    own = {"qkv_proj": r"self_attn\.q\w*_proj", "o_proj": r"self_attn\.o_proj", "mlp": r"mlp\.down_proj", "lm_head": "lm_head"}
+    biases = tuple(b for b, name in own.items() if any(re.search(rf"{name}\.bias$", n) for n in names))
+    if "head_dim" not in c:  # a family's own default is for Hugging Face files
+        c["head_dim"] = _size(c, "hidden_size") // _size(c, "num_attention_heads")
+    if (turned := metadata.get(f"{arch}.rope.dimension_count")) is not None:
+        c["partial_rotary_factor"] = _number({"rope.dimension_count": turned}, "rope.dimension_count", 0) / _size(c, "head_dim")
+    scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length", "attn_factor")}
+    if scaling["type"] not in (None, "none"):
+        c["rope_scaling"] = {"rope_type": scaling["type"], "factor": scaling["factor"]}
+        if scaling["original_context_length"] is not None:
+            c["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
+    if arch in ("gemma2", "gemma3"):
+        # 27B models scale scores by hidden_size / heads, which the file does not say; all others by the head's size
+        large = c.get("num_hidden_layers") == (46 if arch == "gemma2" else 62)
+        c["query_pre_attn_scalar"] = _size(c, "hidden_size") // _size(c, "num_attention_heads") if large else c["head_dim"]
+    return config_of(c, interleaved=arch == "llama", norm_offset=0.0, biases=biases, rope_factors=factors)
+
+
+_LAYER = re.compile(r"(?:blk|h|model\.layers)\.(\d+)\.(.+)")
+_NAMES = {  # what stands after the layer's number; the rest is called as in Llama
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "token_embd": "model.embed_tokens", "position_embd": "model.embed_positions", "output_norm": "model.norm",
+    "output": "lm_head",
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_attn": "self_attn.qkv_proj",
+    "attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
+    "wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm",
+    "self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj",
+    "model.final_layernorm": "model.norm",
+}  # fmt: skip
+_OWN_NAMES = {  # by model_type, before _NAMES
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3_text": {"ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+
+
+def param_name(name: str, family: str) -> str:
+    """The param that a checkpoint of `family` (a model_type) calls `name`."""
+    stem, _, kind = name.removeprefix("transformer.").rpartition(".")
+    table = {**_NAMES, **_OWN_NAMES.get(family, {})}
+    if inner := _LAYER.fullmatch(stem):
+        return f"model.layers.{inner[1]}.{table.get(inner[2], inner[2])}.{kind}"
+    return f"{table.get(stem, stem)}.{kind}"

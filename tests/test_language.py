@@ -1,0 +1,359 @@
+"""Language models of every family against transformers, step by step; GGUF files against the gguf package's dequantisation;
+checkpoints that are not as they should be. Networks are small and random (tests/small_models.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_models
+from small_models import FAMILIES, VOCAB, greedy, logits, make, write_gguf
+
+from rlx.errors import CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError
+from rlx.frontends.checkpoint import Checkpoint
+from rlx.frontends.language import LADDER, LanguageModel, load
+from rlx.frontends.models import families
+from rlx.frontends.models.llama import build
+from rlx.ir.evaluate import evaluate
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
+CLOSE = 1e-4  # of the largest logit
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 80)).astype(np.int32)
+# in GGUF: architecture, and types by a part of the matrices' names
+FILES = {
+    "f32": ("llama", "llama", {"": "F32"}),
+    "q8_0 and bias": ("llama-biases-llama3", "llama", {"": "Q8_0"}),
+    "q4_0, f16": ("llama", "llama", {"v_proj": "Q8_0", "embed": "F16", "": "Q4_0"}),
+    "q4_k, q6_k": ("qwen2-full", "qwen2", {"v_proj": "Q6_K", "down": "Q6_K", "": "Q4_K"}),
+    "q5_k": ("qwen3", "qwen3", {"": "Q5_K"}),
+    "gemma": ("gemma", "gemma", {"": "Q8_0"}),
+}
+
+
+def off(found: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(found - want).max() / np.abs(want).max())
+
+
+def make_gguf(which: str, folder: Path):
+    """The network whose weights are those of the file, and the file."""
+    family, arch, kinds = FILES[which]
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    more = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "rope_parameters": plain}
+    network = make(family, folder / "folder", **more)
+    write_gguf(network, arch, folder / "model.gguf", kinds)
+    return network, folder / "model.gguf"
+
+
+# -- what the graph means, by the reference evaluator alone: no compiler, no backend
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_graph_computes_what_transformers_does(name, tmp_path):
+    """Two sequences in padded chunks, with rubbish in the padding; the state is carried from graph to graph."""
+    network = make(name, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    want, state, at = logits(network, TOKENS[:, :30]), {}, 0
+    for size, count in ((8, 5), (8, 7), (1, 1), (16, 11), *[(1, 1)] * 6):
+        graph = build(checkpoint.config, 2, size, 48, checkpoint.formats)
+        chunk = np.full((2, size), VOCAB - 1, np.int32)
+        chunk[:, :count] = TOKENS[:, at : at + count]
+        params = {str(p.name): checkpoint.read(str(p.name)) for p in graph.params}
+        (found,), state = evaluate(graph, {"tokens": chunk, "count": np.array(count, np.int32)}, params, state)
+        at += count
+        assert off(found, want[:, at - 1]) < 1e-5, f"after {at} tokens"
+    assert state["position"] == at == 30
+
+
+def whole(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
+    """f32 [batch, length, vocab] by the reference evaluator."""
+    graph = build(checkpoint.config, *tokens.shape, tokens.shape[1], checkpoint.formats, all_logits=True)
+    params = {str(p.name): checkpoint.read(str(p.name)) for p in graph.params}
+    (found,), _ = evaluate(graph, {"tokens": tokens, "count": np.array(tokens.shape[1], np.int32)}, params)
+    return found
+
+
+@pytest.mark.parametrize("which", FILES)
+def test_a_gguf_file_means_what_its_blocks_decode_to(which, tmp_path):
+    network, file = make_gguf(which, tmp_path)
+    checkpoint = Checkpoint(file)
+    assert set(checkpoint.formats.values()) == {k.lower() for k in FILES[which][2].values()}
+    assert off(whole(checkpoint, TOKENS[:, :12]), logits(network, TOKENS[:, :12])) < CLOSE
+
+
+@pytest.mark.parametrize(("weights", "close"), [("bf16", 0.05), ("f16", 0.01), ("int8", 0.05), ("int4", 0.4)])
+def test_narrower_weights(weights, close, tmp_path):
+    network = make("llama", tmp_path)
+    checkpoint = Checkpoint(tmp_path, weights)
+    assert set(checkpoint.formats.values()) == {weights}
+    assert 0 < off(whole(checkpoint, TOKENS[:, :12]), logits(network, TOKENS[:, :12])) < close
+
+
+def test_shards_and_stored_bf16(tmp_path):
+    network = make("qwen2", tmp_path / "one")
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert (tmp_path / "many" / "model.safetensors.index.json").is_file()
+    narrow = Checkpoint(tmp_path / "many")
+    assert set(narrow.formats.values()) == {"bf16"} and narrow.read("model.norm.weight").dtype == np.float32
+    assert 0 < off(whole(narrow, TOKENS[:, :9]), whole(Checkpoint(tmp_path / "one"), TOKENS[:, :9])) < 0.05
+    wide = Checkpoint(tmp_path / "many", "f32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).eval()
+    assert off(whole(wide, TOKENS[:, :9]), logits(again, TOKENS[:, :9])) < 1e-5
+
+
+# -- compiled
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_step_by_step(name, tmp_path):
+    """Prefill in chunks, then 64 decode steps."""
+    network = make(name, tmp_path)
+    model = load(tmp_path, capacity=80)
+    want, at = logits(network, TOKENS[:1, :77]), 0
+    for count in (5, 7, 1, *[1] * 64):
+        found = model.step(TOKENS[0, at : at + count])
+        at += count
+        assert off(found, want[:, at - 1]) < CLOSE, f"after {at} tokens"
+    assert model.position == at == 77
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
+def test_greedy_tokens_are_the_same_for_200_steps(name, tmp_path):
+    network = make(name, tmp_path)
+    model = load(tmp_path, capacity=210)
+    prompt = TOKENS[0, :9].tolist()
+    found = [int(model.step(prompt)[0].argmax())]
+    while len(found) < 200:
+        found.append(int(model.step(found[-1:])[0].argmax()))
+    assert found == greedy(network, prompt, 200)
+
+
+def test_a_batch_and_a_second_start(tmp_path):
+    network = make("llama", tmp_path)
+    model = load(tmp_path, capacity=40, batch=2)
+    want = logits(network, TOKENS[:, :13])
+    for _ in range(2):
+        assert model.position == 0
+        assert off(model.step(TOKENS[:, :11]), want[:, 10]) < CLOSE
+        assert off(model.step(TOKENS[:, 11:13]), want[:, 12]) < CLOSE
+        model.reset()
+
+
+@pytest.mark.parametrize("which", FILES)
+def test_a_gguf_file_steps(which, tmp_path):
+    """Activations may be rounded to 8 bits on the way into a product with packed weights."""
+    network, file = make_gguf(which, tmp_path)
+    model = load(file, capacity=32)
+    want = logits(network, TOKENS[:1, :12])
+    close = CLOSE if which == "f32" else 0.05
+    assert off(model.step(TOKENS[0, :10]), want[:, 9]) < close
+    assert off(model.step(TOKENS[0, 10:11]), want[:, 10]) < close
+
+
+def test_one_copy_of_weights_and_state(tmp_path):
+    make("qwen3", tmp_path)
+    seen: list[tuple[int, int]] = []
+    model = load(tmp_path, capacity=40, progress=lambda done, total: seen.append((done, total)))
+    model.step(TOKENS[0, :1])
+    assert seen and seen[-1][0] == seen[-1][1] and [d for d, _ in seen] == sorted(d for d, _ in seen)
+    before = len(seen), model.params.nbytes()
+    model.step(TOKENS[0, :20])
+    assert len(seen) == before[0] and model.params.nbytes() < 1.01 * before[1]  # a few positions of its own
+    assert model.executable(32).handles is model.executable(1).handles and model.position == 21
+
+
+def test_a_fork_goes_its_own_way(tmp_path):
+    network = make("qwen2", tmp_path)
+    model = load(tmp_path, capacity=40)
+    model.step(TOKENS[0, :11])
+    trunk, (branch,) = model.handles, model.handles.fork(1)
+    first = model.step(TOKENS[0, 11:20])
+    model.use_handles(branch)
+    assert model.position == 11
+    other = np.concatenate([TOKENS[0, :11], TOKENS[1, 11:13]])[None]
+    assert off(model.step(TOKENS[1, 11:13]), logits(network, other)[:, -1]) < CLOSE
+    model.use_handles(trunk)
+    assert model.position == 20 and off(first, logits(network, TOKENS[:1, :20])[:, -1]) < CLOSE
+
+
+def test_memory_is_known_before_and_is_what_is_taken(tmp_path):
+    make("qwen3", tmp_path)
+    model = load(tmp_path, capacity=40)
+    stated = model.memory(prompt=20)
+    assert model.params is None and not model.handles.entries
+    c = model.config
+    assert stated["handles"] >= 2 * 4 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 40
+    model.step(TOKENS[0, :20])
+    model.step(TOKENS[0, :1])
+    assert stated["params"] + stated["prepared"] == pytest.approx(model.params.nbytes(), rel=0.01)
+    arenas = sum(model.executable(n).memory_plan().arena_bytes for n in (1, 32))
+    assert stated["arena"] == arenas
+
+
+def test_tokens_that_do_not_fit(tmp_path):
+    make("llama", tmp_path)
+    model = load(tmp_path, capacity=10)
+    first = model.step(TOKENS[0, :9])
+    for bad, error in (
+        (TOKENS[0, :2], IndexRangeError), ([VOCAB], IndexRangeError), ([-1], IndexRangeError), ([0.5], InputDTypeError),
+        ([[1], [2]], InputShapeError), (np.zeros((1, 0), int), InputShapeError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            model.step(bad)
+        assert model.position == 9
+    model.step([3])
+    model.reset()
+    np.testing.assert_array_equal(model.step(TOKENS[0, :9]), first)
+
+
+def test_chunks_cover_a_prompt(tmp_path):
+    make("llama", tmp_path)
+    model = LanguageModel(tmp_path, capacity=256)
+    for length in range(1, 257):
+        left, room, sizes = length, 256, []
+        while left > 0:
+            sizes.append(model.chunk_size(left, room))
+            assert sizes[-1] in LADDER and sizes[-1] <= room
+            count = min(sizes[-1], left)
+            left, room = left - count, room - count
+        assert sum(sizes) < 2 * length + LADDER[1]
+        assert sizes == sorted(sizes, reverse=True) or sum(sizes) <= length + LADDER[1]
+
+
+# -- checkpoints that are not as they should be
+
+
+def edit(path: Path, **changes) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in {**config, **changes}.items() if v != "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model_type": "mamba"}, ModelError, "model_type 'mamba' is not supported; supported: 'gemma'"),
+        ({"hidden_act": "mish"}, ModelError, "activation 'mish' is not supported; supported: 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ModelError, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ModelError, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": [1]}, CorruptFileError, "rope_parameters must be an object"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, CorruptFileError, "factor must be a number"),
+        ({"quantization_config": {"quant_method": "awq"}}, ModelError, "quantization_config"),
+        ({"hidden_size": -1}, CorruptFileError, "hidden_size must be a positive size, at most 2147483647, got -1"),
+        ({"num_hidden_layers": 2**30}, CorruptFileError, "num_hidden_layers must be a positive size, at most 1000"),
+        ({"head_dim": 2**30}, CorruptFileError, "head_dim must be a positive size"),
+        ({"vocab_size": "many"}, CorruptFileError, "vocab_size must be a positive size"),
+        ({"vocab_size": "absent"}, CorruptFileError, "vocab_size must be a positive size.* got None"),
+        ({"rms_norm_eps": "small"}, CorruptFileError, "rms_norm_eps must be a number"),
+        ({"num_key_value_heads": 3}, CorruptFileError, "4 heads fit neither 3 key heads"),
+        ({"intermediate_size": 41}, CorruptFileError, r"gate_up_proj.weight' is .*the configuration asks for f32\[82,24\]"),
+        ({"num_hidden_layers": 4}, ModelError, "the weights lack"),
+        ({"num_hidden_layers": 2}, ModelError, "no use for the tensors 'model.layers.2"),
+        ({"attention_bias": True}, ModelError, r"lack .* tensors: .*o_proj.bias"),
+        ({"layer_types": ["full_attention"]}, CorruptFileError, "layer_types must name 3 layers"),
+        ({"layer_types": ["full_attention", "full_attention", "linear_attention"]}, ModelError, "kind 'linear_attention'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_config(tmp_path, changes, error, message):
+    make("llama", tmp_path)
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(error, match=message):
+        load(tmp_path)
+
+
+def test_what_older_files_leave_out():
+    """Layer kinds, rotations and nulls as in the files that the models were published with."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    gemma = families.config_of({**sizes, "model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": None})
+    assert gemma.windows == (4, 0) * 4 and gemma.tied and gemma.head_dim == 256 and gemma.attention_cap == 0
+    local = {"model_type": "gemma3_text", "sliding_window": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 4}
+    scaling = {"type": "linear", "factor": 8.0, "attention_factor": None}
+    found = families.config_of({**sizes, **local, "rope_scaling": scaling})
+    assert found.windows == (4, 4, 4, 4, 4, 0, 4, 4)
+    assert [r.frequencies[1] for r in found.ropes if r] == pytest.approx([1e-2] * 5 + [1e-3 / 8] + [1e-2] * 2)
+    smol = families.config_of({**sizes, "model_type": "smollm3"})
+    assert [r is None for r in smol.ropes] == [False, False, False, True] * 2
+    phi = families.config_of({**sizes, "model_type": "phi", "partial_rotary_factor": 0.5, "hidden_size": 16})
+    assert len(phi.ropes[0].frequencies) == 2 and phi.activation == "gelu_new" and phi.eps == 1e-5
+
+
+JUNK = (
+    None, True, 0, -1, 3, 2**31, -(2**70), 1e308, 1e-308, 0.5, float("inf"), float("nan"), "", "x", "llama3", "yarn", [], [1],
+    [None] * 3, {}, {"rope_type": "yarn"}, {"rope_type": "llama3"}, {"a": 1}, ["sliding_attention"] * 3, [[]] * 3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen2", "gemma3", "gpt2"])
+def test_mutated_configs(name, tmp_path):
+    """A network, or an error that says what is wrong with the file; nothing else, and nothing large."""
+    make(name, tmp_path)
+    rng, path = random.Random(3), tmp_path / "config.json"
+    whole, errors = json.loads(path.read_text()), 0
+    for _ in range(120):
+        config = json.loads(json.dumps(whole))
+        inner = config.get("rope_parameters") if rng.random() < 0.3 else None
+        target = inner if inner else config
+        target[rng.choice([*target, "rope_scaling", "head_dim", "layer_types", "factor", "beta_fast"])] = rng.choice(JUNK)
+        path.write_text(json.dumps(config))
+        try:
+            Checkpoint(tmp_path)
+        except ModelError:
+            errors += 1
+    assert 30 < errors < 115
+
+
+def test_biases_that_a_network_would_pass_over(tmp_path):
+    make("llama-biases-llama3", tmp_path)
+    edit(tmp_path / "config.json", attention_bias=False)
+    with pytest.raises(ModelError, match="no use for the tensors .*proj.bias"):
+        load(tmp_path)
+
+
+def test_wrong_arguments(tmp_path):
+    make("llama", tmp_path)
+    with pytest.raises(ModelError, match="weights='int3': choose one of"):
+        load(tmp_path, weights="int3")
+    for bad in ({"capacity": 0}, {"capacity": 257}, {"batch": 0}):
+        with pytest.raises(OptionError, match="the model's 256 positions"):
+            load(tmp_path, **bad)
+    with pytest.raises(ModelError, match="neither a folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        assert load(tmp_path).codec
+
+
+def test_other_gguf_architectures(tmp_path):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="general.architecture 'mamba' is not supported; supported: 'gemma'"):
+        load(tmp_path / "x.gguf")
+
+
+def test_text_and_back(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    make("llama", tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "chat_template": "{{ x }}"}))
+    codec = load(tmp_path).codec
+    assert codec.encode("a b a") == [1, 2, 1] and codec.decode([1, 2, 3]) == "a b" and codec.decode([3], special=True) == "</s>"
+    assert codec.ends == {2, 3} and codec.chat_template == "{{ x }}" and codec.special == {"eos_token": "</s>"}
+    with pytest.raises(InputDTypeError, match="not valid unicode"):
+        codec.encode("\ud800")
+
+
+def test_every_family_of_the_table_is_tested():
+    types = {"gemma3": "gemma3_text"}
+    assert {types.get(n.partition("-")[0], n.partition("-")[0]) for n in small_models.FAMILIES} == set(families.FAMILIES)
