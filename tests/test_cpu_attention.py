@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import mmap
 import sys
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+import rlx
 from rlx.backends.cpu.jit import compile_object, load
 from rlx.backends.cpu.kernels.attention import claim, render
 from rlx.backends.cpu.target import host_features, host_target, target_for
+from rlx.errors import IndexRangeError
 from rlx.ir import ops
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
@@ -27,7 +30,7 @@ BSHD, BHSD, BHDS = (0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)  # which dims lie ou
 
 def placed(array, order=BHSD, pad=0):
     """`array` in a flat one with margins, its dims in memory as `order` says, the innermost padded: (flat, strides, offset)."""
-    shape = [array.shape[a] for a in order]
+    shape = [array.shape[a] for a in order] or [1]
     shape[-1] += pad
     flat = np.full(int(np.prod(shape)) + 2 * MARGIN, CANARY, array.dtype)
     inside = flat[MARGIN : flat.size - MARGIN].reshape(shape)[..., : shape[-1] - pad]
@@ -43,15 +46,14 @@ def compiled(target, rendered):
     return load([compile_object(rendered.text, target)], [rendered.symbol], target)
 
 
-def attend(q, k, v, operand=None, *, orders=(BHSD,) * 4, pad=0, target=None, backwards=False, **attrs):
-    """The kernel's output on operands laid out as asked; checks margins, and that every task wrote only its own."""
+def attend(q, k, v, *operands, orders=(BHSD,) * 4, pad=0, target=None, backwards=False, status=0, **attrs):
+    """The kernel's output on operands laid out as asked; checks margins, that every task wrote only its own, and the status."""
     target = target or host_target(2)
     arrays = [placed(x, order, pad) for x, order in zip((q, k, v), orders)]
-    if operand is not None:
-        arrays.append(placed(operand, tuple(range(operand.ndim))))
+    arrays += [placed(x, tuple(range(x.ndim))) for x in operands]
     shape = (*q.shape[:3], v.shape[3])
     out = placed(np.full(shape, np.nan, q.dtype), orders[3], pad)
-    dims = [x.shape for x in (q, k, v, *([] if operand is None else [operand]))] + [shape]
+    dims = [x.shape for x in (q, k, v, *operands)] + [shape]
     every = [*arrays, out]
     buffers = tuple(Buffer(f"b{i}", as_dtype(x[0].dtype), x[0].size, x is out) for i, x in enumerate(every))
     views = tuple(View(b, d, strides, offset) for b, d, (_, strides, offset) in zip(buffers, dims, every))
@@ -62,9 +64,10 @@ def attend(q, k, v, operand=None, *, orders=(BHSD,) * 4, pad=0, target=None, bac
     args = np.array([flat.ctypes.data for flat, _, _ in every], np.int64)
     scratch = np.full(rendered.scratch_bytes + 128, 0xFF, np.uint8)  # NaN as floats
     start = -scratch.ctypes.data % 64
-    tasks = range(rendered.tasks)
+    tasks, found = range(rendered.tasks), ctypes.c_int32(0)
     for task in reversed(tasks) if backwards else tasks:
-        function(args.ctypes.data, task, scratch.ctypes.data + start, 0)
+        function(args.ctypes.data, task, scratch.ctypes.data + start, ctypes.addressof(found))
+    assert found.value == status
     assert (scratch[start + rendered.scratch_bytes :] == 0xFF).all(), "wrote past its scratch"
     for old, (flat, _, _) in zip(before, arrays):
         assert old.tobytes() == flat.tobytes(), "wrote on an operand"
@@ -108,6 +111,23 @@ def operands(batch, heads, key_heads, rows, keys, size, width=None, seed=0, dtyp
 def check(got, want, tolerance=3e-6):
     assert got.shape == want.shape
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)
+
+
+def in_cache(q, k, v, *operands, mask="none", window=0, **attrs):
+    """`expected` of the visible part of a cache: positions as an operand mask, keys past the last query cut off."""
+    starts = np.broadcast_to(operands[-1], len(q))
+    out = []
+    for b, start in enumerate(starts):
+        rows, end = q.shape[2], start + q.shape[2]
+        one = slice(b, b + 1)
+        behind = start + np.arange(rows)[:, None] - np.arange(end)
+        if mask in ("custom", "bias"):
+            operand = np.broadcast_to(operands[0], (*q.shape[:3], k.shape[2]))[one, ..., :end]
+            out.append(expected(q[one], k[one, :, :end], v[one, :, :end], operand, mask=mask, **attrs))
+        else:
+            keep = (behind >= 0) & (behind < (window or end)) if mask != "none" else behind < end
+            out.append(expected(q[one], k[one, :, :end], v[one, :, :end], keep, mask="custom", **attrs))
+    return np.concatenate(out)
 
 
 SHAPES = [  # batch, heads, key heads, rows, keys, head size, value size
@@ -289,6 +309,9 @@ def test_claim_takes_what_render_serves_and_says_why_not():
     assert "no keys" in claim(ops.attention(flat, flat, q).node)
 
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guard pages by mprotect")
+
+
 def guarded(array, order=BHSD, pad=0):
     """Like `placed`, dims in their own order: the last element ends where a page begins that may not be touched."""
     page = mmap.PAGESIZE
@@ -300,7 +323,7 @@ def guarded(array, order=BHSD, pad=0):
     return flat, tuple(stride // array.itemsize for stride in array.strides), 0
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guard pages by mprotect")
+@linux
 @pytest.mark.parametrize("shape", [(1, 2, 2, 7, 9, 5), (1, 1, 1, 33, 131, 20), (2, 2, 1, 1, 23, 20), (1, 1, 1, 4, 530, 17, 33)])
 def test_nothing_is_read_or_written_past_a_buffer(shape, monkeypatch):
     """An access past one ends the process."""
@@ -309,3 +332,152 @@ def test_nothing_is_read_or_written_past_a_buffer(shape, monkeypatch):
     keep = np.random.default_rng(0).random((shape[3], shape[4])) < 0.5
     check(attend(q, k, v, keep, mask="custom"), expected(q, k, v, keep, mask="custom"))
     check(attend(q, k, v), expected(q, k, v))
+
+
+# -- a cache of which the first keys are there ----------------------------------------------------------------------
+
+CACHES = [  # batch, heads, key heads, rows, capacity, head size, value size; starts
+    ((1, 16, 8, 1, 140, 128), [0, 1, 6, 7, 8, 127, 139]), ((1, 4, 2, 3, 600, 40), [0, 400, 597]),
+    ((1, 2, 2, 140, 700, 32), [0, 130, 560]), ((1, 2, 2, 1, 1, 16), [0]), ((1, 4, 1, 1, 1100, 20), [3, 511, 512, 1099]),
+    ((1, 12, 1, 1, 70, 24), [0, 40, 69]), ((1, 7, 1, 1, 33, 300), [9, 32]), ((1, 6, 2, 2, 37, 33, 7), [0, 1, 15, 35]),
+    ((1, 8, 4, 4, 40, 64), [0, 13, 36]), ((1, 2, 1, 6, 50, 24), [0, 3, 44]),
+    ((1, 2, 2, 8, 300, 16), [0, 120, 292]), ((1, 2, 1, 40, 300, 24), [0, 1, 100, 260]),
+]  # fmt: skip
+KINDS = [("causal", 0), ("sliding_window", 9), ("none", 0), ("sliding_window", 1), ("sliding_window", 140)]
+
+
+def starting(*positions, dtype=np.int32):
+    return np.array(positions if len(positions) > 1 else positions[0], dtype)
+
+
+@pytest.mark.parametrize("case", [*itertools.product(CACHES[:3], KINDS), *itertools.product(CACHES[3:], KINDS[:2])], ids=str)
+def test_a_cache_filled_in_part(case):
+    """At every position as torch has it from the visible part alone; what lies elsewhere is NaN."""
+    (shape, starts), (mask, window) = case
+    q, k, v = operands(*shape)
+    rows, capacity = shape[3:5]
+    for start in starts:
+        bad = np.arange(capacity) >= start + rows
+        if window:
+            bad |= np.arange(capacity) <= start - window
+        some = np.where(bad[:, None], np.nan, k).astype(np.float32), np.where(bad[:, None], np.nan, v).astype(np.float32)
+        got = attend(q, *some, starting(start), mask=mask, window=window, positioned=True)
+        check(got, in_cache(q, k, v, starting(start), mask=mask, window=window))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, np.int32), (3, np.int64), (40, np.int32)])
+def test_every_batch_has_its_own_position(rows, dtype):
+    q, k, v = operands(4, 4, 2, rows, 333, 40)
+    starts = starting(0, 200, 293, 7, dtype=dtype)
+    for attrs in ({"mask": "sliding_window", "window": 20}, {"mask": "none", "scale": 0.4}):
+        got = attend(q, k, v, starts, positioned=True, **attrs)
+        check(got, in_cache(q, k, v, starts, **attrs))
+        one = attend(q[2:3], k[2:3], v[2:3], starts[2], positioned=True, **attrs)
+        assert one.tobytes() == got[2:3].tobytes(), "the result depends on the rest of the batch"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 20])
+def test_operand_masks_over_a_cache(rows):
+    q, k, v = operands(2, 4, 2, rows, 150, 24)
+    rng, starts = np.random.default_rng(4), starting(10, 90)
+    k[0, :, 10 + rows :] = v[0, :, 10 + rows :] = np.nan
+    for dims in ((2, 4, rows, 150), (2, 1, 1, 150), (rows, 150)):
+        keep = rng.random(dims) < 0.5
+        check(attend(q, k, v, keep, starts, mask="custom", positioned=True), in_cache(q, k, v, keep, starts, mask="custom"))
+        bias = rng.normal(size=dims).astype(np.float32)
+        check(attend(q, k, v, bias, starts, mask="bias", positioned=True), in_cache(q, k, v, bias, starts, mask="bias"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f16", 2e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_sixteen_bit_caches(rows, dtype, tolerance):
+    q, k, v = operands(1, 4, 2, rows, 700, 72, dtype=as_dtype(dtype).numpy)
+    for start in (0, 530, 700 - rows):
+        want = in_cache(q, k, v, starting(start), mask="causal")
+        check(attend(q, k, v, starting(start), mask="causal", positioned=True), want, tolerance)
+
+
+@linux
+@pytest.mark.parametrize("rows", [1, 4, 30])
+@pytest.mark.parametrize("start", [-1, -(1 << 40), 101, 1 << 40])
+def test_a_position_out_of_range_fails_the_run_and_reads_nothing_outside(rows, start, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "placed", guarded)
+    q, k, v = operands(2, 2, 1, rows, 100, 20)
+    for starts in (np.array(start), np.array([5, start])):
+        got = attend(q, k, v, starts, mask="causal", positioned=True, status=1)
+        if starts.ndim:
+            check(got[:1], in_cache(q, k, v, np.array(5), mask="causal")[:1])
+    attend(q, k, v, np.array(100 - rows), mask="causal", positioned=True)  # the last one in range
+    attend(q, k, v, np.array(101 - rows), mask="causal", positioned=True, status=1)
+
+
+@linux
+@pytest.mark.parametrize("rows", [1, 40])
+def test_keys_that_no_query_sees_are_not_read(rows):
+    """The pages of the cache around the window may not be touched."""
+    capacity, size, start, window = 4096, 64, 2000, 100
+    page_rows = mmap.PAGESIZE // (4 * size)
+    q, *small = operands(1, 2, 1, rows, capacity, size)
+    low, high = (start - window) // page_rows * page_rows, -(-(start + rows) // page_rows) * page_rows
+    caches = []
+    for x in small:
+        memory = np.frombuffer(mmap.mmap(-1, x.nbytes), np.float32)
+        memory[:] = x.reshape(-1)
+        for first, last in ((0, low), (high, capacity)):
+            at = ctypes.c_void_p(memory.ctypes.data + first * 4 * size)
+            assert ctypes.CDLL(None).mprotect(at, (last - first) * 4 * size, 0) == 0
+        caches.append(memory)
+    output = np.full(q.shape, np.nan, np.float32)
+    flats = [q.reshape(-1), *caches, np.array([start]), output.reshape(-1)]
+    dims = [q.shape, (1, 1, capacity, size), (1, 1, capacity, size), (), q.shape]
+    buffers = tuple(Buffer(f"b{i}", as_dtype(x.dtype), x.size, i == 4) for i, x in enumerate(flats))
+    strides = [tuple(s // 4 for s in q.strides), (0, 0, size, 1), (0, 0, size, 1), (), tuple(s // 4 for s in q.strides)]
+    views = tuple(View(b, d, s) for b, d, s in zip(buffers, dims, strides))
+    attrs = AttentionAttrs(mask="sliding_window", window=window, positioned=True)
+    kernel = Kernel("windowed", buffers, (), (), (Native("attention", attrs, views[:4], views[4:]),))
+    rendered = render(kernel, host_target(1), "windowed")
+    function = compiled(host_target(1), rendered).function("windowed", None, *SIGNATURE)
+    args, scratch = np.array([x.ctypes.data for x in flats], np.int64), np.full(rendered.scratch_bytes + 64, 0xFF, np.uint8)
+    for task in range(rendered.tasks):
+        function(args.ctypes.data, task, scratch.ctypes.data + -scratch.ctypes.data % 64, 0)
+    check(output, in_cache(q, *small, np.array(start), mask="sliding_window", window=window))
+
+
+@pytest.mark.parametrize("device", ["ref", "ref:1", "cpu"])
+@pytest.mark.parametrize("mask", ["none", "causal", "sliding_window"])
+def test_every_device_agrees_on_a_cache(device, mask):
+    """The reference, its decomposition and the fused kernel: what lies where no query looks adds nothing, and no query stands
+    outside of the cache."""
+    q, k, v = operands(2, 4, 2, 3, 20, 8)
+    window = {"window": 4} if mask == "sliding_window" else {}
+    starts = np.array([9, 5], np.int32)
+    want = in_cache(q, k, v, starts, mask=mask, **window)
+    k[:, :, 12:] = v[:, :, 12:] = np.nan
+    if window:
+        k[:, :, :2] = v[:, :, :2] = np.inf
+    g = Graph("cache")
+    made = [g.input(n, x.shape, "f32") for n, x in (("q", q), ("k", k), ("v", v))]
+    g.set_outputs([ops.attention(*made, g.input("start", (2,), "i32"), mask=mask, positioned=True, **window)])
+    run = rlx.Session(device).compile(g, rlx.CompileOptions(threads=2)).run
+    check(run({"q": q, "k": k, "v": v, "start": starts})[0], want, 1e-5)
+    for bad in ([0, 18], [-1, 0], [2**31 - 1, 0]):
+        with pytest.raises(IndexRangeError):
+            run({"q": q, "k": k, "v": v, "start": np.array(bad, np.int32)})
+
+
+def test_claim_of_positioned_attention():
+    g = Graph("g")
+    q, start = g.input("q", (1, 2, 3, 4), "f32"), g.input("s", (), "i32")
+    keep = g.input("keep", (3, 3), "bool")
+    assert claim(ops.attention(q, q, q, start, positioned=True).node) is None
+    assert claim(ops.attention(q, q, q, keep, start, mask="custom", positioned=True).node) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_a_cache_gives_the_same_bits_on_any_threads(rows):
+    q, k, v = operands(2, 8, 4, rows, 900, 40)
+    how = {"mask": "causal", "positioned": True}
+    once = attend(q, k, v, starting(700, 5), target=host_target(1), **how)
+    for threads in (2, 16):
+        again = attend(q, k, v, starting(700, 5), target=host_target(threads), backwards=True, **how)
+        assert again.tobytes() == once.tobytes()

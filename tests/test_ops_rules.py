@@ -23,7 +23,7 @@ from rlx.errors import (
     ShapeError,
     UnknownNameError,
 )
-from rlx.ir.dtype import as_dtype, bool_, f32, i64
+from rlx.ir.dtype import as_dtype, bool_, f32, i32, i64
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, apply
 from rlx.ir.handle import BufferHandle
@@ -128,6 +128,11 @@ ERRORS = [
     (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, leaf(3, 3), mask="custom"), DTypeError, "must be bool, got f32"),
     (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, leaf(2, 3), mask="bias"), ShapeError, "broadcast"),
     (lambda: o.attention(leaf(1, 2, 5, 4), *[leaf(1, 2, 3, 4)] * 2, mask="causal"), ShapeError, "3 keys are fewer than 5"),
+    (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, positioned=True), ShapeError, "takes a fourth operand, start"),
+    (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, leaf(3, 3), mask="bias", positioned=True), ShapeError, "two more operands"),
+    (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, leaf(), positioned=True), DTypeError, "start must be i32 or i64, got f32"),
+    (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, leaf(2, dtype=i32), positioned=True), ShapeError, "one per batch: .* or .1."),
+    (lambda: o.attention(leaf(1, 2, 5, 4), *[leaf(1, 2, 3, 4)] * 2, leaf(dtype=i32), positioned=True), ShapeError, "every query"),
     (lambda: o.rope(leaf(2, 3, 5), leaf(3, dtype=i64)), ShapeError, "even head_dim"),
     (lambda: o.rope(leaf(2, 3, 4), leaf(2, dtype=i64)), ShapeError, r"positions are \[3\] or \[2,3\]"),
     (lambda: leaf(2, dtype="i32") + 0.5, DTypeError, "0.5 does not fit i32"),
