@@ -351,6 +351,20 @@ def script(body: str, expect: int = 0) -> subprocess.CompletedProcess:
     return done
 
 
+def test_threads_that_come_together_get_one_walker():
+    body = """
+barrier, found = threading.Barrier(8), []
+def first():
+    barrier.wait()
+    found.append(pools._walker())
+threads = [threading.Thread(target=first) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert len(found) == 8 and len({id(library) for library, _ in found}) == len({id(method) for _, method in found}) == 1
+"""
+    script(body)
+
+
 FORK = """
 warnings.simplefilter("ignore", DeprecationWarning)  # Python dislikes forks of threaded processes; users do it
 table, counts = chain([4, 1, 6], 2)

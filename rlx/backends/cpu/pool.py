@@ -33,13 +33,6 @@ FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, L
 __all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "worker_cpus"]
 
 
-@cache
-def _library() -> Library:
-    """The walker in machine code; kept for the life of the process, since workers stay inside it."""
-    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool")
-    return Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
-
-
 def _futex_call() -> int:
     """The number of the futex system call, 0 where there is none that we know."""
     return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
@@ -56,9 +49,25 @@ class _MethodDef(ctypes.Structure):
 
 
 @cache
-def _method() -> _MethodDef:
+def _made() -> tuple[Library, _MethodDef]:
+    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool")
+    library = Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     no_arguments = 4  # METH_NOARGS
-    return _MethodDef(b"run", _library().address("rlx_run_py"), no_arguments, b"The whole run.")
+    return library, _MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")
+
+
+def _walker() -> tuple[Library, _MethodDef]:
+    """The walker in machine code, and rlx_run_py as a Python method: one for the life of the process, since workers stay
+    inside it and built-in functions point to it."""
+    with _making:  # a cache alone would let threads that come together make several, and free all but one
+        return _made()
+
+
+_making = threading.Lock()
+
+
+def _library() -> Library:
+    return _walker()[0]
 
 
 def callable_of(run: Run) -> Callable[[], int]:
@@ -67,7 +76,7 @@ def callable_of(run: Run) -> Callable[[], int]:
     It returns 0, a status, or ATTEND: then call `Pool.attend`."""
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
-    return make(ctypes.addressof(_method()), ctypes.addressof(run), None)
+    return make(ctypes.addressof(_walker()[1]), ctypes.addressof(run), None)
 
 
 class Pool:
@@ -176,8 +185,8 @@ def pool(threads: int) -> Pool:
 
 
 def _after_fork() -> None:
-    global _pools_lock
-    _pools_lock = threading.Lock()
+    global _pools_lock, _making
+    _pools_lock, _making = threading.Lock(), threading.Lock()
     for found in _pools.values():
         found._reset()
 
