@@ -32,7 +32,7 @@ from rlx.ir.target import Target
 DTYPES = ("f32", "f16", "bf16")
 KEY_BLOCK = 128  # keys at a time, wide: with 32 rows of scores 16 KB, half a first-level cache
 NARROW_KEY_BLOCK = 512
-NARROW_ROWS = 4  # query rows of one head up to which vectors run along the head
+NARROW_ROWS = 8  # query rows of one head up to which vectors run along the head
 SHARED_ROWS = 8  # rows up to which all query heads of a key head are done together
 TURN = 8  # side of the squares that are turned: sixteen would take as long and cost 10 ms more to compile
 FEW_ROWS = 128  # from here on a last block of rows that is half empty is not worth lower blocks
