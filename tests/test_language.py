@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,25 @@ def test_one_copy_of_weights_and_state(tmp_path):
     model.step(TOKENS[0, :20])
     assert len(seen) == before[0] and model.params.nbytes() < 1.01 * before[1]  # a few positions of its own
     assert model.executable(32).handles is model.executable(1).handles and model.position == 21
+
+
+def test_decoding_allocates_and_compiles_nothing(tmp_path):
+    make("gemma3", tmp_path, max_position_embeddings=1100)
+    model = load(tmp_path, capacity=1100)
+    model.step(TOKENS[0, :9])
+    model.step([3])
+    compiled = model.executable(1)
+    before, places = compiled.allocations(), {n: e.memory.address for n, e in model.handles.entries.items()}
+    for i in range(1000):
+        model.step([i % VOCAB])
+    after = compiled.allocations()
+    assert (after.native_count, after.native_live_bytes) == (before.native_count, before.native_live_bytes)
+    assert {n: e.memory.address for n, e in model.handles.entries.items()} == places and model.position == 1010
+    ids, count = compiled.input_view("tokens"), compiled.input_view("count")
+    blocks = sys.getallocatedblocks()
+    for _ in range(50):
+        compiled.run_slots((ids, count))
+    assert abs(sys.getallocatedblocks() - blocks) < 5
 
 
 def test_a_fork_goes_its_own_way(tmp_path):

@@ -56,7 +56,11 @@ class Checkpoint:
         """The param in its declared dims and dtype."""
         form = self.formats.get(name, "f32")
         parts = [_converted(self._tensors[part], form) for part in self._parts[name]]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(parts) == 1:
+            return parts[0]
+        whole = np.concatenate(parts)
+        self.release()
+        return whole
 
     def release(self) -> None:
         """Let the system take back the pages of the files that reads have brought into memory."""
