@@ -6,6 +6,7 @@ With integer dot products x is rounded: the error is bounded by what rounding ea
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -163,6 +164,19 @@ def test_weights_of_a_graph_are_packed_once_and_set_again():
     text = str(compiled.program())
     assert text.count("pack_quant(out") == 1 and text.count("dequant_matmul(") == 2
     assert compiled._executable.memory()["params"] == 0
+
+
+def test_small_weights_lie_together():
+    """So that they get huge pages: each alone is smaller than one."""
+    form, g = FORMATS["q8_0"], Graph("several")
+    x = g.input("x", (1, 1024), as_dtype("f32"))
+    params = [g.param(f"w{i}", (1000, form.row_bytes(1024)), u8) for i in range(3)]
+    g.set_outputs([dequant_matmul(x, w, format="q8_0") for w in params])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g)
+    prepared = [b for b in compiled.program().buffers if b.region.value == "prepared"]
+    places = sorted((compiled._executable.address(b.id), b.nbytes) for b in prepared)
+    assert len(places) == 3 and places[0][0] % (2 << 20) == 0 and places[0][1] < 2 << 20
+    assert all(start + nbytes == after for (start, nbytes), (after, _) in pairwise(places))
 
 
 def test_claims():
