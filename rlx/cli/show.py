@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from rlx.frontends.embedding import EmbeddingModel
 
@@ -16,20 +17,18 @@ _out = Console(highlight=False)
 def similarities(texts: list[str], vectors: np.ndarray) -> None:
     """Cosine of every pair of texts."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    table = Table(title="cosine similarity", title_justify="left")
     room = _out.width - 8 * len(texts) - 4  # a number takes 5 columns and its frame 3
-    table.add_column("text", max_width=max(room, 10), no_wrap=True, overflow="ellipsis")
-    for i in range(len(texts)):
-        table.add_column(str(i + 1), justify="right", min_width=5, no_wrap=True)
+    columns = [Column(str(i + 1), justify="right", min_width=5, no_wrap=True) for i in range(len(texts))]
+    table = Table(
+        Column("text", max_width=max(room, 10), no_wrap=True), *columns, title="cosine similarity", title_justify="left"
+    )
     for i, text in enumerate(texts):
         table.add_row(_plain(f"{i + 1} {text}"), *(f"{c:.2f}" for c in unit[i] @ unit.T))
     _out.print(table)
 
 
-def _plain(text: str):
+def _plain(text: str) -> Text:
     """Text as it is: brackets are no markup, control characters do not reach the terminal."""
-    from rich.text import Text
-
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
@@ -51,9 +50,7 @@ def _size(nbytes: int) -> str:
 
 def account(seconds: dict[str, float]) -> None:
     """Where the time went, in the order it was spent."""
-    table = Table(title="where the time went", title_justify="left")
-    table.add_column("phase")
-    table.add_column("ms", justify="right")
+    table = Table("phase", Column("ms", justify="right"), title="where the time went", title_justify="left")
     for phase, spent in seconds.items():
         table.add_row(phase, f"{spent * 1e3:.1f}")
     table.add_row("sum", f"{sum(seconds.values()) * 1e3:.1f}", style="bold")

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,12 @@ def plan_batches(lengths: Sequence[int], batch_size: int, max_length: int) -> li
     batches: list[Batch] = []
     at = 0
     while at < len(todo):
-        length = _rung(lengths[todo[at]], max_length)
-        end, padding = at, 0
-        while end < len(todo) and end - at < batch_size:
-            padding += length - _rung(lengths[todo[end]], max_length)
-            if padding > MERGE_TOKENS:
-                break
-            end += 1
-        rows = min(1 << (end - at - 1).bit_length(), batch_size)
-        batches.append(Batch(tuple(todo[at:end]), rows, length))
-        at = end
+        next_ones = todo[at : at + batch_size]
+        rungs = [_rung(lengths[i], max_length) for i in next_ones]
+        count = sum(padding <= MERGE_TOKENS for padding in accumulate(rungs[0] - rung for rung in rungs))
+        rows = min(1 << (count - 1).bit_length(), batch_size)
+        batches.append(Batch(tuple(next_ones[:count]), rows, rungs[0]))
+        at += count
     return batches
 
 
@@ -75,11 +72,8 @@ class EmbeddingModel:
             self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
         with self._spent("read tokenizer"):
             self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
-        if self._tokenizer.vocab_size > self.config.vocab_size:
-            raise ModelError(
-                f"{self.folder}: tokenizer.json has {self._tokenizer.vocab_size} tokens, "
-                f"the network's vocab_size is {self.config.vocab_size}"
-            )
+        if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
+            raise ModelError(f"{self.folder}: tokenizer.json has {have} tokens, the network's vocab_size is {room}")
         self._session = session or Session()
         self._options = options or CompileOptions()
         self._compiled: OrderedDict[tuple[int, int], CompiledGraph] = OrderedDict()
@@ -96,9 +90,7 @@ class EmbeddingModel:
         """Tokens that are looked at, special ones included; longer texts are cut."""
         return self._tokenizer.max_length
 
-    def embed(
-        self, texts: Sequence[str], batch_size: int = 32, progress: Callable[[int, int], None] | None = None
-    ) -> np.ndarray:
+    def embed(self, texts: Sequence[str], batch_size: int = 32, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """float32 [len(texts), dim], in the order of the texts.
 
         `progress(done, total)` is called after every batch. Raises InputDTypeError if a text is not a str.
@@ -147,8 +139,7 @@ class EmbeddingModel:
 
     def _compile(self, rows: int, length: int) -> CompiledGraph:
         """The executable for this shape, from the cache or made now."""
-        key = (rows, length)
-        if key not in self._compiled:
+        if (key := (rows, length)) not in self._compiled:
             with self._spent("build graph"):
                 graph = bert.build(self.config, rows, length)
             compiled = self._session.compile(graph, self._options, params=self._params)
@@ -206,10 +197,8 @@ def _read_config(folder: Path) -> bert.BertConfig:
 def _read_pooling(folder: Path) -> tuple[str, bool]:
     """(pooling, normalise) from modules.json; without it the mean, not normalised, as sentence-transformers does."""
     path = folder / "modules.json"
-    if not path.is_file():
-        return "mean", False
     pooling, normalize = "mean", False
-    for module in read_json(path, list):
+    for module in read_json(path, list) if path.is_file() else ():
         kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else "?"
         if kind == "Pooling":
             config = read_json(folder / str(module.get("path", "")) / "config.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError
 from rlx.frontends.weights import read_json
@@ -21,17 +22,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path, positions: int) -> None:
         """`positions`: how many tokens the network takes; the folder's configuration may set fewer."""
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
-        try:
-            import tokenizers
-        except ImportError as e:
-            raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
-            raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+        self._tokenizer = read_tokenizer(folder)
         self._lower, self.max_length = _limits(folder, positions)
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self.max_length)
@@ -45,20 +36,36 @@ class Tokenizer:
 
     def __call__(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text."""
-        texts = [self._checked(i, text) for i, text in enumerate(texts)]
-        out: list[list[int]] = []
-        for start in range(0, len(texts), _CHUNK):
-            out += [e.ids for e in self._tokenizer.encode_batch_fast(texts[start : start + _CHUNK])]
-        return out
+        texts = [checked(text, f"text {i}") for i, text in enumerate(texts)]
+        texts = [text.lower() for text in texts] if self._lower else texts
+        chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
+        return [e.ids for chunk in chunks for e in self._tokenizer.encode_batch_fast(chunk)]
 
-    def _checked(self, i: int, text: object) -> str:
-        if not isinstance(text, str):
-            raise InputDTypeError(f"text {i} is a {type(text).__name__}, not a str")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            raise InputDTypeError(f"text {i} is not valid unicode: {e.reason} at character {e.start}") from None
-        return text.lower() if self._lower else text
+
+def read_tokenizer(folder: Path) -> Any:
+    """The `tokenizers.Tokenizer` in the folder's tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
+    try:
+        import tokenizers
+    except ImportError as e:
+        raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
+        raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+
+
+def checked(text: object, name: str) -> str:
+    """`text` if it is one that a tokenizer can take; `name`: of it, for the error."""
+    if not isinstance(text, str):
+        raise InputDTypeError(f"{name} is a {type(text).__name__}, not a str")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InputDTypeError(f"{name} is not valid unicode: {e.reason} at character {e.start}") from None
+    return text
 
 
 def _limits(folder: Path, positions: int) -> tuple[bool, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,8 @@ from rlx.ir.dtype import DTYPES, DType
 MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own reader sets
 _LENGTH_BYTES = 8
 
-_DTYPES: dict[str, DType] = {
-    "F64": DTYPES["f64"], "F32": DTYPES["f32"], "F16": DTYPES["f16"], "BF16": DTYPES["bf16"],
-    "F8_E4M3": DTYPES["f8e4m3"], "F8_E5M2": DTYPES["f8e5m2"],
-    "I64": DTYPES["i64"], "I32": DTYPES["i32"], "I16": DTYPES["i16"], "I8": DTYPES["i8"],
-    "U64": DTYPES["u64"], "U32": DTYPES["u32"], "U16": DTYPES["u16"], "U8": DTYPES["u8"], "BOOL": DTYPES["bool"],
-}  # fmt: skip
+_NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split()
+_DTYPES = {name: DTYPES[name.lower().replace("_", "")] for name in _NAMES}
 
 
 def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
@@ -76,7 +73,7 @@ def read_file(path: str | Path) -> dict[str, np.ndarray]:
                 f"{path}: the header claims {header_bytes} bytes, the file has {max(size - _LENGTH_BYTES, 0)} after the "
                 "length field; it is truncated or not a safetensors file"
             )
-        header = _parse(path, f.read(header_bytes))
+        header = _parse(f.read(header_bytes), f"{path}: the header", dict, _no_duplicates)
     start = _LENGTH_BYTES + header_bytes
     spans = [(name, *_span(path, name, entry)) for name, entry in header.items() if name != "__metadata__"]
     _check_cover(path, spans, size - start)
@@ -84,18 +81,19 @@ def read_file(path: str | Path) -> dict[str, np.ndarray]:
     return {name: np.ndarray(shape, dtype.numpy, buffer=mapped, offset=start + begin) for name, dtype, shape, begin, _ in spans}
 
 
-def _parse(path: Path, header: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a name stands twice")
-        return dict(pairs)
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
 
+
+def _parse(text: bytes, what: str, kind: type, hook: Callable[..., Any] | None = None) -> Any:
     try:
-        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=no_duplicates)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=hook)
     except (ValueError, RecursionError) as e:
-        raise CorruptFileError(f"{path}: the header is not valid JSON ({e})") from None
-    if not isinstance(parsed, dict):
-        raise CorruptFileError(f"{path}: the header must be a JSON object, got {type(parsed).__name__}")
+        raise CorruptFileError(f"{what} is not valid JSON ({e})") from None
+    if not isinstance(parsed, kind):
+        raise CorruptFileError(f"{what} must be a JSON {'object' if kind is dict else 'list'}, got {type(parsed).__name__}")
     return parsed
 
 
@@ -112,11 +110,9 @@ def _span(path: Path, name: str, entry: Any) -> tuple[DType, tuple[int, ...], in
         raise CorruptFileError(fault + f"the shape {str(shape)[:80]} is not a list of at most 32 sizes")
     if not _naturals(offsets) or len(offsets) != 2:
         raise CorruptFileError(fault + f"data_offsets must be two sizes, got {str(offsets)[:80]}")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CorruptFileError(
-            fault + f"{entry['dtype']}{shape} takes {math.prod(shape) * dtype.itemsize} bytes, data_offsets give {end - begin}"
-        )
+    (begin, end), needs = offsets, math.prod(shape) * dtype.itemsize
+    if end - begin != needs:
+        raise CorruptFileError(fault + f"{entry['dtype']}{shape} takes {needs} bytes, data_offsets give {end - begin}")
     return dtype, tuple(shape), begin, end
 
 
@@ -139,10 +135,4 @@ def read_json(path: Path, kind: type = dict) -> Any:
     """A JSON object (or list) from a file of a model folder; ModelError if it is missing, CorruptFileError if it is not one."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}; a model folder needs it")
-    try:
-        parsed = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise CorruptFileError(f"{path} is not valid JSON ({e})") from None
-    if not isinstance(parsed, kind):
-        raise CorruptFileError(f"{path} must hold a JSON {kind.__name__}, got {type(parsed).__name__}")
-    return parsed
+    return _parse(path.read_bytes(), str(path), kind)

@@ -7,7 +7,7 @@ Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018); p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import rlx.ir.ops as ops
@@ -43,8 +43,7 @@ class BertConfig:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
+        for name in [f.name for f in fields(self) if f.type == "int" and f.name != "pad_token_id"]:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2**31:
                 raise CorruptFileError(f"config.json: {name} must be a positive size, got {value!r}")
@@ -64,10 +63,9 @@ class BertConfig:
             raise ModelError(f"position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'")
         if config.get("is_decoder"):
             raise ModelError("a BERT decoder (is_decoder) is not supported, only encoders")
-        names = set(BertConfig.__dataclass_fields__) - {"pooling", "normalize"}
+        given = {f.name: config[f.name] for f in fields(BertConfig) if f.name in config}
         try:
-            given = {k: v for k, v in config.items() if k in names}
-            return BertConfig(**given, pooling=pooling, normalize=normalize)
+            return BertConfig(**{**given, "pooling": pooling, "normalize": normalize})
         except TypeError as e:
             raise CorruptFileError(f"config.json: {e}") from None
 
@@ -84,9 +82,8 @@ def build(config: BertConfig, batch: int, length: int) -> Graph:
     ids = g.input("input_ids", (batch, length), "i32")
     mask = g.input("attention_mask", (batch, length), "bool")
 
-    words = g.param("embeddings.word_embeddings.weight", (config.vocab_size, hidden), "f32")
-    positions = g.param("embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden), "f32")
-    types = g.param("embeddings.token_type_embeddings.weight", (config.type_vocab_size, hidden), "f32")
+    sizes = {"word": config.vocab_size, "position": config.max_position_embeddings, "token_type": config.type_vocab_size}
+    words, positions, types = (g.param(f"embeddings.{n}_embeddings.weight", (m, hidden), "f32") for n, m in sizes.items())
     place = _first(positions, length) + _first(types, 1)  # [length, hidden]; of params alone, so computed once
     x = ops.embedding(words, ids) + place  # [batch, length, hidden]
     x = _norm(g, config, "embeddings.LayerNorm", x.reshape(batch * length, hidden))
@@ -134,8 +131,7 @@ def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
 
 
 def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
-    scale = g.param(f"{name}.weight", (config.hidden_size,), "f32")
-    bias = g.param(f"{name}.bias", (config.hidden_size,), "f32")
+    scale, bias = (g.param(f"{name}.{part}", (config.hidden_size,), "f32") for part in ("weight", "bias"))
     return ops.layer_norm(x, scale, bias, eps=config.layer_norm_eps)
 
 
