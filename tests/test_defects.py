@@ -7,11 +7,25 @@ damaged files in test_weights; fork, exit and affinity in test_cpu_pool; allocat
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import rlx
-from rlx.errors import BindingError, CompileError, InputDTypeError, InputShapeError, OptionError, ShapeError, Unsupported
+from rlx.errors import (
+    BindingError,
+    CompileError,
+    DTypeError,
+    GraphError,
+    InputDTypeError,
+    InputShapeError,
+    OptionError,
+    OutOfMemoryError,
+    ShapeError,
+    TransferError,
+    Unsupported,
+)
 
 F = np.float32
 DEVICES = ("ref", "ref:1", "cpu")
@@ -20,6 +34,11 @@ DEVICES = ("ref", "ref:1", "cpu")
 @pytest.fixture(params=DEVICES)
 def session(request: pytest.FixtureRequest) -> rlx.Session:
     return rlx.Session(request.param)
+
+
+def _any(x: Any) -> Any:
+    """`x`, of which the type checker then knows nothing."""
+    return x
 
 
 def two_inputs() -> rlx.Graph:
@@ -124,6 +143,25 @@ def test_calls_of_the_wrong_kind(session, call, error):
     assert (compiled.read_output_row(0, 0, 4) == before).all() and compiled.outputs_view()[0].shape == (4,)
 
 
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda g, x: g.set_outputs(x), GraphError),
+        (lambda g, x: g.set_outputs(5), GraphError),
+        (lambda g, x: g.assign(g.handle(rlx.BufferHandle("h", (4,), "f32")), 3), GraphError),
+        (lambda g, x: g.constant([[1], [1, 2]]), DTypeError),
+        (lambda g, x: x.astype("i32") + 2**40, DTypeError),
+        (lambda g, x: rlx.CompileOptions(handles=_any(5)), OptionError),
+        (lambda g, x: rlx.Session("ref").compile(plus_one((4,)), _any({"threads": 1})), OptionError),
+        (lambda g, x: rlx.driver.Buffer.from_dlpack(5), TransferError),
+    ],
+)
+def test_graphs_and_options_of_the_wrong_kind(call, error):
+    g = rlx.Graph("wrong")
+    with pytest.raises(error):
+        call(g, g.input("x", (4,), "f32"))
+
+
 def test_arrays_of_any_layout(session):
     compiled = session.compile(plus_one((4,)))
     x = np.arange(4, dtype=F)
@@ -165,6 +203,14 @@ def test_sizes_past_any_memory_are_refused_at_compile(session, dims):
 def test_bound_dims_past_any_memory():
     with pytest.raises(CompileError, match=r"f32\[1099511627776,1099511627776\] spans 4835703278458516698824704 bytes"):
         rlx.Session("cpu").compile(plus_one(("n", "m")), rlx.CompileOptions(dims={"n": 2**40, "m": 2**40}))
+
+
+@pytest.mark.parametrize("dims", [(2**44,), (2**57,)], ids=str)
+def test_memory_that_is_not_there_is_refused_with_its_bytes(session, dims):
+    with pytest.raises(OutOfMemoryError, match=rf"graph 'plus_one' \(bytes: arena {2 * 4 * dims[0]}"):
+        session.compile(plus_one(dims))
+    with pytest.raises(OutOfMemoryError, match=f"{4 * dims[0]} bytes"):
+        rlx.driver.Buffer.empty(dims, "f32")
 
 
 def test_rank_has_a_limit(session):

@@ -123,6 +123,8 @@ def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
 
 def _handles(handles: Any) -> tuple[BufferHandle, ...]:
     by_name: dict[str, BufferHandle] = {}
+    if not isinstance(handles, Iterable):
+        raise OptionError(f"handles are BufferHandles, got {handles!r}")
     for handle in handles:
         if not isinstance(handle, BufferHandle):
             raise OptionError(f"handles are BufferHandles, got {handle!r}")

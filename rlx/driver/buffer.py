@@ -15,7 +15,7 @@ import numpy as np
 from rlx.driver.arena import aligned_bytes
 from rlx.driver.device import TEST_NAMES, Device
 from rlx.driver.stream import note
-from rlx.errors import DeviceUnavailableError, InputDTypeError, InputShapeError, TransferError
+from rlx.errors import DeviceUnavailableError, InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.shape import Shape
 
@@ -108,6 +108,8 @@ class Buffer:
     @staticmethod
     def from_dlpack(producer: Any) -> Buffer:
         """A host buffer over the memory of anything with `__dlpack__` (numpy, torch, jax …), without a copy."""
+        if not hasattr(producer, "__dlpack_device__"):
+            raise TransferError(f"from_dlpack takes an object with __dlpack__, got {type(producer).__name__}")
         place = tuple(producer.__dlpack_device__())
         if place[0] != _DLPACK_CPU[0]:
             raise TransferError(f"the tensor lies on DLPack device {place}, not in host memory; copy it to the host first")
@@ -211,8 +213,15 @@ class Buffer:
         return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in _DLPACK_CODES else array
 
 
+def _granted(shape: Shape, memory: Memory) -> Any:
+    try:
+        return memory.alloc(shape.size_bytes)
+    except (MemoryError, ValueError) as e:  # numpy's ValueError: more than can be addressed
+        raise OutOfMemoryError(f"{memory.device} has no room for {shape}, {shape.size_bytes} bytes") from e
+
+
 def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) -> Buffer:
-    out = Buffer(shape, memory, memory.alloc(shape.size_bytes))
+    out = Buffer(shape, memory, _granted(shape, memory))
     if contents is not None:
         out._copy_in(contents)
     return out

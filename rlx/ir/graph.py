@@ -210,7 +210,11 @@ CONSTANT = _leaf("constant", ConstantAttrs, lambda a: Shape(a.data.shape, a.data
 
 def constant(data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
     """A constant Value from anything numpy can hold; Python floats become f32 and ints i64 unless `dtype` says otherwise."""
-    array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
+    try:
+        array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
+    except (ValueError, OverflowError) as e:  # ragged lists, text, integers past the dtype's range
+        kind = "" if dtype is None else f" of {as_dtype(dtype)}"
+        raise DTypeError(f"a constant{kind} cannot hold {data!r:.60}: {e}") from e
     if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
         array = array.astype(np.float32)
     array = np.array(array, order="C")  # a copy: the caller's array may change later
@@ -327,6 +331,8 @@ class Graph:
         """
         if not isinstance(handle, Value) or handle.node.op is not HANDLE or handle not in self.handles:
             raise GraphError(f"assign() takes a handle of graph {self.name!r}, got {handle!r}")
+        if not isinstance(value, Value):
+            raise GraphError(f"assign to handle {handle.name!r}: the next state is a Value, got {type(value).__name__}")
         if value.shape != handle.shape:
             raise ShapeError(f"assign to handle {handle.name!r}: it is {handle.shape}, the value is {value.shape}")
         if any(h == handle for h, _ in self.assigns):
@@ -337,6 +343,8 @@ class Graph:
 
     def set_outputs(self, outputs: Iterable[Value], names: Iterable[str] | None = None) -> None:
         """What a run returns, in this order. The same Value may stand twice; an output may be an input."""
+        if isinstance(outputs, Value) or not isinstance(outputs, Iterable):
+            raise GraphError(f"graph {self.name!r}: outputs are a list of Values, got {type(outputs).__name__}")
         outputs = list(outputs)
         for out in outputs:
             if not isinstance(out, Value):

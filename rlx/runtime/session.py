@@ -11,11 +11,14 @@ from rlx.compile.options import CompileOptions
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.errors import OptionError, known
+from rlx.errors import OptionError, OutOfMemoryError, known
 from rlx.ir.graph import Graph
+from rlx.ir.program import Program
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan
 from rlx.runtime.weights import planned_bytes
+
+ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
 
 
 class Session:
@@ -44,7 +47,8 @@ class Session:
         for name, store, kind in (("params", params, ParamStore), ("handles", handles, HandleStore)):
             if store is not None and not isinstance(store, kind):
                 raise OptionError(f"compile takes {name} as a {kind.__name__}, got {type(store).__name__}")
-        options = options or CompileOptions()
+        if not isinstance(options := options or CompileOptions(), CompileOptions):
+            raise OptionError(f"compile takes CompileOptions, got {type(options).__name__}")
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
@@ -62,10 +66,15 @@ class Session:
         clock = [time.perf_counter()]
         target = self._backend.target(self.device.index, options.threads or self.threads)
         program = lower(graph, target, options)
+        if sum(planned_bytes(program).values()) >= ADDRESSES:
+            raise OutOfMemoryError(f"no memory has room for {_room(program)}")
         clock.append(time.perf_counter())
         artifact = self._backend.compile(program)
         clock.append(time.perf_counter())
-        executable = self._backend.load(artifact, params, self.device.index, handles)
+        try:
+            executable = self._backend.load(artifact, params, self.device.index, handles)
+        except (MemoryError, OSError) as e:
+            raise OutOfMemoryError(f"{self.device} has no room for {_room(program)}: {e}") from e
         clock.append(time.perf_counter())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(("lower", "code", "load"), clock, clock[1:])}
         texts = artifact.texts()
@@ -74,6 +83,11 @@ class Session:
         for shown in ((report,), program.stages.values(), texts.values())[: max(knobs.DEBUG.get(), options.verbose)]:
             print(*shown, sep="\n")
         return CompiledGraph(executable, self.device, options, report)
+
+
+def _room(program: Program) -> str:
+    sizes = ", ".join(f"{what} {nbytes}" for what, nbytes in planned_bytes(program).items() if nbytes)
+    return f"graph {program.name!r} (bytes: {sizes})"
 
 
 def _check_handles(graph: Graph, options: CompileOptions) -> None:
