@@ -7,6 +7,7 @@ damaged files in test_weights; fork, exit and affinity in test_cpu_pool; allocat
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlx.errors import (
     CompileError,
     DTypeError,
     GraphError,
+    IndexRangeError,
     InputDTypeError,
     InputShapeError,
     OptionError,
@@ -109,6 +111,89 @@ def test_queued_runs_see_state_and_weights_as_they_were(session):
     assert (compiled.read_handle("sum") == 100).all()
     compiled.run({"x": ones})
     assert (compiled.read_handle("sum") == 102).all()
+
+
+# -- what a run must not depend on ---------------------------------------------------------------------------------
+
+
+def block(rows: int, heads: int) -> rlx.Graph:
+    """Odd sizes of everything that has tails: contraction, softmax, norm, masked attention, reductions of both axes."""
+    g = rlx.Graph("block")
+    x = g.input("x", (rows, heads * 5), "f32")
+    mask = g.input("mask", (1, 1, 1, rows), "bool")
+    w = g.param("w", (heads * 5, heads * 5), "f32")
+    y = rlx.gelu(x @ w)
+    q = y.reshape(1, rows, heads, 5).transpose(0, 2, 1, 3)
+    attended = rlx.attention(q, q, q, mask, mask="custom").transpose(0, 2, 1, 3).reshape(rows, heads * 5)
+    normed = rlx.layer_norm(attended + x, g.constant(np.ones(heads * 5, F)), g.constant(np.zeros(heads * 5, F)))
+    g.set_outputs([normed, rlx.softmax(normed @ w.T), rlx.sum(y, axis=0), rlx.max(y, axis=1)])
+    return g
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "heads"), [(7, 3), (19, 5), (1, 1)])
+def test_what_lay_in_the_arena_before_changes_no_bit(rows, heads, threads):
+    rng = np.random.default_rng(rows)
+    compiled = rlx.Session("cpu").compile(block(rows, heads), rlx.CompileOptions(threads=threads))
+    compiled.set_param("w", rng.standard_normal((heads * 5, heads * 5)).astype(F) / 4)
+    inputs = {"x": rng.standard_normal((rows, heads * 5)).astype(F), "mask": np.arange(rows).reshape(1, 1, 1, -1) % 3 != 1}
+    results = []
+    for poison in (0x00, 0xFF, 0x7F):  # zeros, NaN, large numbers
+        ctypes.memset(compiled.arena_ptr(), poison, compiled.memory_plan().arena_bytes)
+        results.append(b"".join(a.tobytes() for a in compiled.run(inputs)))
+    assert results[0] == results[1] == results[2]
+    assert np.isfinite(np.frombuffer(results[0], F)).all()
+
+
+def test_results_are_the_callers_own(session):
+    compiled = session.compile(two_inputs())
+    x, y = np.random.default_rng(2).standard_normal((2, 100)).astype(F)
+    first = compiled.run({"x": x, "y": y})
+    kept = [a.copy() for a in first]
+    compiled.run({"x": 2 * y, "y": 3 * x})
+    compiled.input_view("x")[...] = 0
+    assert all((a == b).all() for a, b in zip(first, kept))
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16", "i64", "i32", "i8", "u8", "bool"])
+def test_weights_are_copied_whole(session, dtype):
+    g = rlx.Graph("weights")
+    w = g.param("w", (3, 5), dtype)
+    g.set_outputs([w.T, w, rlx.concat(w, w, axis=0)])
+    compiled = session.compile(g)
+    values = np.random.default_rng(3).integers(0, 2, (2, 3, 5)).astype(w.dtype.numpy)
+    for whole, by_bytes in zip(values, (False, True)):
+        mine = np.asfortranarray(whole)
+        if by_bytes:
+            compiled.set_param_typed("w", whole.tobytes(), dtype)
+        else:
+            compiled.set_param("w", mine)
+        mine[...] = 1  # the caller's array is its own again
+        turned, same, twice = compiled.run()
+        assert (turned == whole.T).all() and (same == whole).all() and (twice == np.concatenate([whole, whole])).all()
+    with pytest.raises(InputShapeError):
+        compiled.set_param_typed("w", values[0].tobytes()[:-1], dtype)
+    assert (compiled.run()[1] == values[1]).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_are_appended_to_every_sequence_of_a_batch(session, batch):
+    g = rlx.Graph("append")
+    cache = g.handle(rlx.BufferHandle("keys", (batch, 4, 5), "f32"))
+    after = rlx.update_rows(cache, g.input("new", (batch, 1, 5), "f32"), g.input("at", (), "i32"), axis=1)
+    g.assign(cache, after, in_place=True)
+    g.set_outputs([rlx.sum(after, axis=1)])
+    compiled = session.compile(g)
+    want = np.zeros((batch, 4, 5), F)
+    for at, new in enumerate(np.random.default_rng(4).standard_normal((4, batch, 1, 5)).astype(F)):
+        want[:, at] = new[:, 0]
+        (total,) = compiled.run({"new": new, "at": np.int32(at)})
+        assert (compiled.read_handle("keys") == want).all()
+        np.testing.assert_allclose(total, want.sum(1, dtype=np.float64), atol=1e-6)
+    for at in (-1, 4):
+        with pytest.raises(IndexRangeError):
+            compiled.run({"new": want[:, :1] + 1, "at": np.int32(at)})
+    assert (compiled.read_handle("keys") == want).all()
 
 
 # -- what does not fit is refused by an error of ours --------------------------------------------------------------
