@@ -74,8 +74,8 @@ def _dim_names(x: Any) -> Iterable[str]:
         for inner in x:
             yield from _dim_names(inner)
     elif isinstance(x, Attrs):
-        for f in fields(x):
-            yield from _dim_names(getattr(x, f.name))
+        for value in vars(x).values():
+            yield from _dim_names(value)
 
 
 # -- composites ----------------------------------------------------------------------------------------------------
