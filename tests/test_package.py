@@ -74,6 +74,11 @@ def test_readme_names_both_commands():
     assert "make demo" in text and "make test" in text
 
 
+def test_readme_names_files_that_exist():
+    names = set(re.findall(r"`((?:docs/)?[\w.]+\.(?:md|py))`", (ROOT / "README.md").read_text("utf-8")))
+    assert len(names) > 3 and not [n for n in names if not (ROOT / n).is_file()]
+
+
 def test_no_path_of_one_machine_in_the_tree():
     folders = [ROOT / f for f in ("rlx", "tests", "docs", "benchmarks", ".ci")]
     files = [p for f in folders for p in f.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
