@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,8 +40,14 @@ def read_calls(threads: int) -> tuple[Call, float]:
     calls, nbytes = zip(*(read_call(TOTAL // threads) for _ in range(threads)))
     if threads == 1:
         return calls[0], nbytes[0]
-    pool = ThreadPoolExecutor(threads)
-    return lambda: list(pool.map(lambda call: call(), calls)), sum(nbytes)
+    cpus, together = sorted(os.sched_getaffinity(0)), Barrier(threads)
+    pool = ThreadPoolExecutor(threads, initializer=lambda: os.sched_setaffinity(0, {cpus.pop()}))  # of that thread alone
+
+    def one(call: Call) -> None:
+        together.wait()
+        call()
+
+    return lambda: list(pool.map(one, calls)), sum(nbytes)
 
 
 def random_rows(stored: str, n: int, k: int) -> np.ndarray:
