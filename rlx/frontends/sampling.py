@@ -1,0 +1,159 @@
+"""Choosing the next token, as a graph: logits in, token out. Seed, step and the tokens seen so far are state of the device.
+
+The steps and their order are those of transformers' generate: repetition penalty (N. S. Keskar et al. 2019, CTRL), temperature,
+top-k, top-p (A. Holtzman et al. 2020), min-p (M. Nguyen et al. 2024), a draw by the Gumbel-max trick. Nothing is sorted: what
+is cut off lies below a threshold (rlx.threshold). Which steps there are is fixed at compile time, their numbers are inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+import rlx.ir.ops as ops
+from rlx.errors import NumericsError, OptionError
+from rlx.ir.dtype import DTYPES
+from rlx.ir.graph import Graph, Value
+from rlx.ir.handle import BufferHandle
+from rlx.ir.ops.random import gumbel, seed_key, threshold
+from rlx.runtime import CompiledGraph, CompileOptions, Session
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. `temperature` 0: the likeliest one. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1: off.
+    Raises OptionError for a value that has no meaning."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # only the k likeliest
+    top_p: float = 1.0  # only the fewest that make up this share of the probability
+    min_p: float = 0.0  # only those at least this share as likely as the likeliest
+    repetition_penalty: float = 1.0  # logits of tokens seen are divided by it, negative ones multiplied
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, int if field.name == "top_k" else (int, float)) and not isinstance(value, bool)
+            low, high = LIMITS[field.name]
+            if not number or not low <= value <= high:
+                kind = "whole number" if field.name == "top_k" else "number"
+                raise OptionError(f"{field.name} is a {kind} from {low} to {high}, got {value!r}")
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The fields that change anything; a cut changes nothing where the likeliest token is taken anyway."""
+        draws = ("temperature", "top_k", "top_p", "min_p") if self.temperature else ()
+        off = {f.name: f.default for f in fields(self)}
+        return tuple(n for n in ("repetition_penalty", *draws) if getattr(self, n) != off[n])
+
+
+LIMITS = {
+    "temperature": (0.0, 1e4), "top_k": (0, 1 << 24), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-4, 1e4),
+}  # fmt: skip
+
+
+# -- steps, over logits f32 [batch, vocab] ---------------------------------------------------------------------------
+
+
+def penalised(logits: Value, seen: Value, penalty: Value) -> Value:
+    """`seen`: bool [batch, vocab]; `penalty`: f32 ()."""
+    return ops.where(seen, ops.where(logits < 0.0, logits * penalty, logits / penalty), logits)
+
+
+def only_top_k(logits: Value, count: Value) -> Value:
+    """-inf for all but the `count` (f32 ()) greatest; equals of the last of them stay too."""
+    return _from(threshold(logits, count), logits, logits)
+
+
+def only_top_p(logits: Value, share: Value) -> Value:
+    """-inf for all but the fewest greatest whose probabilities sum up to `share` (f32 ())."""
+    chances = ops.softmax(logits, axis=-1)
+    return _from(threshold(chances, share, weighted=True), chances, logits)
+
+
+def only_min_p(logits: Value, share: Value) -> Value:
+    """-inf where the probability is below `share` (f32 ()) of the greatest."""
+    return _from(ops.max(logits, axis=-1) + ops.log(share), logits, logits)
+
+
+def _from(bound: Value, measure: Value, logits: Value) -> Value:
+    """-inf where `measure` is below its row's bound; NaN stays, so that it is found."""
+    return ops.where(ops.less(measure, bound.reshape(*bound.dims, 1)), -math.inf, logits)
+
+
+def greatest(scores: Value) -> Value:
+    """i32 [batch]: the first greatest of each row; its length where there is a NaN. Two reductions, which run as vectors."""
+    n = scores.shape.static[-1]
+    places = ops.where(ops.equal(scores, ops.max(scores, axis=-1, keepdims=True)), ops.iota((n,), dtype=DTYPES["i32"]), n)
+    return ops.min(places, axis=-1)
+
+
+def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
+    """i32 [batch], chosen by `steps` (Sampling.steps), whose numbers become inputs of `g` named like them; state is added
+    to `g` as the steps need it: "random.key" u32 [2] and "random.counter" u32 (), and "seen" bool [batch, vocab]."""
+    value = {name: g.input(name, (), "f32") for name in steps}
+    apply = {"top_k": only_top_k, "top_p": only_top_p, "min_p": only_min_p, "temperature": lambda x, t: x / t}
+    seen = None
+    for name in steps:
+        if name == "repetition_penalty":
+            seen = g.handle(BufferHandle("seen", logits.shape.static, "bool"))
+            logits = penalised(logits, seen, value[name])
+        else:
+            logits = apply[name](logits, value[name])
+    if "temperature" in steps:
+        key = g.handle(BufferHandle("random.key", (2,), "u32"))
+        counter = g.handle(BufferHandle("random.counter", (), "u32"))
+        logits = logits + gumbel(key, counter, dims=logits.shape.static)
+        g.assign(counter, counter + 1)
+    token = greatest(logits)
+    if seen is not None:
+        batch, vocab = logits.shape.static
+        g.assign(seen, seen | ops.equal(ops.iota((batch, vocab), axis=1, dtype=DTYPES["i32"]), token.reshape(batch, 1)))
+    return token
+
+
+# -- on logits of the host -------------------------------------------------------------------------------------------
+
+
+@lru_cache(16)
+def _compiled(steps: tuple[str, ...], batch: int, vocab: int) -> CompiledGraph:
+    g = Graph(f"choose_{'_'.join(steps) or 'greatest'}_{batch}x{vocab}")
+    g.set_outputs([choose(g, g.input("logits", (batch, vocab), "f32"), steps)], names=["token"])
+    return Session().compile(g, CompileOptions(threads=1))  # the other threads wait for the model's next step
+
+
+def checked_seed(seed: int | None) -> int:
+    """The seed, 0 … 2^64 - 1, or for None one that nobody chose; else an OptionError."""
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+        raise OptionError(f"a seed is a whole number from 0 to 2^64 - 1, got {seed!r}")
+    return secrets.randbits(64) if seed is None else seed
+
+
+class Sampler:
+    """One stream of choices. Equal seeds, settings and logits give equal tokens."""
+
+    def __init__(self, how: Sampling, vocab: int, batch: int = 1, seed: int | None = None) -> None:
+        self.how, self.vocab, self.batch, self.seed = how, vocab, batch, checked_seed(seed)
+        self._compiled = _compiled(how.steps, batch, vocab).clone()
+        self._settings = [np.array(getattr(how, name), np.float32) for name in how.steps]
+        self.start(())
+
+    def start(self, seen: Any) -> None:
+        """Begin the stream again. `seen`: tokens that count as seen, in every row."""
+        mask = np.zeros((self.batch, self.vocab), np.bool_)
+        mask[:, np.asarray(seen, np.int64)] = True
+        for name, array in (("seen", mask), ("random.key", seed_key(self.seed)), ("random.counter", np.zeros((), np.uint32))):
+            self._compiled.bind_handle(name, array)
+
+    def __call__(self, logits: np.ndarray) -> np.ndarray:
+        """i32 [batch] for logits f32 [batch, vocab]. NumericsError: they hold a NaN."""
+        self._compiled.run_slots((logits, *self._settings))
+        tokens = np.array(self._compiled.outputs_view()[0])
+        if (tokens == self.vocab).any():
+            raise NumericsError("the logits of the next token hold NaN: the weights, or the numbers they make, are out of range")
+        return tokens
