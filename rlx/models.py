@@ -1,9 +1,11 @@
-"""Models ready to use: `load(folder).embed(texts)`, `load(folder_or_gguf).step(tokens)`."""
+"""Models ready to use: `load(folder).embed(texts)`, `load(folder_or_gguf).generate(prompt)`."""
 
 from pathlib import Path
 from typing import Any
 
+from rlx.frontends.beams import beam_search
 from rlx.frontends.embedding import EmbeddingModel, default_folder
+from rlx.frontends.generate import Generator
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.models.families import FAMILIES
 from rlx.frontends.weights import read_json
@@ -20,4 +22,4 @@ def load(path: str | Path, **how: Any) -> Any:
     return EmbeddingModel(path, **how)
 
 
-__all__ = ["EmbeddingModel", "LanguageModel", "default_folder", "load"]
+__all__ = ["EmbeddingModel", "Generator", "LanguageModel", "beam_search", "default_folder", "load"]

@@ -43,7 +43,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "backends": ARRAYS,
     "backends/cpu": ARRAYS | {"llvmlite"},
     "runtime": ARRAYS,
-    "frontends": ARRAYS | {"safetensors", "tokenizers"},
+    "frontends": ARRAYS | {"jinja2", "safetensors", "tokenizers"},
     "models": set(),
     "cli": ARRAYS | {"typer", "rich"},
     "__init__": set(),

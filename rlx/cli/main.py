@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlx.cli.generate import generate
 from rlx.errors import RlxError
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
         model.embed(lines)
         passes.append(time.perf_counter() - begun)
     return sorted(passes)[2]
+
+
+app.command()(generate)
 
 
 @app.command()

@@ -20,6 +20,7 @@ import numpy as np
 from rlx.errors import IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
+from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
 from rlx.ir.graph import Graph
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
@@ -120,6 +121,10 @@ class LanguageModel:
             self.handles = store
             for compiled in self._compiled.values():
                 compiled.use_handles(store)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generator:
+        """A whole answer to a text, token ids or chat messages; options as Generator takes them. `.text`, `.tokens`, `.stats`."""
+        return Generator(self, prompt, **options).run()
 
     def chunk_size(self, tokens: int, room: int) -> int:
         """The rung of the ladder that takes the next of `tokens` tokens where `room` positions are free: the least that

@@ -1,0 +1,110 @@
+"""`rlx generate MODEL PROMPT`: text from a language model, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlx.errors import RlxError
+
+if TYPE_CHECKING:
+    from rlx.frontends.generate import Generator
+    from rlx.frontends.language import LanguageModel
+
+ETX = 130  # exit code after Ctrl-C, as shells have it
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder or .gguf file.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="Text to go on from; - reads standard input.", show_default=False)],
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="what fits")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the fewest with this share of the probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Choose among those this likely, compared with the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the random choices.", show_default="a new one")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: apply the model's chat template.")] = False,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say how fast it was and where the time and the memory went.")] = False,
+) -> None:
+    """Go on from a prompt, or answer a message, with a language model."""
+    text = _standard_input() if prompt == "-" else prompt
+    from rlx.frontends.generate import Generator, prepare
+    from rlx.frontends.language import load
+    from rlx.runtime import CompileOptions
+
+    loading = _Loading()
+    with loading:
+        loaded = load(model, capacity=capacity, options=CompileOptions(threads=threads), progress=loading.progress)
+        answer = Generator(
+            loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
+            seed=seed, on_text=_show, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )  # fmt: skip
+        prepare(answer)
+    try:
+        answer.run()
+    except KeyboardInterrupt:
+        answer.finish = "interrupted"
+        raise typer.Exit(ETX) from None
+    finally:
+        print(flush=True)
+        if stats:
+            _account(loaded, answer)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise RlxError(f"standard input is not UTF-8 text: byte {e.start} cannot be read") from None
+
+
+def _show(text: str) -> None:
+    """A terminal gets no control characters, which could mean anything to it."""
+    if sys.stdout.isatty():
+        text = "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
+
+
+class _Loading:
+    """A bar on a terminal's stderr while weights are read; elsewhere nothing."""
+
+    def __enter__(self) -> None:
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+            parts = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+            self._bar = Progress(*parts, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("loading", total=None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def progress(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+
+def _account(model: LanguageModel, answer: Generator) -> None:
+    """On stderr, so that stdout has the answer alone."""
+    s = answer.stats
+    lines = [
+        f"prompt: {s.prompt_tokens} tokens, {s.prefill_rate:.1f} tokens/s",
+        f"answer: {s.new_tokens} tokens, {s.decode_rate:.1f} tokens/s, first after {s.first_token_seconds:.3f} s",
+        f"ended by: {answer.finish}; seed {answer.seed}",
+        "seconds: " + ", ".join(f"{phase} {spent:.3f}" for phase, spent in model.seconds.items()),
+        "memory: " + ", ".join(f"{what} {n / 1e6:.1f} MB" for what, n in model.memory(len(answer.prompt)).items() if n),
+    ]
+    print(*lines, sep="\n", file=sys.stderr)

@@ -1,0 +1,364 @@
+"""Generation: text as it becomes certain, ends and stops, chat templates against transformers', answers of real small models."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import small_models
+
+from rlx.errors import BindingError, ModelError, NumericsError, OptionError
+from rlx.frontends.beams import beam_search
+from rlx.frontends.generate import Generator, StopStrings, TextDecoder, prepare, render_chat
+from rlx.frontends.language import LanguageModel
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+END = 256  # the fake model's; tokens below are bytes
+torch.set_num_threads(1)
+TEXT = "naïve €5 – 😀👩‍👩‍👧 日本語 done."
+
+
+def generate(model, prompt, **options) -> Generator:
+    return Generator(model, prompt, **options).run()
+
+
+class ByteCodec:
+    ends, chat_template, special = (END,), "{% for m in messages %}[{{ m.content }}]{% endfor %}", {}
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [*([0] if special else []), *text.encode()]
+
+    def decode(self, ids) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace").replace("\0", "")
+
+
+class Script:
+    """A model that says `answer` after any prompt, and then ends; `flat`: every token is as likely."""
+
+    def __init__(self, answer: str | bytes, capacity: int = 1000, flat: bool = False) -> None:
+        self.answer = [*(answer.encode() if isinstance(answer, str) else answer), END]
+        self.capacity, self.codec, self.flat, self.taken = capacity, ByteCodec(), flat, []
+        self.calls: list[int] = []
+        self.prompt = 0
+
+    @property
+    def position(self) -> int:
+        return len(self.taken)
+
+    def reset(self) -> None:
+        self.taken = []
+
+    def step(self, tokens) -> np.ndarray:
+        self.calls.append(len(tokens))
+        self.prompt = self.prompt if self.taken else len(tokens)
+        self.taken += [int(t) for t in tokens]
+        assert len(self.taken) <= self.capacity
+        logits = np.zeros((1, 257), np.float32)
+        if not self.flat:
+            logits[0, self.answer[len(self.taken) - self.prompt]] = 30
+        return logits
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_token_by_token():
+    model, heard = Script("Hello!"), []
+    answer = Generator(model, "Say it", on_text=heard.append)
+    tokens = list(answer)
+    assert [t.text for t in tokens] == [*"Hello!", ""] and tokens[-1].id == END
+    assert answer.tokens == list(b"Hello!") and answer.text == "Hello!" == "".join(heard)
+    assert answer.finish == "end" and answer.step() is None
+    assert model.calls == [7, 1, 1, 1, 1, 1, 1] and model.taken == [0, *b"Say itHello!"]
+    assert (answer.stats.prompt_tokens, answer.stats.new_tokens) == (7, 7)
+    assert answer.stats.prefill_seconds <= answer.stats.first_token_seconds and answer.stats.decode_rate > 0
+
+
+def test_limits():
+    short = generate(Script("abcdef"), "x", max_new_tokens=3)
+    assert (short.text, short.finish) == ("abc", "length")
+    full = generate(Script("abcdefghij", capacity=5), "xy")  # 3 of the prompt, 2 of the answer, and one not taken in
+    assert (full.text, full.finish) == ("abc", "length")
+    assert generate(Script("ab"), [1, 2, 3], ends=(ord("b"),)).tokens == [ord("a")]
+    assert generate(Script("abc"), [1], max_new_tokens=1).stats.decode_rate == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, options, text",
+    [
+        ("x" * 20, {}, "21 tokens"), ([], {}, "0 tokens"), ("x", {"max_new_tokens": 0}, "max_new_tokens"),
+        ([1.5], {}, "token ids"),
+        ("x", {"stop": ""}, "stop string"), ("x", {"temprature": 1}, "temprature"), ("x", {"top_p": 2}, "top_p"),
+        ("x", {"seed": -1}, "seed"),
+    ],
+)  # fmt: skip
+def test_options_without_meaning(prompt, options, text):
+    with pytest.raises(OptionError, match=text):
+        Generator(Script("a", capacity=20), prompt, **options)
+
+
+def test_a_model_that_was_used_in_between():
+    model = Script("abc")
+    first, second = Generator(model, "x"), Generator(model, "longer")
+    first.step()
+    second.step()
+    with pytest.raises(BindingError, match="holds 7 tokens"):
+        first.step()
+    assert second.run().text == "abc"
+
+
+def test_seeds():
+    how = {"temperature": 1.0, "max_new_tokens": 20}
+    a, b, c = (generate(Script("", flat=True), "x", seed=s, ends=(), **how).tokens for s in (1, 1, 2))
+    assert a == b != c and len(set(a)) > 10
+    free = generate(Script("", flat=True), "x", ends=(), **how)
+    assert generate(Script("", flat=True), "x", ends=(), seed=free.seed, **how).tokens == free.tokens
+
+
+def test_a_penalty_sees_the_prompt():
+    model = Script("", flat=True)
+    step, rising = model.step, np.arange(1, 258, dtype=np.float32)
+    model.step = lambda tokens: step(tokens) + rising  # the end is likeliest, 255 next
+    answer = generate(model, [END, 255, 254], repetition_penalty=100.0, max_new_tokens=2)
+    assert answer.tokens == [253, 252]
+
+
+def test_nan_ends_in_an_error():
+    model = Script("a")
+    model.step = lambda tokens: np.full((1, 257), np.nan, np.float32)
+    with pytest.raises(NumericsError):
+        generate(model, "x")
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_streamed_text_has_no_broken_characters():
+    pieces = [t.text for t in Generator(Script(TEXT), "x")]
+    assert "".join(pieces) == TEXT and "\ufffd" not in "".join(pieces)
+    assert "😀" in pieces  # in one piece, when its last byte is there
+    cut = generate(Script(TEXT.encode()[:-9] + "é".encode()[:1]), "x")
+    assert cut.text.endswith("\ufffd") and cut.text[:-1] == TEXT.encode()[:-9].decode("utf-8", "ignore")
+    assert generate(Script(b"\xff" * 40 + b"ok"), "x").text == "\ufffd" * 40 + "ok"
+
+
+def byte_level(texts=(TEXT, "the cat sat on the mat, the end"), size: int = 290):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": size, "special_tokens": ["<|end|>", "<|user|>"], "show_progress": False}
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, **how))
+    return made
+
+
+def with_fallback():
+    """As Llama 2's: spaces are marks, unknown characters are bytes, the first space of a text is no part of it."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.▁,"]
+    vocab = {w: i for i, w in enumerate(dict.fromkeys(words))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    d = tokenizers.decoders
+    made.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, with_fallback])
+def test_pieces_make_up_the_text(make):
+    tokenizer = make()
+    prompt = tokenizer.encode("the prompt €").ids
+    for text in (TEXT, "a b  c\n", " spaces  before", "😀😀 x 😀", "日本"):
+        everything = tokenizer.encode("the prompt €" + text).ids
+        assert everything[: len(prompt)] == prompt
+        decoder = TextDecoder(tokenizer, prompt)
+        pieces = [decoder.add(t) for t in everything[len(prompt) :]]
+        assert "".join(pieces) + decoder.rest() == tokenizer.decode(everything)[len(tokenizer.decode(prompt)) :] == text
+        assert "\ufffd" not in "".join(pieces)
+
+
+def test_pieces_of_random_tokens():
+    """Bytes in no order: what the pieces add up to differs from the whole at most in how many signs stand for broken bytes."""
+    tokenizer, rng = byte_level(), np.random.default_rng(0)
+    for _ in range(50):
+        ids = rng.integers(2, 290, 30).tolist()
+        decoder = TextDecoder(tokenizer)
+        text = "".join(decoder.add(t) for t in ids) + decoder.rest()
+        assert text.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "stops, want",
+    [
+        (["STOP"], "one ST two SSTO"), (["two", "STOP"], "one ST "), (["xyz"], "one ST two SSTOSTOP end ST"),
+        (["STOP", "SSTO"], "one ST two "),
+    ],
+)  # fmt: skip
+def test_stop_strings_wherever_pieces_are_cut(cut, stops, want):
+    whole, filter = "one ST two SSTOSTOP end ST", StopStrings(stops)
+    out = [filter.add(whole[i : i + cut]) for i in range(0, len(whole), cut)]
+    assert all(want.startswith("".join(out[:i])) for i in range(len(out) + 1))  # nothing is ever taken back
+    assert "".join(out) + filter.rest() == want and filter.found == (want != whole)
+
+
+def test_an_answer_stops():
+    heard = []
+    answer = generate(Script("first\nUser: no"), "x", stop=["\nUser:"], on_text=heard.append)
+    assert (answer.text, answer.finish, "".join(heard)) == ("first", "stop", "first")
+    assert bytes(answer.tokens) == b"first\nUser:"
+    assert generate(Script("first\nUs"), "x", stop="\nUser:").text == "first\nUs"
+
+
+# -- chat ----------------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Who's \"é\" <b>?"},
+            {"role": "assistant", "content": "Me."}, {"role": "user", "content": "Ok"}]  # fmt: skip
+TEMPLATES = [
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "{{ bos_token }}\n{%- for m in messages %}\n  {%- if m.role == 'system' %}\n[SYS]{{ m.content | trim }}[/SYS]\n"
+    "  {%- elif loop.last %}\n[LAST]{{ m.content }}{{ eos_token }}\n  {%- else %}\n{{ m | tojson }}\n  {%- endif %}\n"
+    "{%- endfor %}",
+    "{% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}\n{% set ns = namespace(n=0) %}\n"
+    "    {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}\n"
+    "{% set ns.n = ns.n + 1 %}\n{{ ns.n }}: {{ m['content'] }}\n"
+    "    {% endfor %}\n{{ strftime_now('%Y') }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates_as_transformers_renders_them(template):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), **special)
+    want = tokenizer.apply_chat_template(MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert render_chat(template, MESSAGES, special) == want
+
+
+def test_messages_are_put_through_the_template():
+    model = Script("yes")
+    answer = generate(model, [{"role": "user", "content": "hi"}])
+    assert answer.text == "yes" and answer.prompt == list(b"[hi]")
+    model.codec.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        Generator(model, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% for %}", "chat template"),
+        ("{{ messages[9].content }}", "chat template"), ("{{ messages.append(1) }}", "chat template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"), ("{{ 1 / 0 }}", "chat template"),
+    ],
+)  # fmt: skip
+def test_templates_that_fail(template, text):
+    with pytest.raises(ModelError, match=text):
+        render_chat(template, MESSAGES, {})
+
+
+def test_without_jinja(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ModelError, match="pip install jinja2"):
+        render_chat("x", MESSAGES, {})
+
+
+# -- real models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Qwen3 with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    network = small_models.make("qwen3", folder, vocab_size=300)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>")
+    tokenizer.chat_template = TEMPLATES[0]
+    tokenizer.save_pretrained(folder)
+    return folder, network
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return LanguageModel(folder[0], capacity=256)
+
+
+def test_greedy_answers_are_those_of_transformers(folder, model):
+    _, network = folder
+    prompt = [int(i) for i in np.random.default_rng(2).integers(2, 290, 41)]
+    answer = Generator(model, prompt, ends=(), max_new_tokens=200)
+    prepare(answer)
+    assert answer.run().tokens == small_models.greedy(network, prompt, 200)
+    again = model.generate(prompt, ends=(), max_new_tokens=30)
+    assert again.tokens == answer.tokens[:30]
+    how = {"ends": (), "max_new_tokens": 30, "temperature": 2.0, "top_p": 0.9, "seed": 4}
+    assert generate(model, prompt, **how).tokens == generate(model, prompt, **how).tokens != again.tokens
+
+
+@pytest.mark.parametrize(
+    "beams, length_penalty, ends", [(1, 1.0, ()), (3, 1.0, (5, 17, 40)), (4, 0.0, (9, 77)), (5, 2.0, tuple(range(90, 140)))]
+)
+def test_beams_are_those_of_transformers(folder, model, beams, length_penalty, ends):
+    _, network = folder
+    prompt = [int(i) for i in np.random.default_rng(beams).integers(2, 290, 11)]
+    with torch.inference_mode():
+        want = network.generate(
+            torch.tensor([prompt]), num_beams=beams, num_return_sequences=beams, max_new_tokens=20, do_sample=False,
+            eos_token_id=list(ends) or None, pad_token_id=0, length_penalty=length_penalty, return_dict_in_generate=True,
+            output_scores=True,
+        )  # fmt: skip
+    found = beam_search(model, prompt, beams=beams, max_new_tokens=20, length_penalty=length_penalty, ends=ends)
+    rows = want.sequences[:, len(prompt) :].tolist()
+    cut = [row[: next((i for i, t in enumerate(row) if t in ends), len(row))] for row in rows]
+    assert [b.tokens for b in found] == cut
+    if beams > 1:
+        np.testing.assert_allclose([b.score for b in found], want.sequences_scores.numpy(), rtol=1e-4)
+    assert model.position == 0 and generate(model, prompt, ends=(), max_new_tokens=3).tokens  # the state is the model's own again
+
+
+def test_beams_that_do_not_fit(model):
+    with pytest.raises(OptionError, match="capacity is 256"):
+        beam_search(model, list(range(10)), beams=2, max_new_tokens=248)
+    with pytest.raises(OptionError, match="beams=0"):
+        beam_search(model, [1], beams=0, max_new_tokens=8)
+
+
+def command(*args: str, text: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    whole = [sys.executable, "-m", "rlx", "generate", *args]
+    return subprocess.run(whole, input=text, capture_output=True, check=False)
+
+
+def test_command(folder, model):
+    path, _ = folder
+    how = {"max_new_tokens": 24, "temperature": 1.5, "top_k": 50, "seed": 9}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in how.items()]
+    want = generate(model, [{"role": "user", "content": "the cat"}], **how)
+    done = command(str(path), "-", "--chat", "--stats", "--threads=1", *options, text=b"the cat")
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == want.text + "\n"
+    notes = done.stderr.decode()
+    assert all(x in notes for x in (f"answer: {want.stats.new_tokens} tokens", "tokens/s", "seed 9", "memory: "))
+    quiet = command(str(path), "the cat", "--max-new-tokens=3")
+    assert (quiet.returncode, quiet.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        (["/nowhere", "x"], "nowhere"), (["{}", "x", "--top-p=3"], "top_p"), (["{}", ""], "0 tokens"),
+        (["{}", "x", "--capacity=9999"], "256"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_command_are_one_line(folder, args, text):
+    done = command(*(a.format(folder[0]) for a in args))
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("rlx: ") and text in lines[0], lines
+
+
+def test_year_of_templates_is_now():
+    assert render_chat("{{ strftime_now('%Y') }}", [], {}) == datetime.datetime.now().strftime("%Y")
