@@ -185,8 +185,8 @@ def _shift(signed: str, unsigned: str) -> Emit:
     return emit
 
 
-def _pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
-    """Integers: by squaring; to a negative power the truncated reciprocal (0 but for 1 and -1)."""
+def _integer_pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
+    """By squaring; to a negative power the truncated reciprocal (0 but for 1 and -1)."""
     if isinstance(b, int) and 1 <= b <= 4:
         square = e.bin("mul", a, a) if b > 1 else a
         return square if b <= 2 else e.bin("mul", square, a if b == 3 else square)
@@ -202,15 +202,10 @@ def _pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
     return e.select(e.cmp("slt", b, zero), e.select(unit, out, zero), out)
 
 
-def _function(name: str, of_integers: Emit | None = None) -> Emit:
+def _function(name: str) -> Emit:
     """An elementary function: our own of floats, libm's of doubles."""
-
-    def emit(e: Emitter, d: DType, *args: V) -> V:
-        if of_integers is not None and d.is_int:
-            return of_integers(e, d, *args)
-        return math.libm(e, name, *args) if args[0].scalar == "double" else getattr(math, name)(e, *args)
-
-    return emit
+    own = getattr(math, name)
+    return lambda e, d, *args: math.libm(e, name, *args) if args[0].scalar == "double" else own(e, *args)
 
 
 OPS: dict[str, Emit] = {
@@ -222,7 +217,7 @@ OPS: dict[str, Emit] = {
     "fma": lambda e, d, a, b, c: e.fma(a, b, c) if d.is_float else e.bin("add", e.bin("mul", a, b), c),
     "neg": _minus, "abs": _abs, "sqrt": _rounding("sqrt"),
     "floor": _rounding("floor"), "ceil": _rounding("ceil"), "round": _rounding("roundeven"), "trunc": _rounding("trunc"),
-    "pow": _function("pow", of_integers=_pow),
+    "pow": lambda e, d, a, b: (_function("pow") if d.is_float else _integer_pow)(e, d, a, b),
     **{name: _function(name) for name in ("exp", "log", "sin", "cos", "tanh", "erf")},
     "lt": _by_kind("olt", "slt", "ult", emit=Emitter.cmp), "le": _by_kind("ole", "sle", "ule", emit=Emitter.cmp),
     "eq": _by_kind("oeq", "eq", emit=Emitter.cmp), "ne": _by_kind("une", "ne", emit=Emitter.cmp),

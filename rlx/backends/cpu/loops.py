@@ -37,7 +37,7 @@ def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
             continue
         _write(held)
         if isinstance(s, Let):
-            scope.bind(s.var, expr(s.value, scope if scope.varies(s.value) else scope.scalar))
+            scope.bind(s.var, expr(s.value, scope.scalar if scope.spreads(s.value) else scope))
         elif isinstance(s, Check):
             check(s, scope)
         elif isinstance(s, Loop):
@@ -100,21 +100,20 @@ def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:
         seen.add((e, is_index))
         names = scope.names_in(e)
         if not names & written and all(scope.has(v) for v in names if isinstance(v, Var)):
-            expr(e, scope.scalar if is_index and not scope.varies(e) else scope)
+            expr(e, scope.scalar if is_index and scope.spreads(e) else scope)
         else:
             pending += [(a, is_index or (isinstance(e, Load) and a is e.index)) for a in operands(e)]
 
 
-def weight(stmts: Iterable[Stmt], per_iteration: bool = True) -> int:
-    """Work of the distinct operations and loads in the statements, in additions; with or without nested loops' bodies
-    counted once per iteration."""
+def weight(stmts: Iterable[Stmt]) -> int:
+    """Work of the distinct operations and loads in the statements, in additions; of loops in all their iterations."""
     stmts = tuple(stmts)
     flat = [s for s in stmts if not isinstance(s, Loop)]
     total = sum(map(_weight_of, distinct(expressions(flat)))) + sum(isinstance(s, Store) for s in flat)
     for s in stmts:
         if isinstance(s, Loop):
             ends = [Let(r.result, r.value) for r in s.reduces] + [Let(c.var, c.next) for c in s.carries]
-            total += (s.extent if per_iteration else 1) * weight((*s.body, *ends), per_iteration)
+            total += s.extent * weight((*s.body, *ends))
     return total
 
 
@@ -207,7 +206,7 @@ class VectorLoop:
         self.totals = self.neutral * self.unroll  # [copy * reductions + reduction]
 
     def _unroll(self) -> int:
-        work = weight([self.loop], per_iteration=False)
+        work = weight([self.loop]) // self.loop.extent
         # Measured: several vectors a round pay for bodies of few instructions; longer ones only take longer to compile.
         most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 6 else 2 if work <= 12 else 1
         while most > 1 and most * self.lanes > self.loop.extent:

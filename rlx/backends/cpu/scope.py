@@ -70,11 +70,9 @@ class Scope:
     def has(self, var: Var) -> bool:
         return var in self.bindings or var in self.scalar.bindings
 
-    def varies(self, e: Expr) -> bool:
-        """Whether `e` may differ from lane to lane."""
-        if self.lanes == 1:
-            return False
-        return any(v is self.vector or v in self.bindings for v in self.names_in(e))
+    def spreads(self, e: Expr) -> bool:
+        """Whether `e` is the same in all of several lanes."""
+        return self.lanes > 1 and not any(v is self.vector or v in self.bindings for v in self.names_in(e))
 
     def names_in(self, e: Expr) -> Names:
         """The variables in `e`, and the buffers it loads."""
@@ -124,38 +122,27 @@ def expr(e: Expr, scope: Scope) -> V:
     """The value of `e` in `scope`: a scalar, or one per lane. The same expression is emitted once per scope."""
 
     def below(node: Expr) -> tuple[Expr, ...]:
-        return node.args if isinstance(node, Alu) and not _spreads(node, scope) else ()
+        return node.args if isinstance(node, Alu) and not scope.spreads(node) else ()
 
     for node in postorder(e, scope.memo, below):
         scope.memo[id(node)] = _value(node, scope)
     return scope.memo[id(e)]
 
 
-def _spreads(node: Expr, scope: Scope) -> bool:
-    """Whether the value is a scalar in every lane."""
-    return scope.lanes > 1 and not scope.varies(node)
-
-
 def _value(node: Expr, scope: Scope) -> V:
     em = scope.e
     if isinstance(node, Const):
         return alu.constant(em, node, scope.lanes)
-    if _spreads(node, scope):
+    if scope.spreads(node):
         return em.splat(expr(node, scope.scalar), scope.lanes)
     if isinstance(node, Var):
-        return _variable(node, scope)
+        if node is scope.vector:
+            return em.bin("add nsw", em.splat(scope.scalar.bindings[node], scope.lanes), em.iota(scope.lanes))
+        assert node in scope.bindings, f"variable {node.name!r} is not bound here"
+        return scope.bindings[node]
     if isinstance(node, Load):
         return alu.from_memory(em, access(node, scope), node.buffer.dtype)
     return alu.emit_alu(em, node, [scope.memo[id(a)] for a in node.args])
-
-
-def _variable(var: Var, scope: Scope) -> V:
-    if var in scope.bindings:
-        return scope.bindings[var]
-    if var is scope.vector:
-        first = scope.e.splat(scope.scalar.bindings[var], scope.lanes)
-        return scope.e.bin("add nsw", first, scope.e.iota(scope.lanes))
-    raise AssertionError(f"variable {var.name!r} is not bound here")
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
