@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -166,3 +167,35 @@ def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], c
         path.write_text(text)
     assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "membership") == cpus
     assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "none") == 1 << 30
+
+
+FORK = """
+import os, threading, warnings
+import numpy as np
+import rlx
+warnings.simplefilter("ignore", DeprecationWarning)  # Python dislikes forks of threaded processes; users do it
+def compiled(n):
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (n,), "f32") * float(n)])
+    return rlx.Session("cpu").compile(g)
+stop = []
+def forever():
+    n = 0
+    while not stop:
+        compiled(n := n + 1)
+other = threading.Thread(target=forever)
+other.start()
+for n in range(1000, 1006):
+    child = os.fork()
+    if child == 0:
+        os._exit(int((compiled(n).run({"x": np.ones(n, np.float32)})[0] != n).any()))
+    assert os.waitpid(child, 0)[1] == 0
+stop.append(True)
+other.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_forked_during_a_compile_compiles() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 import weakref
@@ -17,6 +18,8 @@ from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.ir.target import Target
 
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a fork waits for a compile under way: its child would wait for ever for the lock
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @cache
@@ -43,15 +46,19 @@ def assembly(text: str, target: Target) -> str:
 
 def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
     with _lock:
-        machine = _machine(*machine_of(target))
-        try:
-            module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
-            module.triple, module.data_layout = machine.triple, str(machine.target_data)
-            module.verify()
-            return emit(machine, module)
-        except RuntimeError as fault:
-            name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
-            raise CompileError(f"LLVM refused the code of kernel {name!r}: {str(fault).strip()}") from fault
+        return _emitted(text, target, name, emit)  # a function of its own: the module is freed before the lock is
+
+
+def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
+    machine = _machine(*machine_of(target))
+    try:
+        module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
+        module.triple, module.data_layout = machine.triple, str(machine.target_data)
+        module.verify()
+        return emit(machine, module)
+    except RuntimeError as fault:
+        name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
+        raise CompileError(f"LLVM refused the code of kernel {name!r}: {str(fault).strip()}") from fault
 
 
 class Library:
@@ -78,7 +85,8 @@ class Library:
 
     def address(self, symbol: str) -> int:
         """The address of an exported symbol; valid while this Library lives."""
-        return self._code[symbol]
+        with _lock:
+            return self._code[symbol]
 
     def function(self, symbol: str, result: Any, *args: Any) -> Any:
         """The symbol as a ctypes function (which releases the GIL) that keeps this Library alive."""
@@ -88,8 +96,9 @@ class Library:
 
 
 def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
-    code.close()
-    linker.close()
+    with _lock:
+        code.close()
+        linker.close()
 
 
 def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target) -> Library:
