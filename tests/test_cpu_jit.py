@@ -197,5 +197,6 @@ other.join()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_child_forked_during_a_compile_compiles() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
