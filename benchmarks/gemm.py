@@ -121,6 +121,8 @@ def onnxruntime_call(p: Problem, threads: int) -> Call:
 
 def calls_of(p: Problem, threads: int) -> dict[str, Call]:
     calls = {"rlx": rlx_call(p, threads)}
+    if "--alone" in sys.argv:
+        return calls
     if not p.gelu:
         calls["numpy"] = numpy_call(p, threads)
     if importlib.util.find_spec("torch"):
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--epilogue", choices=["none", "gelu"], default="none")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--alone", action="store_true", help="without peers, whose idle workers spin and take a core from rlx's")
     args = parser.parse_args()
     if os.environ.get("RLX_BENCHMARK_THREADS"):
         measure(int(os.environ["RLX_BENCHMARK_THREADS"]), args.epilogue == "gelu", args.rounds)
