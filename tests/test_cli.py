@@ -115,6 +115,7 @@ def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys):
         (["embed", "--model", "no/such/folder", "x"], "no/such/folder is not a folder"),
         (["embed", "--file", "no-such-file.txt"], "No such file or directory: 'no-such-file.txt'"),
         (["embed", "x", "--output", "no/such/folder/x.npy"], "no/such/folder/x.npy"),
+        (["embed", "x", "--output", "."], "it is a folder"),
     ],
 )
 def test_errors_are_one_line(args, message, capsys):

@@ -63,6 +63,8 @@ def embed(
     """Turn texts into vectors, and show how alike a few of them are."""
     if output is not None and not output.parent.is_dir():  # now, not after the work is done
         raise RlxError(f"cannot write {output}: there is no folder {output.parent}")
+    if output is not None and output.is_dir():
+        raise RlxError(f"cannot write {output}: it is a folder")
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")
