@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError
 from rlx.frontends.gguf import GgufFile, build_tokenizer
+from rlx.frontends.text import checked, read_tokenizer
 from rlx.frontends.weights import read_json
 
 
@@ -27,13 +27,7 @@ class TextCodec:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a text. `special`: with the tokens that the model wants around every text (a rendered template has its own)."""
-        if not isinstance(text, str):
-            raise InputDTypeError(f"a prompt is a str, got {type(text).__name__}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            raise InputDTypeError(f"the prompt is not valid unicode: {e.reason} at character {e.start}") from None
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        return self._tokenizer.encode(checked(text, "the prompt"), add_special_tokens=special).ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`. `special`: tokens such as "<|end|>" too."""
@@ -43,17 +37,7 @@ class TextCodec:
 def folder_codec(folder: str | Path) -> TextCodec:
     """From tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja of a Hugging Face folder."""
     folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
-    try:
-        import tokenizers
-    except ImportError as e:
-        raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
-    try:
-        made = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
-        raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+    made = read_tokenizer(folder)
     files = ("config.json", "generation_config.json", "tokenizer_config.json")
     network, generation, words = (read_json(folder / f) if (folder / f).is_file() else {} for f in files)
     special = {}

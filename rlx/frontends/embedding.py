@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +20,7 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, known
 from rlx.frontends.models import bert
+from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
 from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.graph import Value
@@ -65,12 +64,12 @@ class EmbeddingModel:
     """Made by `load`. One thread at a time runs it; others wait."""
 
     def __init__(self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)  # where the time went, by phase
+        self.seconds = Seconds()  # where the time went, by phase
         self.folder = Path(folder)
-        with self._spent("read model"):
+        with self.seconds.spent("read model"):
             self.config = _read_config(self.folder)
             self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
-        with self._spent("read tokenizer"):
+        with self.seconds.spent("read tokenizer"):
             self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
         if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
             raise ModelError(f"{self.folder}: tokenizer.json has {have} tokens, the network's vocab_size is {room}")
@@ -100,7 +99,7 @@ class EmbeddingModel:
         if batch_size < 1:
             raise OptionError(f"batch_size must be at least 1, got {batch_size}")
         with self._lock:
-            with self._spent("tokenize"):
+            with self.seconds.spent("tokenize"):
                 tokens = self._tokenizer(texts)
             out = np.empty((len(tokens), self.dim), np.float32)
             done = 0
@@ -133,19 +132,19 @@ class EmbeddingModel:
             ids[row, : len(text)] = text
             mask[row, : len(text)] = True
         compiled = self._compile(batch.rows, batch.length)
-        with self._spent("run"):
+        with self.seconds.spent("run"):
             (out,) = compiled.run({"input_ids": ids, "attention_mask": mask})
         return out[: len(tokens)]
 
     def _compile(self, rows: int, length: int) -> CompiledGraph:
         """The executable for this shape, from the cache or made now."""
         if (key := (rows, length)) not in self._compiled:
-            with self._spent("build graph"):
+            with self.seconds.spent("build graph"):
                 graph = bert.build(self.config, rows, length)
             compiled = self._session.compile(graph, self._options, params=self._params)
             for stage, seconds in compiled.report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
-            with self._spent("set weights"):
+            with self.seconds.spent("set weights"):
                 for name in compiled.missing_params():
                     compiled.set_param(name, np.asarray(self.weights[name], np.float32))
                 self._params = compiled.params
@@ -154,14 +153,6 @@ class EmbeddingModel:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return self._compiled[key]
-
-    @contextmanager
-    def _spent(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
 
 
 def load(folder: str | Path, **how: Any) -> EmbeddingModel:

@@ -8,10 +8,7 @@ is overwritten by the tokens that follow.
 from __future__ import annotations
 
 import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
+from rlx.frontends.seconds import Seconds
 from rlx.ir.graph import Graph
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
 
@@ -49,9 +47,9 @@ class LanguageModel:
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
-        self.seconds: dict[str, float] = defaultdict(float)  # where the time went, by phase
+        self.seconds = Seconds()  # where the time went, by phase
         self.path, self.batch = Path(path), batch
-        with self._spent("read model"):
+        with self.seconds.spent("read model"):
             self.checkpoint = Checkpoint(path, weights)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
@@ -103,7 +101,7 @@ class LanguageModel:
             while at < length:
                 size = self.chunk_size(length - at, self.capacity - start - at)
                 compiled, count = self.executable(size), min(size, length - at)
-                with self._spent("decode" if size == 1 else "prefill"):
+                with self.seconds.spent("decode" if size == 1 else "prefill"):
                     ids, valid = compiled.input_view("tokens"), compiled.input_view("count")
                     ids[:, :count], ids[:, count:], valid[()] = chunk[:, at : at + count], 0, count
                     compiled.run_slots((ids, valid))
@@ -145,7 +143,7 @@ class LanguageModel:
         """The executable for a chunk of that many tokens, from the cache or made now."""
         with self._lock:
             if tokens not in self._compiled:
-                with self._spent("build graph"):
+                with self.seconds.spent("build graph"):
                     graph = self.graph(tokens)
                 self._compiled[tokens] = self.compile(graph)
             return self._compiled[tokens]
@@ -156,7 +154,7 @@ class LanguageModel:
             compiled = self._session.compile(graph, self._options, params=self.params, handles=self.handles)
             for stage, seconds in compiled.report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
-            with self._spent("set weights"):
+            with self.seconds.spent("set weights"):
                 self._set_weights(compiled)
             self.params = compiled.params
             return compiled
@@ -198,14 +196,6 @@ class LanguageModel:
         if outside := chunk[(chunk < 0) | (chunk >= self.config.vocab_size)].tolist():
             raise IndexRangeError(f"token {outside[0]} is outside 0 … {self.config.vocab_size - 1}")
         return chunk.astype(np.int32)
-
-    @contextmanager
-    def _spent(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:
