@@ -11,32 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, divided
+from rlx.backends.cpu.kernels import attention, contract, quant
+from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
 from rlx.backends.cpu.scope import Scope
-from rlx.ir.kernel import Buffer, Contract, Kernel, Loop, Native, Stmt, Var
+from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var
 from rlx.ir.target import Target
 
 GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
+NATIVES = {"attention": attention.render, "dequant_matmul": quant.render}  # claimed in backend.py
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
 
 def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.backends.cpu.emit.Rendered)."""
-    if any(isinstance(s, Contract) for s in kernel.body):
-        from rlx.backends.cpu.kernels import contract
-
+    first = next(iter(kernel.body), None)
+    if isinstance(first, Contract):
         return contract.render(kernel, target, symbol)
-    native = next((s for s in kernel.body if isinstance(s, Native)), None)
-    if native and native.op == "dequant_matmul":
-        from rlx.backends.cpu.kernels import quant
-
-        return quant.render(kernel, target, symbol)
-    if native:
-        from rlx.backends.cpu.kernels import attention
-
-        return attention.render(kernel, target, symbol)
+    if isinstance(first, Native):
+        return NATIVES[first.op](kernel, target, symbol)
     return _render_loops(kernel, target, symbol)
 
 
@@ -50,11 +44,6 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
         hoist(space.body, scope)
         tasks = _emit_tasks(space, scope, target)
     return module.rendered(e, symbol, tasks)
-
-
-def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
-    """The address behind each buffer, read from the argument table."""
-    return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
 # -- the grid ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
-from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import (
     Layout,
     Tile,
@@ -22,7 +22,6 @@ from rlx.backends.cpu.kernels.tile import (
 )
 from rlx.backends.cpu.kernels.tiles import plan
 from rlx.backends.cpu.loops import emit_statements, hoist
-from rlx.backends.cpu.render import argument_pointers
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.ir.dtype import u32
 from rlx.ir.kernel import Buffer, Contract, Kernel, Local

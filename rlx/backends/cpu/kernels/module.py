@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, Rendered, V
+from rlx.ir.kernel import Buffer
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
+
+
+def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
+    """The address behind each buffer, read from the argument table."""
+    return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
 class Module:
