@@ -263,3 +263,24 @@ def test_a_long_loop_cut_into_chunks_reads_nothing_past_its_end() -> None:
     wide = x(g, 9001)
     g.set_outputs([rlx.gather(table, ids) + rlx.pad(wide, low=(3,), high=(0,))[3:] + rlx.concat(wide[:1], wide[1:])])
     run_and_compare(g)
+
+
+@pytest.mark.parametrize("dims", [(1, 9001), (1, 1, 9001), (9001, 1), (1, 9001, 1), (2, 9001), (1, 3, 1, 9001), (1, 40), (1, 8, 1, 5)])
+def test_walking_in_order_takes_no_remainders(dims: tuple[int, ...]) -> None:
+    """Axes of size 1, and axes that one stride walks, are no reason to take positions apart."""
+
+    def build(g: Graph) -> list[Value]:
+        a, b = x(g, *dims), x(g, *dims, name="b")
+        return [rlx.where(a < 0.0, a * 3.0, a / 3.0) + b, rlx.max(a * b, axis=-1)]
+
+    g, program = compiled(build)
+    ops = {e.op for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Alu) and e.dtype.name == "i64"}
+    assert ops <= {"add", "mul"}, [str(s.kernel) for s in program.steps]
+    run_and_compare(g)
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 4), (3, 1)])
+def test_contractions_walk_rows_in_order(rows: tuple[int, ...]) -> None:
+    g, program = compiled(lambda g: [x(g, *rows, 6) @ param(g, "w", 6, 5) + x(g, *rows, 5, name="r")])
+    assert not any(e.op in ("rem", "div") for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Alu))
+    run_and_compare(g)

@@ -163,12 +163,13 @@ def _whole(high: K.Expr, low: K.Expr) -> tuple[K.Expr, int] | None:
 
 
 def split(var: K.Expr, dims: Sequence[int]) -> list[K.Expr]:
-    """Coordinates over `dims` of the flat row-major position `var`."""
+    """Coordinates over `dims` of the flat row-major position `var`. The outermost of those that vary needs no remainder."""
+    first = next((a for a, d in enumerate(dims) if d != 1), 0)
     out: list[K.Expr] = []
-    for d in reversed(dims[1:]):
+    for d in reversed(dims[first + 1 :]):
         out.append(k.rem(var, d))
         var = k.div(var, d)
-    return [var, *reversed(out)] if dims else []
+    return [*[ZERO] * first, var, *reversed(out)] if dims else []
 
 
 def collapsed(dims: tuple[int, ...], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[int]]:
