@@ -141,6 +141,19 @@ def update_rows(attrs: Any, state: torch.Tensor, rows: torch.Tensor, at: torch.T
     return torch.slice_scatter(state, rows, attrs.axis, int(at), int(at) + rows.shape[attrs.axis])
 
 
+def numbers_of_rows(case: Any, attrs: Any, x: np.ndarray, extent: np.ndarray) -> np.ndarray:
+    """Index by index."""
+    out, axis = np.array(x), attrs.axis % x.ndim
+    limits = np.finfo(np.float64) if x.dtype.kind == "f" else np.iinfo(case.dtype.numpy) if x.dtype.kind == "i" else None
+    ends = {"0": 0, "1": 1, "least": -np.inf, "greatest": np.inf}
+    if x.dtype.kind == "i":
+        ends |= {"least": limits.min, "greatest": limits.max}
+    for at in np.ndindex(x.shape):
+        if at[axis] // attrs.inner % (attrs.upper or x.shape[axis] // attrs.inner) >= extent:
+            out[at] = ends[attrs.fill] if x.dtype.kind != "b" else attrs.fill in ("1", "greatest")
+    return out
+
+
 def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     flat = updates.reshape(*x.shape[: attrs.axis], indices.numel(), *x.shape[attrs.axis + 1 :])
     return x.index_add(attrs.axis, indices.reshape(-1), flat)
@@ -171,6 +184,7 @@ def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray
         elif attrs.mask == "custom":
             keys = [j for j in keys if operand[b, h, i, j]]
         scores = k[b, h // group, keys] @ q[b, h, i] * (attrs.scale or width**-0.5)
+        scores = np.tanh(scores / attrs.cap) * attrs.cap if attrs.cap else scores
         scores = scores + operand[b, h, i, keys] if attrs.mask == "bias" else scores
         if not np.all(scores == -np.inf):
             out[b, h, i] = scipy.special.softmax(scores) @ v[b, h // group, keys]
@@ -345,6 +359,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
     "matmul": plain(torch.matmul), "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
+    "valid_rows": numbers_of_rows,
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
     "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),

@@ -67,7 +67,7 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            abort, stages, reports,
+            abort, None if graph.extent is None else self.id(graph.extent.leaf), stages, reports,
         )  # fmt: skip
 
     def id(self, base: Value) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -264,6 +264,25 @@ def _check_given(op: OpDef, given: Any, inferred: tuple[Shape, ...]) -> None:
             raise ShapeError(f"{op.name}: the given shape {want} is not the inferred {found}")
 
 
+class Active(NamedTuple):
+    """Where a value has rows of which only some hold data: `axis` is of size outer * upper * inner, and indices of the middle
+    factor from the run's extent on are padding."""
+
+    axis: int
+    outer: int
+    upper: int
+    inner: int
+
+
+class Extent(NamedTuple):
+    """A bound graph whose rows need not all hold data. `leaf`, an input i64 (), says how many do in a run; a kernel reads it as
+    ctx.element(leaf, ()). `inputs`: which inputs have such rows."""
+
+    leaf: Value
+    upper: int
+    inputs: dict[Value, tuple[Active, ...]]
+
+
 class Graph:
     """A named tensor program: leaves in declaration order, outputs, and the next value of each assigned handle.
 
@@ -279,6 +298,7 @@ class Graph:
         self.output_names: list[str] = []
         self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
         self.in_place: set[str] = set()  # handles whose assignment must not copy
+        self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
 
     # -- leaves
 
@@ -383,6 +403,7 @@ class Graph:
         out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
         out.outputs, out.output_names = [done[v] for v in self.outputs], list(self.output_names)
         out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
+        out.extent = self.extent
         return out
 
     # -- facts derived elsewhere, offered here because users look for them here

@@ -155,6 +155,9 @@ class OpDef:
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
+    # (attrs, operand, axis, *Shape) -> the axis of every result in which each index of that axis of that operand stands for
+    # itself, or None; INDEX and KERNEL. POINTWISE, VIEW, REDUCE, CONTRACT say it by their facts
+    rows: Callable[..., int | None] | None = None
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind

@@ -104,6 +104,7 @@ class Program:
     outputs: tuple[OutputDecl, ...]
     plan: ArenaPlan
     abort: tuple[tuple[int, Step], ...] = ()  # (n, step): undoes an update in place when a run fails after steps[n]
+    extent: int | None = None  # the last of `inputs`, where set: i64 (), how many rows of the active axes hold data
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
 

@@ -16,7 +16,7 @@ from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.ops.random import gumbel, random_bits, random_uniform, threshold
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
-from rlx.ir.ops.state import take_rows, update_rows
+from rlx.ir.ops.state import take_rows, update_rows, valid_rows
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
 
 astype, take = cast, gather  # numpy's names for the same constructors
@@ -30,5 +30,5 @@ __all__ = [
     "not_equal", "pack_panels", "pack_quant", "pad", "pow", "prod", "random_bits", "random_uniform", "reciprocal", "relu",
     "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right", "sigmoid", "sign",
     "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows",
-    "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "variance", "where",
+    "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance", "where",
 ]  # fmt: skip

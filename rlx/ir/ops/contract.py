@@ -107,7 +107,7 @@ def _panels_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
 
 pack_panels = op(
     "pack_panels", kind=Kind.INDEX, infer=_panels_shape, attrs=PanelAttrs, dtypes="fiu",
-    reference=_panels_array, element=_panels_element,
+    reference=_panels_array, element=_panels_element, rows=lambda a, i, axis, w: axis if axis < w.rank - 2 else None,
     samples=(
         Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}),
         Sample(((3, 2),), {"panel": 4}),

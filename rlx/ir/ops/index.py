@@ -11,7 +11,7 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, integer, lines, same_dtype, static_dim
+from rlx.ir.ops.rules import axis_of, integer, lines, others, same_dtype, static_dim
 from rlx.ir.shape import DimLike, Shape
 
 INDEX_OUT_OF_RANGE = 1  # kernel.STATUS
@@ -58,6 +58,13 @@ def _gather_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     return ctx.element(x, (*coords[:axis], inside, *coords[axis + count :]), guard)
 
 
+def _gather_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: Shape) -> int | None:
+    at = axis_of(attrs.axis, x.rank)
+    if operand == 1:
+        return at + axis
+    return None if axis == at else axis + (indices.rank - 1) * (axis > at)
+
+
 GATHERS = (
     Sample(((5, 17), (4,)), low=0, high=5, dtypes=("", "i64")),
     Sample(((3, 5, 2), (2, 3)), {"axis": 1}, low=0, high=5, dtypes=("", "i32")),
@@ -66,7 +73,7 @@ GATHERS = (
 )
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiub", roles="xi",
-    reference=_gather_array, element=_gather_element, samples=GATHERS,
+    reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows,
     doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
     "dim is an IndexRangeError.",
 )  # fmt: skip
@@ -106,6 +113,12 @@ def _scatter_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray, updates
     return np.moveaxis(out, 0, axis)
 
 
+def _scatter_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: Shape, updates: Shape) -> int | None:
+    at = axis_of(attrs.axis, x.rank)
+    there = axis - (indices.rank - 1) * (axis >= at + indices.rank) if operand == 2 else axis
+    return None if operand == 1 or (operand == 2 and at <= axis < at + indices.rank) or there == at else there
+
+
 def _scatter_kernel(ctx: Any, node: Any) -> Any:
     """Per line of x along the axis: copy it to local memory, add the updates in order, write it out."""
     x, indices, updates = node.inputs
@@ -128,7 +141,7 @@ def _scatter_kernel(ctx: Any, node: Any) -> Any:
 
 scatter_add = op(
     "scatter_add", kind=Kind.KERNEL, infer=_scatter_shape, attrs=AxisAttrs, arity=(3, 3), dtypes="fiu", roles="xix",
-    reference=_scatter_array, kernel=_scatter_kernel,
+    reference=_scatter_array, kernel=_scatter_kernel, rows=_scatter_rows,
     samples=(
         Sample(((5, 17), (4,), (4, 17)), low=0, high=5, dtypes=("", "i64", "")),
         Sample(((3, 5, 2), (2, 3), (3, 2, 3, 2)), {"axis": 1}, low=0, high=5, dtypes=("", "i32", "")),
@@ -175,7 +188,7 @@ def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
 
 concat = op(
     "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiub",
-    reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element,
+    reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element, rows=others,
     samples=(
         Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)),
         Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
@@ -217,6 +230,7 @@ def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any
 
 pad = op(
     "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiub", element=_pad_element,
+    rows=lambda a, i, axis, x: None if a.low[axis] or a.high[axis] else axis,
     reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=np.asarray(a.value).astype(x.dtype)),
     samples=(
         Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),

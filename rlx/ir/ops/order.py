@@ -11,7 +11,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.dtype import bool_, i64
 from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, lines, static_dim
+from rlx.ir.ops.rules import axis_of, lines, others, static_dim
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape
 
@@ -46,6 +46,11 @@ def _arg_shape(attrs: ArgAttrs, x: Shape) -> Shape:
     return Shape((*x.dims[:axis], *((1,) if attrs.keepdims else ()), *x.dims[axis + 1 :]), i64)
 
 
+def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
+    at = axis_of(attrs.axis, x.rank)
+    return None if axis == at else axis - (axis > at and not attrs.keepdims)
+
+
 def _arg(name: str, reference: Any, better: Any, doc: str) -> Any:
     def kernel(ctx: Any, node: Any) -> Any:
         x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
@@ -62,7 +67,7 @@ def _arg(name: str, reference: Any, better: Any, doc: str) -> Any:
         return grid, (loop, ctx.store(0, at(const(0) if node.attrs.keepdims else None), found))
 
     return op(
-        name, kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", kernel=kernel, doc=doc,
+        name, kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", kernel=kernel, doc=doc, rows=_arg_rows,
         reference=lambda a, x: reference(x, axis=a.axis, keepdims=a.keepdims),
         samples=(
             Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}),
@@ -114,7 +119,7 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
 
 cumsum = op(
     "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
-    reference=_cumsum_array, kernel=_cumsum_kernel,
+    reference=_cumsum_array, kernel=_cumsum_kernel, rows=others,
     samples=(
         Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
         Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),
@@ -200,7 +205,7 @@ SORTS: Sequence[Sample] = (
     Sample(((2, 1),)), Sample(((2, 0),)),
 )  # fmt: skip
 sort = op(
-    "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS,
+    "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS, rows=others,
     reference=lambda a, x: _sorted_arrays(x, a.descending),
     doc="The elements along the last dim in order, and where each stood (i64); equals keep their order.",
 )  # fmt: skip

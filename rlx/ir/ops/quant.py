@@ -12,7 +12,7 @@ from rlx.ir.dtype import f16, f32, i8, i32, u8, u16
 from rlx.ir.kernel import k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.contract import matmul
-from rlx.ir.ops.rules import static_dim
+from rlx.ir.ops.rules import others, static_dim
 from rlx.ir.ops.view import transpose
 from rlx.ir.quant import FORMATS, QuantFormat
 from rlx.ir.shape import Shape
@@ -132,7 +132,7 @@ def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any])
 
 
 dequantize = op(
-    "dequantize", kind=Kind.INDEX, infer=_dequantize_shape, attrs=DequantizeAttrs, dtypes="u",
+    "dequantize", kind=Kind.INDEX, infer=_dequantize_shape, attrs=DequantizeAttrs, dtypes="u", rows=others,
     reference=lambda attrs, packed: FORMATS[attrs.format].decode_rows(packed, attrs.columns), element=_dequantize_element,
     samples=tuple(
         Sample(((3, f.row_bytes(columns)),), {"format": f.name, "columns": columns}, low=0, high=256, dtypes=("u8",))

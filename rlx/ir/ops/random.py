@@ -19,7 +19,7 @@ from rlx.ir.kernel import Carry, Let, Load, Loop, Reduce, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, as_dims, op
 from rlx.ir.ops.activation import log1p
 from rlx.ir.ops.elementwise import log, minimum, shift_right
-from rlx.ir.ops.rules import lines
+from rlx.ir.ops.rules import lines, others
 from rlx.ir.shape import DimLike, Shape
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -191,7 +191,7 @@ def _threshold_kernel(ctx: Any, node: Any) -> Any:
 
 threshold = op(
     "threshold", kind=Kind.KERNEL, infer=_threshold_shape, attrs=ThresholdAttrs, arity=(2, 2), dtypes="f",
-    reference=_threshold_array, kernel=_threshold_kernel,
+    reference=_threshold_array, kernel=_threshold_kernel, rows=others,
     samples=(
         Sample(((2, 17), ()), low=1, high=9, dtypes=("f32", "f32")),
         Sample(((3, 2, 33), ()), {"weighted": True}, low=-2, high=6, dtypes=("f32", "f32")),

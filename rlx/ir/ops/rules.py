@@ -54,6 +54,11 @@ def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     return out
 
 
+def others(attrs: Any, operand: int, axis: int, x: Shape, *_: Shape) -> int | None:
+    """OpDef.rows of an op that goes along one axis, the attribute `axis` or the last, and leaves the others in place."""
+    return None if axis == axis_of(getattr(attrs, "axis", -1), x.rank) else axis
+
+
 def lines(dims: Sequence[int], axis: int) -> tuple[tuple[tuple[Var, int], ...], Callable[[Any], tuple[Any, ...]]]:
     """For a kernel that goes along an axis: a grid over all other dims, and the coords of a position on the axis (of None:
     coords without that axis)."""

@@ -6,24 +6,52 @@ compiler writes just those rows, in place (rlx/compile/state.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import IndexRangeError, ShapeError
-from rlx.ir.dtype import i64
-from rlx.ir.kernel import Check, Loop, Var, k
+from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
+from rlx.ir.dtype import DType, as_dtype, i64
+from rlx.ir.kernel import Check, Loop, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
-from rlx.ir.ops.rules import axis_of, integer, same_dtype
+from rlx.ir.ops.rules import axis_of, integer, others, same_dtype, static_dim
 from rlx.ir.shape import Shape
 
 ANY = "fiub"
+FILLS = ("0", "1", "least", "greatest")  # what combines with a value and leaves it: of add, mul, max and min
 
 
 class RowsAttrs(Attrs):
     axis: int = 0
+
+
+class ValidRowsAttrs(Attrs):
+    """Dim `axis` is of size outer * upper * inner; index i of the middle factor is the row (`upper` 0: the whole dim).
+    `fill`: one of FILLS."""
+
+    axis: int = 0
+    upper: int = 0
+    inner: int = 1
+    fill: str = "0"
+
+    def __post_init__(self) -> None:
+        if self.fill not in FILLS:
+            raise AttributeValueError(f"fill is one of {', '.join(FILLS)}, got {self.fill!r}")
+
+    def rows(self, size: int) -> int:
+        return self.upper or size // self.inner
+
+    def value(self, dtype: DType) -> int | float | bool:
+        """The fill as a number of the dtype."""
+        if self.fill in ("0", "1"):
+            return dtype.numpy.type(int(self.fill)).item()
+        high = self.fill == "greatest"
+        if dtype.kind in "iu":
+            return int(np.iinfo(dtype.numpy).max if high else np.iinfo(dtype.numpy).min)
+        return high if dtype.kind == "b" else math.inf if high else -math.inf
 
 
 class TakeRowsAttrs(Attrs):
@@ -105,6 +133,33 @@ def _take_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> An
     return ctx.element(state, _along(coords, axis, k.add(coords[axis], start)), inside)
 
 
+def _valid_shape(attrs: ValidRowsAttrs, x: Shape, extent: Shape) -> Shape:
+    _position(extent)
+    size = static_dim(x.dims[axis_of(attrs.axis, x.rank)], "valid_rows")
+    if attrs.inner < 1 or attrs.upper < 0 or size % (max(attrs.upper, 1) * attrs.inner):
+        raise AttributeValueError(f"a dim of {size} is no multiple of {attrs.upper} rows of {attrs.inner}")
+    return x
+
+
+def _valid_array(attrs: ValidRowsAttrs, x: np.ndarray, extent: np.ndarray) -> np.ndarray:
+    size = x.shape[attrs.axis]
+    along = [1] * x.ndim
+    along[attrs.axis] = size
+    row = np.arange(size) // attrs.inner % max(attrs.rows(size), 1)
+    return np.where((row < extent).reshape(along), x, np.asarray(attrs.value(as_dtype(x.dtype))).astype(x.dtype))
+
+
+def _valid_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    x, extent = node.inputs
+    axis = axis_of(node.attrs.axis, x.rank)
+    row = k.rem(k.div(coords[axis], k.const(node.attrs.inner)), k.const(node.attrs.rows(ctx.dims(x)[axis])))
+    if ctx.dims(x)[axis] == node.attrs.rows(ctx.dims(x)[axis]):
+        row = coords[axis]
+    valid = k.lt(row, k.cast(ctx.element(extent, ()), i64))
+    value = ctx.element(x, coords, valid)
+    return value if node.attrs.fill == "0" else k.select(valid, value, const(node.attrs.value(x.dtype), value.dtype))
+
+
 def _take_shape(attrs: TakeRowsAttrs, state: Shape, at: Shape) -> Shape:
     _position(at)
     axis = axis_of(attrs.axis, state.rank)
@@ -116,7 +171,7 @@ def _take_shape(attrs: TakeRowsAttrs, state: Shape, at: Shape) -> Shape:
 
 update_rows = op(
     "update_rows", kind=Kind.INDEX, infer=_update_shape, attrs=RowsAttrs, arity=(3, 3), dtypes=ANY, roles="xxi",
-    reference=_update_array, element=_update_element, update=_update_in_place,
+    reference=_update_array, element=_update_element, update=_update_in_place, rows=others,
     samples=(
         Sample(((5, 17), (2, 17), ()), low=0, high=4, dtypes=("", "", "i64")),
         Sample(((2, 3, 9, 4), (2, 3, 1, 4), ()), {"axis": 2}, low=0, high=9, dtypes=("", "", "i32")),
@@ -128,11 +183,23 @@ update_rows = op(
 )  # fmt: skip
 take_rows = op(
     "take_rows", kind=Kind.INDEX, infer=_take_shape, attrs=TakeRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
-    reference=_take_array, element=_take_element,
+    reference=_take_array, element=_take_element, rows=others,
     samples=(
         Sample(((5, 17), ()), {"count": 2}, low=0, high=4, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"count": 1, "axis": 1}, low=0, high=9, dtypes=("", "i32")),
     ),
     doc="`count` rows of `state` from position `at` (an integer of dims ()) along `axis`. Rows that are not all there are an "
     "IndexRangeError.",
+)  # fmt: skip
+valid_rows = op(
+    "valid_rows", kind=Kind.INDEX, infer=_valid_shape, attrs=ValidRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
+    reference=_valid_array, element=_valid_element, rows=lambda a, i, axis, *_: axis,
+    samples=(
+        Sample(((5, 17), ()), low=1, high=5, dtypes=("", "i64")),
+        Sample(((2, 9, 4), ()), {"axis": 1, "fill": "least"}, low=1, high=9, dtypes=("", "i32")),
+        Sample(((3, 30), ()), {"axis": -1, "upper": 5, "inner": 2, "fill": "greatest"}, low=1, high=5, dtypes=("", "i64")),
+        Sample(((33,), ()), {"inner": 3, "fill": "1"}, low=1, high=11, dtypes=("", "i64")),
+    ),
+    doc="x with the rows from `extent` (an integer of dims ()) on along `axis` replaced by `fill`: '0', '1', 'least' or "
+    "'greatest' of the dtype.",
 )  # fmt: skip
