@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rlx.ir.dtype import DType
+from rlx.ir.ops.packed_rows import packed_sample
 
 
 def torch_(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +167,19 @@ def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
         *b, row, column = at
         out[(*b, column // attrs.panel, row, column % attrs.panel)] = w[at]
     return out
+
+
+def panel_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    table = [packed[panel, :, lane] for panel in range(packed.shape[0]) for lane in range(packed.shape[2])]
+    return np.array([table[i] for i in ids.astype(int).ravel()]).reshape(*ids.shape, packed.shape[1])
+
+
+def quant_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The rows that the sample packed, decoded by the gguf package."""
+    again = np.zeros(packed.shape, np.uint8)
+    rows = dequantize(case, attrs, packed_sample([again], attrs.format, attrs.entries))
+    assert (again == packed).all()
+    return rows[ids.astype(int)]
 
 
 def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
@@ -358,6 +372,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),
     "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
     "matmul": plain(torch.matmul), "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
+    "panel_rows": panel_rows, "quant_rows": quant_rows,
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "valid_rows": numbers_of_rows,
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),

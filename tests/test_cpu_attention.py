@@ -87,7 +87,7 @@ def seen(rows, keys, mask="none", window=0):
     )
 
 
-def expected(q, k, v, operand=None, **attrs):
+def expected(q, k, v, operand=None, cap=0.0, **attrs):
     """torch's attention in float64; rows that see nothing are zero."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     shape = (*q.shape[:3], k.shape[2])
@@ -96,6 +96,9 @@ def expected(q, k, v, operand=None, **attrs):
     bias = np.where(allowed, 0.0, -np.inf) + (np.asarray(operand, np.float64) if kind == "bias" else 0.0)
     k, v = (torch.from_numpy(np.repeat(x, q.shape[1] // x.shape[1], axis=1)) for x in (k, v))
     scale = attrs.get("scale") or None
+    if cap:  # which torch's has not: capped scores as a bias, of queries of zero
+        scores = np.einsum("bhqd,bhkd->bhqk", q, k.numpy()) * (scale or q.shape[3] ** -0.5)
+        q, bias = np.zeros_like(q), bias + np.tanh(scores / cap) * cap
     out = torch.nn.functional.scaled_dot_product_attention(
         torch.from_numpy(q), k, v, attn_mask=torch.from_numpy(bias), scale=scale
     ).numpy()
@@ -291,6 +294,20 @@ def test_results_do_not_depend_on_threads_or_order():
         assert attend(q, k, v, mask="causal", target=host_target(threads), backwards=True).tobytes() == once.tobytes()
 
 
+@pytest.mark.parametrize("shape", [SHAPES[x] for x in (3, 6, 9, 11, 14)], ids=str)
+def test_capped_scores(shape):
+    """Before the mask; what is hidden stays so, whatever it holds."""
+    q, k, v = operands(*shape)
+    rows, keys = shape[3:5]
+    check(attend(q * 9, k, v, cap=4.0), expected(q * 9, k, v, cap=4.0))
+    how = {"cap": 30.0, "mask": "causal", "scale": 1.0}
+    check(attend(q * 9, k, v, **how), expected(q * 9, k, v, **how), 2e-5)
+    keep = np.arange(keys)[None] < max(1, keys // 2)
+    want = expected(q, k, v, keep, mask="custom", cap=1.0)
+    k[:, :, max(1, keys // 2) :] = np.inf
+    check(attend(q, k, v, keep, mask="custom", cap=1.0), want)
+
+
 def test_large_scores_and_scale():
     q, k, v = operands(1, 2, 2, 40, 300, 64)
     check(attend(q * 30, k * 30, v), expected(q * 30, k * 30, v), 2e-5)
@@ -391,10 +408,12 @@ def test_operand_masks_over_a_cache(rows):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("f16", 2e-3), ("bf16", 2e-2)])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 def test_sixteen_bit_caches(rows, dtype, tolerance):
+    """Beside queries of the same dtype, and of f32: then nothing is rounded."""
     q, k, v = operands(1, 4, 2, rows, 700, 72, dtype=as_dtype(dtype).numpy)
     for start in (0, 530, 700 - rows):
         want = in_cache(q, k, v, starting(start), mask="causal")
         check(attend(q, k, v, starting(start), mask="causal", positioned=True), want, tolerance)
+        check(attend(q.astype(np.float32), k, v, starting(start), mask="causal", positioned=True), want)
 
 
 @linux

@@ -8,7 +8,6 @@ and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -213,19 +212,9 @@ class _Network:
         return self.linear(f"{name}.o_proj", out, c.hidden_size, "o_proj" in c.biases)
 
     def attend(self, q: Value, k: Value, v: Value, window: int) -> Value:
-        c = self.config
-        if not c.attention_cap:
-            how = {"mask": "sliding_window", "window": window} if window else {"mask": "causal"}
-            return ops.attention(q, k, v, self.start, positioned=True, scale=c.attention_scale, **how)
-        # Capped scores are no kind of mask: the same in smaller ops, over the whole capacity.
-        (_, heads, tokens, size), (_, shared, capacity, _) = q.shape.static, k.shape.static
-        rows = (q * (c.attention_scale or 1 / math.sqrt(size))).reshape(self.batch, shared, heads // shared * tokens, size)
-        scores = _capped(ops.matmul(rows, k.transpose(0, 1, 3, 2)), c.attention_cap)
-        behind = self.positions.reshape(tokens, 1) - ops.iota(dims=(tokens, capacity), axis=1, dtype=DTYPES["i32"])
-        seen = ops.logical_and(ops.less_equal(0, behind), ops.less(behind, window or capacity))
-        scores = ops.where(seen, scores.reshape(self.batch, heads, tokens, capacity), -math.inf)
-        weights = ops.softmax(scores, axis=-1).reshape(self.batch, shared, heads // shared * tokens, capacity)
-        return ops.matmul(weights, v).reshape(self.batch, heads, tokens, size)
+        c, mask = self.config, "sliding_window" if window else "causal"
+        how = {"mask": mask, "window": window, "scale": c.attention_scale, "cap": c.attention_cap}
+        return ops.attention(q, k, v, self.start, positioned=True, **how)
 
     def turned(self, x: Value, rope: Rope) -> Value:
         """x [batch, heads, tokens, size] with its first pairs turned by position times frequency."""

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
-from rlx.ir.dtype import bool_
+from rlx.ir.dtype import bf16, bool_, f16
 from rlx.ir.graph import constant
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.contract import matmul
-from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, where
+from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, tanh, where
 from rlx.ir.ops.index import check_range, concat, gather, iota
 from rlx.ir.ops.reduce import any, max, sum
 from rlx.ir.ops.rules import divide, integer, same_dtype, widened
@@ -23,7 +23,8 @@ MASKS = ("none", "causal", "sliding_window", "custom", "bias")
 
 
 class AttentionAttrs(Attrs):
-    """`scale` 0.0 means 1 / sqrt(head_dim). `mask`: "none"; "causal": a query attends to its own position and earlier ones;
+    """`scale` 0.0 means 1 / sqrt(head_dim). `cap`: scores s become cap · tanh(s / cap) before they are masked; 0: they stay.
+    `mask`: "none"; "causal": a query attends to its own position and earlier ones;
     "sliding_window": of those, the last `window`; "custom": a bool operand, True where to attend; "bias": an operand that
     is added to the scores. The last query stands at the last key; `positioned`: the first one stands at the key that the
     last operand names, and keys behind the last query are not there."""
@@ -32,8 +33,11 @@ class AttentionAttrs(Attrs):
     mask: str = "none"
     window: int = 0
     positioned: bool = False
+    cap: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.cap < math.inf:
+            raise AttributeValueError(f"cap is a positive number or 0, got {self.cap}")
         if self.mask not in MASKS:
             raise AttributeValueError(f"mask is one of {', '.join(MASKS)}, got {self.mask!r}")
         if (self.mask == "sliding_window") != (self.window > 0):
@@ -56,7 +60,9 @@ class AttentionAttrs(Attrs):
 
 
 def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, *operands: Shape) -> Shape:
-    same_dtype(q, k, v)
+    same_dtype(k, v)
+    if k.dtype not in (f16, bf16):
+        same_dtype(q, k)
     if not q.rank == k.rank == v.rank == 4:
         raise ShapeError("q, k and v are [batch, heads, sequence, head_dim]")
     batch, heads, queries, width = q.dims
@@ -105,6 +111,7 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) ->
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
     mask, start = attrs.split(operands)
+    k, v = (k, v) if k.dtype == q.dtype else (k.astype(q.dtype), v.astype(q.dtype))
     seen = _positions_seen(attrs, queries, keys, start)
     if start is not None:  # what a cache holds where no query looks may be anything, NaN too
         used = any(seen, axis=2)
@@ -114,6 +121,7 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) ->
     together = heads // shared * queries if shared else 0  # queries of the heads that share a key head: rows of one matrix
     rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
     scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
+    scores = tanh(scores * (1 / attrs.cap)) * attrs.cap if attrs.cap else scores
     scores = scores + mask if attrs.mask == "bias" else scores
     scores = scores if seen is None else where(seen, scores, -math.inf)
     top = max(scores, axis=-1, keepdims=True)
@@ -128,6 +136,7 @@ def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) * _scale(attrs, q.shape[3])
+    scores = np.tanh(scores / attrs.cap) * attrs.cap if attrs.cap else scores
     queries, keys = scores.shape[2:]
     mask, start = attrs.split(operands)
     last = np.reshape(keys - queries if start is None else start, (-1, 1, 1, 1)) + np.arange(queries)[:, None]
@@ -172,11 +181,14 @@ attention = op(
             dtypes=("", "", "", "bool", "i32"),
         ),
         Sample((*GROUPED, (4, 3, 17), (2,)), {"mask": "bias", "positioned": True}, low=0, high=4, dtypes=("", "", "", "", "i64")),
+        Sample(GROUPED, {"mask": "causal", "cap": 0.7}), Sample((*QKV, (4, 5, 5)), {"mask": "bias", "cap": 2.0, "scale": 0.5}),
+        *(Sample((*GROUPED, ()), {"mask": "causal", "positioned": True}, low=0, high=4, dtypes=("", narrow, narrow, "i32"))
+          for narrow in ("f16", "bf16")),
     ),
     doc="softmax(q kᵀ · scale + mask) v over [batch, heads, sequence, head_dim]. k and v may have fewer heads, each shared by "
-    "as many consecutive query heads. A row that may attend to nothing is zeros. `positioned`: the last operand, start, is the "
-    "position of the first query, [] or [batch]; k and v may be a whole cache, of which nothing past the last query counts. "
-    "A query past the last key is an IndexRangeError.",
+    "as many consecutive query heads, and may be f16 or bf16 beside any q, whose dtype is that of the result. A row that may "
+    "attend to nothing is zeros. `positioned`: the last operand, start, is the position of the first query, [] or [batch]; k "
+    "and v may be a whole cache, of which nothing past the last query counts. A query past the last key is an IndexRangeError.",
 )  # fmt: skip
 
 

@@ -110,7 +110,8 @@ class _Attention(Module):
         assert isinstance(native.attrs, AttentionAttrs)
         self.mask = mask_of(native.attrs, self.keys)
         self.m, self.start = (v and _tensor(kernel, v) for v in native.attrs.split(native.inputs[3:]))
-        self.scale = native.attrs.scale or self.size**-0.5
+        self.scale, self.cap = native.attrs.scale or self.size**-0.5, native.attrs.cap
+        self.scale /= self.cap or 1
         self.group = self.heads // max(1, self.key_heads)
         self.threads, self.lanes = target.threads, target.vector_bytes // F32
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
@@ -200,6 +201,9 @@ class _Attention(Module):
             stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
             keys = e.bin("sub", stop, key0)
             self._scored(e, k, query, scores, key0, stop, end)
+            if self.cap and not self.narrow:
+                capped = partial(parts.cap_wide_function, vectors=self.vectors, lanes=self.lanes, cap=self.cap)
+                self.call(e, "cap", capped, scores, keys)
             product = scores, self.v.layout.at(e, v, key0), sums, factors, keys
             if self.narrow:
                 self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
@@ -293,7 +297,8 @@ class _Attention(Module):
     def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V, row0: V) -> None:
         """Every row's scores become weights."""
         source, softmax = self.m.layout if self.m else None, parts.softmax_narrow_function
-        body = partial(softmax, m=self._own_mask, source=source, lanes=self.lanes, scale=self.scale, rows=self.tall)
+        how = {"lanes": self.lanes, "scale": self.scale, "cap": self.cap, "rows": self.tall}
+        body = partial(softmax, m=self._own_mask, source=source, **how)
         with e.loop(0, self.shared) as head, e.loop(0, self.rows) as row:
             at = e.bin("add", e.bin("mul", head.index, e.i64(self.rows)), row.index)
             mask = self.m.layout.at(e, self.m.head(e, m, head.index), row.index, key0) if self.m is not None else m

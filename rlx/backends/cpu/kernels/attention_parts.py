@@ -12,7 +12,7 @@ from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.tile import Layout, halves, lane_mask, load_line
-from rlx.backends.cpu.math import EXP, LN2, LOG2_E, SHIFT, polynomial
+from rlx.backends.cpu.math import EXP, LN2, LOG2_E, SHIFT, polynomial, tanh
 from rlx.ir.dtype import f32
 
 F32 = 4  # bytes
@@ -92,6 +92,15 @@ def weights(e: Emitter, scores: V, keys: V, stride: int, line: Layout, shifts: l
 
 
 # -- wide: scores are [key][row] -----------------------------------------------------------------------------------
+
+
+def cap_wide_function(e: Emitter, scores: V, keys: V, vectors: int, lanes: int, cap: float) -> None:
+    """Scores, divided by the cap already, become cap tanh(score)."""
+    ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
+    with e.loop(0, keys) as at:
+        for v in range(vectors):
+            place = line.at(e, scores, at.index, v * lanes)
+            e.store(e.bin("fmul", tanh(e, e.load(ty, place, F32)), cap), place, F32)
 
 
 def mask_wide_function(
@@ -177,11 +186,11 @@ def dots_function(
 
 def softmax_narrow_function(
     e: Emitter, scores: V, mask: V, stats: V, keys: V, key0: V, row: V,
-    m: Mask, source: Layout | None, lanes: int, scale: float, rows: int,
+    m: Mask, source: Layout | None, lanes: int, scale: float, cap: float, rows: int,
 ) -> None:  # fmt: skip
-    """The scores of the row at position `row`: scaled, masked by `mask` (its elements from key0 on, as columns of `source`)
-    and turned into weights, zero past `keys` up to a whole vector. `stats`: this row's, as in softmax_wide_function, `rows`
-    floats apart."""
+    """The scores of the row at position `row`: scaled, capped (`scale` has divided by the cap), masked by `mask` (its elements
+    from key0 on, as columns of `source`) and turned into weights, zero past `keys` up to a whole vector. `stats`: this row's,
+    as in softmax_wide_function, `rows` floats apart."""
     ty, line = vector("float", lanes), Layout(f32, rows)
     before, summed = (e.load("float", line.at(e, stats, what), F32) for what in (0, 1))
     position = lanes_of(e, row, lanes)
@@ -190,7 +199,9 @@ def softmax_narrow_function(
         valid = e.cmp("slt", e.iota(lanes, "i32"), lanes_of(e, e.bin("sub", keys, at.index), lanes))
         key = e.bin("add", lanes_of(e, e.bin("add", key0, at.index), lanes), e.iota(lanes, "i32"))
         term = load_line(e, source.at(e, mask, 0, at.index), source, lanes, f32, mask=valid) if source else None
-        score = masked(e, m, e.bin("fmul", e.load(ty, place, F32), e.const(ty, scale)), key, position, term)
+        score = e.bin("fmul", e.load(ty, place, F32), scale)
+        score = e.bin("fmul", tanh(e, score), cap) if cap else score
+        score = masked(e, m, score, key, position, term)
         score = e.select(valid, score, e.const(ty, -math.inf))
         e.store(score, place, F32)
         at.next = [highest(e, score, at.carried[0])]
