@@ -122,6 +122,36 @@ def test_logits_step_by_step(name, tmp_path):
     assert model.position == at == 77
 
 
+class RoundedCache(transformers.DynamicCache):
+    """transformers' cache, of which keys and values are rounded to a dtype as they come."""
+
+    dtype = torch.float32
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        rounded = (x.to(self.dtype).float() for x in (key_states, value_states))
+        return super().update(*rounded, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("cache", "off_f32"), [("bf16", 0.02), ("f16", 0.003)])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_sixteen_bit_caches(name, cache, off_f32, tmp_path):
+    """As transformers with a cache rounded likewise; a number that lies between two may fall to either. Near f32's."""
+    network = make(name, tmp_path)
+    model = load(tmp_path, capacity=40, cache=cache)
+    full, bytes_f32 = load(tmp_path, capacity=40), load(tmp_path, capacity=40).memory()["handles"]
+    assert model.memory()["handles"] - 4 == pytest.approx((bytes_f32 - 4) / 2, abs=256)
+    past, at = RoundedCache(config=network.config), 0
+    past.dtype = getattr(torch, {"bf16": "bfloat16", "f16": "float16"}[cache])
+    for count in (9, 5, *[1] * 12):
+        chunk = TOKENS[0, at : at + count]
+        with torch.no_grad():
+            want = network(torch.from_numpy(chunk[None].astype(np.int64)), past_key_values=past).logits[0, -1].numpy()
+        found = model.step(chunk)
+        assert off(found[0], want) < off_f32 / 10, f"after {at} tokens"
+        assert 0 < off(found, full.step(chunk)) < off_f32
+        at += count
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
 def test_greedy_tokens_are_the_same_for_200_steps(name, tmp_path):
     network = make(name, tmp_path)
@@ -340,6 +370,8 @@ def test_wrong_arguments(tmp_path):
     for bad in ({"capacity": 0}, {"capacity": 257}, {"batch": 0}):
         with pytest.raises(OptionError, match="the model's 256 positions"):
             load(tmp_path, **bad)
+    with pytest.raises(OptionError, match="cache='f8': choose one of"):
+        load(tmp_path, cache="f8")
     with pytest.raises(ModelError, match="neither a folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):

@@ -30,6 +30,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: apply the model's chat template.")] = False,
     capacity: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
+    cache: Annotated[str, typer.Option(help="How keys and values are kept: f32, bf16 or f16.")] = "f32",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say how fast it was and where the time and the memory went.")] = False,
 ) -> None:
@@ -41,7 +42,8 @@ def generate(
 
     loading = _Loading()
     with loading:
-        loaded = load(model, capacity=capacity, options=CompileOptions(threads=threads), progress=loading.progress)
+        options = CompileOptions(threads=threads)
+        loaded = load(model, capacity=capacity, cache=cache, options=options, progress=loading.progress)
         answer = Generator(
             loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
             seed=seed, on_text=_show, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError
+from rlx.errors import IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
@@ -25,6 +25,7 @@ from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, 
 
 LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size that is used is compiled once
 DEFAULT_CAPACITY = 4096  # positions, where the model allows as many
+CACHES = ("f32", "bf16", "f16")
 
 
 class LanguageModel:
@@ -37,12 +38,14 @@ class LanguageModel:
         weights: str | None = None,
         capacity: int | None = None,
         batch: int = 1,
+        cache: str = "f32",
         session: Session | None = None,
         options: CompileOptions | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`weights`: how matrices are kept: "f32", "bf16", "f16", "int8", "int4", or None: as they are stored. `capacity`:
-        positions, prompt and answer together. `batch`: sequences that step together. `progress(done, total)` counts bytes of
+        positions, prompt and answer together. `batch`: sequences that step together. `cache`: how keys and values are kept,
+        "f32", or rounded to "bf16" or "f16", which halves what a step reads of them. `progress(done, total)` counts bytes of
         weights as they are read.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
@@ -56,6 +59,9 @@ class LanguageModel:
         self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else capacity
         if batch < 1 or not 1 <= self.capacity <= longest:
             raise OptionError(f"batch={batch}, capacity={capacity}: give at least 1, and at most the model's {longest} positions")
+        if cache not in CACHES:
+            raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
+        self.cache = cache
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; shared likewise
         self._session, self._options, self._progress = session or Session(), options or CompileOptions(), progress
@@ -137,7 +143,7 @@ class LanguageModel:
 
     def graph(self, tokens: int, all_logits: bool = False) -> Graph:
         """A graph of `tokens` positions over this model's weights and state; add to it what you need, then `compile` it."""
-        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits)
+        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache)
 
     def executable(self, tokens: int) -> CompiledGraph:
         """The executable for a chunk of that many tokens, from the cache or made now."""

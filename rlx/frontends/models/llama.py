@@ -3,7 +3,7 @@
 Mistral, Qwen2, Qwen3, SmolLM, Phi-3 and Gemma 1–3 share the block of RMS norms, rotary positions and a gated MLP; Phi-1/2
 and GPT-2 have layer norms and a plain MLP. Params have the names of a Hugging Face Llama checkpoint, with the parts of one
 contraction side by side in `qkv_proj` and `gate_up_proj`; every matrix is [out, in]. State: `position`, and per layer `k.i`
-and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position` rows are filled.
+and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position` rows are filled, in f32 or rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.quant import FORMATS
 
+Formats = Mapping[str, str] | str
 
 @dataclass(frozen=True)
 class Rope:
@@ -67,11 +68,11 @@ class DecoderConfig:
         if self.activation not in ACTIVATIONS:
             raise ModelError(f"the activation {self.activation!r} is not supported; supported: {known(ACTIVATIONS)}")
 
-    def states(self, batch: int, capacity: int) -> list[BufferHandle]:
+    def states(self, batch: int, capacity: int, cache: str = "f32") -> list[BufferHandle]:
         """Every handle of the graphs of this batch and capacity."""
         dims = (batch, self.num_key_value_heads, capacity, self.head_dim)
         layers = range(self.num_hidden_layers)
-        return [BufferHandle("position", (), "i32"), *(BufferHandle(f"{s}.{i}", dims, "f32") for i in layers for s in "kv")]
+        return [BufferHandle("position", (), "i32"), *(BufferHandle(f"{s}.{i}", dims, cache) for i in layers for s in "kv")]
 
 
 def build(
@@ -79,17 +80,19 @@ def build(
     batch: int,
     tokens: int,
     capacity: int,
-    formats: Mapping[str, str] | str = "f32",
+    formats: Formats = "f32",
     all_logits: bool = False,
+    cache: str = "f32",
 ) -> Graph:
     """tokens i32 [batch, tokens], count i32 (): how many of them are valid -> logits f32 [batch, vocab] after the last valid
     token, or [batch, tokens, vocab]. They stand at `position` and after; position then advances by `count`.
 
-    `formats`: how each matrix is stored (a float dtype or a name of quant.FORMATS), by param; or one for all.
+    `formats`: how each matrix is stored (a float dtype or a name of quant.FORMATS), by param; or one for all. `cache`: the
+    dtype of keys and values.
     """
     g = Graph(f"{config.family}_{batch}x{tokens}")
     ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
-    net = _Network(g, config, batch, tokens, capacity, formats)
+    net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats)
     x = net.embed(ids)
     for i in range(config.num_hidden_layers):
         x = net.layer(i, x)
@@ -105,10 +108,10 @@ class _Network:
     """The parts of one graph. Activations are f32 [batch * tokens, width]."""
 
     def __init__(
-        self, g: Graph, config: DecoderConfig, batch: int, tokens: int, capacity: int, formats: Mapping[str, str] | str
+        self, g: Graph, config: DecoderConfig, batch: int, tokens: int, states: Sequence[BufferHandle], formats: Formats
     ) -> None:
         self.g, self.config, self.batch, self.tokens, self.formats = g, config, batch, tokens, formats
-        self.states = {s.name: g.handle(s) for s in config.states(batch, capacity)}
+        self.states = {s.name: g.handle(s) for s in states}
         self.start = self.states["position"]
         self.positions = self.start + ops.iota(dims=(tokens,), dtype=DTYPES["i32"])  # [tokens]
         self.turns: dict[Rope, tuple[Value, Value]] = {}
@@ -205,7 +208,7 @@ class _Network:
             q, k = self.turned(q, rope), self.turned(k, rope)
         states = []
         for state, rows in ((self.states[f"k.{i}"], k), (self.states[f"v.{i}"], v)):
-            states.append(ops.update_rows(state, rows, self.start, axis=2))
+            states.append(ops.update_rows(state, rows.astype(state.dtype), self.start, axis=2))
             self.g.assign(state, states[-1], in_place=True)
         out = self.attend(q, states[0], states[1], c.windows[i])
         out = out.transpose(0, 2, 1, 3).reshape(self.batch * self.tokens, heads * size)
