@@ -324,8 +324,7 @@ def test_snapshots_restore_state(session: rlx.Session) -> None:
 def test_what_this_version_lacks_says_so(session: rlx.Session) -> None:
     compiled = session.compile(counter()[0])
     with pytest.raises(Unsupported):
-        compiled.set_active_extent((1, 4))
-    compiled.set_active_extent(None)
+        compiled.set_moe_resident_experts([True])
 
 
 def test_queued_runs_keep_every_output(session: rlx.Session) -> None:

@@ -268,7 +268,6 @@ def test_arrays_of_any_layout(session):
         lambda c: c.enable_moe_topk_capture(1),
         lambda c: c.take_moe_topk_capture(),
         lambda c: c.take_moe_residency_stats(),
-        lambda c: c.set_active_extent((1, 4)),
     ],
 )
 def test_what_this_version_lacks_does_not_pretend(session, call):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
-from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
+from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import Attrs, Kind
 from rlx.ir.shape import Dim, Shape
 from rlx.ir.target import Target
@@ -53,6 +53,10 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     out.inputs, out.params, out.handles = ([done[v] for v in group] for group in (graph.inputs, graph.params, graph.handles))
     out.outputs, out.output_names = [done[v] for v in graph.outputs], list(graph.output_names)
     out.assigns, out.in_place = [(done[h], done[v]) for h, v in graph.assigns], set(graph.in_place)
+    if options.extent is not None:
+        name, upper = options.extent
+        axes = {done[v]: tuple(i for i, d in enumerate(v.dims) if name in _dim_names(d)) for n in nodes for v in n.results}
+        out.extent = Extent(out.input(EXTENT, (), "i64"), upper, {}, axes=axes)
     _check_sizes(out)
     return out
 

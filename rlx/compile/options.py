@@ -22,7 +22,8 @@ class CompileOptions:
 
     precision: "f32" computes as declared; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
     "auto" does so with bf16 where the target is fast at it. `disable`: names of passes to leave out. `alignment`: bytes
-    between buffer starts, None: the target's. `dims`: values of named dims. `handles`: states the caller will bind.
+    between buffer starts, None: the target's. `dims`: values of named dims. `extent`: a named dim that stays active, and
+    the most it can be in a run. `handles`: states the caller will bind.
     `threads`: None: as many as the process may use. `checked`: raise NumericsError where a NaN appears. `debug`: guard
     stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
     """
@@ -31,6 +32,7 @@ class CompileOptions:
     disable: tuple[str, ...] | Iterable[str] = ()
     alignment: int | None = None
     dims: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
+    extent: tuple[str, int] | None = None
     handles: tuple[BufferHandle, ...] = ()
     threads: int | None = None
     deterministic: bool = True
@@ -54,6 +56,7 @@ class CompileOptions:
         normal = {
             "disable": _pass_names(self.disable),
             "dims": _dim_values(self.dims),
+            "extent": _active(self.extent, self.dims),
             "handles": _handles(self.handles),
             "dump": None if self.dump is None else fspath(self.dump),
         }
@@ -77,10 +80,15 @@ class CompileOptions:
         """With values for named dims, added to those already given; a later value replaces an earlier one."""
         return replace(self, dims={**self.binding, **(binding or {}), **dims})
 
+    def bind_extent(self, name: str, upper: int) -> CompileOptions:
+        """With the named dim at its upper bound, and active: CompiledGraph.set_active_extent says how many of its rows hold
+        data in the runs that follow. What is in the others never counts."""
+        return replace(self, extent=(name, upper))
+
     @property
     def binding(self) -> dict[str, int]:
         """Values of named dims, by name."""
-        return dict(self.dims)  # type: ignore[arg-type]
+        return dict((*self.dims, *(() if self.extent is None else (self.extent,))))  # type: ignore[arg-type]
 
     @property
     def wants_text(self) -> bool:
@@ -119,6 +127,17 @@ def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
         if _whole(f"dims[{name!r}]", value) < 0:
             raise OptionError(f"dims[{name!r}]={value}: a size cannot be negative")
     return tuple(sorted((name, value.__index__()) for name, value in items))
+
+
+def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
+    if extent is None:
+        return None
+    if not isinstance(extent, tuple) or len(extent) != 2:
+        raise OptionError(f"extent is (name, upper bound), as ('seq', 128); got {extent!r}")
+    ((name, upper),) = _dim_values({extent[0]: extent[1]})
+    if upper < 1 or dict(dims).get(name, upper) != upper:
+        raise OptionError(f"extent={extent}: " + ("a row at least" if upper < 1 else f"dims bind {name!r} to another value"))
+    return name, upper
 
 
 def _handles(handles: Any) -> tuple[BufferHandle, ...]:

@@ -7,14 +7,22 @@ by what leaves its result alone, or what it needs by its own declaration (OpDef.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from rlx.compile.legalise import expand
-from rlx.ir.graph import Active, Graph, Node, Value
+from rlx.compile.options import CompileOptions
+from rlx.errors import CompileError
+from rlx.ir.dtype import DType
+from rlx.ir.graph import Active, Extent, Graph, Node, Value, constant, keep
 from rlx.ir.op import Kind
 from rlx.ir.ops import valid_rows
 from rlx.ir.program import Layout
 from rlx.ir.shape import contiguous_strides
+from rlx.ir.target import Target
+from rlx.ir.verify import where
 
 Actives = tuple[Active, ...]  # of one value: factors of its axes, outermost first
 
@@ -105,3 +113,161 @@ def _viewed(node: Node, active: Active, result: Value) -> Active | None:
             inner = stride // step
             return Active(axis, size // (active.upper * inner), active.upper, inner)
     return None
+
+
+def padding(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """A bound graph whose results do not depend on what lies in rows past the extent. CompileError names the node that cannot
+    be had so."""
+    return graph if graph.extent is None or graph.extent.axes is None else Padding(graph, *options.extent or ()).run()
+
+
+class Padding(Rows):
+    """The pass, and what an op's `padded` declaration sees as its first argument."""
+
+    def __init__(self, graph: Graph, name: str, upper: int) -> None:
+        assert graph.extent is not None and graph.extent.axes is not None
+        self.graph, self.name, self.upper, self.axes = graph, name, upper, graph.extent.axes
+        self.extent = graph.extent.leaf
+        self.actives = {}
+        self.changes = 0
+        self.finals: set[Node] = set()
+
+    def run(self) -> Graph:
+        if self.upper == 1:  # one row, and a run has at least one
+            self.axes = {}
+        for leaf in self.graph.leaves():
+            self.actives[leaf] = self.leaf(leaf)
+        out = self.graph.rebuild(self.new)
+        inputs = {v: self.of(v) for v in out.inputs if self.of(v)}
+        out.extent = Extent(self.extent, self.upper, inputs, tuple(map(self.of, out.outputs)))
+        return out
+
+    def leaf(self, leaf: Value) -> Actives:
+        axes = self.axes.get(leaf, ())
+        if axes and leaf not in self.graph.inputs:
+            raise self.refusal(leaf.node, f"{leaf.node.op.name}s are set once, for every length; give it the dims of the longest")
+        if any(leaf.shape.static[a] != self.upper for a in axes):
+            raise self.refusal(leaf.node, "its axis holds more than the rows: give them an axis of their own, and reshape")
+        return tuple(Active(a, 1, self.upper, 1) for a in axes)
+
+    def new(self, node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        """A node of the user's graph made right. Where the name stands in its shape, its rows must be known."""
+        made = self.right(keep(node, inputs)[0].node)
+        for old, value in zip(node.results, made):
+            missing = set(self.axes.get(old, ())) - {a.axis for a in self.of(value)}
+            for axis in sorted(missing):
+                if value.shape.static[axis] != self.upper or not _by_position(node):
+                    raise self.refusal(node, f"where the rows lie along axis {axis} of its result cannot be followed")
+            self.actives[value] = tuple(sorted((*self.of(value), *(Active(a, 1, self.upper, 1) for a in missing))))
+        return made
+
+    def right(self, node: Node) -> Sequence[Value]:
+        """The results of a node whose operands are right, made right."""
+        if node in self.finals or not any(map(self.of, node.inputs)):
+            self.follow(node)
+            return node.results
+        if node.op.padded is not None:
+            made = node.op.padded(self, node.attrs, *node.inputs)
+            if isinstance(made, str):
+                raise self.refusal(node, made)
+            if made is not None:
+                self.changes += 1
+                return self.inside(node, made if isinstance(made, tuple) else (made,))
+        if node.op.kind is Kind.COMPOSITE:
+            before = self.changes
+            made = expand(node, lambda inner, inputs: self.right(keep(inner, inputs)[0].node))
+            if self.changes != before:
+                return made
+            self.actives.update(zip(node.results, map(self.of, made)))
+            return node.results
+        return self.core(node)
+
+    def inside(self, node: Node, made: tuple[Value, ...]) -> Sequence[Value]:
+        """What an op's `padded` gave, each node of it made right."""
+        part = Graph(node.op.name)
+        part.inputs = [v for n in dict.fromkeys([*(v.node for v in node.inputs), self.extent.node]) for v in n.results]
+        part.outputs = list(made)
+
+        def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+            results = keep(inner, inputs)
+            if inner in self.finals:
+                self.finals.add(results[0].node)
+            return self.right(results[0].node)
+
+        return part.rebuild(new).outputs
+
+    def core(self, node: Node) -> Sequence[Value]:
+        """The results of a core op, operands masked that it combines along an active axis."""
+        op, inputs, fill = node.op, list(node.inputs), "0"
+        if op.reduce is not None:
+            fill = IDENTITIES[op.reduce(node.attrs, inputs[0].shape).op]
+        for i, value in enumerate(node.inputs):
+            for active in self.of(value):
+                if all(carried(node, i, active, r) for r in node.results):
+                    continue
+                if op.reduce is None and op.contract is None:
+                    raise self.refusal(node, f"it mixes rows along axis {active.axis} of operand {i} ({value.shape})")
+                inputs[i] = self.mask(inputs[i], active, fill)
+        results = keep(node, tuple(inputs))
+        self.follow(results[0].node)
+        for i, value in enumerate(node.inputs):
+            for result, axis in ((r, a.axis) for r in results for a in self.of(r)):
+                here = {b for a in self.of(value) if (b := carried(node, i, a, result)) and b.axis == axis}
+                if here and here != {a for a in self.of(result) if a.axis == axis}:
+                    raise self.refusal(node, f"along axis {axis} of its result the rows of its operands lie differently")
+        return results
+
+    # -- offered to ops
+
+    def mask(self, value: Value, active: Active, fill: str = "0") -> Value:
+        """`value` with what lies past the extent along an active axis replaced by one of state.FILLS."""
+        self.changes += 1
+        out = valid_rows(value, self.extent, axis=active.axis, upper=active.upper, inner=active.inner, fill=fill)
+        self.actives[out] = self.of(value)
+        return out
+
+    def final(self, value: Value) -> Value:
+        """`value`, whose node is right as it is."""
+        self.finals.add(value.node)
+        return value
+
+    def masked(self, value: Value, axis: int, fill: str = "0") -> Value:
+        """The same along every active part of `axis`."""
+        for active in self.along(value, axis):
+            value = self.mask(value, active, fill)
+        return value
+
+    def along(self, value: Value, axis: int) -> Actives:
+        """The active parts of one axis."""
+        return tuple(a for a in self.of(value) if a.axis == axis)
+
+    def valid(self, value: Value, axis: int) -> Value:
+        """bool [size of `axis`]: where it holds data."""
+        out = constant(np.ones(value.shape.static[axis], np.bool_))
+        for active in self.along(value, axis):
+            out = valid_rows(out, self.extent, axis=0, upper=active.upper, inner=active.inner)
+        return out
+
+    def count(self, value: Value, axes: Iterable[int], dtype: DType) -> Value | None:
+        """How many elements along `axes` hold data, (); None: all, whatever the run."""
+        actives = [a for axis in axes for a in self.along(value, axis)]
+        if not actives:
+            return None
+        rows = out = self.extent.astype(dtype)
+        for _ in actives[1:]:
+            out = out * rows
+        return out * float(math.prod(value.shape.static[a] for a in axes) // math.prod(a.upper for a in actives))
+
+    def refusal(self, node: Node, why: str) -> CompileError:
+        return CompileError(
+            f"graph {self.graph.name!r}: {where(node)} cannot be compiled for an active extent of {self.name!r} (at most "
+            f"{self.upper}): {why}. Bind the length itself, bind_dims({self.name}=…), or leave this out of the graph"
+        )
+
+
+IDENTITIES = {"add": "0", "mul": "1", "max": "least", "min": "greatest", "or": "0", "and": "1"}
+
+
+def _by_position(node: Node) -> bool:
+    """Whether a node without rows among its operands makes them: repeated, or of their own positions alone."""
+    return node.op.kind is Kind.VIEW or (node.op.rows is not None and node.op.arity[1] == 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
+from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph
@@ -23,6 +24,7 @@ Pass = Callable[[Graph, Target, CompileOptions], Graph]
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("bind_dims", bind_dims),
+    ("padding", padding),
     ("canonicalise", canonicalise),
     ("precision", precision),
     ("legalise", legalise),

@@ -264,6 +264,9 @@ def _check_given(op: OpDef, given: Any, inferred: tuple[Shape, ...]) -> None:
             raise ShapeError(f"{op.name}: the given shape {want} is not the inferred {found}")
 
 
+EXTENT = "%extent"  # name of the input that the compiler adds
+
+
 class Active(NamedTuple):
     """Where a value has rows of which only some hold data: `axis` is of size outer * upper * inner, and indices of the middle
     factor from the run's extent on are padding."""
@@ -276,11 +279,14 @@ class Active(NamedTuple):
 
 class Extent(NamedTuple):
     """A bound graph whose rows need not all hold data. `leaf`, an input i64 (), says how many do in a run; a kernel reads it as
-    ctx.element(leaf, ()). `inputs`: which inputs have such rows."""
+    ctx.element(leaf, ()). `inputs` and `outputs`: where they have such rows. `axes`: where the dim's name stood in the user's
+    graph, until this is known."""
 
     leaf: Value
     upper: int
     inputs: dict[Value, tuple[Active, ...]]
+    outputs: tuple[tuple[Active, ...], ...] = ()
+    axes: dict[Value, tuple[int, ...]] | None = None
 
 
 class Graph:

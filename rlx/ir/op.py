@@ -158,6 +158,9 @@ class OpDef:
     # (attrs, operand, axis, *Shape) -> the axis of every result in which each index of that axis of that operand stands for
     # itself, or None; INDEX and KERNEL. POINTWISE, VIEW, REDUCE, CONTRACT say it by their facts
     rows: Callable[..., int | None] | None = None
+    # (padding, attrs, *Value) -> the op where rows that hold no data must not count (rlx.compile.padding): Value(s); None: as
+    # its kind or decomposition says; a text: why it cannot be
+    padded: Callable[..., Any] | None = None
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind

@@ -12,6 +12,7 @@ from enum import Enum
 
 import numpy as np
 
+from rlx.ir.graph import Active
 from rlx.ir.kernel import Kernel, loaded_buffers
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
@@ -83,11 +84,13 @@ class ArenaPlan:
 
 @dataclass(frozen=True)
 class OutputDecl:
-    """An output: its buffer, and its shape. Outputs are contiguous and row-major; several may name one buffer."""
+    """An output: its buffer, and its shape. Outputs are contiguous and row-major; several may name one buffer. `active`: where
+    it has rows that need not hold data."""
 
     name: str
     buffer: int
     shape: Shape
+    active: tuple[Active, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from rlx.errors import (
     DuplicateNameError,
     InputShapeError,
     NumericsError,
+    OptionError,
     RlxError,
     StaleViewError,
     UnknownNameError,
@@ -44,7 +45,7 @@ class CompiledGraph:
         self.device, self.options = device, options
         self._executable, self._program, self._report = executable, program, report
         self._weights = Weights(executable)
-        self._inputs = tuple(program.buffers[id] for id in program.inputs)
+        self._inputs = tuple(program.buffers[id] for id in program.inputs if id != program.extent)
         self._handles = {program.buffers[id].name: program.buffers[id] for id in program.handles}
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
         self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
@@ -55,6 +56,7 @@ class CompiledGraph:
         self._generation = 0
         self._queue: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self._set_extent(None)
 
     def _host_view(self, buffer: int) -> np.ndarray:
         """The buffer's own memory; where the host cannot see it, an array to stage it in."""
@@ -302,9 +304,28 @@ class CompiledGraph:
             self.handles.rollback()
 
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
-        """None: every row is processed, which is all this version can do."""
+        """(n, upper): from now on the first n rows of the active dim hold data, 1 <= n <= upper, the bound it was compiled with.
+        None: all do. What lies in the others of an input never counts; in an output they mean nothing.
+
+        OptionError: compiled without an active dim. InputShapeError: another bound, or no such n. Neither changes anything."""
+        if (bound := self.options.extent) is None:
+            if extent is not None:
+                raise OptionError(f"{self._program.name} has no active dim: compile it with options.bind_extent(name, upper)")
+            return
         if extent is not None:
-            raise Unsupported("set_active_extent is not in this version: a run takes all rows; compile a smaller graph instead")
+            fine = isinstance(extent, tuple) and len(extent) == 2 and all(isinstance(e, (int, np.integer)) for e in extent)
+            if not fine or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
+                want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
+                raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
+        self._drain()  # queued runs are to have the rows they had
+        with self._lock:
+            self._set_extent(extent)
+
+    def _set_extent(self, extent: tuple[int, int] | None) -> None:
+        self._extent = extent
+        if self._program.extent is not None and self.options.extent is not None:
+            rows = self.options.extent[1] if extent is None else extent[0]
+            self._executable.write(self._program.extent, np.array(rows, np.int64))
 
     def _no_experts(self, *_: object) -> NoReturn:
         raise Unsupported("mixture-of-experts residency and router capture are not in this version: all weights are resident")
@@ -320,6 +341,7 @@ class CompiledGraph:
         with self._lock:
             twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report)
         twin._feeds = dict(self._feeds)
+        twin._set_extent(self._extent)
         return twin
 
     def program(self) -> Program:

@@ -10,7 +10,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.dtype import bf16, bool_, f16
 from rlx.ir.graph import constant
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample, attribute_types, op
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, tanh, where
 from rlx.ir.ops.index import check_range, concat, gather, iota
@@ -132,6 +132,31 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) ->
     return out.reshape((batch, heads, queries, v.shape.static[3]))
 
 
+def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
+    """Keys that hold no data are hidden by a mask, their values not read: 0 * NaN is NaN."""
+    queries, keys = p.along(q, 2), p.along(k, 2) or p.along(v, 2)
+    mask, start = attrs.split(operands)
+    facts = {name: getattr(attrs, name) for name in attribute_types(AttentionAttrs)}
+    if start is not None and (queries or keys):
+        return "the first query stands where the extent does not say"
+    if start is not None and p.of(start):
+        return p.final(attention(q, k, v, *operands[:-1], p.masked(start, 0), **facts))
+    ordered = attrs.mask in ("causal", "sliding_window")
+    if ordered and queries != keys:
+        if queries or max(a.outer * a.inner for a in keys) > 1:
+            return f"mask {attrs.mask!r} puts the last query at the last key, which need not hold data"
+        start = p.extent - q.shape.static[2]  # the last query at the last key that holds data
+        return p.final(attention(q, k, p.masked(v, 2), start, **{**facts, "positioned": True}))
+    if not keys:
+        return None
+    if not ordered:
+        there = p.valid(k, 2)  # [keys]
+        mask = where(there, mask, -math.inf) if attrs.mask == "bias" else there if mask is None else logical_and(mask, there)
+        mask = mask if mask.rank > 1 else mask.reshape((1, 1, 1, k.shape.static[2]))
+        facts["mask"] = "bias" if attrs.mask == "bias" else "custom"
+    return p.final(attention(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
+
+
 def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -163,7 +188,7 @@ QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
 attention = op(
     "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 5), roles="xxxxi",
-    reference=_attention_array, decompose=widened(_attention),
+    reference=_attention_array, decompose=widened(_attention), padded=_attention_padded,
     samples=(
         Sample(QKV), Sample(QKV, {"mask": "causal"}), Sample(GROUPED, {"mask": "causal"}), Sample(GROUPED, {"scale": 0.3}),
         Sample(GROUPED, {"mask": "sliding_window", "window": 3}), Sample(((1, 3, 1, 16), (1, 1, 33, 16), (1, 1, 33, 16))),

@@ -51,7 +51,7 @@ def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
     return None if axis == at else axis - (axis > at and not attrs.keepdims)
 
 
-def _arg(name: str, reference: Any, better: Any, doc: str) -> Any:
+def _arg(name: str, reference: Any, better: Any, fill: str, doc: str) -> Any:
     def kernel(ctx: Any, node: Any) -> Any:
         x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
         grid, at = lines(ctx.dims(x), axis)
@@ -66,19 +66,27 @@ def _arg(name: str, reference: Any, better: Any, doc: str) -> Any:
         ))  # fmt: skip
         return grid, (loop, ctx.store(0, at(const(0) if node.attrs.keepdims else None), found))
 
-    return op(
+    def padded(p: Any, attrs: ArgAttrs, x: Any) -> Any:
+        axis = axis_of(attrs.axis, x.rank)
+        if any(a.outer > 1 for a in p.along(x, axis)):
+            return "positions would count rows that hold no data"
+        return p.final(made(p.masked(x, axis, fill), axis=axis, keepdims=attrs.keepdims)) if p.along(x, axis) else None
+
+    made = op(
         name, kind=Kind.KERNEL, infer=_arg_shape, attrs=ArgAttrs, dtypes="fiu", kernel=kernel, doc=doc, rows=_arg_rows,
+        padded=padded,
         reference=lambda a, x: reference(x, axis=a.axis, keepdims=a.keepdims),
         samples=(
             Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1}), Sample(((5,),), {"axis": 0, "keepdims": True}),
             Sample(((4, 1),)), Sample(((0, 3),)),
         ),
     )  # fmt: skip
+    return made
 
 
 _ARG = "Position (i64) of the {} element along `axis`: the first of equals, the first NaN if there is one."
-argmax = _arg("argmax", np.argmax, lambda x, best: k.lt(best, x), _ARG.format("greatest"))
-argmin = _arg("argmin", np.argmin, lambda x, best: k.lt(x, best), _ARG.format("least"))
+argmax = _arg("argmax", np.argmax, lambda x, best: k.lt(best, x), "least", _ARG.format("greatest"))
+argmin = _arg("argmin", np.argmin, lambda x, best: k.lt(x, best), "greatest", _ARG.format("least"))
 
 
 # -- cumsum --------------------------------------------------------------------------------------------------------
@@ -119,7 +127,8 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
 
 cumsum = op(
     "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
-    reference=_cumsum_array, kernel=_cumsum_kernel, rows=others,
+    reference=_cumsum_array, kernel=_cumsum_kernel,
+    rows=lambda a, i, axis, x: others(a, i, axis, x) if a.reverse else axis,
     samples=(
         Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
         Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.ir.op import Attrs, Kind, Reduction, Sample, op
-from rlx.ir.ops.elementwise import exp, log, sub
+from rlx.ir.ops.elementwise import exp, log, maximum, sub
 from rlx.ir.ops.rules import axes_of, axis_of, same, widened
 from rlx.ir.shape import Shape
 
@@ -83,22 +83,36 @@ def _count(attrs: ReduceAttrs, x: Any) -> int:
     return math.prod(x.shape.static[i] for i in axes_of(attrs.axis, x.rank))
 
 
-def _mean(attrs: ReduceAttrs, x: Any) -> Any:
-    return sum(x, axis=attrs.axis, keepdims=attrs.keepdims) / float(_count(attrs, x))
+def _mean(attrs: ReduceAttrs, x: Any, count: Any = None) -> Any:
+    return sum(x, axis=attrs.axis, keepdims=attrs.keepdims) / (float(_count(attrs, x)) if count is None else count)
 
 
-def _variance(attrs: VarianceAttrs, x: Any) -> Any:
+def _variance(attrs: VarianceAttrs, x: Any, count: Any = None) -> Any:
     d = x - mean(x, axis=attrs.axis, keepdims=True)
-    return sum(d * d, axis=attrs.axis, keepdims=attrs.keepdims) / float(builtins.max(_count(attrs, x) - attrs.correction, 0))
+    least = builtins.max if count is None else maximum
+    free = least((float(_count(attrs, x)) if count is None else count) - attrs.correction, 0.0)
+    return sum(d * d, axis=attrs.axis, keepdims=attrs.keepdims) / free
+
+
+def _counted(decompose: Any) -> Any:
+    """OpDef.padded of what divides by a count of elements."""
+
+    def padded(p: Any, attrs: ReduceAttrs, x: Any) -> Any:
+        count = p.count(x, axes_of(attrs.axis, x.rank), x.dtype.compute)
+        return None if count is None else widened(lambda attrs, x: decompose(attrs, x, count))(attrs, x)
+
+    return padded
 
 
 mean = op(
     "mean", kind=Kind.COMPOSITE, infer=_reduced, attrs=ReduceAttrs, decompose=widened(_mean), samples=SAMPLES,
+    padded=_counted(_mean),
     reference=lambda a, x: np.sum(_wide(x), **_over(a, x)) / np.float64(math.prod(x.shape[i] for i in axes_of(a.axis, x.ndim))),
     doc="Arithmetic mean; NaN over nothing.",
 )  # fmt: skip
 variance = op(
     "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=widened(_variance),
+    padded=_counted(_variance),
     reference=lambda a, x: _variance_array(a, _wide(x)),
     samples=(
         *SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101),

@@ -14,6 +14,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.kernel import k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, divide, static_dim
+from rlx.ir.ops.state import take_rows
 from rlx.ir.program import Layout
 from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides
 
@@ -208,12 +209,27 @@ def _slice_strided(attrs: SliceAttrs, dims: Sequence[int], out: Sequence[int], l
     return Layout(tuple(step * s for (_, _, step), s in zip(ranges, layout.strides)), layout.offset + offset)
 
 
+def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
+    """The first row is always there; the last is where the data ends."""
+    for axis, (start, stop, step) in enumerate(zip(attrs.starts, attrs.stops, attrs.steps)):
+        actives = p.along(x, axis)
+        if not actives or (start, stop, step) == (0, END, 1) or max(a.outer * a.inner for a in actives) > 1:
+            continue
+        if (start, stop, step) == (0, 1, 1):
+            return p.final(slice(x, starts=attrs.starts, stops=attrs.stops, steps=attrs.steps))
+        if (start, stop, step) == (-1, END, 1):
+            last = p.final(take_rows(x, p.extent - 1, count=1, axis=axis))
+            starts = tuple(0 if i == axis else a for i, a in enumerate(attrs.starts))
+            return slice(last, starts=starts, stops=attrs.stops, steps=attrs.steps)
+    return None
+
+
 builtin_slice = slice
 slice = op(
     "slice", kind=Kind.VIEW, attrs=SliceAttrs, dtypes=ANY,
     reference=lambda a, x: x[tuple(map(builtin_slice, a.starts, a.stops, a.steps))],
     infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
-    element=_slice_element, strided=_slice_strided,
+    element=_slice_element, strided=_slice_strided, padded=_slice_padded,
     samples=(
         Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}),
         Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
