@@ -284,3 +284,11 @@ def test_contractions_walk_rows_in_order(rows: tuple[int, ...]) -> None:
     g, program = compiled(lambda g: [x(g, *rows, 6) @ param(g, "w", 6, 5) + x(g, *rows, 5, name="r")])
     assert not any(e.op in ("rem", "div") for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Alu))
     run_and_compare(g)
+
+
+def test_scalars_are_read_without_asking_where_a_chunk_ends() -> None:
+    """A guarded read of one place is a gather in lanes."""
+    g, program = compiled(lambda g: [x(g, 9001) * x(g, 1, name="s")])
+    loads = [e for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Load)]
+    assert {(isinstance(e.index, K.Const), e.guard is None) for e in loads} == {(True, True), (False, False)}
+    run_and_compare(g)

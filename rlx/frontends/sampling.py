@@ -2,7 +2,7 @@
 
 The steps and their order are those of transformers' generate: repetition penalty (N. S. Keskar et al. 2019, CTRL), temperature,
 top-k, top-p (A. Holtzman et al. 2020), min-p (M. Nguyen et al. 2024), a draw by the Gumbel-max trick. Nothing is sorted: what
-is cut off lies below a threshold (rlx.threshold). Which steps there are is fixed at compile time, their numbers are inputs.
+is cut off lies below a threshold (rlx.threshold). Which steps there are is fixed at compile time, their numbers are state.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Sampling:
         return tuple(n for n in ("repetition_penalty", *draws) if getattr(self, n) != off[n])
 
 
+GROUP = 128  # tokens that are drawn from together
+LEAST = -3e38  # below any logit that counts
 LIMITS = {
     "temperature": (0.0, 1e4), "top_k": (0, 1 << 24), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-4, 1e4),
 }  # fmt: skip
@@ -93,10 +95,27 @@ def greatest(scores: Value) -> Value:
     return ops.min(places, axis=-1)
 
 
+def drawn(logits: Value, key: Value, counter: Value) -> Value:
+    """i32 [batch]: a draw from softmax of each row; its length where there is a NaN. First a group of GROUP tokens by their
+    sum, then one of the group: the chances are the same, and few random numbers are needed."""
+    batch, vocab = logits.shape.static
+    groups = -(-vocab // GROUP)
+    parts = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf).reshape(batch, groups, GROUP)
+    top = ops.maximum(ops.max(parts, axis=-1, keepdims=True), LEAST)  # finite, also where all are cut off
+    sums = ops.log(ops.sum(ops.exp(parts - top), axis=-1)) + top.reshape(batch, groups)
+    group = greatest(sums + gumbel(key, counter * 2, dims=(batch, groups))).reshape(batch, 1)
+    at = group * GROUP + ops.iota((GROUP,), dtype=DTYPES["i32"])
+    flat = ops.iota((batch, 1), axis=0, dtype=DTYPES["i32"]) * vocab + ops.minimum(at, vocab - 1)
+    row = ops.where(ops.less(at, vocab), ops.gather(logits.reshape(batch * vocab), flat), -math.inf)
+    place = greatest(row + gumbel(key, counter * 2 + 1, dims=(batch, GROUP))).reshape(batch, 1)
+    return ops.minimum(group * GROUP + place, vocab).reshape(batch)  # group * GROUP is past them all if there is a NaN
+
+
 def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
-    """i32 [batch], chosen by `steps` (Sampling.steps), whose numbers become inputs of `g` named like them; state is added
-    to `g` as the steps need it: "random.key" u32 [2] and "random.counter" u32 (), and "seen" bool [batch, vocab]."""
-    value = {name: g.input(name, (), "f32") for name in steps}
+    """i32 [batch], chosen by `steps` (Sampling.steps); its length where there is a NaN. State is added to `g` as the steps
+    need it: each one's number, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
+    [batch, vocab], which the chosen tokens are added to."""
+    value = {name: g.handle(BufferHandle(f"sampling.{name}", (), "f32")) for name in steps}
     apply = {"top_k": only_top_k, "top_p": only_top_p, "min_p": only_min_p, "temperature": lambda x, t: x / t}
     seen = None
     for name in steps:
@@ -108,13 +127,36 @@ def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
     if "temperature" in steps:
         key = g.handle(BufferHandle("random.key", (2,), "u32"))
         counter = g.handle(BufferHandle("random.counter", (), "u32"))
-        logits = logits + gumbel(key, counter, dims=logits.shape.static)
+        token = drawn(logits, key, counter)
         g.assign(counter, counter + 1)
-    token = greatest(logits)
+    else:
+        token = greatest(logits)
     if seen is not None:
         batch, vocab = logits.shape.static
         g.assign(seen, seen | ops.equal(ops.iota((batch, vocab), axis=1, dtype=DTYPES["i32"]), token.reshape(batch, 1)))
     return token
+
+
+def beginning(how: Sampling, seed: int, seen: Any, batch: int, vocab: int) -> dict[str, np.ndarray]:
+    """What the states that `choose` adds hold at the start of a stream, by handle name. `seen`: tokens that count as seen."""
+    mask = np.zeros((batch, vocab), np.bool_)
+    mask[:, np.asarray(seen, np.int64)] = True
+    numbers = {f"sampling.{name}": np.array(getattr(how, name), np.float32) for name in how.steps}
+    return {**numbers, "seen": mask, "random.key": seed_key(seed), "random.counter": np.zeros((), np.uint32)}
+
+
+def checked_tokens(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """What `choose` gave. NumericsError: it found a NaN."""
+    if tokens.max() >= vocab:
+        raise NumericsError("the logits of the next token hold NaN: the weights, or the numbers they make, are out of range")
+    return tokens
+
+
+def checked_seed(seed: int | None) -> int:
+    """The seed, 0 … 2^64 - 1, or for None one that nobody chose; else an OptionError."""
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+        raise OptionError(f"a seed is a whole number from 0 to 2^64 - 1, got {seed!r}")
+    return secrets.randbits(64) if seed is None else seed
 
 
 # -- on logits of the host -------------------------------------------------------------------------------------------
@@ -127,33 +169,21 @@ def _compiled(steps: tuple[str, ...], batch: int, vocab: int) -> CompiledGraph:
     return Session().compile(g, CompileOptions(threads=1))  # the other threads wait for the model's next step
 
 
-def checked_seed(seed: int | None) -> int:
-    """The seed, 0 … 2^64 - 1, or for None one that nobody chose; else an OptionError."""
-    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
-        raise OptionError(f"a seed is a whole number from 0 to 2^64 - 1, got {seed!r}")
-    return secrets.randbits(64) if seed is None else seed
-
-
 class Sampler:
-    """One stream of choices. Equal seeds, settings and logits give equal tokens."""
+    """One stream of choices among logits of the host. Equal seeds, settings and logits give equal tokens, here and where a
+    model's own graph ends in `choose`."""
 
     def __init__(self, how: Sampling, vocab: int, batch: int = 1, seed: int | None = None) -> None:
         self.how, self.vocab, self.batch, self.seed = how, vocab, batch, checked_seed(seed)
         self._compiled = _compiled(how.steps, batch, vocab).clone()
-        self._settings = [np.array(getattr(how, name), np.float32) for name in how.steps]
         self.start(())
 
     def start(self, seen: Any) -> None:
         """Begin the stream again. `seen`: tokens that count as seen, in every row."""
-        mask = np.zeros((self.batch, self.vocab), np.bool_)
-        mask[:, np.asarray(seen, np.int64)] = True
-        for name, array in (("seen", mask), ("random.key", seed_key(self.seed)), ("random.counter", np.zeros((), np.uint32))):
+        for name, array in beginning(self.how, self.seed, seen, self.batch, self.vocab).items():
             self._compiled.bind_handle(name, array)
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
         """i32 [batch] for logits f32 [batch, vocab]. NumericsError: they hold a NaN."""
-        self._compiled.run_slots((logits, *self._settings))
-        tokens = np.array(self._compiled.outputs_view()[0])
-        if (tokens == self.vocab).any():
-            raise NumericsError("the logits of the next token hold NaN: the weights, or the numbers they make, are out of range")
-        return tokens
+        self._compiled.run_slots((logits,))
+        return checked_tokens(np.array(self._compiled.outputs_view()[0]), self.vocab)
