@@ -11,6 +11,7 @@ from rlx.compile.legalise import decide, decisions
 from rlx.compile.lower import CHUNK_ELEMENTS, Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
+from rlx.compile.padding import active_axes
 from rlx.compile.pipeline import run_passes
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
@@ -28,7 +29,8 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     legal = run_passes(graph, target, options, stages if options.wants_text else None)
     natives = {n for n in legal.nodes() if decide(n, target)[0] == "native"}
     fusion = fuse(legal, target, natives, alone="fuse" in options.disable)
-    lowered = {group: lower_group(group, fusion, natives) for group in fusion.groups}
+    active = active_axes(fusion.graph)
+    lowered = {group: lower_group(group, fusion, natives, active) for group in fusion.groups}
     reports = _reports(graph, target, fusion, lowered)
     program = _Assembler(fusion, lowered, target, options).program(graph, stages, reports)
     check_program(program)
@@ -56,9 +58,7 @@ class _Assembler:
         run = [g for g in groups if not g.static]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.fusion.groups if g.anchor in undo)
-        active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)
-        named = zip(graph.output_names, graph.outputs, active, strict=True)
-        outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
+        outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs))
         plan = plan_arena(
             self.buffers,
             steps + commit + tuple(s for _, s in abort),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlx.compile.fuse import Fusion, Group
 from rlx.ir import kernel as K
 from rlx.ir.dtype import DType
-from rlx.ir.graph import CONSTANT, Node, Value
+from rlx.ir.graph import CONSTANT, Active, Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.op import Kind
 from rlx.ir.program import Layout
@@ -23,13 +23,16 @@ class KernelBuilder:
     checked, and what an expression gives there is not used.
     """
 
-    def __init__(self, group: Group, fusion: Fusion) -> None:
+    def __init__(self, group: Group, fusion: Fusion, active: Mapping[Value, Active]) -> None:
         self.group, self.fusion, self.places = group, fusion, fusion.places
         self.buffers: dict[Value, K.Buffer] = {}
         self.locals: list[K.Local] = []
         self.block: list[K.Stmt] = []
         self.bound: dict[Value, K.Expr] = {}
         self.guard: K.Expr | None = None
+        self.limits: list[K.Limit] = []
+        whole = {active.get(v) for v in group.stores}  # else the rows of the group's space that are needed up to the extent only
+        self.active = whole.pop() if len(whole) == 1 and 0 not in group.dims else None
         self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # of the current scope
 
     # -- offered to op declarations
@@ -69,6 +72,13 @@ class KernelBuilder:
 
     # -- inside the compiler
 
+    def limit(self, var: K.Var, each: int, chunk: int = 1) -> None:
+        """Points of `var`, `each` of them to a row of the active axis (or so many elements, in chunks), end with the extent."""
+        extent = self.fusion.graph.extent
+        assert extent is not None
+        count = k.mul(self.element(extent.leaf, ()), each)
+        self.limits.append(K.Limit(var, k.div(k.add(count, chunk - 1), chunk)))
+
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.fusion.memory(base)
         if base not in self.buffers:
@@ -91,7 +101,11 @@ class KernelBuilder:
         packed = self.fusion.packed.get(node)
         inputs = tuple(map(view, node.inputs if packed is None else (node.inputs[0], packed)))
         self.open_stores(node.results)
-        return K.Native(node.op.name, node.attrs, inputs, tuple(map(view, node.results)))
+        axes: tuple[K.Var, ...] = ()
+        if self.active and self.active.outer == 1:
+            axes = tuple(K.Var("n") for _ in node.shapes[0].dims)
+            self.limit(axes[self.active.axis], self.active.inner)
+        return K.Native(node.op.name, node.attrs, inputs, tuple(map(view, node.results)), axes)
 
     def _element(self, value: Value, coords: tuple[K.Expr, ...]) -> K.Expr:
         node = value.node
@@ -99,9 +113,7 @@ class KernelBuilder:
             return k.const(node.attrs.data.reshape(-1)[0].item(), value.dtype.compute)  # type: ignore[union-attr]
         base, layout = self.places.locate(value)
         if base.node not in self.group.forms:
-            at = index(layout, value.shape.static, coords)
-            inside = isinstance(at, K.Const) and 0 <= at.value < base.shape.num_elements  # then it may be read anywhere
-            return K.Load(self.buffer(base), at, None if inside else self.guard)
+            return K.Load(self.buffer(base), index(layout, value.shape.static, coords), self.guard)
         if node.op.kind is Kind.POINTWISE:
             assert node.op.scalar is not None
             return node.op.scalar(k, node.attrs, *(self.element(v, aligned(v, coords)) for v in node.inputs))

@@ -8,24 +8,54 @@ its pass 0 in the epilogue, where `acc` is at hand, and the later ones, its redu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.fuse import Fusion, Group, contraction
 from rlx.ir import kernel as K
-from rlx.ir.graph import Node, Value
+from rlx.ir.graph import Active, Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.op import Kind
 from rlx.ir.program import Layout
 
 CHUNK_ELEMENTS = 4096  # one grid point of a long loop: small enough to share out, long enough to stream
 EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
+LEAST_RUN, LEAST_ROWS = 64, 32  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
 MOST_LOADS_AGAIN = 2  # a value made of more loads than this is kept rather than made again
 
 Grid = tuple[tuple[K.Var, int], ...]
 Body = tuple[K.Stmt, ...]
 Coords = Callable[[K.Expr], Sequence[K.Expr]]  # of a column: where it lies in the group's space
+
+
+class _Points:
+    """The grid in the making, and its limits."""
+
+    def __init__(self, builder: KernelBuilder) -> None:
+        self.b, self.grid = builder, list[tuple[K.Var, int]]()
+
+    def place(self, axes: Sequence[int]) -> K.Expr:
+        """The flat position in these axes of the space."""
+        first, size, each = self.start(axes)
+        self.grid.append((K.Var("g"), size))
+        if each:
+            self.b.limit(self.grid[-1][0], each)
+        return k.add(first, self.grid[-1][0])
+
+    def start(self, axes: Sequence[int], least: int = 1) -> tuple[K.Expr, int, int]:
+        """(flat position that the caller counts on from, how many points, how many of them to an active row: 0 where these axes
+        have none). What lies around the active rows is walked by the grid, if at least `least` points are left."""
+        dims, active = self.b.group.dims, self.b.active
+        size = math.prod(dims[a] for a in axes)
+        if active is None or active.axis not in axes:
+            return ZERO, size, 0
+        each = active.inner * math.prod(dims[a] for a in axes if a > active.axis)
+        inner = active.upper * each
+        if inner == size or inner < least:
+            return ZERO, size, each if inner == size else 0
+        self.grid.append((K.Var("o"), size // inner))
+        return k.mul(self.grid[-1][0], inner), inner, each
 
 
 @dataclass(frozen=True)
@@ -36,9 +66,9 @@ class Lowered:
     args: tuple[Value, ...]
 
 
-def lower_group(group: Group, fusion: Fusion, natives: set[Node]) -> Lowered:
-    """The kernel of one group."""
-    builder, anchor = KernelBuilder(group, fusion), group.anchor
+def lower_group(group: Group, fusion: Fusion, natives: set[Node], active: Mapping[Value, Active]) -> Lowered:
+    """The kernel of one group. `active`: rows past the extent of these values are not needed."""
+    builder, anchor = KernelBuilder(group, fusion, active), group.anchor
     if anchor is None:
         grid, body = _Rows(builder).loops()
     elif anchor in natives:
@@ -51,7 +81,8 @@ def lower_group(group: Group, fusion: Fusion, natives: set[Node]) -> Lowered:
         grid, body = _contract(builder, anchor)
     origin = tuple(n.op.name for n in group.nodes)
     name = "_".join(dict.fromkeys(origin))[:60]
-    kernel = K.Kernel(name, tuple(builder.buffers.values()), tuple(builder.locals), tuple(grid), tuple(body), origin)
+    buffers, kept, limits = tuple(builder.buffers.values()), tuple(builder.locals), tuple(builder.limits)
+    kernel = K.Kernel(name, buffers, kept, tuple(grid), tuple(body), origin, limits)
     return Lowered(kernel, tuple(builder.buffers))
 
 
@@ -127,6 +158,8 @@ class _Rows:
         dims = self.group.dims
         self.b.open_stores(self.group.stores)
         if self.reductions:
+            if self.b.active and self.b.active.axis == len(dims) - 1:
+                self.b.active = None
             groups = [*collapsed(dims[:-1], self.accesses()), [len(dims) - 1]]
         elif all(n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for n in self.group.nodes):
             groups = collapsed(dims, self.accesses())
@@ -134,26 +167,29 @@ class _Rows:
             # an op that computes its operands' coordinates needs each of its own as it is: taking a flat one apart again
             # would cost a division per element and make the addresses irregular
             groups = [[a] for a in range(len(dims))]
-        *outer, columns = [math.prod(dims[a] for a in g) for g in groups] or [1]
-        grid = [(K.Var("g"), n) for n in outer]
-        row = [v for v, _ in grid]
+        groups, points = groups or [[]], _Points(self.b)
+        row = [points.place(g) for g in groups[:-1]]
+        first, columns, each = points.start(groups[-1], LEAST_RUN)
         chunk = None
         if not self.reductions and columns > 2 * CHUNK_ELEMENTS:
             chunk = K.Var("chunk")
-            grid.append((chunk, -(-columns // CHUNK_ELEMENTS)))
+            points.grid.append((chunk, -(-columns // CHUNK_ELEMENTS)))
 
         def coords(column: K.Expr) -> list[K.Expr]:
-            return [c for g, v in zip(groups, [*row, column]) for c in split(v, [dims[a] for a in g])]
+            return [c for g, v in zip(groups, [*row, k.add(first, column)]) for c in split(v, [dims[a] for a in g])]
 
-        return tuple(grid), tuple(s for p in range(self.last + 1) for s in self.one_pass(p, columns, coords, chunk))
+        passes = (self.one_pass(p, columns, coords, chunk, each) for p in range(self.last + 1))
+        return tuple(points.grid), tuple(s for statements in passes for s in statements)
 
-    def one_pass(self, p: int, columns: int, coords: Coords, chunk: K.Var | None = None) -> list[K.Stmt]:
-        """The loop over columns of pass p, then the row values that its reductions complete."""
+    def one_pass(self, p: int, columns: int, coords: Coords, chunk: K.Var | None = None, each: int = 0) -> list[K.Stmt]:
+        """The loop over columns of pass p, `each` of them to an active row, then the row values that its reductions complete."""
         column, extent, guard = K.Var("c"), columns, None
         position: K.Expr = column
         if chunk is not None:
             extent, position = CHUNK_ELEMENTS, k.add(k.mul(chunk, CHUNK_ELEMENTS), column)
             guard = k.lt(position, columns) if columns % CHUNK_ELEMENTS else None
+        if each:
+            self.b.limit(chunk or column, each, CHUNK_ELEMENTS if chunk else 1)
         reductions = [n for n in self.reductions if self.level[n] == p + 1]
         body, reduces = self.pass_body(p, coords(position), column, reductions, guard)
         loop = [K.Loop(column, extent, tuple(body), vector=True, reduces=tuple(reduces))] if body or reduces else []
@@ -235,13 +271,17 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     # the longest run of trailing row axes that one stride walks; the grid takes the others
     apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
-    grid = tuple((K.Var("g"), d) for d in dims[: batch + apart])
-    points = [v for v, _ in grid]
-    row_dims, column_dims = dims[batch + apart : len(dims) - len(facts.b_columns)], dims[len(dims) - len(facts.b_columns) :]
+    grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
+    points = [grid.place([axis]) for axis in range(batch + apart)]
+    row_dims, column_dims = dims[batch + apart : columns_at], dims[columns_at:]
     i, j = K.Var("i"), K.Var("j")
-    at_row = (*points, *split(i, row_dims))
+    first, m, each = grid.start(range(batch + apart, columns_at), LEAST_ROWS)
+    if each:
+        b.limit(i, each)
+    at_row = (*points, *split(k.add(first, i), row_dims))
 
     a = _operand(b, left, [*zip(points, facts.a_batch), *zip(points[batch:], facts.a_rows)], rows, facts.a_sum)
+    a = replace(a, offset=k.add(a.offset, k.mul(first, a.row_stride)))
     if anchor in b.fusion.packed:
         packed = b.fusion.packed[anchor]
         other = K.Operand(b.buffer(packed), ZERO, panel=packed.shape.static[-1])
@@ -260,14 +300,14 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     del b.bound[result]
     row_passes = [s for p in range(1, passes.last + 1) for s in passes.one_pass(p, n, coords)]
     depth = math.prod(left.shape.static[x] for x in facts.a_sum)
-    contract = K.Contract(i, j, math.prod(row_dims), n, depth, a, other, acc, tuple(epilogue), tuple(row_passes))
-    return grid, (contract,)
+    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes))
+    return tuple(grid.grid), (contract,)
 
 
 def _operand(
-    b: KernelBuilder, value: Value, walked: list[tuple[K.Var, int]], rows: tuple[int, ...], columns: tuple[int, ...]
+    b: KernelBuilder, value: Value, walked: list[tuple[K.Expr, int]], rows: tuple[int, ...], columns: tuple[int, ...]
 ) -> K.Operand:
-    """A strided matrix operand. `walked`: the axis that each grid variable walks, -1 where it has none."""
+    """A strided matrix operand. `walked`: the axis that each coordinate walks, -1 where it has none."""
     base, layout = b.places.locate(value)
     dims = value.shape.static
     offset = K.linear([(v, layout.strides[a]) for v, a in walked if a >= 0 and dims[a] != 1], layout.offset)

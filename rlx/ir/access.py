@@ -22,7 +22,7 @@ class Access:
 
 
 def accesses(kernel: Kernel) -> list[Access]:
-    """Every access of the body; the loads of a statement come before its store."""
+    """Every access of the limits and the body; the loads of a statement come before its store."""
     found: list[Access] = []
 
     def note(exprs: tuple[Expr | None, ...], path: tuple[int, ...], loops: tuple[tuple[Var, int], ...]) -> None:
@@ -52,5 +52,6 @@ def accesses(kernel: Kernel) -> list[Access]:
             else:
                 found.extend(Access(v.buffer, v in s.outputs, None, here, loops) for v in s.inputs + s.outputs)
 
+    note(tuple(x.count for x in kernel.limits), (-1,), ())
     block(kernel.body, (), ())
     return found

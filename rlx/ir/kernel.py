@@ -200,9 +200,19 @@ class Native:
     attrs: Attrs | None
     inputs: tuple[View, ...]
     outputs: tuple[View, ...]
+    axes: tuple[Var, ...] = ()  # the coordinates of the first output, where the kernel has limits
 
 
 Stmt = Let | Store | Loop | Check | Contract | Native
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Limit:
+    """Points at which `var` (of the grid, of a vector Loop without reductions, a Contract's i, a Native's axis) is `count` or
+    more need not be computed: a permission, not a duty. `count`: i64, from constants and loads that no point changes."""
+
+    var: Var
+    count: Expr
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -215,6 +225,7 @@ class Kernel:
     grid: tuple[tuple[Var, int], ...]
     body: tuple[Stmt, ...]
     origin: tuple[str, ...] = field(default=())  # the ops it computes, for people
+    limits: tuple[Limit, ...] = ()
 
     def __str__(self) -> str:
         return print_kernel(self)
@@ -337,8 +348,8 @@ def walk(root: Any) -> Iterator[Any]:
 
 
 def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:
-    """What the body reads."""
-    parts = list(walk(kernel.body))
+    """What the body reads, and the limits."""
+    parts = list(walk((kernel.body, kernel.limits)))
     inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
     return inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))}
 
@@ -363,6 +374,8 @@ class _Printer:
         head = f"kernel {kernel.name}  # {' '.join(kernel.origin)}\n({args}) grid ({grid}) {{"
         for x in kernel.locals:
             self.lines.append(f"  local {self.name(x, 'l')}: {x.dtype.name}[{x.size}]{' per row' if x.per_row else ''}")
+        for limit in kernel.limits:
+            self.line(1, f"limit {self.name(limit.var, 'i')} < {self.expr(limit.count, 1)}")
         self.block(kernel.body, 1)
         return "\n".join([head, *self.lines, "}"])
 
@@ -431,7 +444,8 @@ class _Printer:
                 self.block(s.rows, depth + 1)
         else:
             outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
-            self.line(depth, f"native {s.op}({s.attrs}) {outputs} = {inputs}")
+            axes = "".join(f" {self.name(v, 'i')}" for v in s.axes)
+            self.line(depth, f"native {s.op}({s.attrs}) {outputs}{axes} = {inputs}")
 
     def view(self, v: View) -> str:
         return f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]"

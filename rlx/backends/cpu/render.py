@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial, reduce
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V
 from rlx.backends.cpu.kernels import attention, contract, quant
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
-from rlx.backends.cpu.scope import Scope
+from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var
 from rlx.ir.target import Target
 
@@ -22,6 +24,8 @@ GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread cos
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 NATIVES = {"attention": attention.render, "dequant_matmul": quant.render}  # claimed in backend.py
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
+
+Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
 
 
 def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
@@ -41,8 +45,9 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     space = Space.of(kernel)
     tasks = 1
     if 0 not in space.extents:
+        limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
-        tasks = _emit_tasks(space, scope, target)
+        tasks = _emit_tasks(space, scope, target, limits)
     return module.rendered(e, symbol, tasks)
 
 
@@ -88,7 +93,7 @@ def task_count(work_ns: float, threads: int) -> int:
     return 1 if threads == 1 else max(1, min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
 
 
-def _emit_tasks(space: Space, scope: Scope, target: Target) -> int:
+def _emit_tasks(space: Space, scope: Scope, target: Target, limits: Limits) -> int:
     """The code of task TASK. Returns how many tasks there are."""
     e = scope.e
     outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
@@ -97,17 +102,17 @@ def _emit_tasks(space: Space, scope: Scope, target: Target) -> int:
         per = -(-outer // wanted)
         tasks = -(-outer // per)
         if per == 1:
-            _emit_point(space, scope, TASK if tasks > 1 else e.i64(0), None)
+            _emit_point(space, scope, TASK if tasks > 1 else e.i64(0), None, limits)
             return tasks
         with e.loop(*_run(e, TASK, per, outer), nonempty=True) as loop:
-            _emit_point(space, scope.child(), loop.index, None)
+            _emit_point(space, scope.child(), loop.index, None, limits)
         return tasks
     step = 64 if space.vector else 1
     size = -(-last // -(-wanted // outer))
     size = -(-size // step) * step
     chunks = -(-last // size)
     chunk, point = divided(e, TASK, chunks) if outer > 1 else (TASK, e.i64(0))
-    _emit_point(space, scope, point, None if chunks == 1 else _run(e, chunk, size, last))
+    _emit_point(space, scope, point, None if chunks == 1 else _run(e, chunk, size, last), limits)
     return outer * chunks
 
 
@@ -119,8 +124,8 @@ def _run(e: Emitter, index: V, size: int, total: int) -> tuple[V, V]:
     return start, e.intrinsic("smin", e.bin("add nsw", start, size), e.i64(total))
 
 
-def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None) -> None:
-    """All of the last dimension (or its part in `bounds`) at flat point `point` of the other ones."""
+def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None, limits: Limits) -> None:
+    """All of the last dimension (or its part in `bounds`) at flat point `point` of the other ones; nothing past a limit."""
     e = scope.e
     if not space.vars:
         emit_statements(space.body, scope)
@@ -131,6 +136,16 @@ def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None
         else:
             place, point = divided(e, point, space.extents[at])
         scope.bind(space.vars[at], place)
+    inside = [e.cmp("slt", expr(v, scope), limit) for v, limit in zip(space.vars[:-1], limits) if limit]
+    if limits[-1]:
+        start, stop = bounds or (e.i64(0), limits[-1])
+        bounds = start, e.intrinsic("smax", start, e.intrinsic("smin", stop, limits[-1]))
+    with e.when(reduce(partial(e.bin, "and"), inside)) if inside else nullcontext():
+        _emit_last(space, scope, bounds)
+
+
+def _emit_last(space: Space, scope: Scope, bounds: tuple[V, V] | None) -> None:
+    e = scope.e
     loop = Loop(space.vars[-1], space.extents[-1], space.body, vector=space.vector)
     if space.vector and loop.extent > 1:
         emit_vector_loop(loop, scope, bounds)
@@ -138,5 +153,5 @@ def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None
         emit_serial_loop(loop, scope)
     else:
         hoist([loop], scope)
-        with e.loop(*bounds, nonempty=True) as state:
+        with e.loop(*bounds) as state:
             emit_statements(space.body, scope.child({loop.var: state.index}))

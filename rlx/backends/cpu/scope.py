@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Load, Local, Store, Var, coefficient
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Store, Var, coefficient
 
 Pointers = Mapping[Buffer | Local, V]
 Bindings = Mapping[Var, V]
@@ -143,6 +143,16 @@ def _value(node: Expr, scope: Scope) -> V:
     if isinstance(node, Load):
         return alu.from_memory(em, access(node, scope), node.buffer.dtype)
     return alu.emit_alu(em, node, [scope.memo[id(a)] for a in node.args])
+
+
+def limit_of(var: Var, extent: int, kernel: Kernel, scope: Scope) -> V | None:
+    """How many points of `var` the kernel's limits ask for, 0 to `extent`; None: all of them."""
+    e, least = scope.e, None
+    for x in kernel.limits:
+        if x.var is var:
+            count = e.intrinsic("smax", expr(x.count, scope), e.i64(0))
+            least = e.intrinsic("smin", count, e.i64(extent) if least is None else least)
+    return least
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

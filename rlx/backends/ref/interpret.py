@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -36,7 +37,7 @@ def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
         fits = array.ndim == 1 and array.dtype == buffer.dtype.numpy and array.size >= buffer.size
         assert fits, f"{array.dtype}{array.shape} for {buffer}"
         memory[buffer] = array[: buffer.size]
-    points = math.prod(extent for _, extent in kernel.grid)
+    kernel, points = _limited(kernel, memory)
     chunk = max(1, MAX_POINTS // max(1, _volume(kernel.body)))
     owners: dict[Buffer, np.ndarray] = {}
     status = 0
@@ -44,6 +45,32 @@ def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
         for start in range(0, points, chunk):
             status = _Chunk(kernel, memory, owners, start, min(points, start + chunk)).run() or status
     return status
+
+
+def _limited(kernel: Kernel, memory: dict[Buffer, np.ndarray]) -> tuple[Kernel, int]:
+    """The kernel with the limits that `memory` sets as its extents, and its grid points."""
+    counts: dict[K.Var, int] = {}
+    for x in kernel.limits:
+        counts[x.var] = max(0, int(_Chunk(kernel, memory, {}, 0, 0).value(x.count).item()))
+
+    def block(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        return tuple(map(statement, body))
+
+    def statement(s: Stmt) -> Stmt:
+        if isinstance(s, K.Loop):
+            return replace(s, extent=min(s.extent, counts.get(s.var, s.extent)), body=block(s.body))
+        if isinstance(s, K.Contract):
+            return replace(s, m=min(s.m, counts.get(s.i, s.m)))
+        if isinstance(s, K.Native) and s.axes:
+            first, *others = s.outputs
+            dims = tuple(min(n, counts.get(v, n)) for v, n in zip(s.axes, first.dims, strict=True))
+            return replace(s, outputs=(replace(first, dims=dims), *others))
+        return s
+
+    if counts:
+        grid = tuple((v, min(n, counts.get(v, n))) for v, n in kernel.grid)
+        kernel = replace(kernel, grid=grid, body=block(kernel.body), limits=())
+    return kernel, math.prod(n for _, n in kernel.grid)
 
 
 def _volume(body: Sequence[Stmt]) -> int:
@@ -199,7 +226,7 @@ class _Chunk:
         inputs = [self.window(v) for v in s.inputs]
         results = OPS[s.op].reference(s.attrs, *inputs)
         for view, result in zip(s.outputs, results if isinstance(results, tuple) else (results,), strict=True):
-            self.window(view)[...] = np.asarray(result).astype(view.buffer.dtype.numpy)
+            self.window(view)[...] = np.asarray(result)[tuple(map(slice, view.dims))].astype(view.buffer.dtype.numpy)
 
     def window(self, v: K.View) -> np.ndarray:
         """The strided view as a numpy array on the buffer's own memory."""

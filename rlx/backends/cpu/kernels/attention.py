@@ -20,7 +20,7 @@ from functools import partial
 from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node
@@ -105,6 +105,7 @@ class _Attention(Module):
         super().__init__()
         self.batch, self.heads, self.rows, self.size = native.inputs[0].dims
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
+        self.limits = partial(axis_limits, kernel, native)
         self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
         self.o = _tensor(kernel, native.outputs[0])
         assert isinstance(native.attrs, AttentionAttrs)
@@ -153,9 +154,13 @@ class _Attention(Module):
         tasks = 0 if 0 in (items, self.rows, self.width) else tasks
         e = Emitter()
         if tasks:
+            batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
+            asked = (not self.narrow and some) or e.i64(self.rows)
+            _, blocks = divided(e, e.bin("add", asked, self.tall - 1), self.tall)
+            items = e.bin("mul", e.bin("mul", batches or e.i64(self.batch), self.heads // self.shared), blocks)
             start, stop = share(e, TASK, items, tasks)
-            with e.loop(start, stop, nonempty=True) as item:
-                block, rest = divided(e, item.index, self.blocks)
+            with e.loop(start, stop) as item:
+                block, rest = divided(e, item.index, blocks)
                 head, batch = divided(e, rest, self.heads // self.shared)
                 head = e.bin("mul", head, e.i64(self.shared))
                 _, key_head = divided(e, head, self.group)
@@ -165,7 +170,7 @@ class _Attention(Module):
                 m = self.m.at(e, batch, head, row0) if self.m else V("null", "ptr")
                 first = self._first_position(e, batch)
                 end = e.bin("add", first, self.rows) if self.start else e.i64(self.keys)
-                rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", e.i64(self.rows), row0))
+                rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", asked, row0))
                 self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end)
         return self.rendered(e, symbol, tasks)
 

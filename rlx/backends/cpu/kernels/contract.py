@@ -7,6 +7,7 @@ done, its rows get the statements `rows`.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
@@ -22,7 +23,7 @@ from rlx.backends.cpu.kernels.tile import (
 )
 from rlx.backends.cpu.kernels.tiles import plan
 from rlx.backends.cpu.loops import emit_statements, hoist
-from rlx.backends.cpu.scope import Scope, expr
+from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.dtype import u32
 from rlx.ir.kernel import Buffer, Contract, Kernel, Local
 from rlx.ir.target import Target
@@ -44,6 +45,8 @@ class _Contraction(Module):
         self.plan = p = plan(kernel, contract, target)
         self.acc = contract.acc.dtype
         a, b = contract.a, contract.b
+        self.limited = any(x.var is contract.i for x in kernel.limits)
+        block_rows = -(-p.row_tiles // max(1, p.blocks)) * p.rows if self.limited else p.block_rows
         self.from_a = Layout(a.buffer.dtype, a.row_stride, a.col_stride)
         self.from_b = Layout(b.buffer.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
         pitch = -(-contract.k // p.lanes) * p.lanes
@@ -52,31 +55,46 @@ class _Contraction(Module):
             self.a = Layout(u32, a.row_stride // 2)
         size = self.acc.itemsize
         self.sums_at = self.reserve(p.rows * p.columns * size)
-        self.a_at = self.reserve(p.block_rows * pitch * size if p.stage_a else 0)
+        self.a_at = self.reserve(block_rows * pitch * size if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
-        self.local_at = {x: self.reserve((p.block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
+        self.local_at = {x: self.reserve((block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
 
     def written(self, symbol: str) -> Rendered:
         e, p = Emitter(), self.plan
         if p.tasks:  # else no rows or no columns: nothing to compute
             group, rest = divided(e, TASK, p.groups)
             block, batch_group = divided(e, rest, p.blocks)
-            tiles = share(e, block, p.row_tiles, p.blocks)
+            pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
+            pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
+            scope = Scope(e, pointers, STATUS, vector_bytes=self.vector_bytes)
+            limits = {v: limit_of(v, n, self.kernel, scope) for v, n in self.kernel.grid}
+            tiles = share(e, block, self._row_tiles(e, limit_of(self.c.i, self.c.m, self.kernel, scope)), p.blocks)
             panels = share(e, group, p.panels, p.groups)
             start, stop = share(e, batch_group, p.batch, p.batch_groups)
-            with e.loop(start, stop, nonempty=True) as point:
-                self._point(e, point.index, tiles, panels)
+            with e.loop(start, stop, nonempty=True) as at, ExitStack() as inside:
+                point, scope = at.index, scope.child()
+                for var, extent in reversed(self.kernel.grid):
+                    place, point = divided(e, point, extent)
+                    scope.bind(var, place)
+                    if limit := limits[var]:
+                        inside.enter_context(e.when(e.cmp("slt", place, limit)))
+                if self.limited:
+                    inside.enter_context(e.when(e.cmp("slt", *tiles)))
+                self._point(e, scope, tiles, panels)
         return self.rendered(e, symbol, p.tasks)
 
-    def _point(self, e: Emitter, point: V, tiles: tuple[V, V], panels: tuple[V, V]) -> None:
+    def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
+        """How many tiles hold the rows before the limit."""
+        p = self.plan
+        if limit is None:
+            return p.row_tiles
+        tall, low = e.intrinsic("smin", limit, e.i64(p.tall * p.rows)), max(1, p.rows - 1)
+        tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
+        return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
+
+    def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V]) -> None:
         """One grid point: the task's rows and panels of one pair of matrices."""
-        c, p = self.c, self.plan
-        indices = {}
-        for var, extent in reversed(self.kernel.grid):
-            indices[var], point = divided(e, point, extent)
-        pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
-        pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
-        scope = Scope(e, pointers, STATUS, indices, vector_bytes=self.vector_bytes)
+        c, p, pointers = self.c, self.plan, scope.pointers
         a, b = (step(e, pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize) for o in (c.a, c.b))
         i0, i1 = (self._first_row(e, t) for t in tiles)
         if p.stage_a:

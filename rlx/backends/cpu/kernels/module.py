@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, Rendered, V
-from rlx.ir.kernel import Buffer
+from rlx.backends.cpu.scope import Scope, limit_of
+from rlx.ir.kernel import Buffer, Kernel, Native
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
 
@@ -13,6 +14,15 @@ ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch"
 def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
     """The address behind each buffer, read from the argument table."""
     return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
+
+
+def axis_limits(kernel: Kernel, native: Native, e: Emitter) -> list[V | None]:
+    """Of each axis of the first output, how many points the kernel's limits ask for; None: all."""
+    dims = native.outputs[0].dims
+    if not kernel.limits:
+        return [None] * len(dims)
+    scope = Scope(e, argument_pointers(e, kernel.buffers), STATUS, vector_bytes=0)
+    return [limit_of(v, n, kernel, scope) for v, n in zip(native.axes, dims, strict=True)]
 
 
 class Module:
@@ -57,14 +67,14 @@ def step(e: Emitter, base: V, count: V, nbytes: int) -> V:
     return e.gep(base, e.bin("mul", count, e.i64(nbytes))) if nbytes else base
 
 
-def divided(e: Emitter, value: V, by: int) -> tuple[V, V]:
+def divided(e: Emitter, value: V, by: int | V) -> tuple[V, V]:
     """(value % by, value // by)"""
     if by == 1:
         return e.i64(0), value
     return e.bin("urem", value, e.i64(by)), e.bin("udiv", value, e.i64(by))
 
 
-def share(e: Emitter, index: V, items: int, parts: int) -> tuple[V, V]:
+def share(e: Emitter, index: V, items: int | V, parts: int) -> tuple[V, V]:
     """Where part `index` of `items` cut into `parts` starts and stops; parts differ by one item at most."""
     if parts == 1:
         return e.i64(0), e.i64(items)

@@ -19,7 +19,7 @@ from math import prod
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, divided, share, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, tile_function
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
@@ -109,6 +109,7 @@ class _Product(Module):
         super().__init__()
         x, packed = native.inputs
         (y,) = native.outputs
+        self.limits = partial(axis_limits, kernel, native)
         self.x, self.packed, self.y = (Rows(kernel.buffers.index(v.buffer), v) for v in (x, packed, y))
         self.p: Packing = PACKINGS[native.attrs.format]  # type: ignore[union-attr]
         self.k, self.n, self.m = x.dims[-1], y.dims[-1], prod(x.dims[:-1])
@@ -133,12 +134,19 @@ class _Product(Module):
         e = Emitter()
         group, block = divided(e, TASK, self.groups)
         first = e.bin("mul", block, e.i64(self.block_rows))
-        count = e.intrinsic("smin", e.i64(self.block_rows), e.bin("sub", e.i64(self.m), first))
-        self.prepare(e, first, count)
-        start, stop = share(e, group, self.panels, self.groups)
-        weights = self.packed.at(e, e.i64(0))
-        with e.loop(start, stop, nonempty=True) as panel:
-            self.panel(e, step(e, weights, panel.index, self.panel_bytes), first, count, panel.index)
+        rows, dims = e.i64(self.m), self.y.view.dims
+        for n, limit in enumerate(self.limits(e)[:-1]):
+            if limit and prod(dims[:n]) == 1:  # whole tiles
+                last = e.bin("add", e.bin("mul", limit, prod(dims[n + 1 : -1])), self.tile_rows - 1)
+                _, tiles = divided(e, last, self.tile_rows)
+                rows = e.intrinsic("smin", rows, e.bin("mul", tiles, self.tile_rows))
+        count = e.intrinsic("smin", e.i64(self.block_rows), e.bin("sub", rows, first))
+        with e.when(e.cmp("sgt", count, 0)):
+            self.prepare(e, first, count)
+            start, stop = share(e, group, self.panels, self.groups)
+            weights = self.packed.at(e, e.i64(0))
+            with e.loop(start, stop, nonempty=True) as panel:
+                self.panel(e, step(e, weights, panel.index, self.panel_bytes), first, count, panel.index)
         return self.rendered(e, symbol, self.blocks * self.groups)
 
     def prepare(self, e: Emitter, first: V, count: V) -> None:
