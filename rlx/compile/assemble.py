@@ -58,7 +58,9 @@ class _Assembler:
         run = [g for g in groups if not g.static]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.fusion.groups if g.anchor in undo)
-        outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape) for name, v in zip(graph.output_names, graph.outputs))
+        active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)
+        named = zip(graph.output_names, graph.outputs, active, strict=True)
+        outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
         plan = plan_arena(
             self.buffers,
             steps + commit + tuple(s for _, s in abort),

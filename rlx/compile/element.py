@@ -113,7 +113,9 @@ class KernelBuilder:
             return k.const(node.attrs.data.reshape(-1)[0].item(), value.dtype.compute)  # type: ignore[union-attr]
         base, layout = self.places.locate(value)
         if base.node not in self.group.forms:
-            return K.Load(self.buffer(base), index(layout, value.shape.static, coords), self.guard)
+            at = index(layout, value.shape.static, coords)
+            inside = isinstance(at, K.Const) and 0 <= at.value < base.shape.num_elements  # then it may be read anywhere
+            return K.Load(self.buffer(base), at, None if inside else self.guard)
         if node.op.kind is Kind.POINTWISE:
             assert node.op.scalar is not None
             return node.op.scalar(k, node.attrs, *(self.element(v, aligned(v, coords)) for v in node.inputs))
