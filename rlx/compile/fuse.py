@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from rlx.compile.packs import contraction, packed_operands
 from rlx.compile.place import Places, static_nodes
 from rlx.compile.state import InPlace, in_place_updates
 from rlx.ir.graph import Graph, Node, Value, apply
 from rlx.ir.op import OPS, Kind
-from rlx.ir.ops import pack_panels
 from rlx.ir.target import Target
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
@@ -65,7 +65,7 @@ def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) 
     """Group the nodes of a legalised graph. `natives`: nodes the target claimed. `alone`: one node per group."""
     updates = in_place_updates(graph)
     graph, copies = _own_outputs(graph, {u.result for u in updates})
-    packed = _packed_operands(graph, target, natives)
+    packed = packed_operands(graph, target, natives)
     places = Places(graph, copies)
     fuser = _Fuser(graph, target, natives, places, packed, copies, alone, updates)
     return Fusion(graph, places, fuser.run(), fuser.static, packed, updates)
@@ -90,37 +90,6 @@ def _own_outputs(graph: Graph, in_place: set[Value]) -> tuple[Graph, set[Node]]:
     out.outputs = [own(v, places.base(v) in in_place) for v in graph.outputs]
     out.assigns = [(h, own(v)) for h, v in graph.assigns]
     return out, {v.node for v in copies.values()}
-
-
-def _packed_operands(graph: Graph, target: Target, natives: set[Node]) -> dict[Node, Value]:
-    """The packed form of each right operand, of contractions and of native ops that have one, that is known before a run."""
-    static = static_nodes(graph.nodes())
-    made: dict[tuple[Value, object], Value] = {}
-    out: dict[Node, Value] = {}
-    for node in graph.nodes():
-        pack = target.packs.get(node.op.name) if node in natives else None
-        if not pack and (node.op.kind is not Kind.CONTRACT or node in natives):
-            continue
-        right = node.inputs[1]
-        if pack:
-            out[node] = made.setdefault((right, node.attrs), pack(node))
-            continue
-        if node in static or right.node not in static:
-            continue
-        facts = contraction(node)
-        width = target.panel(right.dtype.name)
-        if not width or facts.b_batch or facts.b_sum != (0,) or facts.b_columns != (1,):
-            continue
-        if (right, width) not in made:
-            made[right, width] = pack_panels(right, panel=width)
-        out[node] = made[right, width]
-    return out
-
-
-def contraction(node: Node):
-    """The Contraction facts of a contraction node."""
-    assert node.op.contract is not None
-    return node.op.contract(node.attrs, *(v.shape for v in node.inputs))
 
 
 class _Fuser:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
+from rlx.compile.packs import rows_from_packs
 from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.errors import OptionError, VerifyError
@@ -29,6 +30,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("precision", precision),
     ("legalise", legalise),
     ("tidy", canonicalise),
+    ("packs", rows_from_packs),
 )
 
 

@@ -14,6 +14,7 @@ from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
+from rlx.ir.ops.packed_rows import panel_rows, quant_rows
 from rlx.ir.ops.random import gumbel, random_bits, random_uniform, threshold
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
 from rlx.ir.ops.state import take_rows, update_rows, valid_rows
@@ -27,8 +28,9 @@ __all__ = [
     "dequantize", "div", "embedding", "equal", "erf", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm",
     "gumbel", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and",
     "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean", "min", "minimum", "mod", "mul", "neg",
-    "not_equal", "pack_panels", "pack_quant", "pad", "pow", "prod", "random_bits", "random_uniform", "reciprocal", "relu",
-    "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left", "shift_right", "sigmoid", "sign",
-    "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows",
-    "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance", "where",
+    "not_equal", "pack_panels", "pack_quant", "pad", "panel_rows", "pow", "prod", "quant_rows", "random_bits",
+    "random_uniform", "reciprocal", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add",
+    "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt",
+    "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze",
+    "update_rows", "valid_rows", "variance", "where",
 ]  # fmt: skip

@@ -47,13 +47,18 @@ def _in_range(index: Any, size: int) -> Any:
     return k.and_(k.le(k.const(0), index), k.lt(index, k.const(size)))
 
 
+def picked(ctx: Any, indices: Any, coords: Sequence[Any], size: int) -> Any:
+    """The index that stands at `coords`, i64: one that is not in 0 … size-1 fails the run, and reads the nearest that is."""
+    index = k.cast(ctx.element(indices, tuple(coords)), i64)
+    ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
+    return k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
+
+
 def _gather_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
     x, indices = node.inputs
     axis, count = axis_of(node.attrs.axis, x.rank), indices.rank
     size = ctx.dims(x)[axis]
-    index = k.cast(ctx.element(indices, tuple(coords[axis : axis + count])), i64)
-    ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
-    inside = k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
+    inside = picked(ctx, indices, coords[axis : axis + count], size)
     guard = None if size else const(False, bool_)
     return ctx.element(x, (*coords[:axis], inside, *coords[axis + count :]), guard)
 

@@ -52,7 +52,7 @@ def _dequantize_shape(attrs: DequantizeAttrs, packed: Shape) -> Shape:
 # -- one element of a block, as an expression ----------------------------------------------------------------------
 
 
-class _Block:
+class Block:
     """The bytes of the block that an element lies in."""
 
     def __init__(self, byte: Callable[[Any], Any]) -> None:
@@ -67,22 +67,22 @@ class _Block:
     def signed(self, at: Any) -> Any:
         return k.cast(k.cast(self.byte(at), i8), f32)
 
-    def half(self, at: int) -> Any:
-        """The f16 at a fixed offset, as f32."""
-        low, high = (k.cast(self.byte(k.const(at + i)), u16) for i in (0, 1))
+    def half(self, at: Any) -> Any:
+        """The f16 at an offset, as f32."""
+        low, high = (k.cast(self.byte(k.add(at, i)), u16) for i in (0, 1))
         return k.cast(k.bitcast(k.or_(low, k.shl(high, 8)), dtype=f16), f32)
 
 
-def _q8_0(b: _Block, e: Any) -> Any:
+def _q8_0(b: Block, e: Any) -> Any:
     return k.mul(b.half(0), b.signed(k.add(e, 2)))
 
 
-def _q4_0(b: _Block, e: Any) -> Any:
+def _q4_0(b: Block, e: Any) -> Any:
     q = b.bits(k.add(k.rem(e, 16), 2), k.mul(k.div(e, 16), 4), 15)
     return k.mul(b.half(0), k.cast(k.sub(q, 8), f32))
 
 
-def _k_value(b: _Block, e: Any, q: Any) -> Any:
+def _k_value(b: Block, e: Any, q: Any) -> Any:
     """scale * q - minimum of the element's group of 32; the 6-bit pairs lie as rlx.ir.quant says."""
     group = k.div(e, 32)
     early, at = k.lt(group, 4), k.rem(group, 4)
@@ -94,22 +94,22 @@ def _k_value(b: _Block, e: Any, q: Any) -> Any:
     return k.sub(scaled, k.mul(b.half(2), k.cast(least, f32)))
 
 
-def _k_low(b: _Block, e: Any, start: int) -> Any:
+def _k_low(b: Block, e: Any, start: int) -> Any:
     """Four bits: groups 2i and 2i+1 are the low and high halves of 32 bytes."""
     at = k.add(k.mul(k.div(e, 64), 32), k.rem(e, 32))
     return b.bits(k.add(at, start), k.mul(k.rem(k.div(e, 32), 2), 4), 15)
 
 
-def _q4_k(b: _Block, e: Any) -> Any:
+def _q4_k(b: Block, e: Any) -> Any:
     return _k_value(b, e, _k_low(b, e, 16))
 
 
-def _q5_k(b: _Block, e: Any) -> Any:
+def _q5_k(b: Block, e: Any) -> Any:
     fifth = b.bits(k.add(k.rem(e, 32), 16), k.div(e, 32), 1)
     return _k_value(b, e, k.or_(_k_low(b, e, 48), k.shl(fifth, 4)))
 
 
-def _q6_k(b: _Block, e: Any) -> Any:
+def _q6_k(b: Block, e: Any) -> Any:
     half, group, lane = k.div(e, 128), k.rem(k.div(e, 32), 4), k.rem(e, 32)
     low = k.add(k.add(k.mul(half, 64), k.mul(k.rem(group, 2), 32)), lane)
     high = k.add(k.add(k.mul(half, 32), lane), 128)
@@ -118,7 +118,7 @@ def _q6_k(b: _Block, e: Any) -> Any:
     return k.mul(scale, k.cast(k.sub(q, 32), f32))
 
 
-_ELEMENTS: dict[str, Callable[[_Block, Any], Any]] = {
+_ELEMENTS: dict[str, Callable[[Block, Any], Any]] = {
     "q8_0": _q8_0, "int8": _q8_0, "q4_0": _q4_0, "int4": _q4_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any])
     form = FORMATS[node.attrs.format]
     *row, column = coords
     start = k.mul(k.div(column, form.block), form.nbytes)
-    block = _Block(lambda at: ctx.element(node.inputs[0], (*row, k.add(start, at))))
+    block = Block(lambda at: ctx.element(node.inputs[0], (*row, k.add(start, at))))
     return _ELEMENTS[form.name](block, k.rem(column, form.block))
 
 

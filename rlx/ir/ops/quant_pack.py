@@ -132,14 +132,14 @@ class PackAttrs(Attrs):
     format: str
 
 
-def _packing(attrs: PackAttrs) -> Packing:
+def packing(attrs: PackAttrs) -> Packing:
     if attrs.format not in PACKINGS:
         raise AttributeValueError(f"no packed form of {attrs.format!r}; there is one of {', '.join(PACKINGS)}")
     return PACKINGS[attrs.format]
 
 
 def _shape(attrs: PackAttrs, w: Shape) -> Shape:
-    p = _packing(attrs)
+    p = packing(attrs)
     rows, nbytes = (static_dim(d, "packing") for d in w.dims) if w.rank == 2 else (0, -1)
     if w.dtype != u8 or nbytes < 0 or nbytes % p.nbytes:
         raise ShapeError(f"{attrs.format} weights are u8[rows, multiple of {p.nbytes}], got {w}")
@@ -147,7 +147,7 @@ def _shape(attrs: PackAttrs, w: Shape) -> Shape:
 
 
 def _array(attrs: PackAttrs, w: np.ndarray) -> np.ndarray:
-    p = _packing(attrs)
+    p = packing(attrs)
     panels, blocks, turns = -(-w.shape[0] // PANEL), w.shape[1] // p.nbytes, p.block // STEP
     padded = np.zeros((panels * PANEL, w.shape[1]), np.uint8)
     padded[: w.shape[0]] = w
@@ -166,7 +166,7 @@ def _array(attrs: PackAttrs, w: np.ndarray) -> np.ndarray:
 
 def _kernel(ctx: Any, node: Any) -> Any:
     """A grid point is a block of a panel."""
-    w, p = node.inputs[0], _packing(node.attrs)
+    w, p = node.inputs[0], packing(node.attrs)
     rows, nbytes = ctx.dims(w)
     panel, block, turn = Var("panel"), Var("block"), Var("turn")
     grid = ((panel, -(-rows // PANEL)), (block, nbytes // p.nbytes))
