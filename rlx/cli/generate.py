@@ -101,12 +101,12 @@ class _Loading:
 
 def _account(model: LanguageModel, answer: Generator) -> None:
     """On stderr, so that stdout has the answer alone."""
-    s = answer.stats
+    s, memory = answer.stats, model.memory(len(answer.prompt), answer.how.steps)
     lines = [
         f"prompt: {s.prompt_tokens} tokens, {s.prefill_rate:.1f} tokens/s",
-        f"answer: {s.new_tokens} tokens, {s.decode_rate:.1f} tokens/s, first after {s.first_token_seconds:.3f} s",
+        f"answer: {s.new_tokens} tokens, {s.decode_rate:.1f} tokens/s, first after {s.prefill_seconds:.3f} s",
         f"ended by: {answer.finish}; seed {answer.seed}",
         "seconds: " + ", ".join(f"{phase} {spent:.3f}" for phase, spent in model.seconds.items()),
-        "memory: " + ", ".join(f"{what} {n / 1e6:.1f} MB" for what, n in model.memory(len(answer.prompt)).items() if n),
+        "memory: " + ", ".join(f"{what} {n / 1e6:.1f} MB" for what, n in memory.items() if n),
     ]
     print(*lines, sep="\n", file=sys.stderr)

@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +46,42 @@ class Model(Protocol):
     def reset(self) -> None: ...
 
 
+class Choices(Protocol):
+    """The tokens of one answer."""
+
+    def first(self, prompt: Sequence[int], /) -> int: ...  # after the prompt, which is all that the model then holds
+    def next(self) -> int: ...  # after the last one
+
+
+@runtime_checkable
+class ChoosingModel(Protocol):
+    """A model that chooses its tokens where it computes, as LanguageModel does."""
+
+    def choices(self, how: Sampling, seed: int, /) -> Choices: ...
+
+
+class HostChoices:
+    """Choices by a model's `step`, from logits that come to the host."""
+
+    def __init__(self, model: Model, how: Sampling, seed: int) -> None:
+        self._model, self._how, self._seed = model, how, seed
+        self._last = -1
+
+    def first(self, prompt: Sequence[int]) -> int:
+        self._model.reset()
+        logits = self._model.step(np.array(prompt, np.int32))
+        self._sampler = Sampler(self._how, logits.shape[-1], seed=self._seed)
+        self._sampler.start(prompt)
+        return self._choose(logits)
+
+    def next(self) -> int:
+        return self._choose(self._model.step(np.array([self._last], np.int32)))
+
+    def _choose(self, logits: np.ndarray) -> int:
+        self._last = int(self._sampler(logits)[0])
+        return self._last
+
+
 class Token(NamedTuple):
     """One step of generation: the token, and the text that is certain since the step before (often a word, or nothing)."""
 
@@ -58,9 +95,8 @@ class Stats:
 
     prompt_tokens: int = 0
     new_tokens: int = 0
-    prefill_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # from the first call of step to the first token
     decode_seconds: float = 0.0  # of the tokens after the first
-    first_token_seconds: float = 0.0  # from the first call of step to the first token
 
     @property
     def prefill_rate(self) -> float:
@@ -108,7 +144,8 @@ class Generator:
         self.limit = room if max_new_tokens is None else min(room, max_new_tokens)
         self.ends = frozenset(model.codec.ends if ends is None else ends)
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
-        self._sampler: Sampler | None = None
+        on_device = isinstance(model, ChoosingModel)
+        self._choices: Choices = (model.choices if on_device else partial(HostChoices, model))(self.how, self.seed)
         self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
         self._decoder = TextDecoder(model.codec, self.prompt)
         self.tokens: list[int] = []
@@ -134,8 +171,8 @@ class Generator:
         if self.finish is not None:
             return None
         begun = time.perf_counter()
-        token = self._choose(self._logits(begun))
-        self._count(begun)
+        token = self._next() if self.stats.new_tokens else self._choices.first(self.prompt)
+        self._count(time.perf_counter() - begun)
         if token in self.ends:
             return self._token(token, self._decoder.rest(), "end")
         self.tokens.append(token)
@@ -143,28 +180,16 @@ class Generator:
         text = self._decoder.add(token)
         return self._token(token, text + self._decoder.rest() if full else text, "length" if full else None)
 
-    def _logits(self, begun: float) -> np.ndarray:
-        """f32 [1, vocab] after everything so far."""
-        if not self.stats.new_tokens:
-            self.model.reset()
-            logits = self.model.step(np.array(self.prompt, np.int32))
-            self.stats.prefill_seconds = time.perf_counter() - begun
-            return logits
+    def _next(self) -> int:
         want, found = len(self.prompt) + len(self.tokens) - 1, self.model.position
         if want != found:
             raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
-        return self.model.step(np.array(self.tokens[-1:], np.int32))
+        return self._choices.next()
 
-    def _choose(self, logits: np.ndarray) -> int:
-        if self._sampler is None:
-            self._sampler = Sampler(self.how, logits.shape[-1], seed=self.seed)
-            self._sampler.start(self.prompt)
-        return int(self._sampler(logits)[0])
-
-    def _count(self, begun: float) -> None:
-        spent, self.stats.new_tokens = time.perf_counter() - begun, self.stats.new_tokens + 1
+    def _count(self, spent: float) -> None:
+        self.stats.new_tokens += 1
         if self.stats.new_tokens == 1:
-            self.stats.first_token_seconds = spent
+            self.stats.prefill_seconds = spent
         else:
             self.stats.decode_seconds += spent
 
@@ -186,10 +211,9 @@ def prepare(answer: Generator) -> None:
     model: Any = answer.model
     left = len(answer.prompt)
     while left > 0:
-        model.executable(size := model.chunk_size(left, model.capacity - len(answer.prompt) + left))
+        model.executable(size := model.chunk_size(left, model.capacity - len(answer.prompt) + left), answer.how.steps)
         left -= size
-    model.executable(1)
-    Sampler(answer.how, model.config.vocab_size)
+    model.executable(1, answer.how.steps)
 
 
 def _sampling(given: dict[str, Any]) -> Sampling:

@@ -8,17 +8,18 @@ is overwritten by the tokens that follow.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known
+from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
+from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
 from rlx.ir.graph import Graph
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
@@ -26,6 +27,7 @@ from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, 
 LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size that is used is compiled once
 DEFAULT_CAPACITY = 4096  # positions, where the model allows as many
 CACHES = ("f32", "bf16", "f16")
+Steps = tuple[str, ...] | None  # Sampling.steps of graphs that choose, None of those that give logits
 
 
 class LanguageModel:
@@ -65,8 +67,9 @@ class LanguageModel:
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; shared likewise
         self._session, self._options, self._progress = session or Session(), options or CompileOptions(), progress
-        self._compiled: dict[int, CompiledGraph] = {}
+        self._compiled: dict[tuple[int, Steps], CompiledGraph] = {}
         self._codec: TextCodec | None = None
+        self._answer: Choices | None = None  # that the state belongs to
         self._lock = threading.RLock()
 
     @property
@@ -100,22 +103,38 @@ class LanguageModel:
         """
         chunk = self._checked(tokens)
         with self._lock:
-            start, length = self.position, chunk.shape[1]
-            if start + length > self.capacity:
-                raise IndexRangeError(f"{length} tokens at position {start} do not fit into a capacity of {self.capacity}")
-            at = 0
-            while at < length:
-                size = self.chunk_size(length - at, self.capacity - start - at)
-                compiled, count = self.executable(size), min(size, length - at)
-                with self.seconds.spent("decode" if size == 1 else "prefill"):
-                    ids, valid = compiled.input_view("tokens"), compiled.input_view("count")
-                    ids[:, :count], ids[:, count:], valid[()] = chunk[:, at : at + count], 0, count
-                    compiled.run_slots((ids, valid))
-                at += count
+            *_, compiled = self._chunks(chunk)
             return np.array(compiled.outputs_view()[0])
+
+    def _chunks(self, tokens: np.ndarray, steps: Steps = None) -> Iterator[CompiledGraph]:
+        """Take in i32 [batch, n] chunk by chunk; yields the executable before the last run, and after it."""
+        self._answer = None
+        start, length, at = self.position, tokens.shape[1], 0
+        if start + length > self.capacity:
+            raise IndexRangeError(f"{length} tokens at position {start} do not fit into a capacity of {self.capacity}")
+        while at < length:
+            size = self.chunk_size(length - at, self.capacity - start - at)
+            compiled, count = self.executable(size, steps), min(size, length - at)
+            piece, at = tokens[:, at : at + count], at + count
+            if at == length:
+                yield compiled
+            with self.seconds.spent("decode" if size == 1 else "prefill"):
+                if steps is not None and size == 1:
+                    compiled.bind_handle("token", piece[:, 0])
+                    compiled.run_slots(())
+                else:
+                    ids, valid = compiled.input_view("tokens"), compiled.input_view("count")
+                    ids[:, :count], ids[:, count:], valid[()] = piece, 0, count
+                    compiled.run_slots((ids, valid))
+        yield compiled
+
+    def choices(self, how: Sampling, seed: int) -> Choices:
+        """The tokens of one answer, chosen on the device."""
+        return Choices(self, how, seed)
 
     def reset(self) -> None:
         """Forget every token."""
+        self._answer = None
         if entry := self.handles.entries.get("position"):
             entry.array[...] = 0
 
@@ -141,18 +160,20 @@ class LanguageModel:
 
     # -- executables
 
-    def graph(self, tokens: int, all_logits: bool = False) -> Graph:
-        """A graph of `tokens` positions over this model's weights and state; add to it what you need, then `compile` it."""
-        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache)
+    def graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
+        """A graph of `tokens` positions over this model's weights and state (see llama.build); add to it what you need, then
+        `compile` it."""
+        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache, steps)
 
-    def executable(self, tokens: int) -> CompiledGraph:
-        """The executable for a chunk of that many tokens, from the cache or made now."""
+    def executable(self, tokens: int, steps: Steps = None) -> CompiledGraph:
+        """The executable for a chunk of that many tokens, which gives logits or, by `steps` (Sampling.steps), the next token;
+        from the cache or made now."""
         with self._lock:
-            if tokens not in self._compiled:
+            if (tokens, steps) not in self._compiled:
                 with self.seconds.spent("build graph"):
-                    graph = self.graph(tokens)
-                self._compiled[tokens] = self.compile(graph)
-            return self._compiled[tokens]
+                    graph = self.graph(tokens, steps=steps)
+                self._compiled[tokens, steps] = self.compile(graph)
+            return self._compiled[tokens, steps]
 
     def compile(self, graph: Graph) -> CompiledGraph:
         """An executable that shares this model's weights and state."""
@@ -176,15 +197,16 @@ class LanguageModel:
             if self._progress is not None:
                 self._progress(done, total)
 
-    def memory(self, prompt: int = 1) -> dict[str, int]:
-        """Bytes by purpose that a prompt of that many tokens and the decoding after it take. Nothing is allocated for this."""
+    def memory(self, prompt: int = 1, steps: Steps = None) -> dict[str, int]:
+        """Bytes by purpose that a prompt of that many tokens and the decoding after it take; `steps`: the choosing of tokens
+        included. Nothing is allocated for this."""
         sizes, left = {1}, prompt
         while left > 0:
             sizes.add(size := self.chunk_size(left, self.capacity))
             left -= size
         total: dict[str, int] = {}
         for size in sorted(sizes):
-            for purpose, n in self._session.plan(self.graph(size), self._options).regions.items():
+            for purpose, n in self._session.plan(self.graph(size, steps=steps), self._options).regions.items():
                 shared = purpose in ("params", "prepared", "handles")  # by all sizes
                 total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
         return total
@@ -202,6 +224,41 @@ class LanguageModel:
         if outside := chunk[(chunk < 0) | (chunk >= self.config.vocab_size)].tolist():
             raise IndexRangeError(f"token {outside[0]} is outside 0 … {self.config.vocab_size - 1}")
         return chunk.astype(np.int32)
+
+
+class Choices:
+    """The tokens of one answer of a LanguageModel of batch 1. Prompt, network and choice are one graph; a step after the first
+    is a run without inputs, which finds its token where the run before left it. The host reads one number."""
+
+    def __init__(self, model: LanguageModel, how: Sampling, seed: int) -> None:
+        self._model, self._how, self._steps, self._seed = model, how, how.steps, seed
+
+    def first(self, prompt: Sequence[int]) -> int:
+        """The token after the prompt; the model forgets what it held."""
+        model, tokens = self._model, self._model._checked(prompt)
+        with model._lock:
+            model.reset()
+            runs = model._chunks(tokens, self._steps)
+            compiled = next(runs)  # before the last run: what chunks before that chose is undone by a beginning
+            for name, array in beginning(self._how, self._seed, prompt, model.batch, model.config.vocab_size).items():
+                compiled.bind_handle(name, array)
+            next(runs)
+            model._answer = self
+            return self._chosen()
+
+    def next(self) -> int:
+        """The token after the last one. BindingError: the model was run by someone else in between."""
+        model = self._model
+        with model._lock:
+            if model._answer is not self:
+                raise BindingError("the model is in the middle of something else: it was run or reset in between")
+            compiled = model.executable(1, self._steps)
+            with model.seconds.spent("decode"):
+                compiled.run_slots(())
+            return self._chosen()
+
+    def _chosen(self) -> int:
+        return int(checked_tokens(self._model.handles.entries["token"].array, self._model.config.vocab_size)[0])
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import rlx.ir.ops as ops
 from rlx.errors import ModelError, known
 from rlx.frontends.models.bert import ACTIVATIONS
+from rlx.frontends.sampling import choose
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
@@ -83,15 +84,21 @@ def build(
     formats: Formats = "f32",
     all_logits: bool = False,
     cache: str = "f32",
+    steps: tuple[str, ...] | None = None,
 ) -> Graph:
     """tokens i32 [batch, tokens], count i32 (): how many of them are valid -> logits f32 [batch, vocab] after the last valid
     token, or [batch, tokens, vocab]. They stand at `position` and after; position then advances by `count`.
 
     `formats`: how each matrix is stored (a float dtype or a name of quant.FORMATS), by param; or one for all. `cache`: the
-    dtype of keys and values.
+    dtype of keys and values. `steps` (Sampling.steps): the graph goes on to choose the next token by them, i32 [batch], which
+    is its output and the state `token`; of one position, it has no inputs: it takes in that token.
     """
     g = Graph(f"{config.family}_{batch}x{tokens}")
-    ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
+    token = None if steps is None else g.handle(BufferHandle("token", (batch,), "i32"))
+    if token is not None and tokens == 1:
+        ids, count = token.reshape(batch, 1), g.constant(1, "i32")
+    else:
+        ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
     net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats)
     x = net.embed(ids)
     for i in range(config.num_hidden_layers):
@@ -100,7 +107,12 @@ def build(
         x = ops.gather(x.reshape(batch, tokens, config.hidden_size), count - 1, axis=1)  # [batch, hidden]
     logits = net.logits(net.norm("model.norm", x))
     g.assign(net.states["position"], net.start + count)
-    g.set_outputs([logits.reshape(batch, tokens, config.vocab_size) if all_logits else logits], names=["logits"])
+    if token is not None and steps is not None:
+        chosen = choose(g, logits, steps)
+        g.assign(token, chosen)
+        g.set_outputs([chosen], names=["token"])
+    else:
+        g.set_outputs([logits.reshape(batch, tokens, config.vocab_size) if all_logits else logits], names=["logits"])
     return g
 
 
