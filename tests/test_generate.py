@@ -392,7 +392,8 @@ def test_answers_that_take_turns_are_refused(model):
 
 def test_nan_on_the_device(folder):
     broken = LanguageModel(folder[0], capacity=32)
-    for how in ({}, {"temperature": 1.0, "top_p": 0.5}):
+    settings: list[dict] = [{}, {"temperature": 1.0, "top_p": 0.5}]
+    for how in settings:
         answer = Generator(broken, [1, 2, 3], **how)
         prepare(answer)
         for steps in ((), answer.how.steps):
