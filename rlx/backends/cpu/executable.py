@@ -71,6 +71,8 @@ class CpuExecutable:
         self._decls = {b.id: b for b in program.buffers}
         self._views: dict[int, np.ndarray] = {}
         self._arena = memory.allocate(program.plan.size_bytes, max(program.plan.alignment, memory.ALIGNMENT))
+        if program.extent is not None:  # rows that are never written are read under masks, which is slow where no page is
+            self._arena.data[...] = 0
         self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
         self._entries = self._entries_in(handles)
         self._tables: list[_Table] = []  # that stay

@@ -13,6 +13,9 @@ from typing import Any
 import rlx.ir.ops as ops
 from rlx.errors import CorruptFileError, ModelError, known
 from rlx.ir.graph import Graph, Value
+from rlx.ir.ops.rules import static_dim
+from rlx.ir.ops.view import END
+from rlx.ir.shape import DimLike
 
 ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "gelu": lambda x: ops.gelu(x),
@@ -74,9 +77,9 @@ class BertConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def build(config: BertConfig, batch: int, length: int) -> Graph:
+def build(config: BertConfig, batch: DimLike, length: DimLike) -> Graph:
     """input_ids i32 [batch, length], attention_mask bool [batch, length] (True: a token, False: padding) ->
-    embedding f32 [batch, hidden]. Token types are all 0."""
+    embedding f32 [batch, hidden]. Token types are all 0. Either size may be a named dim."""
     g = Graph(f"bert_{batch}x{length}")
     hidden = config.hidden_size
     ids = g.input("input_ids", (batch, length), "i32")
@@ -116,7 +119,9 @@ def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Valu
     return out.transpose(0, 2, 1, 3).reshape(batch * length, hidden)
 
 
-def _first(table: Value, rows: int) -> Value:
+def _first(table: Value, rows: DimLike) -> Value:
+    if not isinstance(rows, int):
+        return ops.embedding(table, ops.iota(dims=(rows,), axis=0, dtype="i32"))
     return ops.slice(table, starts=(0, 0), stops=(rows, table.dims[1]))
 
 
@@ -126,7 +131,7 @@ def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]
 
 
 def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
-    weight, bias = _params(g, name, width, x.shape.static[-1])
+    weight, bias = _params(g, name, width, static_dim(x.dims[-1], "a projection"))
     return ops.linear(x, weight.T, bias)
 
 
@@ -139,7 +144,7 @@ def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
     """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
     batch, length, hidden = x.dims
     if config.pooling == "cls":
-        pooled = ops.slice(x, starts=(0, 0, 0), stops=(batch, 1, hidden)).reshape(batch, hidden)
+        pooled = ops.slice(x, starts=(0, 0, 0), stops=(END, 1, hidden)).reshape(batch, hidden)
     else:
         weight = mask.astype("f32").reshape(batch, length, 1)
         count = ops.maximum(ops.sum(weight, axis=1), 1.0)  # [batch, 1]

@@ -21,7 +21,7 @@ def axis_limits(kernel: Kernel, native: Native, e: Emitter) -> list[V | None]:
     dims = native.outputs[0].dims
     if not kernel.limits:
         return [None] * len(dims)
-    scope = Scope(e, argument_pointers(e, kernel.buffers), STATUS, vector_bytes=0)
+    scope = Scope(e, {**argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=0)
     return [limit_of(v, n, kernel, scope) for v, n in zip(native.axes, dims, strict=True)]
 
 
