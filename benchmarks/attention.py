@@ -1,9 +1,14 @@
-"""Fused attention on [batch, rows, heads, size] operands: rlx against torch's scaled_dot_product_attention.
+"""Fused attention: rlx against torch's scaled_dot_product_attention, and against what the machine can do at most.
 
-    python benchmarks/attention.py [--threads 1 2] [--rounds 9]
+    python benchmarks/attention.py [--threads 1 2] [--rounds 9] [--only WORD …]
 
-torch's MKL is told to use its fast kernels on AMD processors too. One thread is measured in CPU time of that thread, more
-in wall time. The limit is multiply-adds alone; of the softmax's exponentials every kernel pays as well.
+"whole" cases have as many keys as queries, operands as [batch, rows, heads, size]; "chunk" and "decode" cases are those of
+Qwen3-0.6B's shape (16 query heads, 8 key heads, head size 128) over a cache. A decode case goes through several caches in
+turn, more than the processor's caches hold, as a model's layers do; its limit is the rate at which memory is read, of all
+others multiply-adds alone (every kernel pays for the exponentials too).
+
+torch reads the same memory, the visible keys only; beside 16-bit keys its queries have to be 16-bit too. Its MKL is told to
+use its fast kernels on AMD processors. One thread is measured in CPU time of that thread, more in wall time.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import argparse
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -20,79 +26,154 @@ if __name__ == "__main__":
 import numpy as np
 
 import rlx
+from benchmarks.gemv import TOTAL, read_calls
 from benchmarks.measure import Call, fma_call, header, interleaved, share, table
 from benchmarks.minilm import favour_amd
 
-SHAPES = [  # batch, heads, query rows, keys, head size, mask
-    (1, 12, 16, 16, 32, "none"), (1, 12, 128, 128, 32, "none"), (8, 12, 128, 128, 32, "none"), (1, 12, 128, 128, 64, "none"),
-    (1, 12, 256, 256, 64, "none"), (1, 12, 512, 512, 64, "none"), (1, 12, 512, 512, 64, "causal"), (1, 16, 1, 1024, 64, "causal"),
+
+@dataclass(frozen=True)
+class Case:
+    """`start`: where the first query stands in a cache of `keys` keys, which end with the last query; None: no cache."""
+
+    heads: int
+    rows: int
+    keys: int
+    size: int
+    mask: str = "none"
+    batch: int = 1
+    key_heads: int = 0
+    cache: str = "f32"
+    start: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "whole" if self.start is None else "decode" if self.rows == 1 else "chunk"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.key_heads}" if self.key_heads else str(self.heads)
+        where = f"{self.cache} cache" if self.key_heads else self.mask
+        return f"{self.kind} {self.batch} x {heads} x {self.rows} x {self.keys} x {self.size} {where}"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values, which are read once at the least."""
+        return 2 * self.batch * (self.key_heads or self.heads) * self.keys * self.size * rlx.as_dtype(self.cache).itemsize
+
+    @property
+    def copies(self) -> int:
+        return -(-TOTAL // self.cache_bytes) if self.kind == "decode" else 1
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions with keys that are seen."""
+        pairs = self.rows * self.keys if self.mask == "none" else sum(self.keys - i for i in range(self.rows))
+        return 4.0 * self.batch * self.heads * pairs * self.size
+
+
+def _over_cache(rows: int, keys: int, cache: str = "f32", heads: int = 16, key_heads: int = 8) -> Case:
+    return Case(heads, rows, keys, 128, "causal", key_heads=key_heads, cache=cache, start=keys - rows)
+
+
+CASES = [
+    Case(12, 16, 16, 32), Case(12, 128, 128, 32), Case(12, 128, 128, 32, batch=8), Case(12, 128, 128, 64), Case(12, 256, 256, 64),
+    Case(12, 512, 512, 64), Case(12, 512, 512, 64, "causal"),
+    *(_over_cache(rows, 4096, cache) for rows in (512, 128) for cache in ("f32", "f16")),
+    *(_over_cache(1, keys, cache) for cache in ("f32", "f16", "bf16") for keys in (128, 1024, 4096)),
+    _over_cache(1, 4096, heads=4, key_heads=1),
 ]  # fmt: skip
 
 
-def rlx_call(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: str, threads: int) -> tuple[Call, np.ndarray]:
-    """(call, its result [batch, rows, heads, size]): operands lie so too, and are turned by views alone."""
+def operands(case: Case) -> tuple[list[np.ndarray], bool]:
+    """q, k and v in memory, and whether heads lie inside of rows."""
+    rng, c = np.random.default_rng(0), case
+    key_heads, inside = c.key_heads or c.heads, case.start is None
+    shapes = [(c.batch, heads, n, c.size) for heads, n in ((c.heads, c.rows), (key_heads, c.keys), (key_heads, c.keys))]
+    shapes = [(b, n, h, d) for b, h, n, d in shapes] if inside else shapes
+    made = [rng.standard_normal(s, np.float32) for s in shapes]
+    narrow = rlx.as_dtype(c.cache).numpy
+    return [made[0], *(x.astype(narrow) for x in made[1:])], inside
+
+
+def rlx_call(case: Case, threads: int) -> tuple[Call, np.ndarray, list[np.ndarray]]:
+    """(call, its first result [batch, heads, rows, size], views of all operands: q, k, v, k, v …)."""
+    arrays, inside = operands(case)
     g = rlx.Graph("attention")
-    leaves = [g.input(name, x.shape, rlx.f32) for name, x in (("q", q), ("k", k), ("v", v))]
-    out = rlx.attention(*(x.transpose(0, 2, 1, 3) for x in leaves), mask=mask)
-    g.set_outputs([out])
+
+    def leaf(name: str, x: np.ndarray) -> rlx.Value:
+        made = g.input(name, x.shape, rlx.as_dtype(x.dtype))
+        return made.transpose(0, 2, 1, 3) if inside else made
+
+    q = leaf("q", arrays[0])
+    caches = [(leaf(f"k{i}", arrays[1]), leaf(f"v{i}", arrays[2])) for i in range(case.copies)]
+    at = () if case.start is None else (g.input("start", (), "i32"),)
+    g.set_outputs([rlx.attention(q, k, v, *at, mask=case.mask, positioned=bool(at)) for k, v in caches])
     compiled = rlx.Session(rlx.Device.CPU).compile(g, rlx.CompileOptions(threads=threads))
-    steps = [step.kernel.origin for step in compiled.program().steps]
-    if len(steps) != 1:
-        raise SystemExit(f"expected one fused kernel, got {steps}")
-    slots = [compiled.input_view(name) for name in ("q", "k", "v")]
-    for slot, x in zip(slots, (q, k, v)):
-        slot[...] = x
-    (result,) = compiled.run({"q": q, "k": k, "v": v})
-    return lambda: compiled.run_slots(slots), result.transpose(0, 2, 1, 3)
+    views = [compiled.input_view(x.name) for x in g.inputs]
+    for view, x in zip(views, [arrays[0], *arrays[1:] * case.copies, *(np.array(case.start, np.int32) for _ in at)], strict=True):
+        view[...] = x
+    compiled.run_slots(views)
+    return lambda: compiled.run_slots(views), np.array(compiled.outputs_view()[0]), views[: 1 + 2 * case.copies]
 
 
-def torch_call(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: str, threads: int) -> tuple[Call, np.ndarray]:
-    """(call, the result in float64)."""
+def torch_call(case: Case, views: list[np.ndarray], threads: int) -> tuple[Call, np.ndarray]:
+    """(call, the first result in float64)."""
     import torch
 
     torch.set_num_threads(threads)
     attend = torch.nn.functional.scaled_dot_product_attention
-    operands = [torch.from_numpy(x).transpose(1, 2) for x in (q, k, v)]
-    causal = mask == "causal" and q.shape[1] > 1  # torch puts the first query at the first key
-    want = attend(*(x.double() for x in operands), is_causal=causal).transpose(1, 2).numpy()
 
-    def call() -> object:
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        t = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.itemsize == 2 else torch.from_numpy(x)
+        t = t.view(torch.float16) if case.cache == "f16" and x.dtype.itemsize == 2 else t
+        return t.transpose(1, 2) if case.start is None else t
+
+    q, *caches = map(tensor, views)
+    mask = None
+    if case.mask == "causal" and case.rows > 1:  # torch's own puts the first query at the first key
+        mask = torch.ones(case.rows, case.keys, dtype=torch.bool).tril(case.keys - case.rows)
+    grouped = bool(case.key_heads)
+    want = attend(q.double(), caches[0].double(), caches[1].double(), mask, enable_gqa=grouped).numpy()
+    narrow, causal = q.to(caches[0].dtype), mask is not None and case.rows == case.keys
+
+    def call() -> None:
         with torch.inference_mode():
-            return attend(*operands, is_causal=causal)
+            for k, v in zip(caches[::2], caches[1::2]):
+                attend(narrow, k, v, None if causal else mask, is_causal=causal, enable_gqa=grouped)
 
     return call, want
 
 
-def measure(threads: int, rounds: int) -> None:
+def measure(threads: int, rounds: int, only: list[str]) -> None:
     peak, per_call = fma_call()
+    reading, nbytes = read_calls(threads)
     rows = []
-    for batch, heads, queries, keys, size, mask in SHAPES:
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((batch, n, heads, size), np.float32) for n in (queries, keys, keys))
-        ours, got = rlx_call(q, k, v, mask, threads)
-        theirs, want = torch_call(q, k, v, mask, threads)
+    for case in CASES:
+        if only and not any(word in str(case) for word in only):
+            continue
+        ours, got, views = rlx_call(case, threads)
+        theirs, want = torch_call(case, views, threads)
         error = float(np.abs(got - want).max())
         if not error < 1e-5:
-            raise SystemExit(f"wrong by {error} on {queries} x {keys}")
-        times = interleaved({"peak": peak, "rlx": ours, "torch": theirs}, rounds, threads=threads)
-        pairs = queries * keys if mask == "none" or queries == 1 else sum(keys - queries + i + 1 for i in range(queries))
-        rate = 4.0 * batch * heads * pairs * size / times["rlx"]
-        limit = threads * per_call / times["peak"]
-        cells = [f"{batch} x {heads} x {queries} x {keys} x {size} {mask}", f"{times['rlx'] * 1e6:.1f}", f"{rate / 1e9:.0f}"]
+            raise SystemExit(f"wrong by {error} on {case}")
+        decode = case.kind == "decode"
+        times = interleaved({"limit": reading if decode else peak, "rlx": ours, "torch": theirs}, rounds, threads=threads)
+        rate = (case.cache_bytes * case.copies if decode else case.flops) / times["rlx"]
+        limit = (nbytes if decode else threads * per_call) / times["limit"]
+        cells = [str(case), f"{times['rlx'] / case.copies * 1e6:.1f}", f"{rate / 1e9:.1f} {'GB/s' if decode else 'GFLOP/s'}"]
         rows.append([*cells, share(rate, limit), f"{times['torch'] / times['rlx']:.2f}", f"{error:.0e}"])
     print(f"\n{threads} thread(s); {'thread CPU time' if threads == 1 else 'wall time'}")
-    heads_of_table = ["batch x heads x rows x keys x size", "us", "GFLOP/s", "of the FMA limit", "torch x", "error"]
-    print(table(heads_of_table, rows), flush=True)
+    print(table(["batch x heads x rows x keys x size", "us", "rate", "of the limit", "torch x", "error"], rows), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", default=[], help="cases with one of these words in their name")
     args = parser.parse_args()
     favour_amd()
     if os.environ.get("RLX_BENCHMARK_THREADS"):
-        measure(int(os.environ["RLX_BENCHMARK_THREADS"]), args.rounds)
+        measure(int(os.environ["RLX_BENCHMARK_THREADS"]), args.rounds, args.only)
         return
     print(header("torch", "numpy", "llvmlite"), flush=True)
     for threads in args.threads:  # torch reads its thread count when first imported

@@ -410,7 +410,7 @@ def test_operand_masks_over_a_cache(rows):
 def test_sixteen_bit_caches(rows, dtype, tolerance):
     """Beside queries of the same dtype, and of f32: then nothing is rounded."""
     q, k, v = operands(1, 4, 2, rows, 700, 72, dtype=as_dtype(dtype).numpy)
-    for start in (0, 530, 700 - rows):
+    for start in (0, 97, 530, 700 - rows):
         want = in_cache(q, k, v, starting(start), mask="causal")
         check(attend(q, k, v, starting(start), mask="causal", positioned=True), want, tolerance)
         check(attend(q.astype(np.float32), k, v, starting(start), mask="causal", positioned=True), want)

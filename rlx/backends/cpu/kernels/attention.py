@@ -123,11 +123,14 @@ class _Attention(Module):
         self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
-        self.height = min(self.tall, self.lanes)  # narrow: rows that are multiplied with a few keys at a time
+        held = (self.registers - 16) // -(-self.size // self.lanes)  # narrow: rows that stay in registers
+        self.height = min(self.tall, held or self.lanes, self.lanes)  # narrow: rows that are multiplied with a few keys at a time
+        self.held = held > 0
         most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
         self.key_block = NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
+        self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are made f32 once for a block of rows
         self.once = self.keys <= self.key_block and not self.narrow  # all keys in one block: nothing is carried
         self._lay_out_scratch()
 
@@ -143,6 +146,9 @@ class _Attention(Module):
         query_at = self.reserve(self.tall * padded * F32)
         score_at = self.reserve(self.tall * with_margins * F32) + self.scores.byte(0, margin)
         mask_at = self.reserve(self.tall * with_margins * F32 if turned else 0) + self.scores.byte(0, margin)
+        near = Layout(f32, padded), Layout(f32, pitch)
+        self.near_k, self.near_v = near if self.staged else (self.k.layout, self.v.layout)
+        self.staged_at = [self.reserve(x.byte(self.key_block + margin, 0) if self.staged else 0) for x in near]
         self.sums_at = self.reserve(self.lanes * self.lanes * F32 if self.narrow else 0)
         self.places = query_at, score_at, mask_at, self.reserve(3 * self.tall * F32), self.reserve(self.tall * pitch * F32)
 
@@ -205,11 +211,12 @@ class _Attention(Module):
             key0 = at.index
             stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
             keys = e.bin("sub", stop, key0)
-            self._scored(e, k, query, scores, key0, stop, end)
+            near_k, near_v = self._staged(e, k, v, key0, stop, end) if self.staged else (k, v)
+            self._scored(e, near_k, query, scores, key0, stop, end)
             if self.cap and not self.narrow:
                 capped = partial(parts.cap_wide_function, vectors=self.vectors, lanes=self.lanes, cap=self.cap)
                 self.call(e, "cap", capped, scores, keys)
-            product = scores, self.v.layout.at(e, v, key0), sums, factors, keys
+            product = scores, self.near_v.at(e, near_v, key0), sums, factors, keys
             if self.narrow:
                 self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
                 self._products(e, *product, rows=e.i64(self.tall), careful=self._own_mask.kind in ("band", "keep"))
@@ -257,11 +264,24 @@ class _Attention(Module):
         """What narrow rows must ask of each key: nothing, if one row's band is all that is gone over."""
         return Mask("none") if self.mask.kind == "band" and self.rows == 1 else self.mask
 
+    def _staged(self, e: Emitter, k: V, v: V, key0: V, stop: V, end: V) -> tuple[V, V]:
+        """Keys and values from key0 (or the first that `_scored` may start at) to `stop` as f32; where key 0 would lie."""
+        first = e.intrinsic("smin", key0, e.intrinsic("smax", e.bin("sub", end, self.key_tile), e.i64(0)))
+        out = []
+        for name, base, t, to, columns, at in zip(
+            "kv", (k, v), (self.k, self.v), (self.near_k, self.near_v), (self.size, self.width), self.staged_at
+        ):
+            body = partial(stage_rows_function, columns=columns, source=t.layout, to=to, lanes=self.lanes)
+            near = e.gep(SCRATCH, at)
+            self.call(e, f"stage_{name}", body, t.layout.at(e, base, first), near, e.bin("sub", stop, first))
+            out.append(step(e, near, e.bin("sub", e.i64(0), first), to.byte(1, 0)))
+        return out[0], out[1]
+
     def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, end: V) -> None:
         """Scores of keys key0 to stop, tile by tile; a tile that would pass the end starts earlier, at key 0 at the least."""
-        have, source = self.key_tile, self.k.layout
+        have, source = self.key_tile, self.near_k
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
-        shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes}
+        shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes, "held": self.held}
         dots = partial(parts.dots_function, source=source, rows=self.query, to=self.scores, **shape)
         sums = have * self.vectors
         unroll = 1 if sums >= 8 else 2 if sums >= 4 else 4  # sums apart that hide the latency of one
@@ -316,7 +336,7 @@ class _Attention(Module):
         if hidden is None:
             self._products(e, *args, careful=False)
             return
-        body = partial(parts.finite_function, source=self.v.layout, columns=self.width, lanes=self.lanes)
+        body = partial(parts.finite_function, source=self.near_v, columns=self.width, lanes=self.lanes)
         finite = self.call(e, "finite", body, values, keys)
         care = e.bin("and", hidden, e.bin("xor", finite, e.const("i1", True)))
         for careful, condition in ((True, care), (False, e.bin("xor", care, e.const("i1", True)))):
@@ -325,14 +345,18 @@ class _Attention(Module):
 
     def _products(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, careful: bool) -> None:
         """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
-        high = self.tall if self.narrow else 2 if careful else min(self.tall, 8 if self.registers == 32 else 4)  # care is rare
-        column = 0
-        for vectors in _even_parts(-(-self.width // self.lanes), (self.registers - 2) // (high + 1)):
+        high, whole, column = min(self.tall, 8 if self.registers == 32 else 4), -(-self.width // self.lanes), 0
+        if self.narrow:  # values are read once from far, whole rows of them: other rows of weights find them near
+            most = max(1, (self.registers - 2) // max(1, whole) - 1)
+            high = max(n for n in range(1, most + 1) if self.tall % n == 0)
+        elif careful:  # which is rare
+            high = 2
+        for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
             t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful)
-            body = partial(tile_function, t=t, from_a=self.scores, from_b=self.v.layout)
+            body = partial(tile_function, t=t, from_a=self.scores, from_b=self.near_v)
             with e.loop(0, rows, high, nonempty=True) as at:
-                a, b = self.scores.at(e, scores, at.index), self.v.layout.at(e, values, 0, column)
+                a, b = self.scores.at(e, scores, at.index), self.near_v.at(e, values, 0, column)
                 before = () if self.once else (step(e, factors, at.index, F32),)
                 out = self.sums.at(e, sums, at.index, column)
                 self.call(e, f"product_{vectors}_{tail}_{careful:d}", body, a, b, out, keys, *before)

@@ -147,11 +147,11 @@ def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, vectors: int
 
 def dots_function(
     e: Emitter, keys: V, query: V, sums: V, out: V,
-    source: Layout, rows: Layout, to: Layout, height: int, count: int, columns: int, lanes: int,
+    source: Layout, rows: Layout, to: Layout, height: int, count: int, columns: int, lanes: int, held: bool,
 ) -> None:  # fmt: skip
     """out[r][x] = row r . key x for `height` rows, f32 and padded to whole vectors, and `count` keys, together no more than
-    `lanes`. `sums`: scratch, a vector for each pair. A loop over keys reads them in the order in which they lie, as the
-    hardware that fetches ahead wants it; side by side, keys in memory come at a third of the speed."""
+    `lanes`. `held`: the rows fit into registers. `sums`: scratch, a vector for each pair. A loop over keys reads them in the
+    order in which they lie, as the hardware that fetches ahead wants it; side by side, they come at a third of the speed."""
     ty, span, line = vector("float", lanes), STRETCH * lanes, Layout(f32, count * lanes, lanes)
 
     def added(key: V, index: V | int, have: int, totals: list[V]) -> list[V]:
@@ -159,11 +159,13 @@ def dots_function(
         at_row, at_key = rows.at(e, query, 0, index), source.at(e, key, 0, index)
         for c in range(0, have, lanes):
             value = load_line(e, source.at(e, at_key, 0, c), source, lanes, f32, min(lanes, have - c))
-            parts = (e.load(ty, rows.at(e, at_row, r, c), F32) for r in range(height))
+            parts = kept[c // lanes] if held else [e.load(ty, rows.at(e, at_row, r, c), F32) for r in range(height)]
             totals = [e.intrinsic("fmuladd", part, value, total) for part, total in zip(parts, totals)]
         return totals
 
-    whole = columns - columns % span
+    every = range(0, columns, lanes)
+    kept = [[e.load(ty, rows.at(e, query, r, c), F32) for r in range(height)] for c in every] if held else []
+    whole = 0 if held else columns - columns % span
     with e.loop(0, count) as x:
         key, totals = source.at(e, keys, x.index), [e.const(ty, 0.0)] * height
         if whole:
