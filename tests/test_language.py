@@ -287,8 +287,8 @@ def edit(path: Path, **changes) -> None:
     [
         ({"model_type": "mamba"}, ModelError, "model_type 'mamba' is not supported; supported: 'gemma'"),
         ({"hidden_act": "mish"}, ModelError, "activation 'mish' is not supported; supported: 'gelu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ModelError, "rope_type 'dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ModelError, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, ModelError, "rope_type 'spiral' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2, "x", 4]}}, CorruptFileError, "must be 4 positive"),
         ({"rope_parameters": [1]}, CorruptFileError, "rope_parameters must be an object"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, CorruptFileError, "factor must be a number"),
         ({"quantization_config": {"quant_method": "awq"}}, ModelError, "quantization_config"),
@@ -309,10 +309,56 @@ def edit(path: Path, **changes) -> None:
     ids=str,
 )  # fmt: skip
 def test_wrong_config(tmp_path, changes, error, message):
-    make("llama", tmp_path)
+    make("qwen2-full" if "layer_types" in changes else "llama", tmp_path)
     edit(tmp_path / "config.json", **changes)
     with pytest.raises(error, match=message):
         load(tmp_path)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.1, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "rope_theta": 1e4}
+SPREAD = {"rope_type": "linear", "factor": 8.0}
+# Edits of a config.json: "" takes a key out. Every family gets each of them.
+EDITS: list[dict] = [
+    *({key: ""} for key in (
+        "rope_parameters", "rms_norm_eps", "layer_norm_eps", "hidden_act", "hidden_activation", "sliding_window", "layer_types",
+        "query_pre_attn_scalar", "no_rope_layers", "tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping",
+    )),
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ""},
+    {"hidden_act": "gelu", "hidden_activation": "relu"}, {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    {"layer_types": "", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    {"no_rope_layers": [0, 1, 1], "no_rope_layer_interval": 2}, {"partial_rotary_factor": 0.5, "rope_parameters": ""},
+    {"query_pre_attn_scalar": 3, "qk_norm": True, "parallel": True, "layer_norm_epsilon": 0.5},
+    {"rope_local_base_freq": 3e3, "rope_theta": 5e5, "rope_parameters": "", "rope_scaling": SPREAD, "layer_types": ""},
+]  # fmt: skip
+# And single ones of one family, with the sizes it is made with.
+SINGLE: list[tuple[str, dict, dict]] = [
+    ("phi3", {"rope_parameters": LONG}, {}), ("phi3", {"rope_parameters": LONG}, {"original_max_position_embeddings": 8}),
+    ("phi3", {"rope_parameters": LONG}, {"rope_parameters": {**LONG, "rope_type": "su", "original_max_position_embeddings": 9}}),
+    ("llama", {"head_dim": 6, "rope_parameters": {**LONG, "original_max_position_embeddings": 8, "attention_factor": 1.3}}, {}),
+    ("llama", {}, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e3}}),
+    ("phi3", {"hidden_size": 32}, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e3}}),
+    ("qwen2", {}, {"layer_types": "", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 3}),
+]
+
+
+@pytest.mark.parametrize("name", [*(n for n in FAMILIES if "-" not in n and n != "gpt2"), *range(len(SINGLE))])
+def test_a_config_is_read_as_transformers_reads_it(name, tmp_path):
+    """What is missing, what belongs to other families, and old spellings: the same logits, or an error where it has one too."""
+    name, sizes, edits = SINGLE[name] if isinstance(name, int) else (name, {}, None)
+    network, refused = make(name, tmp_path, **sizes), []
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    for changes in EDITS if edits is None else [edits]:
+        path.write_text(json.dumps({k: v for k, v in {**written, **changes}.items() if v != ""}))
+        try:
+            want = logits(type(network).from_pretrained(tmp_path).eval(), TOKENS[:1, :17])
+            found = whole(Checkpoint(tmp_path), TOKENS[:1, :17])
+        except Exception as e:  # noqa: BLE001  transformers raises whatever its parts raise
+            refused.append(e)
+        else:
+            assert off(found, want) < 1e-5, changes
+    assert len(refused) < 5 if edits is None else not refused, refused
 
 
 def test_what_older_files_leave_out():

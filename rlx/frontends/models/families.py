@@ -18,20 +18,32 @@ from rlx.frontends.models.llama import DecoderConfig, Rope
 
 LAYER_NORMS = {"norm": "layer", "gated": False}
 GEMMA = {"norm_offset": 1.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+GEMMA_2 = {
+    **GEMMA, "post_norms": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096
+}  # fmt: skip
+QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 # What each model_type fixes, and what its config.json may leave out.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"biases": ("qkv_proj",)},
-    "qwen3": {"qk_norm": True, "head_dim": 128},
-    "smollm3": {"tie_word_embeddings": True},
-    "phi3": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {**QWEN, "biases": ("qkv_proj",)},
+    "qwen3": {**QWEN, "qk_norm": True, "head_dim": 128},
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "phi": {**LAYER_NORMS, "parallel": True, "biases": ("qkv_proj", "o_proj", "mlp", "lm_head"), "partial_rotary_factor": 0.5},
-    "gpt2": {**LAYER_NORMS, "learned_positions": True, "biases": ("qkv_proj", "o_proj", "mlp"), "tie_word_embeddings": True},
+    "gpt2": {**LAYER_NORMS, "learned_positions": True, "biases": ("qkv_proj", "o_proj", "mlp"), "tie_word_embeddings": True,
+             "max_position_embeddings": 1024},
     "gemma": GEMMA,
-    "gemma2": {**GEMMA, "post_norms": True, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {**GEMMA, "post_norms": True, "qk_norm": True},
-}
+    "gemma2": {**GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**GEMMA_2, "qk_norm": True},
+}  # fmt: skip
+# Keys that only these families' networks read; in other files they mean nothing.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "layer_types": ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"), "no_rope_layers": ("smollm3",),
+    "partial_rotary_factor": ("phi", "phi3"), "original_max_position_embeddings": ("phi3",),
+    "hidden_activation": ("gemma2", "gemma3_text"), "attn_logit_softcapping": ("gemma2",),
+    "final_logit_softcapping": ("gemma2", "gemma3_text"),
+}  # fmt: skip
 GPT2_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
@@ -41,6 +53,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False), "use_bidirectional_attention": (None, False), "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True), "add_cross_attention": (None, False), "quantization_config": (None,),
 }  # fmt: skip
+ROPES = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 _FACTS = ("norm", "gated", "parallel", "post_norms", "qk_norm", "learned_positions", "norm_offset", "interleaved", "biases")
 _MOST = {"num_hidden_layers": 1000, "head_dim": 1 << 16}  # lists as long as these are made
 
@@ -54,6 +67,7 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"configuration: model_type {family!r} is not supported; supported: {known(FAMILIES)}")
     given = {GPT2_KEYS.get(k, k) if family == "gpt2" else k: v for k, v in config.items() if k not in _FACTS}
+    given = {k: v for k, v in given.items() if family in READ_BY.get(k, (family,))}
     c: dict[str, Any] = {k: v for k, v in {**FAMILIES[family], **given, **facts}.items() if v is not None}
     for key, allowed in REFUSED.items():
         if c.get(key) not in allowed:
@@ -64,7 +78,7 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
         raise CorruptFileError(f"configuration: {heads} heads fit neither {shared} key heads nor a hidden_size of {hidden}")
     size = _size(c, "head_dim", hidden // heads)
     kinds = _layer_types(c, family, layers)
-    scale = 1 / math.sqrt(_number(c, "query_pre_attn_scalar", size)) if family in ("gemma2", "gemma3_text") else 0.0
+    scale = 1 / math.sqrt(_size(c, "query_pre_attn_scalar")) if family in ("gemma2", "gemma3_text") else 0.0
     c["biases"] = (*c.get("biases", ()), *("qkv_proj", "o_proj") * (c.get("attention_bias") is True))
     c["biases"] += ("mlp",) * (c.get("mlp_bias") is True)
     return DecoderConfig(
@@ -73,12 +87,17 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
         max_position_embeddings=_size(c, "max_position_embeddings", 2048), ropes=_ropes(c, family, kinds, size),
         windows=tuple(_size(c, "sliding_window") if kind == "sliding_attention" else 0 for kind in kinds),
         eps=_number(c, "rms_norm_eps", _number(c, "layer_norm_eps", 1e-5 if c.get("norm") == "layer" else 1e-6)),
-        activation=str(c.get("hidden_activation") or c.get("hidden_act", "silu" if c.get("gated", True) else "gelu_new")),
+        activation=_activation(c, family),
         tied=c.get("tie_word_embeddings") is True, attention_scale=scale, attention_cap=_number(c, "attn_logit_softcapping", 0.0),
         logit_cap=_number(c, "final_logit_softcapping", 0.0),
         embedding_scale=math.sqrt(hidden) if family.startswith("gemma") else 1.0,
         **{f: c[f] for f in _FACTS if f in c},
     )  # fmt: skip
+
+
+def _activation(c: Mapping[str, Any], family: str) -> str:
+    name = str(c.get("hidden_activation") or c.get("hidden_act", "silu" if c.get("gated", True) else "gelu_new"))
+    return "gelu_pytorch_tanh" if (family, name) == ("gemma", "gelu") else name  # the first files say so and do not mean it
 
 
 def _size(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -104,8 +123,10 @@ def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
             every = _size(c, "sliding_window_pattern", 2 if family == "gemma2" else 6)  # the last of each group sees all
             kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
         elif family in ("qwen2", "qwen3", "smollm3"):
-            first = _size(c, "max_window_layers", layers) if c.get("use_sliding_window") is True and window else layers
-            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+            first, turned = _number(c, "max_window_layers", 0), _turned(c, family, layers)
+            window = window and c.get("use_sliding_window") is True
+            slides = [window and (not turned[i] if family == "smollm3" else i >= first) for i in range(layers)]
+            kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
         else:
             kinds = ["sliding_attention" if window and family in ("mistral", "phi3") else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
@@ -121,41 +142,55 @@ def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
 def _ropes(c: Mapping[str, Any], family: str, kinds: list[str], size: int) -> tuple[Rope | None, ...]:
     if c.get("learned_positions"):
         return (None,) * len(kinds)
-    rope = c.get("rope_parameters", c.get("rope_scaling")) or {}
-    if not isinstance(rope, dict):
-        raise CorruptFileError(f"configuration: rope_parameters must be an object, got {str(rope)[:80]}")
-    by_kind = {kind: rope.get(kind, rope) for kind in set(kinds)}
-    if family == "gemma3_text" and "full_attention" not in rope:  # older files: the scaling is of the layers that see all
-        by_kind["sliding_attention"] = {"rope_theta": c.get("rope_local_base_freq", 10000.0)}
-    made = {kind: _rope(c, p, size) for kind, p in by_kind.items() if isinstance(p, dict)}
-    if len(made) != len(by_kind):
+    rope, scaling = c.get("rope_parameters", {}), c.get("rope_scaling", {})
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
+        raise CorruptFileError(f"configuration: rope_parameters must be an object, got {str(rope or scaling)[:80]}")
+    if family == "gemma3_text":  # the scaling, and rope_theta, are of the layers that see all
+        far = {"rope_theta": c.get("rope_theta", 1e6), **_object(rope.get("full_attention", {})), **scaling}
+        near = {"rope_theta": c.get("rope_local_base_freq", 1e4), **_object(rope.get("sliding_attention", {}))}
+        by_kind = {"full_attention": far, "sliding_attention": near}
+    else:
+        by_kind = {kind: _object((scaling or rope).get(kind, scaling or rope)) for kind in set(kinds)}
+    made = {kind: _rope(c, p, family, size) for kind, p in by_kind.items()}
+    return tuple(made[kind] if on else None for kind, on in zip(kinds, _turned(c, family, len(kinds))))
+
+
+def _object(x: Any) -> dict[str, Any]:
+    if not isinstance(x, dict):
         raise CorruptFileError("configuration: rope_parameters of each kind of layer must be an object")
-    skip = _size(c, "no_rope_layer_interval", 4) if family == "smollm3" else len(kinds) + 1
-    turned = c.get("no_rope_layers", [(i + 1) % skip for i in range(len(kinds))])  # 0: this layer has no positions
-    if not isinstance(turned, list) or len(turned) != len(kinds):
-        raise CorruptFileError(f"configuration: no_rope_layers must have {len(kinds)} entries")
-    return tuple(made[kind] if on else None for kind, on in zip(kinds, turned))
+    return x
 
 
-def _rope(c: Mapping[str, Any], p: Mapping[str, Any], size: int) -> Rope:
-    """Frequencies after the scaling that `p` names: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)."""
+def _turned(c: Mapping[str, Any], family: str, layers: int) -> list[Any]:
+    """For each layer whether it has positions."""
+    skip = _size(c, "no_rope_layer_interval", 4) if family == "smollm3" else layers + 1
+    turned = c.get("no_rope_layers", [(i + 1) % skip for i in range(layers)])
+    if not isinstance(turned, list) or len(turned) != layers:
+        raise CorruptFileError(f"configuration: no_rope_layers must have {layers} entries")
+    return turned
+
+
+def _rope(c: Mapping[str, Any], p: Mapping[str, Any], family: str, size: int) -> Rope:
+    """Frequencies after the scaling that `p` names: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023),
+    longrope (Ding et al. 2024), and dynamic, which begins past max_position_embeddings and so never here."""
+    p = {k: v for k, v in p.items() if k != "partial_rotary_factor" or family in READ_BY[k]}
     own = {k: v for k, v in {**{k: c.get(k) for k in ("rope_theta", "partial_rotary_factor")}, **p}.items() if v is not None}
     kind = own.get("rope_type", own.get("type", "default"))
+    kind = "longrope" if family == "phi3" and kind in ("su", "yarn") else kind  # older names
     theta, share = _number(own, "rope_theta", 10000.0), _number(own, "partial_rotary_factor", 1.0)
     width = int(size * min(share, 2.0))
     if width % 2 or not 2 <= width <= size or theta <= 1:
         raise CorruptFileError(f"configuration: {width} of {size} elements with base {theta} cannot be turned in pairs")
     f = theta ** -(np.arange(0, width, 2) / width)
-    factors = np.asarray(c.get("rope_factors", 1.0), np.float64)  # GGUF keeps llama3's scaling as divisors
-    if factors.shape not in ((), f.shape) or not (factors > 0).all():
-        raise CorruptFileError(f"rope_freqs must be {len(f)} positive divisors, it is {list(factors.shape)}")
-    f = f / factors
-    scale = 1.0
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(f"configuration: rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
-    if kind != "default":
-        factor = _number(own, "factor", 1.0)
-        trained = _number(own, "original_max_position_embeddings", float(c.get("max_position_embeddings", 2048)))
+    if "rope_factors" in c:  # GGUF keeps llama3's scaling as divisors
+        f = f / _divisors(c["rope_factors"], "rope_freqs", len(f))
+    scale, most = 1.0, float(_size(c, "max_position_embeddings", 2048))
+    if kind not in ROPES:
+        raise ModelError(f"configuration: rope_type {kind!r} is not supported; supported: {', '.join(ROPES)}")
+    if kind not in ROPES[:2]:
+        top = {k: c[k] for k in ("original_max_position_embeddings",) if k in c}
+        trained = _number({**own, **top}, "original_max_position_embeddings", most)
+        factor = _number(own, "factor", max(most / max(trained, 1), 1.0) if kind == "longrope" else 1.0)
         if factor < 1 or trained < 1:
             raise CorruptFileError(f"configuration: rope scaling by {factor} from {trained} positions has no meaning")
         if kind == "linear":
@@ -164,9 +199,27 @@ def _rope(c: Mapping[str, Any], p: Mapping[str, Any], size: int) -> Rope:
             low, high = _number(own, "low_freq_factor", 1.0), _number(own, "high_freq_factor", 4.0)
             smooth = np.clip((trained * f / (2 * math.pi) - low) / max(high - low, 1e-9), 0, 1)
             f = (1 - smooth) * f / factor + smooth * f
+        elif kind == "longrope":
+            gain = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
+            near, far = (f / _divisors(own.get(key), key, len(f)) for key in ("short_factor", "long_factor"))
+            return Rope(_singles(near), _number(own, "attention_factor", gain), _singles(far), int(trained))
         else:
             f, scale = _yarn(own, f, factor, trained, theta)
-    return Rope(tuple(float(x) for x in f.astype(np.float32)), scale)
+    return Rope(_singles(f), scale)
+
+
+def _singles(f: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(x) for x in f.astype(np.float32))
+
+
+def _divisors(given: Any, name: str, count: int) -> np.ndarray:
+    try:
+        found = np.asarray(given, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = np.empty(0)
+    if found.shape != (count,) or not ((found > 0) & np.isfinite(found)).all():
+        raise CorruptFileError(f"configuration: {name} must be {count} positive numbers, got {str(given)[:80]}")
+    return found
 
 
 def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, theta: float) -> tuple[np.ndarray, float]:
@@ -201,6 +254,11 @@ GGUF_KEYS = {
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
+REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for what stands after the architecture's name
+    "expert_count": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,), "attention.scale": (0.0,),
+    "logit_scale": (1.0, 0.0), "residual_scale": (1.0, 0.0), "embedding_scale": (1.0, 0.0), "rope.scale_linear": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+}  # fmt: skip
 
 
 def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: int, factors: np.ndarray | None) -> DecoderConfig:
@@ -215,18 +273,23 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
     biases = tuple(b for b, name in own.items() if any(re.search(rf"{name}\.bias$", n) for n in names))
     if "head_dim" not in c:  # a family's own default is for Hugging Face files
         c["head_dim"] = _size(c, "hidden_size") // _size(c, "num_attention_heads")
+    facts: dict[str, Any] = {"norm_offset": 0.0, "biases": biases, "rope_factors": factors, "interleaved": arch == "llama"}
     if (turned := metadata.get(f"{arch}.rope.dimension_count")) is not None:
-        c["partial_rotary_factor"] = _number({"rope.dimension_count": turned}, "rope.dimension_count", 0) / _size(c, "head_dim")
-    scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length", "attn_factor")}
-    if scaling["type"] not in (None, "none"):
-        c["rope_scaling"] = {"rope_type": scaling["type"], "factor": scaling["factor"]}
+        own_size = _size(c, "head_dim")
+        facts["partial_rotary_factor"] = _number({"rope.dimension_count": turned}, "rope.dimension_count", 0) / own_size
+    for key, allowed in {**REFUSED_GGUF, "attention.value_length": (c["head_dim"],)}.items():
+        if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # it may be an array
+            raise ModelError(f"metadata {arch}.{key} = {str(found)[:80]} is not supported")
+    scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length")}
+    if scaling["type"] is not None and str(scaling["type"]) != "none":
+        c["rope_scaling"] = {"rope_type": str(scaling["type"]), "factor": scaling["factor"]}
         if scaling["original_context_length"] is not None:
             c["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
     if arch in ("gemma2", "gemma3"):
         # 27B models scale scores by hidden_size / heads, which the file does not say; all others by the head's size
         large = c.get("num_hidden_layers") == (46 if arch == "gemma2" else 62)
         c["query_pre_attn_scalar"] = _size(c, "hidden_size") // _size(c, "num_attention_heads") if large else c["head_dim"]
-    return config_of(c, interleaved=arch == "llama", norm_offset=0.0, biases=biases, rope_factors=factors)
+    return config_of(c, **facts)
 
 
 _LAYER = re.compile(r"(?:blk|h|model\.layers)\.(\d+)\.(.+)")

@@ -25,10 +25,12 @@ Formats = Mapping[str, str] | str
 @dataclass(frozen=True)
 class Rope:
     """`frequencies`: radians per position of each turned pair, scaled as the model wants; the rest of a head is not turned.
-    `scale`: of cosine and sine."""
+    `scale`: of cosine and sine. `far`: frequencies where there is room for more than `trained` positions; 0: there are none."""
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
+    far: tuple[float, ...] = ()
+    trained: int = 0
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ class _Network:
     def turned(self, x: Value, rope: Rope) -> Value:
         """x [batch, heads, tokens, size] with its first pairs turned by position times frequency."""
         if rope not in self.turns:
-            angle = self.positions.astype("f32").reshape(self.tokens, 1) * self.g.constant(rope.frequencies, "f32")
+            frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
+            angle = self.positions.astype("f32").reshape(self.tokens, 1) * self.g.constant(frequencies, "f32")
             self.turns[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, pairs]
         cos, sin = self.turns[rope]
         pairs, (*lead, size) = len(rope.frequencies), x.shape.static
