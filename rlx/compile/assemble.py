@@ -7,7 +7,7 @@ import hashlib
 from rlx.compile.check import check_program
 from rlx.compile.fuse import Fusion, Group, fuse
 from rlx.compile.inplace import inplace_pairs
-from rlx.compile.legalise import decide, decisions
+from rlx.compile.legalise import bind_dims, decide, decisions
 from rlx.compile.lower import CHUNK_ELEMENTS, Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
@@ -31,7 +31,7 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     fusion = fuse(legal, target, natives, alone="fuse" in options.disable)
     active = active_axes(fusion.graph)
     lowered = {group: lower_group(group, fusion, natives, active) for group in fusion.groups}
-    reports = _reports(graph, target, fusion, lowered)
+    reports = _reports(bind_dims(graph, target, options), target, fusion, lowered)
     program = _Assembler(fusion, lowered, target, options).program(graph, stages, reports)
     check_program(program)
     return program

@@ -29,7 +29,8 @@ Actives = tuple[Active, ...]  # of one value: factors of its axes, outermost fir
 
 def active_axes(graph: Graph) -> dict[Value, Active]:
     """The outermost active axis of each value of a compiled graph that has one: nothing reads its rows past the extent
-    (graph.extent.leaf), so that no kernel need compute them. A value absent from this is needed whole."""
+    (graph.extent.leaf), so that no kernel need compute them. Other values are needed whole, and so is what was made so
+    (state.valid_rows)."""
     found = Rows(graph)
     values = (v for node in graph.nodes() if node.op is not valid_rows.op for v in node.results)  # type: ignore[attr-defined]
     return {v: found.of(v)[0] for v in values if found.of(v)}
@@ -203,14 +204,18 @@ class Padding(Rows):
             fill = IDENTITIES[op.reduce(node.attrs, inputs[0].shape).op]
         for i, value in enumerate(node.inputs):
             for active in self.of(value):
+                if op.roles[i : i + 1] == "i":  # what lies where an index would need not be one
+                    inputs[i] = self.mask(inputs[i], active, guard=True)
+                    self.actives[inputs[i]] = self.of(value)
                 if all(carried(node, i, active, r) for r in node.results):
                     continue
                 if op.reduce is None and op.contract is None:
                     raise self.refusal(node, f"it mixes rows along axis {active.axis} of operand {i} ({value.shape})")
                 inputs[i] = self.mask(inputs[i], active, fill)
+                self.actives[inputs[i]] = tuple(a for a in self.of(value) if a.axis != active.axis)
         results = keep(node, tuple(inputs))
         self.follow(results[0].node)
-        for i, value in enumerate(node.inputs):
+        for i, value in enumerate(inputs):
             for result, axis in ((r, a.axis) for r in results for a in self.of(r)):
                 here = {b for a in self.of(value) if (b := carried(node, i, a, result)) and b.axis == axis}
                 if here and here != {a for a in self.of(result) if a.axis == axis}:
@@ -219,22 +224,21 @@ class Padding(Rows):
 
     # -- offered to ops
 
-    def mask(self, value: Value, active: Active, fill: str = "0") -> Value:
-        """`value` with what lies past the extent along an active axis replaced by one of state.FILLS."""
+    def mask(self, value: Value, active: Active, fill: str = "0", guard: bool = False) -> Value:
+        """`value` with what lies past the extent along an active axis replaced by one of state.FILLS; `guard`: see there."""
         self.changes += 1
-        out = valid_rows(value, self.extent, axis=active.axis, upper=active.upper, inner=active.inner, fill=fill)
-        self.actives[out] = self.of(value)
-        return out
+        facts = {"axis": active.axis, "upper": active.upper, "inner": active.inner, "fill": fill, "guard": guard}
+        return self.final(valid_rows(value, self.extent, **facts))
 
     def final(self, value: Value) -> Value:
         """`value`, whose node is right as it is."""
         self.finals.add(value.node)
         return value
 
-    def masked(self, value: Value, axis: int, fill: str = "0") -> Value:
+    def masked(self, value: Value, axis: int, fill: str = "0", guard: bool = False) -> Value:
         """The same along every active part of `axis`."""
         for active in self.along(value, axis):
-            value = self.mask(value, active, fill)
+            value = self.mask(value, active, fill, guard)
         return value
 
     def along(self, value: Value, axis: int) -> Actives:

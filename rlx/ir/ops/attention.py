@@ -137,23 +137,29 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
     queries, keys = p.along(q, 2), p.along(k, 2) or p.along(v, 2)
     mask, start = attrs.split(operands)
     facts = {name: getattr(attrs, name) for name in attribute_types(AttentionAttrs)}
+    if (p.along(q, 3) or p.along(k, 3)) and not attrs.scale:
+        return "the scale is made from head_dim; give it"
     if start is not None and (queries or keys):
         return "the first query stands where the extent does not say"
     if start is not None and p.of(start):
-        return p.final(attention(q, k, v, *operands[:-1], p.masked(start, 0), **facts))
+        return p.final(attention(q, k, v, *operands[:-1], p.masked(start, 0, guard=True), **facts))
     ordered = attrs.mask in ("causal", "sliding_window")
     if ordered and queries != keys:
-        if queries or max(a.outer * a.inner for a in keys) > 1:
+        if queries or len(keys) > 1 or keys[0].outer * keys[0].inner > 1:
             return f"mask {attrs.mask!r} puts the last query at the last key, which need not hold data"
         start = p.extent - q.shape.static[2]  # the last query at the last key that holds data
         return p.final(attention(q, k, p.masked(v, 2), start, **{**facts, "positioned": True}))
     if not keys:
         return None
     if not ordered:
-        there = p.valid(k, 2)  # [keys]
-        mask = where(there, mask, -math.inf) if attrs.mask == "bias" else there if mask is None else logical_and(mask, there)
-        mask = mask if mask.rank > 1 else mask.reshape((1, 1, 1, k.shape.static[2]))
-        facts["mask"] = "bias" if attrs.mask == "bias" else "custom"
+        if mask is None:
+            mask, facts["mask"] = p.valid(k, 2).reshape((1, 1, 1, k.shape.static[2])), "custom"
+        elif p.along(mask, mask.rank - 1):
+            mask = p.masked(mask, mask.rank - 1, "0" if attrs.mask == "custom" else "least")
+        else:
+            there = p.valid(k, 2)
+            mask = logical_and(mask, there) if attrs.mask == "custom" else where(there, mask, -math.inf)
+        k = p.masked(k, 2) if attrs.mask == "bias" else k  # NaN stays NaN, whatever is added
     return p.final(attention(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
 
 

@@ -63,16 +63,6 @@ def _gather_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     return ctx.element(x, (*coords[:axis], inside, *coords[axis + count :]), guard)
 
 
-def _gather_padded(p: Any, attrs: AxisAttrs, x: Any, indices: Any) -> Any:
-    """What lies where an index would need not be one."""
-    axes = range(indices.rank)
-    if not p.of(indices) or p.along(x, axis_of(attrs.axis, x.rank)):
-        return None
-    for axis in axes:
-        indices = p.masked(indices, axis)
-    return p.final(gather(x, indices, axis=attrs.axis))
-
-
 def _gather_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: Shape) -> int | None:
     at = axis_of(attrs.axis, x.rank)
     if operand == 1:
@@ -89,7 +79,6 @@ GATHERS = (
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiub", roles="xi",
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows,
-    padded=_gather_padded,
     doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
     "dim is an IndexRangeError.",
 )  # fmt: skip

@@ -30,12 +30,13 @@ class RowsAttrs(Attrs):
 
 class ValidRowsAttrs(Attrs):
     """Dim `axis` is of size outer * upper * inner; index i of the middle factor is the row (`upper` 0: the whole dim).
-    `fill`: one of FILLS."""
+    `fill`: one of FILLS. `guard`: the fills are only there to be something, and what is made of them is not used."""
 
     axis: int = 0
     upper: int = 0
     inner: int = 1
     fill: str = "0"
+    guard: bool = False
 
     def __post_init__(self) -> None:
         if self.fill not in FILLS:
@@ -149,6 +150,10 @@ def _valid_array(attrs: ValidRowsAttrs, x: np.ndarray, extent: np.ndarray) -> np
     return np.where((row < extent).reshape(along), x, np.asarray(attrs.value(as_dtype(x.dtype))).astype(x.dtype))
 
 
+def _valid_rows(attrs: ValidRowsAttrs, operand: int, axis: int, x: Shape, extent: Shape) -> int | None:
+    return axis if attrs.guard or axis != axis_of(attrs.axis, x.rank) else None
+
+
 def _valid_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
     x, extent = node.inputs
     axis = axis_of(node.attrs.axis, x.rank)
@@ -193,7 +198,7 @@ take_rows = op(
 )  # fmt: skip
 valid_rows = op(
     "valid_rows", kind=Kind.INDEX, infer=_valid_shape, attrs=ValidRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
-    reference=_valid_array, element=_valid_element, rows=lambda a, i, axis, *_: axis,
+    reference=_valid_array, element=_valid_element, rows=_valid_rows,
     samples=(
         Sample(((5, 17), ()), low=1, high=5, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"axis": 1, "fill": "least"}, low=1, high=9, dtypes=("", "i32")),
