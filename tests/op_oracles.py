@@ -166,12 +166,14 @@ def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
     for at in itertools.product(*map(range, w.shape)):
         *b, row, column = at
         out[(*b, column // attrs.panel, row, column % attrs.panel)] = w[at]
-    return out
+    if attrs.group == 1:
+        return out
+    return np.stack([out[..., first :: attrs.group, :] for first in range(attrs.group)], -1)
 
 
 def panel_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    table = [packed[panel, :, lane] for panel in range(packed.shape[0]) for lane in range(packed.shape[2])]
-    return np.array([table[i] for i in ids.astype(int).ravel()]).reshape(*ids.shape, packed.shape[1])
+    table = [packed[panel, :, lane].ravel() for panel in range(packed.shape[0]) for lane in range(packed.shape[2])]
+    return np.array([table[i] for i in ids.astype(int).ravel()]).reshape(*ids.shape, -1)
 
 
 def quant_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:

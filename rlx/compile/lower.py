@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.fuse import Fusion, Group, contraction
@@ -284,7 +285,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     a = replace(a, offset=k.add(a.offset, k.mul(first, a.row_stride)))
     if anchor in b.fusion.packed:
         packed = b.fusion.packed[anchor]
-        other = K.Operand(b.buffer(packed), ZERO, panel=packed.shape.static[-1])
+        how: Any = packed.node.attrs
+        other = K.Operand(b.buffer(packed), ZERO, panel=how.panel, group=how.group)
     else:
         other = _operand(b, right, [*zip(points, facts.b_batch)], facts.b_sum, facts.b_columns)
     result = anchor.results[0]

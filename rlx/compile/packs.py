@@ -29,19 +29,22 @@ def packed_operands(graph: Graph, target: Target, natives: set[Node]) -> dict[No
         pack = target.packs.get(node.op.name) if node in natives else None
         if pack:
             packed = pack(node)
-        elif node.op.kind is Kind.CONTRACT and node not in natives | static and (width := _panel(node, static, target)):
-            packed: Value = pack_panels(node.inputs[1], panel=width)  # type: ignore[assignment]
+        elif node.op.kind is Kind.CONTRACT and node not in natives | static and (panel := _panel(node, static, target)):
+            packed: Value = pack_panels(node.inputs[1], **panel)  # type: ignore[assignment]
         else:
             continue
         out[node] = made.setdefault((packed.node.op, packed.node.attrs, packed.node.inputs), packed)
     return out
 
 
-def _panel(node: Node, static: set[Node], target: Target) -> int:
-    """Columns of a panel of a contraction's right operand; 0 where that is not known before a run, or not a plain matrix."""
+def _panel(node: Node, static: set[Node], target: Target) -> dict[str, int]:
+    """How to pack a contraction's right operand; empty where that is not known before a run, or not a plain matrix."""
     right, facts = node.inputs[1], contraction(node)
     is_matrix = not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,)
-    return target.panel(right.dtype.name) if is_matrix and right.node in static else 0
+    columns, group = target.panel(right.dtype.name)
+    if not (is_matrix and columns and right.node in static):
+        return {}
+    return {"panel": columns, "group": group if right.shape.static[0] % group == 0 else 1}
 
 
 def contraction(node: Node) -> Contraction:

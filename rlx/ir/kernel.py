@@ -155,7 +155,7 @@ class Loop:
 class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
-    `panel` > 0 (b only): packed as [ceil(n/panel)][k][panel], strides unused. `offset` may use grid variables.
+    `panel` > 0 (b only): packed as [ceil(n/panel)][k/group][panel][group], strides unused. `offset` may use grid variables.
     """
 
     buffer: Buffer
@@ -163,6 +163,7 @@ class Operand:
     row_stride: int = 0
     col_stride: int = 0
     panel: int = 0
+    group: int = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -451,5 +452,5 @@ class _Printer:
         return f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]"
 
     def operand(self, o: Operand, depth: int) -> str:
-        layout = f"panels {o.panel}" if o.panel else f"{o.row_stride}, {o.col_stride}"
+        layout = f"panels {o.panel}, {o.group}" if o.panel else f"{o.row_stride}, {o.col_stride}"
         return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; {layout}]"

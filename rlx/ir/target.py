@@ -17,7 +17,8 @@ class Target:
     `dtypes`: names it stores and computes. `natives`: op name -> claim(node) giving None where the backend has a kernel
     of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
-    `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed).
+    `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed), and how many of its rows
+    lie interleaved where their number allows it.
     """
 
     name: str
@@ -29,4 +30,4 @@ class Target:
     level: str = "kernel"  # "graph": takes the legalised graph whole
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
-    panel: Callable[[str], int] = field(default=lambda dtype: 0, compare=False)
+    panel: Callable[[str], tuple[int, int]] = field(default=lambda dtype: (0, 1), compare=False)

@@ -65,16 +65,18 @@ def missing_features(target: Target) -> tuple[str, ...]:
     return *other, *(f for f in target.features if "=" not in f and f not in here)
 
 
-def panel_columns(vector_bytes: int, dtype: str) -> int:
-    """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed."""
+def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[int, int]:
+    """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed. And rows
+    interleaved: bf16 in pairs, where one instruction adds the products of two."""
     columns = 48 if vector_bytes == 64 else 16
-    return {"f32": columns, "f16": columns, "bf16": columns, "f64": columns // 2}.get(dtype, 0)
+    found = {"f32": columns, "f16": columns, "bf16": columns, "f64": columns // 2}.get(dtype, 0)
+    return found, 2 if dtype == "bf16" and "avx512bf16" in features else 1
 
 
 def _target(features: tuple[str, ...], threads: int) -> Target:
     wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(features)
     vector_bytes = 64 if wide else 32 if "avx2" in features else 16
-    return Target("cpu", DTYPES, features, vector_bytes, threads, panel=partial(panel_columns, vector_bytes))
+    return Target("cpu", DTYPES, features, vector_bytes, threads, panel=partial(panel_of, vector_bytes, features))
 
 
 # -- threads -------------------------------------------------------------------------------------------------------

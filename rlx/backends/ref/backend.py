@@ -23,7 +23,7 @@ from rlx.ir.program import BufferDecl, Program, Region, Step
 from rlx.ir.target import Target
 
 ALIGNMENT = 64
-PANELS = (0, 3)  # columns per packed panel, by device index
+PANELS = ((0, 1), (3, 2))  # columns per packed panel and rows interleaved, by device index
 STATES = PlainMemory()
 NATIVES = {"attention": lambda node: None}  # of every device but the first
 
@@ -39,14 +39,14 @@ class RefBackend:
     def target(self, index: int = 0, threads: int | None = None) -> Target:
         if not 0 <= index < len(PANELS):
             raise DeviceUnavailableError(f"there is no ref:{index}; there are ref:0 to ref:{len(PANELS) - 1}")
-        width = PANELS[index]
+        panel = PANELS[index]
         return Target(
             name="ref",
             dtypes=frozenset(DTYPES),
-            features=(f"panel={width}",),
+            features=(f"panel={panel}",),
             alignment=ALIGNMENT,
             natives=NATIVES if index else {},
-            panel=lambda dtype: width,
+            panel=lambda dtype: panel,
         )
 
     def compile(self, program: Program) -> KernelTexts:
@@ -97,6 +97,9 @@ class RefExecutable:
 
     def read(self, buffer: int) -> np.ndarray:
         return self.view(buffer).copy()
+
+    def copy(self, goal: int, source: int) -> None:
+        self.memory_of[goal][:] = self.memory_of[source]
 
     def view(self, buffer: int) -> np.ndarray:
         return self.array(buffer).reshape(self.decls[buffer].shape.static)

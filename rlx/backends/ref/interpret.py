@@ -216,7 +216,8 @@ class _Chunk:
         """The operand's matrix at every grid point (or at one, where it is the same at all): [points or 1, rows, columns]."""
         offset = self.value(o.offset).reshape(-1, 1, 1)
         if o.panel:
-            index = offset + (c // o.panel) * (k * o.panel) + r * o.panel + c % o.panel
+            at = (r // o.group * o.panel + c % o.panel) * o.group + r % o.group
+            index = offset + (c // o.panel) * (k * o.panel) + at
         else:
             index = offset + r * o.row_stride + c * o.col_stride
         self.bounds(o.buffer, index, None, "reads")

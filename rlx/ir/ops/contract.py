@@ -77,27 +77,40 @@ linear = op(
 
 class PanelAttrs(Attrs):
     panel: int
+    group: int = 1
 
     def __post_init__(self) -> None:
-        if self.panel < 1:
-            raise AttributeValueError(f"a panel has at least one column, got {self.panel}")
+        if self.panel < 1 or self.group < 1:
+            raise AttributeValueError(f"a panel has at least one column, a group one row, got {self.panel} and {self.group}")
 
 
 def _panels_shape(attrs: PanelAttrs, w: Shape) -> Shape:
     if w.rank < 2:
         raise ShapeError(f"the operand is [..., k, n], got {w}")
     columns = static_dim(w.dims[-1], "packing")
-    return w.with_dims((*w.dims[:-2], -(-columns // attrs.panel), w.dims[-2], attrs.panel))
+    dims = (*w.dims[:-2], -(-columns // attrs.panel), w.dims[-2], attrs.panel)
+    if attrs.group == 1:
+        return w.with_dims(dims)
+    rows = static_dim(w.dims[-2], "packing")
+    if rows % attrs.group:
+        raise ShapeError(f"{rows} rows do not go into groups of {attrs.group}")
+    return w.with_dims((*dims[:-2], rows // attrs.group, attrs.panel, attrs.group))
 
 
 def _panels_array(attrs: PanelAttrs, w: np.ndarray) -> np.ndarray:
     count = -(-w.shape[-1] // attrs.panel)
     padded = np.zeros((*w.shape[:-1], count * attrs.panel), w.dtype)
     padded[..., : w.shape[-1]] = w
-    return np.moveaxis(padded.reshape(*w.shape[:-1], count, attrs.panel), -2, -3)
+    panels = np.moveaxis(padded.reshape(*w.shape[:-1], count, attrs.panel), -2, -3)
+    if attrs.group == 1:
+        return panels
+    return np.swapaxes(panels.reshape(*panels.shape[:-2], -1, attrs.group, attrs.panel), -1, -2)
 
 
 def _panels_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    if (group := node.attrs.group) > 1:
+        *coords, inner = coords
+        coords[-2] = k.add(k.mul(coords[-2], k.const(group)), inner)
     *batch, panel, row, lane = coords
     width, columns = node.attrs.panel, ctx.dims(node.inputs[0])[-1]
     column = k.add(k.mul(panel, k.const(width)), lane)
@@ -110,8 +123,9 @@ pack_panels = op(
     reference=_panels_array, element=_panels_element, rows=lambda a, i, axis, w: axis if axis < w.rank - 2 else None,
     samples=(
         Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}),
-        Sample(((3, 2),), {"panel": 4}),
+        Sample(((3, 2),), {"panel": 4}), Sample(((4, 17),), {"panel": 8, "group": 2}),
+        Sample(((2, 6, 5),), {"panel": 4, "group": 3}),
     ),
     doc="[..., k, n] as panels of columns [..., ceil(n / panel), k, panel], zeros in the last one's missing columns: the form "
-    "in which a contraction streams its right operand.",
+    "in which a contraction streams its right operand. With `group` rows interleaved: [..., k / group, panel, group].",
 )  # fmt: skip

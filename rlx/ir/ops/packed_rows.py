@@ -5,6 +5,7 @@ Each op declares by `unpacks` which readers of a param it can stand in for; rlx/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def _check_panels(entries: int, packed: Shape, width: int) -> None:
 
 
 def _along_ids(attrs: Any, operand: int, axis: int, packed: Shape, ids: Shape) -> int | None:
-    return axis if operand == 1 else ids.rank if axis == packed.rank - 2 else None
+    return axis if operand == 1 else ids.rank if axis == 1 and packed.rank == 3 else None
 
 
 def _table_of(rows: Node) -> Value | None:
@@ -54,21 +55,25 @@ def _table_of(rows: Node) -> Value | None:
 
 def _panel_rows_shape(attrs: EntriesAttrs, packed: Shape, ids: Shape) -> Shape:
     integer("the ids", ids)
-    if packed.rank != 3:
-        raise ShapeError(f"panels are [panels, columns, rows of a panel], got {packed}")
+    if packed.rank not in (3, 4):
+        raise ShapeError(f"panels are as pack_panels makes them of a matrix, got {packed}")
     _check_panels(attrs.entries, packed, static_dim(packed.dims[2], "panels"))
-    return packed.with_dims((*ids.dims, packed.dims[1]))
+    return packed.with_dims((*ids.dims, math.prod((packed.dims[1], *packed.dims[3:]))))
 
 
 def _panel_rows_array(attrs: EntriesAttrs, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
     check_range(ids, attrs.entries, "panel_rows")
-    return packed[ids // packed.shape[2], :, ids % packed.shape[2]]
+    rows = packed[ids // packed.shape[2], :, ids % packed.shape[2]]
+    return rows.reshape(*ids.shape, -1)
 
 
 def _panel_rows_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
     packed, ids = node.inputs
-    row, width = picked(ctx, ids, coords[:-1], node.attrs.entries), ctx.dims(packed)[2]
-    return ctx.element(packed, (k.div(row, width), coords[-1], k.rem(row, width)))
+    row, (_, _, width, *group) = picked(ctx, ids, coords[:-1], node.attrs.entries), ctx.dims(packed)
+    panel, lane, column = k.div(row, width), k.rem(row, width), coords[-1]
+    if not group:
+        return ctx.element(packed, (panel, column, lane))
+    return ctx.element(packed, (panel, k.div(column, group[0]), lane, k.rem(column, group[0])))
 
 
 def _panel_rows_for(reader: Node, pack: Node) -> Value | None:
@@ -87,8 +92,10 @@ panel_rows = op(
     samples=(
         Sample(((3, 17, 8), (4,)), {"entries": 21}, low=0, high=21, dtypes=("", "i64")),
         Sample(((1, 33, 48), (2, 3)), {"entries": 5}, low=0, high=5, dtypes=("", "i32")),
+        Sample(((3, 9, 8, 2), (4,)), {"entries": 21}, low=0, high=21, dtypes=("", "i32")),
     ),
-    doc="Rows of a table w [entries, k], one per id, out of pack_panels(w.T): [panels, k, panel] -> [ids…, k].",
+    doc="Rows of a table w [entries, k], one per id, out of pack_panels(w.T): [panels, k, panel], or [panels, k / group, panel, "
+    "group] -> [ids…, k].",
 )  # fmt: skip
 
 

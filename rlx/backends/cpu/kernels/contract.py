@@ -16,7 +16,6 @@ from rlx.backends.cpu.kernels.tile import (
     Layout,
     Tile,
     lane_mask,
-    pair_rows_function,
     stage_rows_function,
     tile_function,
     turn_function,
@@ -24,7 +23,7 @@ from rlx.backends.cpu.kernels.tile import (
 from rlx.backends.cpu.kernels.tiles import plan
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
-from rlx.ir.dtype import u32
+from rlx.ir.dtype import u16, u32
 from rlx.ir.kernel import Buffer, Contract, Kernel, Local
 from rlx.ir.target import Target
 
@@ -47,15 +46,17 @@ class _Contraction(Module):
         a, b = contract.a, contract.b
         self.limited = any(x.var is contract.i for x in kernel.limits)
         block_rows = -(-p.row_tiles // max(1, p.blocks)) * p.rows if self.limited else p.block_rows
-        self.from_a = Layout(a.buffer.dtype, a.row_stride, a.col_stride)
+        self.from_a = Layout(u16 if p.pairs else a.buffer.dtype, a.row_stride, a.col_stride)
         self.from_b = Layout(b.buffer.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
-        pitch = -(-contract.k // p.lanes) * p.lanes
-        self.a = Layout(self.acc, pitch) if p.stage_a else self.from_a
-        if p.stage_b == "pairs":
-            self.a = Layout(u32, a.row_stride // 2)
+        self.staged = Layout(u16 if p.pairs else self.acc, -(-contract.k // p.lanes) * p.lanes)
+        self.a = self.staged if p.stage_a else self.from_a
+        self.steps = contract.k
+        if p.pairs:  # an element is a pair from here on
+            self.a, self.from_b = Layout(u32, self.a.row // 2), Layout(u32, b.panel)
+            self.steps //= 2
         size = self.acc.itemsize
         self.sums_at = self.reserve(p.rows * p.columns * size)
-        self.a_at = self.reserve(block_rows * pitch * size if p.stage_a else 0)
+        self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
         self.local_at = {x: self.reserve((block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
 
@@ -99,8 +100,8 @@ class _Contraction(Module):
         i0, i1 = (self._first_row(e, t) for t in tiles)
         if p.stage_a:
             kept = e.gep(SCRATCH, self.a_at)
-            stage_rows_function(e, self.from_a.at(e, a, i0), kept, e.bin("sub", i1, i0), c.k, self.from_a, self.a, p.lanes)
-            a = step(e, kept, i0, -self.a.byte(1, 0))  # where row 0 would be
+            stage_rows_function(e, self.from_a.at(e, a, i0), kept, e.bin("sub", i1, i0), c.k, self.from_a, self.staged, p.lanes)
+            a = step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
         if whole:
@@ -122,14 +123,10 @@ class _Contraction(Module):
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
         p, layout = self.plan, self.from_b
-        pairs = p.stage_b == "pairs"
-        b = step(e, b, panel, layout.byte(self.c.k, 0) if self.c.b.panel else layout.byte(0, p.columns))
+        b = step(e, b, panel, layout.byte(self.steps, 0) if self.c.b.panel else layout.byte(0, p.columns))
         masked = 0 if self.c.b.panel or p.stage_b else tail  # panels are padded
         if p.stage_b:
-            kept, layout = (
-                e.gep(SCRATCH, self.b_at),
-                Layout(u32 if pairs else self.acc, p.columns if pairs else vectors * p.lanes),
-            )
+            kept, layout = e.gep(SCRATCH, self.b_at), Layout(self.acc, vectors * p.lanes)
             self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
         sums = e.gep(SCRATCH, self.sums_at)
@@ -137,8 +134,8 @@ class _Contraction(Module):
             row = self._first_row(e, at.index)
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
             for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
-                t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, pairs=pairs)
-                body = partial(tile_function, k=self.c.k // (2 if pairs else 1), t=t, from_a=self.a, from_b=layout)
+                t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, pairs=p.pairs)
+                body = partial(tile_function, k=self.steps, t=t, from_a=self.a, from_b=layout)
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)
             count = e.select(tall, e.i64(p.rows), e.i64(p.rows - 1))
@@ -148,9 +145,7 @@ class _Contraction(Module):
         """A panel of b in the dtype of the sums; see Plan.stage_b. What lies right of the matrix is undefined; no lane of it
         reaches a result."""
         k, source, p = self.c.k, self.from_b, self.plan
-        if p.stage_b == "pairs":
-            self.call(e, "paired", partial(pair_rows_function, pairs=k // 2, columns=p.columns, lanes=p.lanes), b, to)
-        elif p.stage_b != "columns":
+        if p.stage_b != "columns":
             stage_rows_function(e, b, to, e.i64(k), columns, source, layout, p.lanes)
         elif k:
             turned = Layout(source.dtype, source.column, source.row)

@@ -149,17 +149,6 @@ def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, sou
             move(whole, columns % lanes)
 
 
-def pair_rows_function(e: Emitter, start: V, out: V, *, pairs: int, columns: int, lanes: int) -> None:
-    """out[pairs][columns] of two bf16 numbers = those of rows 2i and 2i + 1 of start[2 * pairs][columns]."""
-    narrow, line = vector("i16", lanes), 2 * columns
-    with e.loop(0, pairs, carried=[start, out]) as at:
-        source, to = at.carried
-        at.next = [e.gep(source, 2 * line), e.gep(to, 2 * line)]
-        for c in range(0, columns, lanes):
-            low, high = (e.convert("zext", e.load(narrow, e.gep(source, row * line + 2 * c), 2), "i32") for row in (0, 1))
-            e.store(e.bin("or", low, e.bin("shl", high, 16)), e.gep(to, 4 * c), 4)
-
-
 def turn_function(
     e: Emitter, start: V, out: V, rows: V, first: V, stop: V,
     height: int, columns: int, source: Layout, to: Layout, side: int, scale: float = 1.0,

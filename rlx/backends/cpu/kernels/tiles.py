@@ -21,7 +21,6 @@ GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (a
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
 IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
-PAIR_ROWS = 8  # from so many rows on, pairing bf16 rows of a panel for the dot instruction takes less time than it saves
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 
 
@@ -30,10 +29,10 @@ class Plan:
     """Rows: `row_tiles` tiles, the first `tall` of them `rows` high and the others one lower. Columns: `panels` of
     `vectors` x `lanes`. Tasks: `batch_groups` x `blocks` of row tiles x `groups` of panels.
 
-    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype (`stage_b` says how:
-    "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen in
-    the tile, which measured faster than a widened copy. "pairs": b's bf16 rows two by two, and a in place, for an
-    instruction that adds two products.
+    `pairs`: b's bf16 rows lie two by two, for an instruction that adds two products; a tile's steps are then pairs.
+    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of pairs, as bf16 (`stage_b`
+    says how: "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen
+    in the tile, which measured faster than a widened copy.
     """
 
     lanes: int
@@ -46,6 +45,7 @@ class Plan:
     batch_groups: int
     blocks: int
     groups: int
+    pairs: bool
     stage_a: bool
     stage_b: str
     registers: int
@@ -87,28 +87,26 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
-    pairs = _pairs(c, target)
-    stage_a = c.a.buffer.dtype != c.acc.dtype and not pairs
+    pairs = c.b.group == 2
+    assert not pairs or (c.a.buffer.dtype, c.b.buffer.dtype, c.acc.dtype) == (bf16, bf16, f32), f"{kernel.name}: pairs of bf16"
+    in_place = c.a.col_stride == 1 and (c.a.row_stride % 2 == 0 or c.m == 1)
+    stage_a = not in_place if pairs else c.a.buffer.dtype != c.acc.dtype
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
-    row_bytes += c.k * c.acc.dtype.itemsize if stage_a else 0
+    row_bytes += c.k * (c.a.buffer if pairs else c.acc).dtype.itemsize if stage_a else 0
     fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads)
-    stage_b = "pairs" if pairs else _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
-    return Plan(lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, stage_a, stage_b, registers)
+    stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
+    return Plan(
+        lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, pairs, stage_a, stage_b, registers
+    )
 
 
 def _panel_vectors(c: Contract, registers: int) -> int:
     """Vectors of a panel that nobody packed: more of them where few rows share each one."""
     wide = 8 if c.m == 1 else 6 if c.m == 2 else 3
     return wide if registers == 32 else min(wide, 4 if c.m <= 2 else 2)
-
-
-def _pairs(c: Contract, target: Target) -> bool:
-    """Whether both operands are bf16 and lie so that the CPU's dot product of pairs can be used."""
-    can = "avx512bf16" in target.features and (c.a.buffer.dtype, c.b.buffer.dtype, c.acc.dtype) == (bf16, bf16, f32)
-    return can and c.b.panel > 0 and c.m >= PAIR_ROWS and c.a.col_stride == 1 and c.k % 2 == c.a.row_stride % 2 == 0 < c.k
 
 
 def _stage_b(b: Operand, c: Contract, tiles: int) -> str:
