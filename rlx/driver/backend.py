@@ -81,6 +81,10 @@ class Executable(Protocol):
         """A fresh host array with the buffer's contents."""
         ...
 
+    def copy(self, goal: int, source: int) -> None:
+        """Give a buffer what another one of its size holds, on the device."""
+        ...
+
     def view(self, buffer: int) -> np.ndarray | None:
         """The buffer's own memory as a writable array, or None where the host cannot see it."""
         ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +23,6 @@ from rlx.errors import (
     InputShapeError,
     NumericsError,
     OptionError,
-    RlxError,
     StaleViewError,
     UnknownNameError,
     Unsupported,
@@ -33,6 +31,7 @@ from rlx.errors import (
 from rlx.ir.dtype import DType
 from rlx.ir.program import Program
 from rlx.runtime.binding import by_name, by_position, fits, from_bytes
+from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
 
@@ -50,12 +49,12 @@ class CompiledGraph:
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
         self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
         self._output_views = tuple(self._host_view(o.buffer).reshape(o.shape.static) for o in program.outputs)
+        self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
-        self._feeds: dict[str, int] = {}
+        self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = threading.Lock()
         self._generation = 0
-        self._queue: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._queue = RunQueue()
         self._set_extent(None)
 
     def _host_view(self, buffer: int) -> np.ndarray:
@@ -95,6 +94,7 @@ class CompiledGraph:
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
         """One run on named arrays; a fresh array per output."""
         arrays = by_name("input", {} if inputs is None else inputs, self._inputs)
+        self._drain()
         with self._lock:
             self._run(arrays)
             return [v.copy() for v in self._current_outputs()]
@@ -103,6 +103,7 @@ class CompiledGraph:
         """One run; fresh arrays of these outputs only."""
         wanted = [self._output_index(i) for i in indices]
         arrays = by_name("input", inputs, self._inputs)
+        self._drain()
         with self._lock:
             self._run(arrays)
             views = self._current_outputs()
@@ -111,12 +112,14 @@ class CompiledGraph:
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
         """One run; (address, element count) per output, in place. The bytes are valid until the next run."""
         arrays = by_name("input", inputs, self._inputs)
+        self._drain()
         with self._lock:
             self._run(arrays)
             return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
 
     def outputs_view(self) -> list[OutputView]:
         """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites."""
+        self._drain()
         return [OutputView(self, i) for i in range(len(self._program.outputs))]
 
     def run_slots(self, inputs: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
@@ -137,8 +140,10 @@ class CompiledGraph:
             at += 1
         if ours:
             inputs = self._apart(inputs)
+        if self._queue.last is not None:
+            self._queue.wait()
         with self._lock:
-            self._before_run()
+            self._weights.ready()
             at = 0
             for view, _, _, _ in self._fast:
                 if inputs[at] is not view:
@@ -172,6 +177,7 @@ class CompiledGraph:
 
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
         """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, as a fresh array."""
+        self._drain()
         flat = self._current_outputs()[self._output_index(output)].reshape(-1)
         whole = isinstance(row, (int, np.integer)) and isinstance(row_inner, (int, np.integer))
         if not whole or row_inner < 1 or row < 0 or (row + 1) * row_inner > flat.size:
@@ -181,45 +187,36 @@ class CompiledGraph:
     # -- queued runs
 
     def commit_no_wait(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Queue a run and return. Inputs are checked and copied now; errors of the run come from sync_pending."""
-        self._submit(inputs, None)
+        """Queue a run and return (where 64 wait already: when there is room). Inputs are checked and copied now; errors of
+        the run come from sync_pending, or from the next call that has to wait for it."""
+        self._enqueue(by_name("input", inputs, self._inputs), None)
 
     def sync_pending(self) -> None:
-        """Wait for every queued run; raise the first error, naming its place in the queue."""
-        pending, self._pending = self._pending, []
-        errors = [(i, e) for i, f in enumerate(pending) if (e := f.exception()) is not None]
-        if errors:
-            at, error = errors[0]
-            if isinstance(error, RlxError):
-                raise type(error)(f"queued run {at}: {error}") from error
-            raise error
+        """Wait for every queued run. The first that failed ends the queue: its error is raised with its index, the states are
+        as the run before it left them, and those behind it are not run."""
+        self._queue.wait()
 
     def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
-        """Queue a run per set, wait once; out[run][output]. All sets are checked before the first run."""
+        """Queue a run per set, wait once; out[run][output], fresh arrays. All sets are checked before the first run; if one
+        fails all the same, it is as sync_pending says, and there are no results."""
         sets = [by_name("input", inputs, self._inputs) for inputs in input_sets]
         results: list[list[np.ndarray]] = [[] for _ in sets]
+        self._drain()  # what was queued before is not of these
         for arrays, result in zip(sets, results):
             self._enqueue(arrays, result)
         self.sync_pending()
         return results
-
-    def _submit(self, inputs: Mapping[str, np.ndarray], result: list[np.ndarray] | None) -> None:
-        self._enqueue(by_name("input", inputs, self._inputs), result)
 
     def _enqueue(self, arrays: list[np.ndarray], result: list[np.ndarray] | None) -> None:
         own = [np.array(a, order="C") for a in arrays]  # the caller may change its arrays at once
 
         def job() -> None:
             with self._lock:
-                self._before_run(queued=True)
-                self._copy_in(own)
-                self._execute()
+                self._run(own)
                 if result is not None:
                     result.extend(v.copy() for v in self._current_outputs())
 
-        if self._queue is None:
-            self._queue = ThreadPoolExecutor(1, thread_name_prefix="rlx-queue")
-        self._pending.append(self._queue.submit(job))
+        self._queue.submit(job)
 
     # -- state
 
@@ -250,19 +247,18 @@ class CompiledGraph:
 
     def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> None:
         """After each run `handle` takes the value of that output, on the device. None ends the feed."""
-        if output_index is None:
-            self._feeds.pop(handle, None)
-            return
-        self._check_feed(handle, output_index)
-        self._feeds[handle] = output_index
+        feed = None if output_index is None else self._feed_of(handle, output_index)
+        self._drain()  # queued runs are to feed what they fed
+        self._feeds = {name: f for name, f in {**self._feeds, handle: feed}.items() if f is not None}
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
-        """One run, after which `handle` takes that output's value; returns the output too."""
-        self._check_feed(handle, output_index)
+        """One run, after which `handle` takes that output's value, on the device; returns the output too."""
+        feed = self._feed_of(handle, output_index)
         arrays = by_name("input", inputs, self._inputs)
+        self._drain()
         with self._lock:
             self._run(arrays)
-            self._feed(handle, output_index)
+            self._executable.copy(*feed)
             return self._current_outputs()[output_index].copy()
 
     @property
@@ -364,18 +360,9 @@ class CompiledGraph:
     # -- inside
 
     def _run(self, arrays: list[np.ndarray]) -> None:
-        self._before_run()
+        self._weights.ready()
         self._copy_in(arrays)
         self._execute()
-
-    def _before_run(self, queued: bool = False) -> None:
-        if self._pending and not queued:
-            self._lock.release()  # queued runs need it to finish first
-            try:
-                self.sync_pending()
-            finally:
-                self._lock.acquire()
-        self._weights.ready()
 
     def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The arrays, those that lie in another input's slot copied: filling that slot would change them."""
@@ -387,13 +374,13 @@ class CompiledGraph:
 
     def _copy_in(self, arrays: Sequence[np.ndarray]) -> None:
         arrays = self._apart(arrays)
-        for decl, view, array in zip(self._inputs, self._input_views, arrays):
+        for view, array in zip(self._input_views, arrays):
             if array is not view:
                 np.copyto(view, array)
-            if self._executable.view(decl.id) is None:
-                self._executable.write(decl.id, view)
 
     def _execute(self) -> None:
+        for buffer, view in self._staged:
+            self._executable.write(buffer, view)
         self._generation += 1
         if self.options.checked:
             self._executable.run_steps()
@@ -405,8 +392,8 @@ class CompiledGraph:
             self._executable.run_commit()
         else:
             self._executable.run()
-        for handle, output in self._feeds.items():
-            self._feed(handle, output)
+        for goal, source in self._feeds.values():
+            self._executable.copy(goal, source)
 
     def _check_numbers(self) -> None:
         """Checked mode: no NaN in an output or a next state, before any state changes."""
@@ -420,24 +407,17 @@ class CompiledGraph:
             if program.buffers[buffer].shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
                 raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
 
-    def _feed(self, handle: str, output: int) -> None:
-        decl = self._handles[handle]
-        source = self._program.outputs[output]
-        goal = self._executable.view(decl.id)
-        if goal is None:
-            self._executable.write(decl.id, self._executable.read(source.buffer).reshape(decl.shape.static))
-        else:
-            np.copyto(goal, self._output_views[output])
-
-    def _check_feed(self, handle: str, output: int) -> None:
+    def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
+        """The buffers of a handle, and of the output that is to feed it."""
         decl = self._handles.get(handle)
         if decl is None:
             raise UnknownNameError(f"no handle is called {handle!r}; there are {known(self._handles)}")
         shape = self._program.outputs[self._output_index(output)].shape
         if shape != decl.shape:
             raise InputShapeError(f"handle {handle!r} is {decl.shape}, output {output} is {shape}: it cannot feed it")
-        if any(self._program.buffers[s.args[1]].name == handle for s in self._program.commit):
+        if any(decl.id in s.writes for s in (*self._program.steps, *self._program.commit)):
             raise DuplicateNameError(f"handle {handle!r} is assigned in the graph; a feed would overwrite that")
+        return decl.id, self._program.outputs[output].buffer
 
     def _output_index(self, index: int) -> int:
         if not isinstance(index, int) or not 0 <= index < len(self._program.outputs):
@@ -453,8 +433,8 @@ class CompiledGraph:
         return self._output_views
 
     def _drain(self) -> None:
-        if self._pending:
-            self.sync_pending()
+        if self._queue.last is not None:
+            self._queue.wait()
 
 
 class OutputView:

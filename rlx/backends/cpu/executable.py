@@ -104,6 +104,9 @@ class CpuExecutable:
     def read(self, buffer: int) -> np.ndarray:
         return self.view(buffer).copy()
 
+    def copy(self, goal: int, source: int) -> None:
+        ctypes.memmove(self.address(goal), self.address(source), self._decls[goal].nbytes)
+
     def view(self, buffer: int) -> np.ndarray:
         """The buffer's memory (constants: read-only). It stays valid memory even when this executable is gone."""
         if buffer in self._entries:

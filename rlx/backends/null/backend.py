@@ -25,8 +25,8 @@ from rlx.ir.target import Target
 class Launch:
     """One recorded kernel call. Bytes are those of the whole buffers that it reads or writes."""
 
-    phase: str  # "prepare", "steps" or "commit"
-    kernel: str
+    phase: str  # "prepare", "steps", "commit" or "feed"
+    kernel: str  # of a feed: the handle
     read_bytes: int
     written_bytes: int
 
@@ -72,6 +72,9 @@ class NullExecutable:
 
     def read(self, buffer: int) -> np.ndarray:
         self._nothing(f"the value of {self.decls[buffer].name!r}")
+
+    def copy(self, goal: int, source: int) -> None:
+        self.launches.append(Launch("feed", self.decls[goal].name, self.decls[source].nbytes, self.decls[goal].nbytes))
 
     def view(self, buffer: int) -> np.ndarray | None:
         return None
