@@ -43,7 +43,7 @@ from rlx.ir.graph import Graph, Node, Value, constant
 from rlx.ir.op import OPS
 from rlx.ir.ops import *  # noqa: F403  the op functions; a few have names of builtins, so this file uses none of those
 from rlx.ir.shape import Dim, Shape
-from rlx.runtime import CompiledGraph, CompileOptions, Session
+from rlx.runtime import BucketedCompileCache, CompileCache, CompiledGraph, CompileOptions, Session, power_of_two_ladder
 
 if TYPE_CHECKING:
     from rlx import models
@@ -58,7 +58,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DTYPES", "OPS", "Buffer", "BufferHandle", "CompileOptions", "CompiledGraph", "DType", "Device", "Dim", "Graph", "Node",
-    "RlxError", "Session", "Shape", "Value", "as_dtype", "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64",
-    "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "is_available", "models", "ops", "u16", "u32", "u64", "u8",
+    "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
+    "DType", "Device", "Dim", "Graph", "Node", "RlxError", "Session", "Shape", "Value", "as_dtype", "bf16", "bool_", "c64",
+    "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "is_available", "models", "ops",
+    "power_of_two_ladder", "u16", "u32", "u64", "u8",
 ]  # fmt: skip

@@ -47,7 +47,12 @@ def print_graph(graph: Graph) -> str:
 
 def fingerprint(graph: Graph) -> str:
     """sha256 (hex) of the text without node names: equal for equal graphs on every machine. Leaf and output names count."""
-    return hashlib.sha256("\n".join(_graph_lines(graph, digest=True)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(digest_lines(graph)).encode()).hexdigest()
+
+
+def digest_lines(graph: Graph) -> list[str]:
+    """What the fingerprint is made of, line by line."""
+    return _graph_lines(graph, digest=True)
 
 
 # -- printing

@@ -4,12 +4,13 @@ from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
 from rlx.driver import Buffer, BufferHandle, CommandStream, Device, DeviceArena, HostArena, ParamStore, SyncStream
 from rlx.driver.handles import HandleStore, Snapshot
+from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session
 
 __all__ = [
-    "Allocations", "Buffer", "BufferHandle", "CommandStream", "CompileOptions", "CompileReport", "CompiledGraph", "Device",
-    "DeviceArena", "HandleStore", "HostArena", "MemoryPlan", "OutputView", "ParamStore", "Session", "Snapshot", "SyncStream",
-    "available", "is_available",
+    "Allocations", "BucketedCompileCache", "Buffer", "BufferHandle", "CommandStream", "CompileCache", "CompileOptions",
+    "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "MemoryPlan", "OutputView",
+    "ParamStore", "Session", "Snapshot", "SyncStream", "available", "is_available", "power_of_two_ladder",
 ]  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
 
@@ -46,6 +47,13 @@ def by_position(given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np
         error = MissingInputError if len(given) < len(decls) else BindingError
         raise error(f"{len(decls)} inputs ({wanted or 'none'}), got {len(given)}")
     return [fits(f"input {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
+
+
+def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.ndarray:
+    """`array` without what lies past the first `rows` along its active axes; a fresh array, if it has any."""
+    for a in actives:
+        array = array.compress(np.arange(array.shape[a.axis]) // a.inner % a.upper < rows, a.axis)
+    return array
 
 
 def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:

@@ -1,0 +1,244 @@
+"""Executables kept for reuse: CompileCache by graph and options, BucketedCompileCache by the length of what comes in.
+
+A bucket is a size that a graph is compiled for. A run of fewer rows takes the least bucket that holds them: inputs are padded,
+the extent is set so that padding never counts (rlx/compile/padding.py), and outputs are cut back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from rlx.compile.options import CompileOptions
+from rlx.driver.handles import HandleStore
+from rlx.driver.params import ParamStore
+from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known
+from rlx.ir.graph import Graph
+from rlx.ir.shape import Dim
+from rlx.ir.text import digest_lines
+from rlx.runtime.binding import filled_rows, fits
+from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.session import Session
+
+MAX_BYTES = 1 << 30
+REMEMBERED = 256  # reasons, and keys of what was evicted
+
+
+class Key(NamedTuple):
+    """What must be equal for an executable to serve."""
+
+    fingerprint: str
+    options: CompileOptions
+    device: str
+    threads: int | None
+    params: int | None  # identity of the store that the caller gave
+    handles: int | None
+
+
+class CompileCache:
+    """Executables by graph, options, device and stores, the least recently used given up first where all together take more than
+    `max_bytes`. `hits`, `misses`: so far; `why`: the reason of the last miss; `log`: (graph, reason) of the last ones."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+            raise OptionError(f"max_bytes is a number of bytes, got {max_bytes!r}")
+        self.max_bytes, self.hits, self.misses, self.why = max_bytes, 0, 0, ""
+        self.log: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
+        self._kept: OrderedDict[Key, tuple[CompiledGraph, Graph]] = OrderedDict()
+        self._evicted: deque[Key] = deque(maxlen=REMEMBERED)
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def compile(
+        self,
+        session: Session,
+        graph: Graph,
+        options: CompileOptions | None = None,
+        params: ParamStore | None = None,
+        handles: HandleStore | None = None,
+    ) -> CompiledGraph:
+        """What session.compile gives for these, made at most once while it is kept: the very same executable, state and all.
+
+        Raises what session.compile raises; then nothing is kept."""
+        if not isinstance(session, Session) or not isinstance(graph, Graph):
+            raise OptionError(f"compile takes a Session and a Graph, got {type(session).__name__} and {type(graph).__name__}")
+        return self._get(_key(session, graph, options or CompileOptions(), params, handles), session, graph, params, handles)
+
+    def _get(
+        self, key: Key, session: Session, graph: Graph, params: ParamStore | None, handles: HandleStore | None
+    ) -> CompiledGraph:
+        with self._lock:
+            if found := self._kept.get(key):
+                self.hits += 1
+                self._kept.move_to_end(key)
+                return found[0]
+            reason = self._reason(key, graph)
+            compiled = session.compile(graph, key.options, params, handles)
+            self.misses, self.why = self.misses + 1, reason
+            self.log.append((graph.name, reason))
+            self._kept[key] = compiled, graph
+            self._trim()
+            return compiled
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept executables; stores that several of them share count once."""
+        own, stores = 0, {}
+        for compiled, _ in self._kept.values():
+            parts = compiled._executable.memory()
+            own += sum(parts.get(name, 0) for name in ("arena", "scratch", "constants", "code"))
+            stores[id(compiled.params)] = compiled.params.nbytes()
+            stores[id(compiled.handles)] = compiled.handles.nbytes
+        return own + sum(stores.values())
+
+    def _trim(self) -> None:
+        while self._kept and self.nbytes > self.max_bytes:
+            key, _ = self._kept.popitem(last=False)
+            self._evicted.append(key)
+
+    def _reason(self, key: Key, graph: Graph) -> str:
+        """Why it is not here: how the kept executable that is most like it differs."""
+        if key in self._evicted:
+            return f"evicted: all together took more than {self.max_bytes} bytes"
+        kept = list(reversed(self._kept.items()))
+        same = [found for found, _ in kept if found.fingerprint == key.fingerprint]
+        if same:
+            return ", ".join(min((_differences(found, key) for found in same), key=len))
+        for _, (_, other) in kept:
+            if other.name == graph.name:
+                lines = zip_longest(digest_lines(other), digest_lines(graph), fillvalue="(nothing)")
+                old, new = next((a, b) for a, b in lines if a != b)
+                return f"graph differs from the cached {other.name!r}: {old.strip()} -> {new.strip()}"
+        return "first seen"
+
+
+def _key(
+    session: Session, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
+) -> Key:
+    stores = [None if s is None else id(s) for s in (params, handles)]
+    return Key(graph.fingerprint(), options, str(session.device), session.threads, *stores)
+
+
+def _differences(old: Key, new: Key) -> list[str]:
+    changes = [
+        f"option {name}: {a!r} -> {b!r}" for name, a in vars(old.options).items() if a != (b := getattr(new.options, name))
+    ]
+    changes += [f"{name}: {a} -> {b}" for name, a, b in zip(("device", "threads"), old[2:4], new[2:4]) if a != b]
+    return changes + [f"another store of {name}" for name, a, b in zip(("params", "handles"), old[4:], new[4:]) if a != b]
+
+
+def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:
+    """least, twice that, and so on, and at last `most`: no input is padded to more than twice its rows, or to `least`."""
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most)) or not 1 <= least <= most:
+        raise OptionError(f"a ladder goes from at least 1 upwards, got {least!r} to {most!r}")
+    return (*(least << i for i in range(((most - 1) // least).bit_length())), most)
+
+
+class BucketedCompileCache:
+    """One graph with a named dim, compiled once for each bucket that is needed, on one set of weights and states."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        dim: str = "seq",
+        ladder: Sequence[int] = power_of_two_ladder(16, 512),
+        *,
+        session: Session | None = None,
+        options: CompileOptions | None = None,
+        params: ParamStore | None = None,
+        handles: HandleStore | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`ladder`: the buckets, ascending. `params`, `handles`: stores to share; `max_bytes`: of all executables together."""
+        named = Dim(dim)
+        self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
+        if not any(self._places.values()):
+            raise OptionError(f"no input of graph {graph.name!r} has a dim {dim!r} of its own")
+        rungs = tuple(ladder)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
+        if not rungs or not whole or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
+            raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
+        self.graph, self.dim, self.ladder = graph, dim, rungs
+        self.cache = CompileCache(max_bytes)
+        self.params, self.handles = params or ParamStore(), handles or HandleStore()
+        self._session, self._options = session or Session(), options or CompileOptions()
+        self._given: dict[str, np.ndarray] = {}
+        self._keys: dict[int, Key] = {}  # by bucket: the graph is not read again at every run
+        self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the weights' generation for which all are set
+        self._lock = threading.RLock()
+
+    def set_param(self, name: str, array: np.ndarray) -> None:
+        """Set a weight in every bucket. It is kept for buckets compiled later: read-only arrays as they are, others copied.
+
+        UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything."""
+        shapes = {v.name: v.shape.bind(self._options.binding) for v in self.graph.params}
+        if name not in shapes:
+            raise UnknownNameError(f"no param is called {name!r}; there are {known(shapes)}")
+        own = fits(f"param {name!r}", array, shapes[name])
+        with self._lock:
+            for compiled, _ in reversed(self.cache._kept.values()):
+                compiled.set_param(name, own)  # the others see by the store that it is newer
+                break
+            self._given[name] = own.copy() if own.flags.writeable else own
+
+    def bucket(self, rows: int) -> CompiledGraph:
+        """The executable of the least bucket that holds so many rows. InputShapeError: there is none."""
+        size = next((n for n in self.ladder if n >= rows), None)
+        if size is None or rows < 1:
+            raise InputShapeError(f"{self.graph.name}: dim {self.dim!r} is from 1 to {self.ladder[-1]}, got {rows}")
+        with self._lock:
+            stores = self.params, self.handles
+            if size not in self._keys:
+                self._keys[size] = _key(self._session, self.graph, self._options.bind_extent(self.dim, size), *stores)
+            compiled = self.cache._get(self._keys[size], self._session, self.graph, *stores)
+            if self._current.get(size) != (compiled, self.params.generation):
+                for name in compiled.missing_params():  # packed otherwise than in the buckets so far, or set since
+                    if name in self._given:
+                        compiled.set_param(name, self._given[name])
+                self._current[size] = compiled, self.params.generation
+            return compiled
+
+    def run_padded(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """One run on named arrays of any length up to the largest bucket; a fresh array per output, as long as its data.
+
+        InputShapeError: inputs disagree on the length, or no bucket holds it; what `run` raises. Nothing has changed then."""
+        if not isinstance(inputs, Mapping):
+            raise BindingError(f"inputs are given by name, {{name: array}}; got {type(inputs).__name__}")
+        arrays = {name: np.asarray(a) for name, a in inputs.items()}
+        rows = self._rows(arrays)
+        with self._lock:
+            compiled = self.bucket(rows)
+            size = compiled.options.extent[1]  # type: ignore[index]
+            padded = {name: _padded(a, self._places.get(name, ()), size) for name, a in arrays.items()}
+            compiled.set_active_extent((rows, size))
+            outputs = compiled.run(padded)
+            return [filled_rows(a, o.active, rows) for a, o in zip(outputs, compiled.program().outputs)]
+
+    def _rows(self, arrays: Mapping[str, np.ndarray]) -> int:
+        found: dict[int, str] = {}
+        for name, axes in self._places.items():
+            for axis in axes if name in arrays else ():
+                if axis >= arrays[name].ndim:
+                    raise InputShapeError(f"input {name!r} has dim {self.dim!r} as its dim {axis}; got {arrays[name].ndim} dims")
+                found.setdefault(arrays[name].shape[axis], name)
+        if len(found) > 1:
+            lengths = ", ".join(f"{rows} in {name!r}" for rows, name in found.items())
+            raise InputShapeError(f"{self.graph.name}: inputs disagree on dim {self.dim!r}: {lengths}")
+        if not found:
+            raise InputShapeError(f"{self.graph.name}: no input with dim {self.dim!r} was given; there are {known(self._places)}")
+        return next(iter(found))
+
+
+def _padded(array: np.ndarray, axes: Sequence[int], size: int) -> np.ndarray:
+    if not axes:
+        return array
+    out = np.zeros([size if a in axes else d for a, d in enumerate(array.shape)], array.dtype)
+    out[tuple(slice(d) for d in array.shape)] = array
+    return out
