@@ -56,6 +56,21 @@ def plus_one(dims: tuple[int | str, ...], name: str = "plus_one") -> rlx.Graph:
     return g
 
 
+# -- what is prepared from params and constants --------------------------------------------------------------------
+
+
+def test_what_a_param_is_prepared_with_is_there_before_it(session: rlx.Session) -> None:
+    """Positions known at compile are made once; the rows looked up with them when the table is set, which comes first."""
+    g = rlx.Graph("positions")
+    x, table = g.input("x", (4, 8), "f32"), g.param("table", (9, 8), "f32")
+    g.set_outputs([x + rlx.embedding(table, rlx.ir.ops.iota(dims=(4,), axis=0, dtype="i32"))])
+    compiled = session.compile(g)
+    rows = np.arange(72, dtype=F).reshape(9, 8)
+    compiled.set_param("table", rows)
+    (got,) = compiled.run({"x": np.zeros((4, 8), F)})
+    assert (got == rows[:4]).all()
+
+
 # -- arrays that are the executable's own memory -------------------------------------------------------------------
 
 

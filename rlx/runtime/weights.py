@@ -39,8 +39,13 @@ class Weights:
             self.store.kept.add(name)
         self.store.versions[name] = self.store.versions.get(name, 0) + 1
         todo = [i for i, names in enumerate(self.sources) if name in names and all(n in self.store.versions for n in names)]
+        self.run_constants()
         self.run(todo, given)
         self._seen = -1
+
+    def run_constants(self) -> None:
+        """What is prepared from constants alone, for the first time; the other steps may read it."""
+        self.run([i for i, names in enumerate(self.sources) if not names and self.is_stale(i)], {})
 
     def run(self, steps: list[int], given: Mapping[int, np.ndarray]) -> None:
         if steps:
@@ -72,11 +77,11 @@ class Weights:
         """Make everything that a run reads current; MissingParamError names the params that are not there."""
         if self.store.generation == self._seen:
             return
+        self.run_constants()
         stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
-        self.run([i for i in stale if not self.sources[i]], {})  # from constants alone
         if missing := self.missing():
             raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
-        self.run([i for i in stale if self.sources[i]], {})
+        self.run(stale, {})
         self._seen = self.store.generation
 
 
