@@ -1,12 +1,12 @@
-"""Prefill and decoding of the Qwen3-0.6B shape, random weights: rlx, llama.cpp and OpenVINO, every engine in a process of its own.
+"""Prefill and decoding of the Qwen3-0.6B shape, random weights: rlx, llama.cpp and OpenVINO, each in a process of its own.
 
-    python benchmarks/generation.py [--threads 2] [--formats f32 bf16 q8_0 q4_k] [--context 128] [--steps 16] [--rounds 7] [--write]
+    python benchmarks/generation.py [--threads 2] [--formats f32 bf16 q8_0 q4_k] [--context 128] [--rounds 7] [--write]
 
-In each round the engines take turns: the state is emptied, the prompt goes through (prefill), then `steps` tokens are decoded one
-by one; the others wait on a pipe meanwhile, so that no idle worker spins. Times are medians over rounds (prefill) and over all
-steps (decode), wall clock around the public call, Python included. The read rate is that of generated code that only reads, on as
-many threads, in the same rounds; the multiply-add rate likewise. Decoding counts the stored bytes of every matrix once, and the keys
-and values. Files are made once, in --folder (5 GB); peers that are not installed are left out and named.
+In each round the engines take turns: the state is emptied, the prompt goes through (prefill), then `steps` tokens are decoded
+one by one; the others wait on a pipe meanwhile, so that no idle worker spins. Times are medians over rounds (prefill) and over
+all steps (decode), wall clock around the public call, Python included. The read rate is that of generated code that only reads,
+on as many threads, in the same rounds; the multiply-add rate likewise. Decoding counts the stored bytes of every matrix once,
+and the keys and values. Files are made once, in --folder (5 GB); peers that are not installed are left out and named.
 """
 
 from __future__ import annotations
@@ -237,8 +237,9 @@ def main() -> None:
     packages = {"llama.cpp": "llama-cpp-python", "OpenVINO": "openvino", "rlx": "llvmlite"}
     about = header(*(packages[e] for e in engines))
     about += "".join(f"; {e} is not installed" for e in args.engines if e not in engines)
-    heads = "format | engine | decode, tokens/s | of read rate | rlx is faster by | prefill, ms | of peak | rlx is faster by | logits differ"
-    head = [f"| {heads} |", "|" + " --- |" * (heads.count("|") + 1)]
+    heads = ["format", "engine", "decode, tokens/s", "of read rate", "rlx is faster by", "prefill, ms", "of peak"]
+    heads += ["rlx is faster by", "logits differ"]
+    head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     print(about, *head, sep="\n", flush=True)
     lines = [line for form in args.formats for line in compare(form, engines, args)]
     if args.write:
