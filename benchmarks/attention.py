@@ -108,7 +108,7 @@ def rlx_call(case: Case, threads: int) -> tuple[Call, np.ndarray, list[np.ndarra
     at = () if case.start is None else (g.input("start", (), "i32"),)
     g.set_outputs([rlx.attention(q, k, v, *at, mask=case.mask, positioned=bool(at)) for k, v in caches])
     compiled = rlx.Session(rlx.Device.CPU).compile(g, rlx.CompileOptions(threads=threads))
-    views = [compiled.input_view(x.name) for x in g.inputs]
+    views = [compiled.input_view(str(x.name)) for x in g.inputs]
     for view, x in zip(views, [arrays[0], *arrays[1:] * case.copies, *(np.array(case.start, np.int32) for _ in at)], strict=True):
         view[...] = x
     compiled.run_slots(views)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +208,22 @@ def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray
     return out
 
 
+def attention_parts(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> Any:
+    """The keys of each part alone, by a mask; and scipy's logsumexp, but that infinity less infinity is no number."""
+    outs, logs = [], []
+    for part in range(attrs.parts):
+        own = np.arange(k.shape[2]) // 128 % attrs.parts == part
+        keep = np.broadcast_to(own if attrs.mask != "custom" else own & operands[0], (*q.shape[:3], k.shape[2]))
+        if attrs.positioned:
+            keep = keep & (np.arange(k.shape[2]) <= operands[-1] + np.arange(q.shape[2])[:, None])
+        scores = np.einsum("bhqd,bhkd->bhqk", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) * q.shape[3] ** -0.5
+        scores = np.where(keep, np.tanh(scores / attrs.cap) * attrs.cap if attrs.cap else scores, -np.inf)
+        logs.append(np.where(np.isposinf(scores).any(-1), np.nan, scipy.special.logsumexp(scores, axis=-1)))
+        plain = types.SimpleNamespace(mask="custom", positioned=False, cap=attrs.cap, scale=0.0)
+        outs.append(attention(case, plain, q, k, v, keep))
+    return np.stack(outs), np.stack(logs)
+
+
 def rope(case: Any, attrs: Any, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Pair by pair, each turned by a 2 × 2 matrix; angles are products of f32 numbers, as in the models."""
     width = x.shape[-1]
@@ -385,7 +402,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "clip": torch_(lambda a, x: torch.clamp(x, a.low, a.high)), "log1p": plain(torch.log1p), "expm1": plain(torch.expm1),
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
-    "attention": attention, "rope": rope, "dequantize": dequantize, "pack_quant": pack_quant, "dequant_matmul": dequant_matmul,
+    "attention": attention, "attention_parts": attention_parts,
+    "rope": rope, "dequantize": dequantize, "pack_quant": pack_quant, "dequant_matmul": dequant_matmul,
     "threshold": threshold, "random_bits": random_numbers(lambda bits: bits),
     "random_uniform": random_numbers(lambda bits: (bits >> 8) / 2**24), "gumbel": random_numbers(gumbel),
 }  # fmt: skip

@@ -484,6 +484,33 @@ def test_every_device_agrees_on_a_cache(device, mask):
             run({"q": q, "k": k, "v": v, "start": np.array(bad, np.int32)})
 
 
+@pytest.mark.parametrize("narrow", ["f32", "f16"])
+@pytest.mark.parametrize(("batch", "key_heads", "rows", "capacity", "threads", "parts"), [
+    (1, 1, 1, 2100, 2, 2), (1, 8, 1, 4096, 16, 2), (2, 1, 5, 1600, 7, 3), (1, 3, 1, 1024, 2, 2), (1, 2, 1, 4096, 64, 8),
+    (1, 2, 1, 1000, 64, 1), (1, 2, 1, 4096, 2, 1), (1, 2, 9, 4096, 64, 1),
+])  # fmt: skip
+def test_a_long_cache_is_read_in_parts_where_threads_would_be_idle(batch, key_heads, rows, capacity, threads, parts, narrow):
+    """At every length, whole parts without a key among them; a hidden key adds nothing."""
+    q, k, v = operands(batch, 2 * key_heads, key_heads, rows, capacity, 24)
+    k, v = (x.astype(as_dtype(narrow).numpy) for x in (k, v))
+    g = Graph("cache")
+    made = [g.input(n, x.shape, as_dtype(x.dtype)) for n, x in (("q", q), ("k", k), ("v", v))]
+    window = {"mask": "sliding_window", "window": 700} if rows == 5 else {"mask": "causal"}
+    g.set_outputs([ops.attention(*made, g.input("start", (batch,), "i32"), positioned=True, **window)])
+    compiled = rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=threads))
+    found = [s.kernel.body[0].attrs for s in compiled.program().steps if isinstance(s.kernel.body[0], Native)]
+    assert [getattr(a, "parts", 1) for a in found] == [parts]
+    for start in (0, 127, 128, 600, capacity - rows):
+        starts = np.array([start, 5][:batch], np.int32)
+        bad_k, bad_v = k.copy(), v.copy()
+        for b, at in enumerate(starts):
+            bad_k[b, :, at + rows :] = bad_v[b, :, at + rows :] = np.nan
+        got = compiled.run({"q": q, "k": bad_k, "v": bad_v, "start": starts})[0]
+        check(got, in_cache(q, k, v, starts, **window))
+    with pytest.raises(IndexRangeError):
+        compiled.run({"q": q, "k": k, "v": v, "start": np.full(batch, capacity, np.int32)})
+
+
 def test_claim_of_positioned_attention():
     g = Graph("g")
     q, start = g.input("q", (1, 2, 3, 4), "f32"), g.input("s", (), "i32")

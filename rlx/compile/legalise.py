@@ -93,6 +93,9 @@ def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
         how, why = decide(results[0].node, target)
         if how == "refused":
             raise CompileError(f"graph {graph.name!r}: {where(results[0].node)} cannot be compiled for {target.name}: {why}")
+        split = target.splits.get(node.op.name) if how == "native" else None
+        if split and (made := split(results[0].node)) is not None:
+            return expand(results[0].node, new, made)
         return expand(results[0].node, new) if how == "decomposed" else results
 
     for leaf in graph.leaves():
@@ -129,13 +132,15 @@ def decisions(graph: Graph, target: Target) -> tuple[Decision, ...]:
     return tuple(Decision(node, *decide(node, target)) for node in graph.nodes() if node.op.kind is not Kind.LEAF)
 
 
-def expand(node: Node, new: NewNode) -> tuple[Value, ...]:
-    """Results of a composite's decomposition, each node of which went through `new` as in Graph.rebuild.
+def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
+    """Results of a composite's decomposition, or of what was `made` in its place, each node of which went through `new` as in
+    Graph.rebuild.
 
     The nodes carry the source line of the composite; the one that gives its result carries its name.
     """
-    assert node.op.decompose is not None
-    made = node.op.decompose(node.attrs, *node.inputs)
+    if made is None:
+        assert node.op.decompose is not None
+        made = node.op.decompose(node.attrs, *node.inputs)
     inside = Graph(node.op.name)
     inside.inputs = [v for n in dict.fromkeys(v.node for v in node.inputs) for v in n.results]
     inside.outputs = list(made) if isinstance(made, tuple) else [made]

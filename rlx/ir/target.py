@@ -17,6 +17,7 @@ class Target:
     `dtypes`: names it stores and computes. `natives`: op name -> claim(node) giving None where the backend has a kernel
     of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
+    `splits`: op name -> split(node): a claimed node in smaller ops, where those are more work at once for `threads`; or None.
     `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed), and how many of its rows
     lie interleaved where their number allows it.
     """
@@ -30,4 +31,5 @@ class Target:
     level: str = "kernel"  # "graph": takes the legalised graph whole
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
+    splits: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     panel: Callable[[str], tuple[int, int]] = field(default=lambda dtype: (0, 1), compare=False)

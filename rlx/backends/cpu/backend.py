@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,9 @@ class CpuBackend:
         """Facts of this process's CPU. DeviceUnavailableError: `index` is not 0."""
         if index:
             raise DeviceUnavailableError(f"there is no cpu:{index}; all CPUs of this process are cpu:0 (threads=n takes some)")
-        return replace(host_target(threads), natives=NATIVES, packs={"dequant_matmul": _packed_weights})
+        host = host_target(threads)
+        splits = {"attention": partial(_attention_in_parts, host.threads)}
+        return replace(host, natives=NATIVES, packs={"dequant_matmul": _packed_weights}, splits=splits)
 
     def compile(self, program: Program) -> CpuArtifact:
         """Object code of every distinct kernel, made once in this process.
@@ -87,6 +89,12 @@ def _claim_attention(node: Node) -> str | None:
     return attention.claim(node)
 
 
+def _attention_in_parts(threads: int, node: Node) -> Value | None:
+    from rlx.backends.cpu.kernels import attention
+
+    return attention.split(node, threads)
+
+
 def _claim_dequant_matmul(node: Node) -> str | None:
     from rlx.backends.cpu.kernels import quant
 
@@ -99,4 +107,4 @@ def _packed_weights(node: Node) -> Value:
     return quant.packs(node)
 
 
-NATIVES = {"attention": _claim_attention, "dequant_matmul": _claim_dequant_matmul}
+NATIVES = {"attention": _claim_attention, "attention_parts": _claim_attention, "dequant_matmul": _claim_dequant_matmul}

@@ -9,16 +9,17 @@ import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.dtype import bf16, bool_, f16
-from rlx.ir.graph import constant
+from rlx.ir.graph import Node, Value, constant
 from rlx.ir.op import Attrs, Kind, Sample, attribute_types, op
 from rlx.ir.ops.contract import matmul
-from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, logical_and, sin, tanh, where
+from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, log, logical_and, sin, tanh, where
 from rlx.ir.ops.index import check_range, concat, gather, iota
 from rlx.ir.ops.reduce import any, max, sum
 from rlx.ir.ops.rules import divide, integer, same_dtype, widened
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
+PART_KEYS = 128  # a block of keys, of which a part of a split attention has whole ones
 MASKS = ("none", "causal", "sliding_window", "custom", "bias")
 
 
@@ -89,6 +90,19 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, *opera
     return q.with_dims((*q.dims[:3], v.dims[3]))
 
 
+class PartsAttrs(AttentionAttrs):
+    """Part i has the keys whose block of PART_KEYS, counted from key 0, is i modulo `parts`."""
+
+    parts: int = 2
+
+
+def _parts_shape(attrs: PartsAttrs, q: Shape, *others: Shape) -> tuple[Shape, Shape]:
+    if attrs.parts < 1:
+        raise AttributeValueError(f"parts is at least 1, got {attrs.parts}")
+    out = _attention_shape(attrs, q, *others)
+    return out.with_dims((attrs.parts, *out.dims)), out.with_dims((attrs.parts, *out.dims[:3]))
+
+
 def _scale(attrs: AttentionAttrs, width: int) -> float:
     return attrs.scale or 1 / math.sqrt(width or 1)
 
@@ -107,7 +121,8 @@ def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) 
     return None if start is None else less_equal(key, max(last, axis=2, keepdims=True))
 
 
-def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
+def _scored(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+    """Masked scores [batch, heads, queries, keys], and v in q's dtype without what no query sees."""
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
     mask, start = attrs.split(operands)
@@ -123,13 +138,46 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) ->
     scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
     scores = tanh(scores * (1 / attrs.cap)) * attrs.cap if attrs.cap else scores
     scores = scores + mask if attrs.mask == "bias" else scores
-    scores = scores if seen is None else where(seen, scores, -math.inf)
-    top = max(scores, axis=-1, keepdims=True)
-    e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # a row of -inf alone gives e = 0, not NaN
-    total = sum(e, axis=-1, keepdims=True)
-    weights = e / where(equal(total, 0.0), 1.0, total)
-    out = matmul(weights.reshape((batch, shared, together, keys)), v)
-    return out.reshape((batch, heads, queries, v.shape.static[3]))
+    return scores if seen is None else where(seen, scores, -math.inf), v
+
+
+def _weights(scores: Any, axis: int = -1) -> tuple[Any, Any]:
+    """(softmax of scores, zeros where all are -inf; log of the sum of their exponentials, with a dim of 1)."""
+    top = max(scores, axis=axis, keepdims=True)
+    e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # -inf alone gives e = 0, not NaN
+    total = sum(e, axis=axis, keepdims=True)
+    return e / where(equal(total, 0.0), 1.0, total), top + log(total)
+
+
+def _weighted(weights: Any, v: Any) -> Any:
+    (batch, heads, queries, keys), (_, shared, _, width) = weights.shape.static, v.shape.static
+    together = heads // shared * queries if shared else 0
+    return matmul(weights.reshape((batch, shared, together, keys)), v).reshape((batch, heads, queries, width))
+
+
+def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
+    scores, v = _scored(attrs, q, k, v, *operands)
+    return _weighted(_weights(scores)[0], v)
+
+
+def _parts_of_keys(parts: int, keys: int) -> list[np.ndarray]:
+    """bool [keys] of each part: its keys."""
+    return [np.arange(keys) // PART_KEYS % parts == part for part in range(parts)]
+
+
+def _parts(attrs: PartsAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+    scores, v = _scored(attrs, q, k, v, *operands)
+    found = [_weights(where(constant(own), scores, -math.inf)) for own in _parts_of_keys(attrs.parts, k.shape.static[2])]
+    outs, logs = [_weighted(w, v) for w, _ in found], [x for _, x in found]
+    dims = outs[0].shape.static
+    return concat([x.reshape((1, *dims)) for x in outs], axis=0), concat([x.reshape((1, *dims[:3])) for x in logs], axis=0)
+
+
+def in_parts(node: Node, parts: int) -> Value:
+    """An attention as attention_parts and what puts them together: it gives more tasks, each of which reads fewer keys."""
+    attrs = {name: getattr(node.attrs, name) for name in attribute_types(AttentionAttrs)}
+    outs, logs = attention_parts(*node.inputs, parts=parts, **attrs)
+    return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0)
 
 
 def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
@@ -163,7 +211,8 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
     return p.final(attention(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
 
 
-def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
+def _scored_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> Any:
+    """Masked scores, and v for every query head without what no query sees."""
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) * _scale(attrs, q.shape[3])
@@ -183,11 +232,25 @@ def _attention_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.
         scores = scores + mask
     elif attrs.mask == "custom":
         there = there & np.asarray(mask)
-    scores = np.where(there, scores, -np.inf)
+    return np.where(there, scores, -np.inf), v
+
+
+def _softmax_array(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(values by the softmax of scores, log of the sum of their exponentials)."""
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(scores - np.where(top == -np.inf, 0, top))
     total = np.sum(e, axis=-1, keepdims=True)
-    return np.einsum("bhqk,bhkd->bhqd", e / np.where(total == 0, 1, total), v)
+    return np.einsum("bhqk,bhkd->bhqd", e / np.where(total == 0, 1, total), v), (top + np.log(total))[..., 0]
+
+
+def _attention_array(attrs: AttentionAttrs, *operands: np.ndarray) -> np.ndarray:
+    return _softmax_array(*_scored_array(attrs, *operands))[0]
+
+
+def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, ...]:
+    scores, v = _scored_array(attrs, *operands)
+    every = (_softmax_array(np.where(own, scores, -np.inf), v) for own in _parts_of_keys(attrs.parts, v.shape[2]))
+    return tuple(map(np.stack, zip(*every)))
 
 
 QKV = ((2, 4, 5, 8),) * 3
@@ -220,6 +283,19 @@ attention = op(
     "as many consecutive query heads, and may be f16 or bf16 beside any q, whose dtype is that of the result. A row that may "
     "attend to nothing is zeros. `positioned`: the last operand, start, is the position of the first query, [] or [batch]; k "
     "and v may be a whole cache, of which nothing past the last query counts. A query past the last key is an IndexRangeError.",
+)  # fmt: skip
+
+
+LONG = ((1, 2, 1, 4), (1, 1, 300, 4), (1, 1, 300, 4))
+attention_parts = op(
+    "attention_parts", kind=Kind.COMPOSITE, infer=_parts_shape, attrs=PartsAttrs, arity=(3, 5), roles="xxxxi",
+    reference=_parts_array, decompose=widened(_parts),
+    samples=(
+        Sample(LONG, {"cap": 2.0}), Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3}, low=0, high=290,
+        dtypes=("f32", "f16", "f16", "i32")), Sample((*LONG, (300,)), {"mask": "custom"}, dtypes=("f32", "f32", "f32", "bool")),
+    ),
+    doc="attention over parts of the keys: [parts, batch, heads, sequence, head_dim], zeros where a part has no visible key, and "
+    "the log of the sum of exp(scores) of each, [parts, batch, heads, sequence], by which they are put together.",
 )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ out at run time, so time is that of the keys that are seen, not of the capacity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
@@ -23,9 +25,9 @@ from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
 from rlx.ir.dtype import DType, f32
-from rlx.ir.graph import Node
+from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, View
-from rlx.ir.ops.attention import AttentionAttrs
+from rlx.ir.ops.attention import PART_KEYS, AttentionAttrs, PartsAttrs, in_parts
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.target import Target
 
@@ -38,6 +40,8 @@ TURN = 8  # side of the squares that are turned: sixteen would take as long and 
 FEW_ROWS = 128  # from here on a last block of rows that is half empty is not worth lower blocks
 GRAIN = 1 << 18  # multiply-adds below which a task is not worth handing over
 TASKS_PER_THREAD = 4
+MOST_PARTS = 16  # of the keys of one head, and
+LEAST_KEYS = 512  # how many keys a part must be able to have
 
 
 def claim(node: Node) -> str | None:
@@ -54,6 +58,16 @@ def claim(node: Node) -> str | None:
     if mask is not None and mask.dtype.name not in (*DTYPES, "bool"):
         return f"fused attention takes a mask of {', '.join(DTYPES)} or bool, not {mask.dtype.name}"
     return None
+
+
+def split(node: Node, threads: int) -> Value | None:
+    """A decoding step in as many parts of the keys as keep `threads` busy; None where that does not save a fifth of the time."""
+    (batch, _, rows, _), (_, key_heads, keys, _) = (v.shape.static for v in node.inputs[:2])
+    if rows > NARROW_ROWS or node.inputs[0].dtype != f32:
+        return None
+    least = {n: -(-batch * key_heads * n // threads) / n for n in range(1, min(MOST_PARTS, keys // LEAST_KEYS) + 1)}
+    parts = min(least, key=lambda n: (least[n], n), default=1)
+    return in_parts(node, parts) if parts > 1 and least[parts] <= 0.8 * least[1] else None
 
 
 def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
@@ -107,8 +121,14 @@ class _Attention(Module):
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
         self.limits = partial(axis_limits, kernel, native)
         self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
-        self.o = _tensor(kernel, native.outputs[0])
         assert isinstance(native.attrs, AttentionAttrs)
+        self.parts, (out, *logs) = 1, native.outputs
+        if isinstance(native.attrs, PartsAttrs):
+            self.parts, nbytes = native.attrs.parts, out.buffer.dtype.itemsize
+            self.part_bytes = out.strides[0] * nbytes, logs[0].strides[0] * nbytes
+            out = replace(out, dims=out.dims[1:], strides=out.strides[1:])
+            logs = [replace(x, dims=(*x.dims[1:], 1), strides=(*x.strides[1:], 0)) for x in logs]
+        self.o, self.logs = _tensor(kernel, out), [_tensor(kernel, x) for x in logs]
         self.mask = mask_of(native.attrs, self.keys)
         self.m, self.start = (v and _tensor(kernel, v) for v in native.attrs.split(native.inputs[3:]))
         self.scale, self.cap = native.attrs.scale or self.size**-0.5, native.attrs.cap
@@ -129,9 +149,9 @@ class _Attention(Module):
         most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
-        self.key_block = NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
+        self.key_block = PART_KEYS if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are made f32 once for a block of rows
-        self.once = self.keys <= self.key_block and not self.narrow  # all keys in one block: nothing is carried
+        self.once = self.keys <= self.key_block and not self.narrow and self.parts == 1  # one block: nothing is carried
         self._lay_out_scratch()
 
     def _lay_out_scratch(self) -> None:
@@ -154,30 +174,35 @@ class _Attention(Module):
 
     def written(self, symbol: str) -> Rendered:
         """A task is a range of items, each a block of rows of one query head (narrow: of the heads that share a key head)."""
-        items = self.batch * self.heads // self.shared * self.blocks
-        work = items * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
+        items = self.parts * self.batch * self.heads // self.shared * self.blocks
+        work = items // self.parts * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
         tasks = max(1, min(items, max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN)))
         tasks = 0 if 0 in (items, self.rows, self.width) else tasks
         e = Emitter()
         if tasks:
-            batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
+            *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
             asked = (not self.narrow and some) or e.i64(self.rows)
             _, blocks = divided(e, e.bin("add", asked, self.tall - 1), self.tall)
             items = e.bin("mul", e.bin("mul", batches or e.i64(self.batch), self.heads // self.shared), blocks)
+            items = e.bin("mul", items, self.parts)
             start, stop = share(e, TASK, items, tasks)
             with e.loop(start, stop) as item:
-                block, rest = divided(e, item.index, blocks)
+                part, rest = divided(e, item.index, self.parts)
+                block, rest = divided(e, rest, blocks)
                 head, batch = divided(e, rest, self.heads // self.shared)
                 head = e.bin("mul", head, e.i64(self.shared))
                 _, key_head = divided(e, head, self.group)
                 row0 = e.bin("mul", block, e.i64(self.tall))
                 q, o = (t.at(e, batch, head, row0) for t in (self.q, self.o))
+                logs = [t.at(e, batch, head, row0) for t in self.logs]
+                if logs:
+                    o, logs[0] = (step(e, at, part, nbytes) for at, nbytes in zip((o, *logs), self.part_bytes))
                 k, v = (t.at(e, batch, key_head) for t in (self.k, self.v))
                 m = self.m.at(e, batch, head, row0) if self.m else V("null", "ptr")
                 first = self._first_position(e, batch)
                 end = e.bin("add", first, self.rows) if self.start else e.i64(self.keys)
                 rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", asked, row0))
-                self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end)
+                self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end, part, logs)
         return self.rendered(e, symbol, tasks)
 
     def _first_position(self, e: Emitter, batch: V) -> V:
@@ -193,7 +218,9 @@ class _Attention(Module):
             e.store_atomic(V(str(INDEX_OUT_OF_RANGE), "i32"), STATUS, "monotonic")
         return inside
 
-    def _block(self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V, rows: V, end: V) -> None:
+    def _block(
+        self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V, rows: V, end: V, part: V, logs: list[V]
+    ) -> None:
         """`rows` rows of one query head, or all rows of the heads that share a key head; the first stands at key row0, and no
         row sees key `end`. Pointers are to the first row, k and v to key 0."""
         query, scores, mask, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
@@ -207,9 +234,7 @@ class _Attention(Module):
         if not self.once:
             self._cleared(e, stats, totals, sums)
         low, high = self._seen_keys(e, m, row0, rows, end)
-        with e.loop(low, high, self.key_block, nonempty=True) as at:
-            key0 = at.index
-            stop = e.intrinsic("smin", e.bin("add", key0, e.i64(self.key_block)), high)
+        with self._key_blocks(e, low, high, part) as (key0, stop):
             keys = e.bin("sub", stop, key0)
             near_k, near_v = self._staged(e, k, v, key0, stop, end) if self.staged else (k, v)
             self._scored(e, near_k, query, scores, key0, stop, end)
@@ -230,6 +255,24 @@ class _Attention(Module):
             first = e.bin("mul", head.index, e.i64(self.rows))
             own = self.sums.at(e, sums, first), step(e, totals, first, F32), self.o.head(e, o, head.index), rows
             self.call(e, "finish", finish, *own)
+            for t, at in zip(self.logs, logs):
+                body = partial(parts.logs_function, to=t.layout)
+                self.call(e, "logs", body, step(e, stats, first, F32), own[1], t.head(e, at, head.index), rows)
+
+    @contextmanager
+    def _key_blocks(self, e: Emitter, low: V, high: V, part: V) -> Iterator[tuple[V, V]]:
+        """The loop over blocks of keys, of one part if there are some: (first key, one past the last)."""
+        size = self.key_block
+        if self.parts == 1:
+            with e.loop(low, high, size, nonempty=True) as at:
+                yield at.index, e.intrinsic("smin", e.bin("add", at.index, size), high)
+            return
+        block, stop = e.bin("udiv", low, size), e.bin("udiv", e.bin("add", high, size - 1), size)
+        ahead = e.bin("sub", e.bin("add", part, self.parts), e.bin("urem", block, self.parts))
+        first = e.bin("add", block, e.bin("urem", ahead, self.parts))
+        with e.loop(first, stop, self.parts) as at:
+            key0 = e.bin("mul", at.index, size)
+            yield e.intrinsic("smax", key0, low), e.intrinsic("smin", e.bin("add", key0, size), high)
 
     def _turned(
         self, e: Emitter, start: V, out: V, rows: V, first: V, stop: V, columns: int, t: Tensor, scale: float = 1.0

@@ -12,7 +12,7 @@ from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.tile import Layout, halves, lane_mask, load_line
-from rlx.backends.cpu.math import EXP, LN2, LOG2_E, SHIFT, polynomial, tanh
+from rlx.backends.cpu.math import EXP, LN2, LOG2_E, SHIFT, log, polynomial, tanh
 from rlx.ir.dtype import f32
 
 F32 = 4  # bytes
@@ -244,6 +244,13 @@ def finish_function(
         for c in range(0, columns, lanes):
             value = e.bin("fmul", e.load(share.ty, source.at(e, row, 0, c), F32), share)
             store_line(e, value, to.at(e, line, 0, c), to, min(lanes, columns - c))
+
+
+def logs_function(e: Emitter, tops: V, totals: V, out: V, rows: V, to: Layout) -> None:
+    """out[row] = log of the sum of exp(scores): -inf for a row that saw no key."""
+    with e.loop(0, rows) as at:
+        top, total = (e.load("float", step(e, x, at.index, F32), F32) for x in (tops, totals))
+        e.store(alu.to_memory(e, e.bin("fadd", top, log(e, total)), to.dtype), to.at(e, out, at.index), to.dtype.itemsize)
 
 
 def store_line(e: Emitter, value: V, at: V, to: Layout, count: int) -> None:
