@@ -22,7 +22,7 @@ from rlx.ir.target import Target
 
 GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
-NATIVES = {op: attention.render for op in ("attention", "attention_parts")} | {"dequant_matmul": quant.render}  # as backend.py claims
+NATIVES = {"attention": attention.render, "attention_parts": attention.render, "dequant_matmul": quant.render}  # see backend.py
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
 Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
