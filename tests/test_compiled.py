@@ -304,10 +304,9 @@ def test_feeds_move_outputs_into_state(session: rlx.Session) -> None:
     got = compiled.run_feed_gpu_handle({"x": np.ones(3, F)}, "h", 1)
     np.testing.assert_array_equal(got, [1, 1, 1])
     np.testing.assert_array_equal(compiled.read_handle("h"), [1, 1, 1])
-    with pytest.raises(UnknownNameError):
-        compiled.set_gpu_handle_feed("g", 0)
-    with pytest.raises(UnknownNameError):
-        compiled.set_gpu_handle_feed("h", 2)
+    for handle, output in (("g", 0), ("g", None), ("h", 2), ("h", True), ("h", -1)):
+        with pytest.raises(UnknownNameError, match="no (handle|output)"):
+            compiled.set_gpu_handle_feed(handle, output)
 
 
 def test_snapshots_restore_state(session: rlx.Session) -> None:

@@ -29,7 +29,7 @@ from rlx.errors import (
     known,
 )
 from rlx.ir.dtype import DType
-from rlx.ir.program import Program
+from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, fits, from_bytes
 from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
@@ -247,6 +247,7 @@ class CompiledGraph:
 
     def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> None:
         """After each run `handle` takes the value of that output, on the device. None ends the feed."""
+        self._handle(handle)
         feed = None if output_index is None else self._feed_of(handle, output_index)
         self._drain()  # queued runs are to feed what they fed
         self._feeds = {name: f for name, f in {**self._feeds, handle: feed}.items() if f is not None}
@@ -409,18 +410,20 @@ class CompiledGraph:
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
         """The buffers of a handle, and of the output that is to feed it."""
-        decl = self._handles.get(handle)
-        if decl is None:
-            raise UnknownNameError(f"no handle is called {handle!r}; there are {known(self._handles)}")
-        shape = self._program.outputs[self._output_index(output)].shape
+        decl, shape = self._handle(handle), self._program.outputs[self._output_index(output)].shape
         if shape != decl.shape:
             raise InputShapeError(f"handle {handle!r} is {decl.shape}, output {output} is {shape}: it cannot feed it")
         if any(decl.id in s.writes for s in (*self._program.steps, *self._program.commit)):
             raise DuplicateNameError(f"handle {handle!r} is assigned in the graph; a feed would overwrite that")
         return decl.id, self._program.outputs[output].buffer
 
+    def _handle(self, name: str) -> BufferDecl:
+        if name not in self._handles:
+            raise UnknownNameError(f"no handle is called {name!r}; there are {known(self._handles)}")
+        return self._handles[name]
+
     def _output_index(self, index: int) -> int:
-        if not isinstance(index, int) or not 0 <= index < len(self._program.outputs):
+        if type(index) is not int or not 0 <= index < len(self._program.outputs):
             names = [o.name for o in self._program.outputs]
             raise UnknownNameError(f"no output {index!r}; there are {len(names)}: {', '.join(map(repr, names))}")
         return index
