@@ -181,8 +181,9 @@ class _Attention(Module):
         e = Emitter()
         if tasks:
             *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
-            asked = (not self.narrow and some) or e.i64(self.rows)
-            _, blocks = divided(e, e.bin("add", asked, self.tall - 1), self.tall)
+            asked, blocks = e.i64(self.rows), self.blocks
+            if some and not self.narrow:
+                asked, (_, blocks) = some, divided(e, e.bin("add", some, self.tall - 1), self.tall)
             items = e.bin("mul", e.bin("mul", batches or e.i64(self.batch), self.heads // self.shared), blocks)
             items = e.bin("mul", items, self.parts)
             start, stop = share(e, TASK, items, tasks)
