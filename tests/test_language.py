@@ -13,8 +13,9 @@ import pytest
 import small_models
 from small_models import FAMILIES, VOCAB, greedy, logits, make, write_gguf
 
-from rlx.errors import CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError
+from rlx.errors import CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported
 from rlx.frontends.checkpoint import Checkpoint
+from rlx.frontends.gguf import read_gguf
 from rlx.frontends.language import LADDER, LanguageModel, load
 from rlx.frontends.models import families
 from rlx.frontends.models.llama import build
@@ -435,6 +436,80 @@ def test_other_gguf_architectures(tmp_path):
     writer.close()
     with pytest.raises(ModelError, match="general.architecture 'mamba' is not supported; supported: 'gemma'"):
         load(tmp_path / "x.gguf")
+
+
+def small_gguf(path: Path, **metadata) -> Path:
+    """A Llama of one layer; `metadata`: value, or None to leave a key out, by key with "__" for a dot."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
+    heads = {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    for key, value in {**sizes, **heads, **{k.replace("__", "."): v for k, v in metadata.items()}}.items():
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        if value is not None:
+            kinds.get(type(value), writer.add_array)(f"llama.{key}", value)
+    matrices = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 32, "ffn_up": 32, "ffn_down": 32}
+    shapes = {"token_embd": (50, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    for name, shape in {**shapes, **{f"blk.0.{n}": (rows, 32) for n, rows in matrices.items()}}.items():
+        writer.add_tensor(f"{name}.weight", np.full(shape, 0.1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"block_count": 0}, "num_hidden_layers must be a positive size"),
+        ({"attention__head_count": 0}, "num_attention_heads must be a positive size"),
+        ({"attention__head_count": [4]}, "num_attention_heads must be a positive size"),
+        ({"attention__head_count": "4"}, "num_attention_heads must be a positive size"),
+        ({"embedding_length": None}, "hidden_size must be a positive size"),
+        ({"attention__layer_norm_rms_epsilon": [1e-5]}, "rms_norm_eps must be a number"),
+        ({"rope__freq_base": 0.0}, "with base 0.0 cannot be turned"), ({"rope__dimension_count": 3}, "3 of 8 elements"),
+        ({"rope__scaling__type": [1, 2]}, "rope_type .* is not supported"),
+        ({"rope__scaling__type": ["yarn"]}, "rope_type .* is not supported"),
+        ({"rope__scaling__type": "longrope"}, "short_factor must be 4 positive numbers"),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 0.0}, "scaling by 0.0"),
+        ({"rope__scale_linear": 4.0}, "llama.rope.scale_linear = 4.0 is not supported"),
+        ({"rope__scaling__attn_factor": 0.5}, "attn_factor = 0.5 is not"), ({"expert_count": 8}, "expert_count = 8 is not"),
+        ({"expert_count": [8, 8]}, "expert_count = .* is not"), ({"attention__causal": False}, "causal = False is not"),
+        ({"attention__value_length": 4}, "value_length = 4 is not"), ({"logit_scale": 2.0}, "logit_scale = 2.0 is not"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_gguf_metadata(tmp_path, metadata, message):
+    assert load(small_gguf(tmp_path / "sound.gguf", attention__causal=True, rope__scale_linear=1.0)).step([1]).shape == (1, 50)
+    with pytest.raises(ModelError, match=message):
+        load(small_gguf(tmp_path / "wrong.gguf", **metadata))
+
+
+def test_a_thousand_damaged_language_models(tmp_path):
+    """Each gives an error of ours, or a model whose graph can be built and that has room for no more than is usual."""
+    path = small_gguf(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    head = len(data) - sum(t.data.nbytes for t in read_gguf(path).tensors.values())
+    rng, refused = random.Random(5), 0
+    for _ in range(1000):
+        damaged = bytearray(data)
+        at = rng.randrange(24, head - 8)
+        if rng.random() < 0.3:
+            damaged[at : at + 4] = rng.choice([0, 1, 3, 2**31 - 1, 2**32 - 1]).to_bytes(4, "little")
+        else:
+            damaged[at] = rng.choice([0, 255, damaged[at] ^ 1 << rng.randrange(8), rng.randrange(256)])
+        path = tmp_path / "damaged.gguf"
+        path.unlink(missing_ok=True)  # an older mapping keeps its own file
+        path.write_bytes(damaged)
+        try:
+            model = load(path)
+        except (ModelError, Unsupported):
+            refused += 1
+        else:
+            assert model.graph(1).params and model.capacity <= 4096
+    assert refused > 700
 
 
 def test_text_and_back(tmp_path):
