@@ -5,8 +5,10 @@
 In each round the engines take turns: the state is emptied, the prompt goes through (prefill), then `steps` tokens are decoded
 one by one; the others wait on a pipe meanwhile, so that no idle worker spins. Times are medians over rounds (prefill) and over
 all steps (decode), wall clock around the public call, Python included. The read rate is that of generated code that only reads,
-on as many threads, in the same rounds; the multiply-add rate likewise. Decoding counts the stored bytes of every matrix once,
-and the keys and values. Files are made once, in --folder (5 GB); peers that are not installed are left out and named.
+on as many threads, measured just before and just after each engine's turn, since on shared machines it changes from second to
+second: the share is the median over rounds of a turn's rate to the mean of those two. Decoding counts the stored bytes of every
+matrix once, and the keys and values. The multiply-add rate is one core's. Files are made once, in --folder (5 GB); peers that
+are not installed are left out and named.
 """
 
 from __future__ import annotations
@@ -189,15 +191,23 @@ def work(form: str, context: int, steps: int) -> tuple[float, float]:
 def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str]:
     """Table rows of one format."""
     running = {name: Engine(name, form, args) for name in [*engines, "limits"]}
+    limits = running.pop("limits")
+    limits.turn()
     for _ in range(args.rounds):
         for engine in running.values():
             time.sleep(0.05)
             engine.turn()
-    for engine in running.values():
+            limits.turn()
+    for engine in (*running.values(), limits):
         engine.end()
-    limits = running.pop("limits").results
-    read, fma = (statistics.median(r[key] for r in limits) for key in ("read", "fma"))
+    reads = [r["read"] for r in limits.results]
     nbytes, operations = work(form, args.context, args.steps)
+    shares = {}
+    for at, (name, engine) in enumerate(running.items()):
+        turns = range(at, len(reads) - 1, len(running))  # reads[turn] came before it, reads[turn + 1] after
+        rates = [nbytes / statistics.median(r["decode"]) for r in engine.results]
+        shares[name] = statistics.median(rate / (reads[t] + reads[t + 1]) * 2 for rate, t in zip(rates, turns, strict=True))
+    read, fma = statistics.median(reads), statistics.median(r["fma"] for r in limits.results)
     prefill = {n: statistics.median(r["prefill"] for r in e.results) for n, e in running.items()}
     decode = {n: statistics.median(t for r in e.results for t in r["decode"]) for n, e in running.items()}
     ours = np.array(running["rlx"].results[-1]["logits"])
@@ -206,7 +216,7 @@ def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str
         apart = np.abs(np.array(engine.results[-1]["logits"]) - ours).max() / np.abs(ours).max()
         limit = operations / (fma * PEAK[form] * args.threads)
         cells = [
-            form, name, f"{1 / decode[name]:.1f}", f"{nbytes / decode[name] / read:.0%}", f"{decode[name] / decode['rlx']:.2f}",
+            form, name, f"{1 / decode[name]:.1f}", f"{shares[name]:.0%}", f"{decode[name] / decode['rlx']:.2f}",
             f"{prefill[name] * 1e3:.0f}", f"{limit / prefill[name]:.0%}", f"{prefill[name] / prefill['rlx']:.2f}", f"{apart:.0e}",
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
