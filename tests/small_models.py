@@ -47,8 +47,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, folder: Path, seed: int = 0, **more: Any) -> Any:
-    """The network, in evaluation mode, saved to `folder`. Every weight is random, norms and biases too."""
+def make(name: str, folder: Path, seed: int = 0, gain: float = 1.0, **more: Any) -> Any:
+    """The network, in evaluation mode, saved to `folder`. Every weight is random, norms and biases too. `gain`: of what the
+    layers add to the embeddings; at 1 they add so little that many networks repeat one token for ever."""
     import torch
     import transformers
 
@@ -60,8 +61,10 @@ def make(name: str, folder: Path, seed: int = 0, **more: Any) -> Any:
     torch.manual_seed(seed)
     network = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(prefix, prefix + "ForCausalLM"))(config).eval()
     with torch.no_grad():
-        for p in network.parameters():
+        for part, p in network.named_parameters():
             p.copy_(p + 0.1 * torch.randn_like(p) if p.ndim == 1 else 0.7 * p.shape[-1] ** -0.5 * torch.randn_like(p))
+            if gain != 1 and not any(word in part for word in ("embed", "lm_head", "wte", "wpe")):
+                p.copy_(p * gain if p.ndim == 2 else p + gain if "post_feed" in part else p)
     network.save_pretrained(folder)
     return network
 
@@ -74,11 +77,12 @@ def logits(network: Any, tokens: np.ndarray) -> np.ndarray:
         return network(torch.tensor(tokens, dtype=torch.int64)).logits.numpy()
 
 
-def greedy(network: Any, prompt: list[int], steps: int) -> list[int]:
+def greedy(network: Any, prompt: list[int], steps: int, **more: Any) -> list[int]:
     import torch
 
+    how = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
     with torch.inference_mode():
-        out = network.generate(torch.tensor([prompt]), max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = network.generate(torch.tensor([prompt]), **how)
     return out[0, len(prompt) :].tolist()
 
 

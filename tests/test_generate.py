@@ -30,7 +30,8 @@ def generate(model, prompt, **options) -> Generator:
 
 
 class ByteCodec:
-    ends, chat_template, special = (END,), "{% for m in messages %}[{{ m.content }}]{% endfor %}", {}
+    ends, special = (END,), {}
+    chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [*([0] if special else []), *text.encode()]
@@ -79,6 +80,16 @@ def test_an_answer_token_by_token():
     assert model.calls == [7, 1, 1, 1, 1, 1, 1] and model.taken == [0, *b"Say itHello!"]
     assert (answer.stats.prompt_tokens, answer.stats.new_tokens) == (7, 7)
     assert answer.stats.prefill_seconds > 0 and answer.stats.decode_rate > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [(None, {}), (5, {}), ([-1], {}), ([2**40], {}), ([1.0], {}), ([1, "a"], {}), ("a", {"stop": 3}), ("a", {"ends": "ab"}),
+     ("a", {"ends": [1.5]})],
+)  # fmt: skip
+def test_what_is_no_prompt_and_no_end(prompt, options):
+    with pytest.raises(OptionError):
+        Generator(Script("abc"), prompt, **options)
 
 
 def test_limits():
@@ -298,6 +309,8 @@ def test_greedy_answers_are_those_of_transformers(folder, model):
     assert answer.run().tokens == small_models.greedy(network, prompt, 200)
     again = model.generate(prompt, ends=(), max_new_tokens=30)
     assert again.tokens == answer.tokens[:30]
+    penalised = model.generate(prompt, ends=(), max_new_tokens=150, repetition_penalty=1.3).tokens
+    assert penalised == small_models.greedy(network, prompt, 150, repetition_penalty=1.3) and len(set(penalised)) >= 15
     how = {"ends": (), "max_new_tokens": 30, "temperature": 2.0, "top_p": 0.9, "seed": 4}
     assert generate(model, prompt, **how).tokens == generate(model, prompt, **how).tokens != again.tokens
 
