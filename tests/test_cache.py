@@ -108,7 +108,7 @@ def test_ladders():
     assert power_of_two_ladder(3, 20) == (3, 6, 12, 20) and power_of_two_ladder(5, 5) == (5,)
     for wrong in ((0, 4), (5, 4), (1.0, 2), (True, 2)):
         with pytest.raises(OptionError):
-            power_of_two_ladder(*wrong)
+            power_of_two_ladder(*wrong)  # type: ignore[arg-type]
 
 
 def pooled() -> rlx.Graph:
@@ -168,7 +168,7 @@ def test_mistakes_are_named_and_change_nothing(session):
     np.testing.assert_array_equal(buckets.run_padded({"x": x, "b": b})[0], np.full((2, 3, 4), 8))
     for wrong in ((), (8, 4), (0, 4), (4, 4), ("4",)):
         with pytest.raises(OptionError, match="ladder"):
-            rlx.BucketedCompileCache(g, ladder=wrong, session=session)
+            rlx.BucketedCompileCache(g, ladder=wrong, session=session)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="no input of graph 'pooled' has a dim 'len'"):
         rlx.BucketedCompileCache(g, "len", session=session)
 

@@ -119,7 +119,7 @@ def _viewed(node: Node, active: Active, result: Value) -> Active | None:
 def padding(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     """A bound graph whose results do not depend on what lies in rows past the extent. CompileError names the node that cannot
     be had so."""
-    return graph if graph.extent is None or graph.extent.axes is None else Padding(graph, *options.extent or ()).run()
+    return graph if options.extent is None else Padding(graph, *options.extent).run()
 
 
 class Padding(Rows):

@@ -30,7 +30,7 @@ from rlx.errors import (
 )
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import by_name, by_position, fits, from_bytes
+from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes
 from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
@@ -399,12 +399,14 @@ class CompiledGraph:
     def _check_numbers(self) -> None:
         """Checked mode: no NaN in an output or a next state, before any state changes."""
         program = self._program
-        named = [(f"output {o.name!r}", o.buffer) for o in program.outputs]
+        named = [(f"output {o.name!r}", o.buffer, o) for o in program.outputs]
         for step in program.commit:
             source, handle = step.args
-            named.append((f"the next state of handle {program.buffers[handle].name!r}", source))
-        for what, buffer in named:
+            named.append((f"the next state of handle {program.buffers[handle].name!r}", source, None))
+        for what, buffer, output in named:
             array = self._executable.read(buffer)
+            if output is not None and output.active and self._extent is not None:
+                array = filled_rows(array.reshape(output.shape.static), output.active, self._extent[0])
             if program.buffers[buffer].shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
                 raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
 

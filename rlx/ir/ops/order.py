@@ -114,6 +114,14 @@ def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
     return np.flip(total, attrs.axis) if attrs.reverse else total
 
 
+def _cumsum_padded(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
+    """What holds no data adds nothing to what comes behind it."""
+    axis = axis_of(attrs.axis, x.rank)
+    behind = attrs.reverse or any(a.outer > 1 for a in p.along(x, axis))
+    held = p.masked(x, axis, guard=True) if behind else x
+    return p.final(cumsum(held, axis=axis, exclusive=attrs.exclusive, reverse=attrs.reverse)) if p.along(x, axis) else None
+
+
 def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     x, attrs = node.inputs[0], node.attrs
     axis = axis_of(attrs.axis, x.rank)
@@ -128,7 +136,7 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
 cumsum = op(
     "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
     reference=_cumsum_array, kernel=_cumsum_kernel,
-    rows=lambda a, i, axis, x: others(a, i, axis, x) if a.reverse else axis,
+    rows=lambda a, i, axis, x: axis, padded=_cumsum_padded,
     samples=(
         Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
         Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),

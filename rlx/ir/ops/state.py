@@ -6,11 +6,11 @@ compiler writes just those rows, in place (rlx/compile/state.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from ml_dtypes import finfo
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
 from rlx.ir.dtype import DType, as_dtype, i64
@@ -52,7 +52,11 @@ class ValidRowsAttrs(Attrs):
         high = self.fill == "greatest"
         if dtype.kind in "iu":
             return int(np.iinfo(dtype.numpy).max if high else np.iinfo(dtype.numpy).min)
-        return high if dtype.kind == "b" else math.inf if high else -math.inf
+        if dtype.kind == "b":
+            return high
+        end = np.asarray(np.inf).astype(dtype.numpy).item()  # NaN where the dtype has no infinity
+        end = end if end == end else float(finfo(dtype.numpy).max)
+        return end if high else -end
 
 
 class TakeRowsAttrs(Attrs):
