@@ -13,7 +13,16 @@ import pytest
 import small_models
 from small_models import FAMILIES, VOCAB, greedy, logits, make, write_gguf
 
-from rlx.errors import CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported
+from rlx.errors import (
+    BindingError,
+    CorruptFileError,
+    IndexRangeError,
+    InputDTypeError,
+    InputShapeError,
+    ModelError,
+    OptionError,
+    Unsupported,
+)
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.gguf import read_gguf
 from rlx.frontends.language import LADDER, LanguageModel, load
@@ -236,6 +245,21 @@ def test_a_fork_goes_its_own_way(tmp_path):
     assert model.position == 20 and off(first, logits(network, TOKENS[:1, :20])[:, -1]) < CLOSE
 
 
+def test_a_state_of_another_model_changes_nothing(tmp_path):
+    make("llama", tmp_path)
+    model, other = load(tmp_path, capacity=32), load(tmp_path, capacity=64)
+    model.step([1, 2, 3])
+    other.step([4])
+    want = model.handles.fork(1)[0]
+    for store in (other.handles, 3, None):
+        with pytest.raises(BindingError):
+            model.use_handles(store)
+        assert model.position == 3
+    found = model.step([5])
+    model.use_handles(want)
+    assert (model.step([5]) == found).all()
+
+
 def test_memory_is_known_before_and_is_what_is_taken(tmp_path):
     make("qwen3", tmp_path)
     model = load(tmp_path, capacity=40)
@@ -419,7 +443,7 @@ def test_wrong_arguments(tmp_path):
     make("llama", tmp_path)
     with pytest.raises(ModelError, match="weights='int3': choose one of"):
         load(tmp_path, weights="int3")
-    for bad in ({"capacity": 0}, {"capacity": 257}, {"batch": 0}):
+    for bad in ({"capacity": 0}, {"capacity": 257}, {"batch": 0}, {"capacity": "9"}, {"capacity": True}, {"batch": 1.5}):
         with pytest.raises(OptionError, match="the model's 256 positions"):
             load(tmp_path, **bad)
     with pytest.raises(OptionError, match="cache='f8': choose one of"):

@@ -142,7 +142,9 @@ class Generator:
         if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
             raise OptionError(f"max_new_tokens is a whole number of at least 1, got {max_new_tokens!r}")
         self.limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        self.ends = frozenset(model.codec.ends if ends is None else ends)
+        self.ends = frozenset(model.codec.ends if ends is None else ends if isinstance(ends, Iterable) else (ends,))
+        if any(type(i) is not int for i in self.ends):
+            raise OptionError(f"ends are token ids, got {ends!r:.80}")
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
         on_device = isinstance(model, ChoosingModel)
         self._choices: Choices = (model.choices if on_device else partial(HostChoices, model))(self.how, self.seed)
@@ -231,12 +233,12 @@ def prompt_tokens(model: Model, prompt: Prompt) -> list[int]:
     """Ids of a text, of messages by way of the chat template, or as given."""
     if isinstance(prompt, str):
         return model.codec.encode(prompt)
-    items = list(prompt)
+    items = list(prompt) if isinstance(prompt, Iterable) else [None]
     if items and isinstance(items[0], Mapping):
         if model.codec.chat_template is None:
             raise ModelError("the model has no chat template; give the prompt as text")
         return model.codec.encode(render_chat(model.codec.chat_template, items, model.codec.special), special=False)
-    if any(isinstance(i, bool) or not isinstance(i, (int, np.integer)) for i in items):
+    if any(isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < 1 << 31 for i in items):
         raise OptionError("a prompt is a text, a list of token ids, or a list of messages {'role': …, 'content': …}")
     return [int(i) for i in items]  # type: ignore[arg-type]
 
@@ -305,7 +307,7 @@ class StopStrings:
     """Text let through as far as no stop string is in it, wherever the pieces are cut. `found`: one was; the rest is dropped."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._stops, self._held, self.found = tuple(stops), "", False
+        self._stops, self._held, self.found = tuple(stops) if isinstance(stops, Iterable) else (stops,), "", False
         if any(not isinstance(s, str) or not s for s in self._stops):
             raise OptionError(f"a stop string is a str that is not empty, got {list(self._stops)!r}")
 

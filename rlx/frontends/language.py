@@ -59,7 +59,7 @@ class LanguageModel:
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
         self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else capacity
-        if batch < 1 or not 1 <= self.capacity <= longest:
+        if type(batch) is not int or type(self.capacity) is not int or batch < 1 or not 1 <= self.capacity <= longest:
             raise OptionError(f"batch={batch}, capacity={capacity}: give at least 1, and at most the model's {longest} positions")
         if cache not in CACHES:
             raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
@@ -139,11 +139,19 @@ class LanguageModel:
             entry.array[...] = 0
 
     def use_handles(self, store: HandleStore) -> None:
-        """Go on from another state, such as a fork of `handles`. Nothing is copied."""
+        """Go on from another state, such as a fork of `handles`. Nothing is copied. BindingError, and nothing has changed: it is
+        no HandleStore, or that of a model of other sizes."""
+        if not isinstance(store, HandleStore):
+            raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         with self._lock:
+            try:
+                for compiled in self._compiled.values():
+                    compiled.use_handles(store)
+            except BindingError:
+                for compiled in self._compiled.values():
+                    compiled.use_handles(self.handles)
+                raise
             self.handles = store
-            for compiled in self._compiled.values():
-                compiled.use_handles(store)
 
     def generate(self, prompt: Prompt, **options: Any) -> Generator:
         """A whole answer to a text, token ids or chat messages; options as Generator takes them. `.text`, `.tokens`, `.stats`."""
