@@ -27,7 +27,7 @@ GARBAGE = {"f": np.nan, "i": -77, "u": 251, "b": True}
 REFUSED = {
     "argsort", "sort", "top_k", "threshold",  # where a row ends up depends on every other
     "gather", "scatter_add", "take_rows", "update_rows", "embedding",  # rows looked up among those that hold no data
-    "attention",  # positions that count from the last row
+    "attention", "attention_parts",  # positions that count from the last row
     "reshape", "concat", "iota",  # rows taken apart, or put behind others
     "random_bits", "random_uniform", "gumbel",  # each number depends on how many there are
     "pack_panels", "pack_quant", "panel_rows", "quant_rows",  # for weights, which have one length

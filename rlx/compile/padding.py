@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -230,10 +231,10 @@ class Padding(Rows):
         facts = {"axis": active.axis, "upper": active.upper, "inner": active.inner, "fill": fill, "guard": guard}
         return self.final(valid_rows(value, self.extent, **facts))
 
-    def final(self, value: Value) -> Value:
-        """`value`, whose node is right as it is."""
-        self.finals.add(value.node)
-        return value
+    def final(self, made: Any) -> Any:
+        """The results of a node that is right as it is."""
+        self.finals.add((made[0] if isinstance(made, tuple) else made).node)
+        return made
 
     def masked(self, value: Value, axis: int, fill: str = "0", guard: bool = False) -> Value:
         """The same along every active part of `axis`."""

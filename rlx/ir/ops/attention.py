@@ -184,19 +184,20 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
     """Keys that hold no data are hidden by a mask, their values not read: 0 * NaN is NaN."""
     queries, keys = p.along(q, 2), p.along(k, 2) or p.along(v, 2)
     mask, start = attrs.split(operands)
-    facts = {name: getattr(attrs, name) for name in attribute_types(AttentionAttrs)}
+    facts = {name: getattr(attrs, name) for name in attribute_types(type(attrs))}
+    again = attention_parts if isinstance(attrs, PartsAttrs) else attention
     if (p.along(q, 3) or p.along(k, 3)) and not attrs.scale:
         return "the scale is made from head_dim; give it"
     if start is not None and (queries or keys):
         return "the first query stands where the extent does not say"
     if start is not None and p.of(start):
-        return p.final(attention(q, k, v, *operands[:-1], p.masked(start, 0, guard=True), **facts))
+        return p.final(again(q, k, v, *operands[:-1], p.masked(start, 0, guard=True), **facts))
     ordered = attrs.mask in ("causal", "sliding_window")
     if ordered and queries != keys:
         if queries or len(keys) > 1 or keys[0].outer * keys[0].inner > 1:
             return f"mask {attrs.mask!r} puts the last query at the last key, which need not hold data"
         start = p.extent - q.shape.static[2]  # the last query at the last key that holds data
-        return p.final(attention(q, k, p.masked(v, 2), start, **{**facts, "positioned": True}))
+        return p.final(again(q, k, p.masked(v, 2), start, **{**facts, "positioned": True}))
     if not keys:
         return None
     if not ordered:
@@ -208,7 +209,7 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
             there = p.valid(k, 2)
             mask = logical_and(mask, there) if attrs.mask == "custom" else where(there, mask, -math.inf)
         k = p.masked(k, 2) if attrs.mask == "bias" else k  # NaN stays NaN, whatever is added
-    return p.final(attention(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
+    return p.final(again(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
 
 
 def _scored_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> Any:
@@ -289,7 +290,7 @@ attention = op(
 LONG = ((1, 2, 1, 4), (1, 1, 300, 4), (1, 1, 300, 4))
 attention_parts = op(
     "attention_parts", kind=Kind.COMPOSITE, infer=_parts_shape, attrs=PartsAttrs, arity=(3, 5), roles="xxxxi",
-    reference=_parts_array, decompose=widened(_parts),
+    reference=_parts_array, decompose=widened(_parts), padded=_attention_padded,
     samples=(
         Sample(LONG, {"cap": 2.0}), Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3}, low=0, high=290,
         dtypes=("f32", "f16", "f16", "i32")), Sample((*LONG, (300,)), {"mask": "custom"}, dtypes=("f32", "f32", "f32", "bool")),
