@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from rlx.errors import ModelError, known
 from rlx.frontends.beams import beam_search
-from rlx.frontends.embedding import EmbeddingModel, default_folder
+from rlx.frontends.embedding import ENCODERS, EmbeddingModel, default_folder
 from rlx.frontends.generate import Generator
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.models.families import FAMILIES
-from rlx.frontends.weights import read_json
+from rlx.frontends.weights import model_path, read_json
 
 
 def load(path: str | Path, **how: Any) -> Any:
@@ -16,10 +17,13 @@ def load(path: str | Path, **how: Any) -> Any:
 
     `how`: as the model's class takes it. Raises ModelError saying what is missing or unsupported.
     """
-    path = Path(path)
-    if path.is_file() or (path.is_dir() and read_json(path / "config.json").get("model_type") in tuple(FAMILIES)):
-        return LanguageModel(path, **how)
-    return EmbeddingModel(path, **how)
+    path = model_path(path)
+    family = read_json(path / "config.json").get("model_type") if path.is_dir() else None
+    if family in ENCODERS or not path.exists():
+        return EmbeddingModel(path, **how)
+    if path.is_dir() and family not in (*FAMILIES,):
+        raise ModelError(f"{path}: model_type {family!r} is not supported; supported: {known((*ENCODERS, *FAMILIES))}")
+    return LanguageModel(path, **how)
 
 
 __all__ = ["EmbeddingModel", "Generator", "LanguageModel", "beam_search", "default_folder", "load"]

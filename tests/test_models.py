@@ -114,6 +114,9 @@ def test_wrong_batch_size(minilm):
 def test_memory_is_known_before_a_run():
     model = load(default_folder())
     planned = model.memory(batch=2, length=20)
+    for wrong in ({"batch": 0}, {"batch": "x"}, {"length": "x"}, {"length": 0}):
+        with pytest.raises(OptionError, match="whole number of at least 1"):
+            model.memory(**wrong)
     assert all(isinstance(v, int) and v >= 0 for v in planned.values())
     assert sum(planned.values()) > 22_000_000 * 4  # the weights are among it
     assert model.shapes == [(2, 32)]
@@ -329,3 +332,13 @@ def test_a_few_short_texts_take_one_shape():
 
 def test_models_is_reachable_from_the_package():
     assert rlx.models.load is load
+
+
+def test_what_is_no_model_and_no_number_is_said(tmp_path):
+    for load_it in (rlx.models.load, load, rlx.models.LanguageModel):
+        for bad in (None, 3, b"x"):
+            with pytest.raises(ModelError, match="a model is the path of"):
+                load_it(bad)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match="model_type 'mamba' is not supported; supported: 'bert'.*'llama'.*'qwen3'"):
+        rlx.models.load(tmp_path)

@@ -47,9 +47,9 @@ class CompileOptions:
         for flag in ("deterministic", "checked", "debug", "verbose"):
             if not isinstance(getattr(self, flag), bool):
                 raise OptionError(f"{flag} is True or False, got {getattr(self, flag)!r}")
-        if self.threads is not None and _whole("threads", self.threads) < 1:
+        if self.threads is not None and whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
-        if (a := self.alignment) is not None and (_whole("alignment", a) < LEAST_ALIGNMENT or a & (a - 1)):
+        if (a := self.alignment) is not None and (whole("alignment", a) < LEAST_ALIGNMENT or a & (a - 1)):
             raise OptionError(f"alignment={a}: give a power of two of at least {LEAST_ALIGNMENT} bytes, or None for the target's")
         if not isinstance(self.dump, (str, PathLike, NoneType)):
             raise OptionError(f"dump is a folder's path or None, got {self.dump!r}")
@@ -101,9 +101,10 @@ class CompileOptions:
         return str(replace(self, debug=False, verbose=False, dump=None))
 
 
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise OptionError(f"{name} is a whole number, got {value!r}")
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int; OptionError if it is none, or less than `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r}")
     return value.__index__()
 
 
@@ -124,7 +125,7 @@ def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
     for name, value in items:
         if not isinstance(name, str) or not name.isidentifier():
             raise OptionError(f"dims: a dim's name is an identifier, got {name!r}")
-        if _whole(f"dims[{name!r}]", value) < 0:
+        if whole(f"dims[{name!r}]", value) < 0:
             raise OptionError(f"dims[{name!r}]={value}: a size cannot be negative")
     return tuple(sorted((name, value.__index__()) for name, value in items))
 

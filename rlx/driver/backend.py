@@ -28,6 +28,10 @@ class Backend(Protocol):
         """Facts for the compiler; touches no device. `threads` None: as many as this process may use."""
         ...
 
+    def process_bytes(self) -> int:
+        """What this process takes beside the memory that executables count, the compiler included; 0: not known."""
+        ...
+
     def compile(self, program: Program) -> Artifact:
         """Native code for a program; touches no device."""
         ...

@@ -6,9 +6,11 @@ of the network an array in that form. Nothing is read before it is asked for; wh
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +18,12 @@ from rlx.errors import CorruptFileError, ModelError, known
 from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
 from rlx.frontends.models.families import config_of, config_of_gguf, param_name
 from rlx.frontends.models.llama import DecoderConfig, build
-from rlx.frontends.weights import read_json, read_weights
+from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.quant import FORMATS
 
 FLOATS = ("f32", "bf16", "f16")
+CHUNK = 1 << 18  # elements converted at once: bounds what that takes beside the result
 KEPT = (*FLOATS, "int8", "int4")  # forms that weights can be brought into
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.attn_rot_embd\.")  # old files keep these constants
@@ -37,13 +40,14 @@ class Checkpoint:
 
         Raises ModelError (CorruptFileError) saying what is missing, unsupported, or of the wrong shape.
         """
-        self.path = Path(path)
+        self.path = model_path(path)
         if weights is not None and weights not in KEPT:
             raise ModelError(f"weights={weights!r}: choose one of {known(KEPT)}, or None to keep them as stored")
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
         if self.config.tied:
             found.pop("lm_head.weight", None)
         self._tensors = found
+        self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
         self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
         self._parts = {name: [name] for name in found}  # param -> the tensors that it is made of, one below the other
         for fused, parts in FUSED.items():
@@ -55,16 +59,24 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """The param in its declared dims and dtype."""
         form = self.formats.get(name, "f32")
-        parts = [_converted(self._tensors[part], form) for part in self._parts[name]]
-        if len(parts) == 1:
-            return parts[0]
-        whole = np.concatenate(parts)
-        self.release()
-        return whole
+        tensors = [self._tensors[part] for part in self._parts[name]]
+        first, packed = tensors[0], FORMATS.get(form)
+        if len(tensors) == 1 and first.type == form:
+            return np.ascontiguousarray(first.data)
+        width = (packed.row_bytes(first.shape[-1]),) if packed else first.shape[1:]
+        out, at = _empty((sum(t.shape[0] for t in tensors), *width), np.uint8 if packed else DTYPES[form].numpy), 0
+        for t in tensors:
+            step = max(1, CHUNK // max(1, math.prod(t.shape[1:])))
+            for start in range(0, t.shape[0], step):
+                rows = t.data[start : start + step]
+                out[at : at + len(rows)] = _converted(rows, t, form)
+                at += len(rows)
+                self.release()
+        return out
 
     def release(self) -> None:
         """Let the system take back the pages of the files that reads have brought into memory."""
-        for mapped in {id(m): m for t in self._tensors.values() if (m := _mapping(t.data)) is not None}.values():
+        for mapped in self._mappings:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     # -- files
@@ -127,15 +139,22 @@ class Checkpoint:
             raise ModelError(f"{self.path}: weights of the type {known(odd)} are not supported")
 
 
+def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array whose memory goes back to the system with it: malloc would keep a part of it for later."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype, math.prod(shape)).reshape(shape)
+
+
 def _kept_as(stored: str) -> str:
     return stored if stored in FLOATS or stored in FORMATS else "f32"
 
 
-def _converted(tensor: GgufTensor, form: str) -> np.ndarray:
-    """A tensor in another form: a float dtype, or packed."""
+def _converted(rows: np.ndarray, tensor: GgufTensor, form: str) -> np.ndarray:
+    """Some rows of a tensor in another form: a float dtype, or packed."""
     if tensor.type == form:
-        return np.ascontiguousarray(tensor.data)
-    floats = FORMATS[tensor.type].decode_rows(tensor.data, tensor.shape[-1]) if tensor.type in FORMATS else tensor.data
+        return rows
+    floats = FORMATS[tensor.type].decode_rows(rows, tensor.shape[-1]) if tensor.type in FORMATS else rows
     return FORMATS[form].encode(floats) if form in FORMATS else floats.astype(DTYPES[form].numpy)
 
 

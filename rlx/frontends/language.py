@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.compile.options import whole
 from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
@@ -21,6 +22,7 @@ from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
+from rlx.frontends.weights import model_path
 from rlx.ir.graph import Graph
 from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
 
@@ -53,14 +55,14 @@ class LanguageModel:
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
         self.seconds = Seconds()  # where the time went, by phase
-        self.path, self.batch = Path(path), batch
+        self.path, self.batch = model_path(path), whole("batch", batch, 1)
         with self.seconds.spent("read model"):
             self.checkpoint = Checkpoint(path, weights)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
-        self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else capacity
-        if type(batch) is not int or type(self.capacity) is not int or batch < 1 or not 1 <= self.capacity <= longest:
-            raise OptionError(f"batch={batch}, capacity={capacity}: give at least 1, and at most the model's {longest} positions")
+        self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else whole("capacity", capacity, 1)
+        if self.capacity > longest:
+            raise OptionError(f"capacity={capacity}: the model has {longest} positions")
         if cache not in CACHES:
             raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
         self.cache = cache
@@ -198,7 +200,7 @@ class LanguageModel:
         sizes = {p.name: p.shape.size_bytes for p in self.graph(1).params}
         missing, done = compiled.missing_params(), 0
         total = sum(sizes[name] for name in missing)
-        for name in missing:
+        for name in sorted(missing, key=lambda n: -sizes[n]):  # what a large one takes while it is packed is free again later
             compiled.set_param(name, self.checkpoint.read(name))
             self.checkpoint.release()
             done += sizes[name]
@@ -207,8 +209,9 @@ class LanguageModel:
 
     def memory(self, prompt: int = 1, steps: Steps = None) -> dict[str, int]:
         """Bytes by purpose that a prompt of that many tokens and the decoding after it take; `steps`: the choosing of tokens
-        included. Nothing is allocated for this."""
-        sizes, left = {1}, prompt
+        included. Their sum is the most that the process will hold at once: `process` is what it holds without the model, and
+        what compiling adds to that. Nothing is allocated for this."""
+        sizes, left = {1}, whole("prompt", prompt, 0)
         while left > 0:
             sizes.add(size := self.chunk_size(left, self.capacity))
             left -= size
@@ -217,7 +220,7 @@ class LanguageModel:
             for purpose, n in self._session.plan(self.graph(size, steps=steps), self._options).regions.items():
                 shared = purpose in ("params", "prepared", "handles")  # by all sizes
                 total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
-        return total
+        return total | {"process": self._session.process_bytes()}
 
     # -- inside
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ def _check_cover(path: Path, spans: list[tuple[str, DType, tuple[int, ...], int,
         at = end
     if at != data_bytes:
         raise CorruptFileError(f"{path}: the tensors take {at} bytes, the file holds {data_bytes} bytes of data")
+
+
+def model_path(path: Any) -> Path:
+    """Where a model lies, as a Path; ModelError for what is no path."""
+    if not isinstance(path, (str, PathLike)):
+        raise ModelError(f"a model is the path of a folder or a .gguf file, got {path!r}")
+    return Path(path)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx.errors import NumericsError, ShapeError
 
-_CHUNK = 1 << 22  # elements encoded at once: bounds the temporaries
+_CHUNK = 1 << 18  # elements encoded at once: bounds the temporaries
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,10 @@ class Session:
         program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
         return MemoryPlan.of(program, planned_bytes(program))
 
+    def process_bytes(self) -> int:
+        """Bytes that this process holds besides the memory of executables, with what a first compile will add; 0: not known."""
+        return self._backend.process_bytes()
+
     def _build(
         self, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
     ) -> CompiledGraph:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
     from rlx.ir.graph import Node, Value
 
+FIRST_COMPILE = 44 << 20  # bytes by which compiling a network makes a process grow: LLVM's library and heap, and graphs
 KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
 
@@ -42,6 +43,12 @@ class CpuBackend:
         host = host_target(threads)
         splits = {"attention": partial(_attention_in_parts, host.threads)}
         return replace(host, natives=NATIVES, packs={"dequant_matmul": _packed_weights}, splits=splits)
+
+    def process_bytes(self) -> int:
+        from rlx.backends.cpu import memory
+
+        held = max(0, memory.resident() - memory.allocations()["live_bytes"])
+        return held + FIRST_COMPILE * (_compiled.cache_info().misses == 0)
 
     def compile(self, program: Program) -> CpuArtifact:
         """Object code of every distinct kernel, made once in this process.

@@ -314,9 +314,9 @@ def _fits(decl: BufferDecl, array: np.ndarray) -> None:
 
 
 def _aligned(decl: BufferDecl, array: np.ndarray) -> np.ndarray:
-    """The array itself if machine code can read it where it is, else a copy at an aligned address."""
+    """The array itself if machine code can read it where it is (kernels load params by elements), else an aligned copy."""
     _fits(decl, array)
-    if array.flags.c_contiguous and array.ctypes.data % memory.ALIGNMENT == 0:
+    if array.flags.c_contiguous and array.ctypes.data % max(array.itemsize, 1) == 0:
         return array
     copy = memory.allocate(array.nbytes).view(0, array.shape, array.dtype)
     np.copyto(copy, array)

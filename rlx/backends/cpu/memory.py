@@ -102,6 +102,15 @@ def allocations() -> dict[str, int]:
     return {"count": _made[0], "live_bytes": own + sum(files.values()), "total_bytes": _made[1]}
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * PAGE
+    except OSError:
+        return 0
+
+
 def _count(nbytes: int) -> None:
     with _counting:
         _made[0], _made[1] = _made[0] + 1, _made[1] + nbytes

@@ -44,6 +44,9 @@ class NullBackend:
             raise DeviceUnavailableError(f"there is no null:{index}; there is null:0")
         return Target(name="null", dtypes=frozenset(DTYPES), threads=threads or 1)
 
+    def process_bytes(self) -> int:
+        return 0
+
     def compile(self, program: Program) -> KernelTexts:
         return KernelTexts(program)
 

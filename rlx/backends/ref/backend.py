@@ -49,6 +49,9 @@ class RefBackend:
             panel=lambda dtype: panel,
         )
 
+    def process_bytes(self) -> int:
+        return 0
+
     def compile(self, program: Program) -> KernelTexts:
         return KernelTexts(program)
 

@@ -1,0 +1,81 @@
+"""What a language model takes is what `memory()` said before: resident bytes of a process of its own, from start to answer."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+VOCAB, HIDDEN, LAYERS, INNER = 40_000, 768, 4, 2048
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 96, "intermediate_size": INNER, "max_position_embeddings": 1024, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+RUN = """
+import json, sys
+import rlx
+model = rlx.models.load(sys.argv[1], weights=sys.argv[2] or None, capacity=512)
+stated = model.memory(prompt=128)
+model.step(list(range(128)))
+for token in range(8):
+    model.step([token])
+with open("/proc/self/status") as f:
+    peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+print(json.dumps({"peak": peak, "stated": stated, "again": model.memory(prompt=128)}))
+"""
+
+
+def write_model(folder: Path, tied: bool) -> None:
+    """A folder with random bf16 weights."""
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not tied:
+        sizes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        inner = {
+            "self_attn.q_proj": (768, HIDDEN), "self_attn.k_proj": (384, HIDDEN), "self_attn.v_proj": (384, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, 768), "self_attn.q_norm": (96,), "self_attn.k_norm": (96,),
+            "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+            "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        }  # fmt: skip
+        sizes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in inner.items()}
+    head, at, rng = {}, 0, np.random.default_rng(0)
+    for name, shape in sizes.items():
+        end = at + 2 * int(np.prod(shape))
+        head[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for shape in sizes.values():
+            values = rng.standard_normal(int(np.prod(shape)), np.float32) * 0.02
+            f.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": tied}))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request, tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    write_model(made, request.param)
+    return made
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("weights", ["f32", "", "int8"])
+def test_the_peak_is_what_was_stated(folder, weights):
+    """Within 5%. The table of a tied model is counted, and there, once."""
+    done = subprocess.run([sys.executable, "-c", RUN, str(folder), weights], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    peak, stated = found["peak"], sum(found["stated"].values())
+    assert 0.95 * stated < peak < 1.05 * stated, found
+    params = found["stated"]["params"] + found["stated"]["prepared"]
+    config = json.loads((folder / "config.json").read_text())
+    elements = VOCAB * HIDDEN * (1 if config["tie_word_embeddings"] else 2) + LAYERS * HIDDEN * (4 * 576 + 3 * INNER)
+    assert params < 1.02 * elements * {"f32": 4, "": 2, "int8": 34 / 32}[weights]
+    assert sum(found["again"].values()) == pytest.approx(peak, rel=0.05)  # also once it is there
