@@ -3,7 +3,9 @@ poison past the extent, rounded up to what a kernel takes at once, is still ther
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from kernel_runs import run as run_kernel_on_cpu
 
 import rlx
 from rlx.backends.ref.interpret import run_kernel
+from rlx.compile.check import program_faults
 from rlx.compile.lower import CHUNK_ELEMENTS
 from rlx.frontends.models import bert
 from rlx.ir import kernel as K
@@ -53,7 +56,7 @@ def attend(g: Graph, dims: tuple, keys: int = 0) -> Value:
 
 
 def encoder(g: Graph, batch, length) -> Value:
-    config = bert.BertConfig(50, 32, 2, 2, 64, 64)
+    config = bert.BertConfig(50, 32, 1, 2, 64, 64)
     made = bert.build(config, batch, length)
     g.inputs, g.params = made.inputs, made.params
     return made.outputs[0]
@@ -83,6 +86,9 @@ MODELS = {
     "bf16": Model(lambda g: ops.matmul(g.input("x", (N, 64), "bf16"), g.param("w", (64, 33), "bf16")), 37),
     "batched": Model(lambda g: ops.matmul(g.input("a", (N, 9, 16), "f32"), g.input("b", (N, 16, 7), "f32")), 10),
     "heads": Model(lambda g: ops.matmul(g.input("a", (2, N, 9, 16), "f32"), g.input("b", (2, N, 16, 7), "f32")), 10),
+    "argmax": Model(lambda g: ops.argmax(g.input("x", (2, N, 33), "f32"), axis=-1), 21),
+    "top k": Model(lambda g: ops.top_k(g.input("x", (N, 33), "f32"), k=4)[0], 21),
+    "cumsum": Model(lambda g: ops.cumsum(g.input("x", (5, N), "f32"), axis=0), 70),
     "attention": Model(lambda g: attend(g, (2, 4, N, 16)), 70),
     "attention, few rows": Model(lambda g: attend(g, (2, 4, N, 16)), 6),
     "attention, other keys": Model(lambda g: attend(g, (1, 2, N, 16), 45), 70),
@@ -206,33 +212,48 @@ def test_an_encoder_computes_in_proportion_to_its_extent(name):
         assert written == pytest.approx((everything - whole) * n / upper, rel=0.02)
 
 
+def test_a_limit_is_a_read_that_the_checker_sees():
+    """The extent's buffer is an argument of every kernel with limits; `null` takes such programs and computes nothing."""
+    program = compiled("mlp", "ref:0", 1).program()
+    assert program.extent is not None and all(program.extent in s.reads for s in program.steps if s.kernel.limits)
+    first = next(i for i, s in enumerate(program.steps) if s.kernel.limits)
+    step, strange = program.steps[first], Limit(Var("g"), Load(Buffer("stranger", i64, 1), k.const(0)))
+    broken = replace(step, kernel=replace(step.kernel, limits=(strange,)))
+    steps = (*program.steps[:first], broken, *program.steps[first + 1 :])
+    assert any("stranger" in fault for fault in program_faults(replace(program, steps=steps)))
+    assert "limit" in str(step.kernel) and step.kernel.key != replace(step.kernel, limits=()).key
+    rlx.Session("null").compile(graph("mlp"), rlx.CompileOptions().bind_extent("n", 37))
+
+
 # -- kernels written by hand ---------------------------------------------------------------------------------------
 
 
-def grid_kernel(var: str) -> tuple[Kernel, int]:
-    """out[a, b, c] = 2 * in[a, b, c] over 3 x 5 x 40, one of them limited; and the limited variable's place."""
-    names = "abc"
-    a, b, c = variables = [Var(x) for x in names]
-    source, out, count = Buffer("in", f32, 600), Buffer("out", f32, 600, True), Buffer("count", i64, 1)
-    at = K.linear([(a, 200), (b, 40), (c, 1)])
+def grid_kernel(dims: tuple[int, int, int], axis: int) -> Kernel:
+    """out = 2 * in over `dims`, one of them limited."""
+    a, b, c = variables = [Var(x) for x in "abc"]
+    size = math.prod(dims)
+    source, out, count = Buffer("in", f32, size), Buffer("out", f32, size, True), Buffer("count", i64, 1)
+    at = K.linear([(a, dims[1] * dims[2]), (b, dims[2]), (c, 1)])
     store = Store(out, at, k.mul(Load(source, at), k.const(2.0, f32)))
-    limit = Limit(variables[names.index(var)], Load(count, k.const(0)))
-    body = Loop(c, 40, (store,), vector=True)
-    return Kernel("grid", (source, count, out), (), ((a, 3), (b, 5)), (body,), limits=(limit,)), names.index(var)
+    limit = Limit(variables[axis], Load(count, k.const(0)))
+    body, grid = Loop(c, dims[2], (store,), vector=True), ((a, dims[0]), (b, dims[1]))
+    return Kernel("grid", (source, count, out), (), grid, (body,), limits=(limit,))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("var", "abc")
-@pytest.mark.parametrize("count", [-3, 0, 1, 2, 3, 17, 10**12])
-def test_loops_end_at_any_limit(target, var, count):
-    kernel, axis = grid_kernel(var)
-    x = np.random.default_rng(0).standard_normal(600).astype(np.float32)
-    (got,), _ = run_kernel_on_cpu(kernel, [x, np.array([count]), None], TARGETS[target])
-    want = np.full(600 * 4, 0xCB, np.uint8).view(np.float32)
-    run_kernel(kernel, [x, np.array([count]), want])
-    assert got.tobytes() == want.tobytes()
-    done = (want.reshape(3, 5, 40) == 2 * x.reshape(3, 5, 40)).all(tuple({0, 1, 2} - {axis}))
-    assert done.sum() == min(max(count, 0), len(done)) and done[: done.sum()].all()
+@pytest.mark.parametrize("dims", [(3, 5, 40), (4, 60, 1000), (1, 2, 300_000)], ids=str)
+@pytest.mark.parametrize("axis", range(3))
+def test_loops_end_at_any_limit(target, dims, axis):
+    """Also where a task has several rows, and where a row has several tasks."""
+    kernel = grid_kernel(dims, axis)
+    x = np.random.default_rng(0).standard_normal(math.prod(dims)).astype(np.float32)
+    for count in (-3, 0, 1, 2, 17, dims[axis] - 1, 10**12):
+        (got,), _ = run_kernel_on_cpu(kernel, [x, np.array([count]), None], TARGETS[target])
+        want = np.full(x.nbytes, 0xCB, np.uint8).view(np.float32)
+        run_kernel(kernel, [x, np.array([count]), want])
+        assert got.tobytes() == want.tobytes()
+        done = (want.reshape(dims) == 2 * x.reshape(dims)).all(tuple({0, 1, 2} - {axis}))
+        assert done.sum() == min(max(count, 0), len(done)) and done[: done.sum()].all()
 
 
 def contraction(m: int, limit: K.Expr | None, buffers: tuple[Buffer, ...]) -> Kernel:

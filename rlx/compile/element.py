@@ -31,6 +31,7 @@ class KernelBuilder:
         self.bound: dict[Value, K.Expr] = {}
         self.guard: K.Expr | None = None
         self.limits: list[K.Limit] = []
+        self.rows: set[K.Expr] = set()  # of the active axis that an op's own kernel stores to
         whole = {active.get(v) for v in group.stores}  # else the rows of the group's space that are needed up to the extent only
         self.active = whole.pop() if len(whole) == 1 and 0 not in group.dims else None
         self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # of the current scope
@@ -68,6 +69,8 @@ class KernelBuilder:
     def store(self, result: int, coords: Sequence[K.Expr], value: K.Expr, guard: K.Expr | None = None) -> K.Store:
         """Write one element of the anchor's result number `result`."""
         assert self.group.anchor is not None
+        if self.active:
+            self.rows.add(coords[self.active.axis])
         return self.store_value(Value(self.group.anchor, result), coords, value, guard)
 
     # -- inside the compiler

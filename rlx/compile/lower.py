@@ -78,6 +78,9 @@ def lower_group(group: Group, fusion: Fusion, natives: set[Node], active: Mappin
         builder.open_stores(anchor.results)
         write = anchor.op.kernel or anchor.op.update
         grid, body = write(builder, anchor)  # type: ignore[misc]
+        var = next(iter(builder.rows), None)
+        if builder.active and builder.active.outer == len(builder.rows) == 1 and isinstance(var, K.Var) and var in dict(grid):
+            builder.limit(var, builder.active.inner)
     else:
         grid, body = _contract(builder, anchor)
     origin = tuple(n.op.name for n in group.nodes)
