@@ -440,6 +440,9 @@ def test_beams_are_those_of_transformers(folder, model, beams, length_penalty, e
 def test_beams_that_do_not_fit(model):
     with pytest.raises(OptionError, match="capacity is 256"):
         beam_search(model, list(range(10)), beams=2, max_new_tokens=248)
+    for wrong in ("x", float("nan"), -1e5, None, True):
+        with pytest.raises(OptionError, match="length_penalty is a number"):
+            beam_search(model, [1], beams=2, max_new_tokens=8, length_penalty=wrong)
     with pytest.raises(OptionError, match="beams=0"):
         beam_search(model, [1], beams=0, max_new_tokens=8)
 

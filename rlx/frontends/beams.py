@@ -53,6 +53,8 @@ def beam_search(
     ids, state, stop = prompt_tokens(model, prompt), model.handles, frozenset(model.codec.ends if ends is None else ends)
     if any(type(n) is not int or n < 1 for n in (beams, max_new_tokens)):
         raise OptionError(f"beams={beams!r}, max_new_tokens={max_new_tokens!r}: whole numbers of at least 1 are needed")
+    if type(length_penalty) not in (int, float) or not -100 <= length_penalty <= 100:
+        raise OptionError(f"length_penalty is a number from -100 to 100, got {length_penalty!r}")
     if not ids or len(ids) + max_new_tokens - 1 > model.capacity:
         raise OptionError(f"{len(ids)} tokens of prompt and {max_new_tokens} new ones; the model's capacity is {model.capacity}")
     try:

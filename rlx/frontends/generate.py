@@ -143,7 +143,7 @@ class Generator:
             raise OptionError(f"max_new_tokens is a whole number of at least 1, got {max_new_tokens!r}")
         self.limit = room if max_new_tokens is None else min(room, max_new_tokens)
         self.ends = frozenset(model.codec.ends if ends is None else ends if isinstance(ends, Iterable) else (ends,))
-        if any(type(i) is not int for i in self.ends):
+        if not all(isinstance(i, (int, np.integer)) for i in self.ends):
             raise OptionError(f"ends are token ids, got {ends!r:.80}")
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
         on_device = isinstance(model, ChoosingModel)
