@@ -32,9 +32,12 @@ def active_axes(graph: Graph) -> dict[Value, Active]:
     """The outermost active axis of each value of a compiled graph that has one: nothing reads its rows past the extent
     (graph.extent.leaf), so that no kernel need compute them. Other values are needed whole, and so is what was made so
     (state.valid_rows)."""
-    found = Rows(graph)
-    values = (v for node in graph.nodes() if node.op is not valid_rows.op for v in node.results)  # type: ignore[attr-defined]
-    return {v: found.of(v)[0] for v in values if found.of(v)}
+    rows = Rows(graph)
+    needed, out = rows.needed(graph), {}
+    for value in (v for node in graph.nodes() if node.op is not valid_rows.op for v in node.results):  # type: ignore[attr-defined]
+        if free := [a for a in rows.of(value) if (value, a) not in needed]:
+            out[value] = free[0]
+    return out
 
 
 class Rows:
@@ -68,6 +71,21 @@ class Rows:
 
         made = expand(node, new)
         self.actives.update((v, self.of(w)) for v, w in zip(node.results, made))
+
+    def needed(self, graph: Graph) -> set[tuple[Value, Active]]:
+        """Active axes of values whose padding is read all the same: sums that mix it are right because of a mask before them
+        (inside an attention made of smaller ops), and that must have been made from something."""
+        out: set[tuple[Value, Active]] = set()
+        for node in reversed(graph.nodes()):
+            mixes = node.op.reduce is not None or node.op.contract is not None
+            for i, value in enumerate(node.inputs):
+                for active in self.of(value):
+                    there = [(r, carried(node, i, active, r)) for r in node.results]
+                    if node.op.kind is Kind.COMPOSITE:
+                        there = [(r, a) for r in node.results for a in self.of(r)]
+                    if any(t in out for t in there) or (mixes and not any(a for _, a in there)):
+                        out.add((value, active))
+        return out
 
     def results(self, node: Node, result: Value) -> Actives:
         """Active axes of one result of a core op."""
