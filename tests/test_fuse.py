@@ -265,7 +265,10 @@ def test_a_long_loop_cut_into_chunks_reads_nothing_past_its_end() -> None:
     run_and_compare(g)
 
 
-@pytest.mark.parametrize("dims", [(1, 9001), (1, 1, 9001), (9001, 1), (1, 9001, 1), (2, 9001), (1, 3, 1, 9001), (1, 40), (1, 8, 1, 5)])
+DIMS = [(1, 9001), (1, 1, 9001), (9001, 1), (1, 9001, 1), (2, 9001), (1, 3, 1, 9001), (1, 40), (1, 8, 1, 5)]
+
+
+@pytest.mark.parametrize("dims", DIMS)
 def test_walking_in_order_takes_no_remainders(dims: tuple[int, ...]) -> None:
     """Axes of size 1, and axes that one stride walks, are no reason to take positions apart."""
 
