@@ -22,7 +22,7 @@ from rlx.ir.program import Layout
 
 CHUNK_ELEMENTS = 4096  # one grid point of a long loop: small enough to share out, long enough to stream
 EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
-LEAST_RUN, LEAST_ROWS = 64, 32  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
+LEAST_RUN, LEAST_ROWS = 64, 16  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
 MOST_LOADS_AGAIN = 2  # a value made of more loads than this is kept rather than made again
 
 Grid = tuple[tuple[K.Var, int], ...]
