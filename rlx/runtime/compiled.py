@@ -399,15 +399,15 @@ class CompiledGraph:
     def _check_numbers(self) -> None:
         """Checked mode: no NaN in an output or a next state, before any state changes."""
         program = self._program
-        named = [(f"output {o.name!r}", o.buffer, o) for o in program.outputs]
+        named = [(f"output {o.name!r}", o.buffer, o.shape, o.active) for o in program.outputs]
         for step in program.commit:
             source, handle = step.args
-            named.append((f"the next state of handle {program.buffers[handle].name!r}", source, None))
-        for what, buffer, output in named:
-            array = self._executable.read(buffer)
-            if output is not None and output.active and self._extent is not None:
-                array = filled_rows(array.reshape(output.shape.static), output.active, self._extent[0])
-            if program.buffers[buffer].shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
+            decl = program.buffers[handle]
+            named.append((f"the next state of handle {decl.name!r}", source, decl.shape, ()))
+        for what, buffer, shape, active in named:
+            array = self._executable.read(buffer).reshape(shape.static)
+            array = filled_rows(array, active, self._extent[0]) if self._extent else array
+            if shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
                 raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
