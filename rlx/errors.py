@@ -36,6 +36,8 @@ A class that also derives from a built-in exception can be caught as either.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RlxError(Exception):
     """Base of every error that rlx raises on purpose."""
@@ -94,3 +96,10 @@ def known(names) -> str:
     names = sorted(str(n) for n in names)
     shown = ", ".join(repr(n) for n in names[:12])
     return (shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")) or "none"
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int; OptionError if it is none, or less than `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r}")
+    return value.__index__()

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "backends": BASE | {"ir", "driver"},
     "runtime": BASE | {"ir", "compile", "driver", "backends"},
     "frontends": BASE | {"ir", "autodiff", "runtime"},
-    "models": {"frontends"},  # rlx.models, a public name for a part of frontends
+    "models": {"errors", "frontends"},  # rlx.models, a public name for a part of frontends
     "cli": BASE | {"ir", "autodiff", "compile", "driver", "backends", "runtime", "frontends", "models", "__version__"},
     "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "models"},
     "__main__": {"cli"},

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from types import NoneType
 from typing import Any
 
-from rlx.errors import OptionError, known
+from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
 
 PRECISIONS = ("f32", "f16", "bf16", "auto")
@@ -99,13 +99,6 @@ class CompileOptions:
     def key(self) -> str:
         """Text of the options that can change compiled code, equal across processes: for cache keys."""
         return str(replace(self, debug=False, verbose=False, dump=None))
-
-
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an int; OptionError if it is none, or less than `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
-        raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r}")
-    return value.__index__()
 
 
 def _pass_names(names: Any) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.compile.options import whole
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known, whole
 from rlx.frontends.models import bert
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.compile.options import whole
-from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known
+from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known, whole
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ml_dtypes import finfo
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
 from rlx.ir.dtype import DType, as_dtype, i64
@@ -55,7 +54,10 @@ class ValidRowsAttrs(Attrs):
         if dtype.kind == "b":
             return high
         end = np.asarray(np.inf).astype(dtype.numpy).item()  # NaN where the dtype has no infinity
-        end = end if end == end else float(finfo(dtype.numpy).max)
+        if end != end:
+            from ml_dtypes import finfo
+
+            end = float(finfo(dtype.numpy).max)
         return end if high else -end
 
 
