@@ -102,6 +102,8 @@ def write_gguf(network: Any, arch: str, path: Path, kinds: dict[str, str]) -> No
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
     writer.add_key_length(size := getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
     with torch.no_grad():
