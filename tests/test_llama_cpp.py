@@ -15,8 +15,8 @@ from tests.test_language import FILES, TOKENS, make_gguf, off
 if importlib.util.find_spec("llama_cpp") is None:
     pytest.skip("llama-cpp-python is not installed", allow_module_level=True)
 
-# Of the largest logit, at the median token. llama.cpp's own f32 logits are 1e-3 away from transformers' (ours 1e-6); before packed
-# weights both round activations to 8 bits, each in blocks of its own, and single tokens of a random network take that badly.
+# Of the largest logit, at the median token. llama.cpp's own f32 logits are 1e-3 away from transformers' (ours 1e-6). Before
+# packed weights both round activations to 8 bits, each in blocks of its own; single tokens of a random network take that badly.
 FAR = {"f32": 3e-3}
 PACKED = 0.05
 
