@@ -35,19 +35,20 @@ STORED = ("f32", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOTAL = 192 << 20  # bytes of weights at the least: six times the last-level cache
 
 
-def read_calls(threads: int) -> tuple[Call, float]:
-    """(call, bytes per call): memory read by that many threads at once."""
+def read_calls(threads: int, times: int = 1) -> tuple[Call, float]:
+    """(call, bytes per call): memory read by that many threads at once, `times` over."""
     calls, nbytes = zip(*(read_call(TOTAL // threads) for _ in range(threads)))
     if threads == 1:
-        return calls[0], nbytes[0]
+        return lambda: [calls[0]() for _ in range(times)], times * nbytes[0]
     cpus, together = sorted(os.sched_getaffinity(0)), Barrier(threads)
     pool = ThreadPoolExecutor(threads, initializer=lambda: os.sched_setaffinity(0, {cpus.pop()}))  # of that thread alone
 
     def one(call: Call) -> None:
         together.wait()
-        call()
+        for _ in range(times):
+            call()
 
-    return lambda: list(pool.map(one, calls)), sum(nbytes)
+    return lambda: list(pool.map(one, calls)), times * sum(nbytes)
 
 
 def random_rows(stored: str, n: int, k: int) -> np.ndarray:
