@@ -7,8 +7,8 @@ one by one; the others wait on a pipe meanwhile, so that no idle worker spins. T
 all steps (decode), wall clock around the public call, Python included. The read rate is that of generated code that only reads,
 on as many threads, measured just before and just after each engine's turn, since on shared machines it changes from second to
 second: the share is the median over rounds of a turn's rate to the mean of those two. Decoding counts the stored bytes of every
-matrix once, and the keys and values. The multiply-add rate is one core's. Files are made once, in --folder (5 GB); peers that
-are not installed are left out and named.
+matrix once, and the keys and values: f32 beside f32 weights, else f16 (OpenVINO: as it chooses). The multiply-add rate is one
+core's. Files are made once, in --folder (5 GB); peers that are not installed are left out and named.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ENGINES = {"rlx": "llvmlite", "llama.cpp": "llama_cpp", "OpenVINO": "openvino"} 
 FORMATS = ("f32", "bf16", "q8_0", "q4_k")
 BITS = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5, "int8": 8, "int4": 4.25}  # a weight, with its share of the scales
 OPENVINO = {"q8_0": "int8", "q4_k": "int4"}  # its nearest form: a scale per row, a scale per 64 weights
+CACHE = {"f32": "f32"}  # keys and values; f16 beside other weights
 PEAK = {"f32": 1, "bf16": 2, "q8_0": 4, "q4_k": 4}  # multiply-adds per instruction, of f32's
 Step = Callable[[np.ndarray, int], np.ndarray]  # i32 [n] tokens at that position -> f32 [vocab]
 
@@ -51,7 +52,8 @@ def run_rlx(root: Path, form: str, threads: int, capacity: int) -> Step:
 
     path = qwen_shape.folder(root) if form in ("f32", "bf16") else qwen_shape.gguf_file(root, form)
     weights = form if form in ("f32", "bf16") else None
-    model: Any = load(path, weights=weights, capacity=capacity, options=rlx.CompileOptions(threads=threads))
+    options = rlx.CompileOptions(threads=threads)
+    model: Any = load(path, weights=weights, capacity=capacity, cache=CACHE.get(form, "f16"), options=options)
 
     def step(tokens: np.ndarray, at: int) -> np.ndarray:
         if at == 0:
@@ -69,6 +71,7 @@ def run_llama(root: Path, form: str, threads: int, capacity: int) -> Step:
     model = lib.llama_model_load_from_file(str(qwen_shape.gguf_file(root, form)).encode(), lib.llama_model_default_params())
     how = lib.llama_context_default_params()
     how.n_ctx, how.n_batch, how.n_ubatch, how.n_threads, how.n_threads_batch = capacity, 512, 512, threads, threads
+    how.type_k = how.type_v = lib.GGML_TYPE_F32 if form in CACHE else lib.GGML_TYPE_F16
     context = lib.llama_init_from_model(model, how)
     memory = lib.llama_get_memory(context)
 
@@ -182,7 +185,7 @@ def work(form: str, context: int, steps: int) -> tuple[float, float]:
     heads, kv, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     layer = c["hidden_size"] * (2 * heads * size + 2 * kv * size + 3 * c["intermediate_size"])
     table, layers = c["vocab_size"] * c["hidden_size"], c["num_hidden_layers"]
-    cache = 2 * layers * kv * size * 4 * (context + steps / 2)
+    cache = 2 * layers * kv * size * (4 if form in CACHE else 2) * (context + steps / 2)
     attention = layers * 4 * heads * size * context * (context + 1) / 2
     return (layers * layer + table) * BITS[form] / 8 + cache, 2.0 * (layers * layer * context + table) + attention
 
