@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 from rlx.backends.cpu.emit import Emitter, V
 
@@ -59,41 +60,49 @@ class Control(ctypes.Structure):
 BIAS = 1 << 16  # threads that come too late subtract from this; at most two per thread and generation
 END = 1 << 15  # low half between runs
 GENERATION = 1 << 32  # one of them, in the high half
-FIELDS = {  # name -> LLVM type, byte offset, alignment; no two of the structures share a name
-    name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
-    for structure in (Step, Run, Control)
-    for name, kind in structure._fields_  # pyright: ignore
-}
+
+
+def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, int]]:
+    """name -> LLVM type, byte offset, alignment; no two of the structures share a name."""
+    return {
+        name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
+        for structure in structures
+        for name, kind in structure._fields_  # pyright: ignore
+    }
+
+
 STEP_BYTES = ctypes.sizeof(Step)
 NULL = V("null", "ptr")
 EVERYBODY = V("2147483647", "i32")
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 
 
-class _Body(Emitter):
+class Body(Emitter):
     """The body of one function, for a processor (platform.machine()) and a futex system call (its number; 0: none)."""
 
-    def __init__(self, machine: str, futex: int) -> None:
+    fields = fields_of(Step, Run, Control)
+
+    def __init__(self, machine: str = "", futex: int = 0) -> None:
         super().__init__()
         self.machine, self.futex_call = machine, futex
 
     def at(self, base: V, name: str) -> V:
-        return self.gep(base, FIELDS[name][1])
+        return self.gep(base, self.fields[name][1])
 
     def get(self, base: V, name: str, order: str = "") -> V:
         """A field of the structure at `base`; atomically if an order is given."""
-        ty, offset, align = FIELDS[name]
+        ty, offset, align = self.fields[name]
         place = self.gep(base, offset)
         return self.load_atomic(ty, place, order) if order else self.load(ty, place, align)
 
     def put(self, base: V, name: str, value: V | int, order: str = "") -> None:
-        ty, offset, align = FIELDS[name]
+        ty, offset, align = self.fields[name]
         place, value = self.gep(base, offset), self.const(ty, value)
         self.store_atomic(value, place, order) if order else self.store(value, place, align)
 
     def change(self, op: str, base: V, name: str, by: V | int) -> V:
         """Atomically; the value before."""
-        return self.update_atomic(op, self.at(base, name), self.const(FIELDS[name][0], by))
+        return self.update_atomic(op, self.at(base, name), self.const(self.fields[name][0], by))
 
     def tasks_left(self, ticket: V) -> V:
         """Tasks to be taken if positive."""
@@ -113,7 +122,7 @@ class _Body(Emitter):
     def futex(self, c: V, operation: int, value: V) -> None:
         """WAIT while the generation is `value`, or less; WAKE that many sleepers. Without futex WAIT is half a millisecond."""
         if self.futex_call:
-            word = self.gep(c, FIELDS["ticket"][1] + 4)
+            word = self.gep(c, self.fields["ticket"][1] + 4)
             args = self.i64(self.futex_call), word, self.const("i32", operation), value, NULL, NULL, self.i64(0)
             self.call(self.get(c, "wait"), "i64 (i64, ...)", *args)
         elif operation == WAIT:
@@ -125,40 +134,51 @@ class _Body(Emitter):
         return self.call(name, returns, *args)
 
 
-_natives: list[Callable[[_Body], str]] = []  # the functions below: what gives the text of each
+class Functions:
+    """Native functions of one module, in Python's words."""
+
+    def __init__(self) -> None:
+        self._texts: list[Callable[[Any], str]] = []  # what gives the text of each
+
+    def native(self, returns: str, /, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
+        """Decorator of what writes the body of a native function, given its parameters. Those called rlx_… are exported."""
+
+        def made(write: Callable[..., None]) -> Callable[..., V]:
+            name = write.__name__
+
+            def text(e: Body) -> str:
+                write(e, *(V(f"%{p}", ty) for p, ty in parameters.items()))
+                if returns == "void":
+                    e.ret()
+                listed = ", ".join(f"{ty} %{p}" for p, ty in parameters.items())
+                return e.function(name, listed, linkage="" if name.startswith("rlx_") else "internal", returns=returns)
+
+            self._texts.append(text)
+            return lambda e, *args: e.call(name, returns, *args)
+
+        return made
+
+    def module_text(self, body: Callable[[], Body]) -> str:
+        """The module as LLVM IR; `body` makes a function's body, empty."""
+        bodies = [body() for _ in self._texts]
+        functions = [text(e) for text, e in zip(self._texts, bodies)]
+        declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
+        return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
 
 
-def _native(returns: str, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
-    """Decorator of what writes the body of a native function, given its parameters. Those called rlx_… are exported."""
-
-    def made(write: Callable[..., None]) -> Callable[..., V]:
-        name = write.__name__
-
-        def text(e: _Body) -> str:
-            write(e, *(V(f"%{p}", ty) for p, ty in parameters.items()))
-            if returns == "void":
-                e.ret()
-            listed = ", ".join(f"{ty} %{p}" for p, ty in parameters.items())
-            return e.function(name, listed, linkage="" if name.startswith("rlx_") else "internal", returns=returns)
-
-        _natives.append(text)
-        return lambda e, *args: e.call(name, returns, *args)
-
-    return made
+_functions = Functions()
+_native = _functions.native
 
 
 def module_text(machine: str, futex: int) -> str:
     """The walker as LLVM IR for a processor (platform.machine()), with the number of its futex system call (0: none)."""
-    bodies = [_Body(machine, futex) for _ in _natives]
-    functions = [text(e) for text, e in zip(_natives, bodies)]
-    declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
-    return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
+    return _functions.module_text(lambda: Body(machine, futex))
 
 
 # -- steps and tasks -----------------------------------------------------------------------------------------------
 
 
-def _kernel(e: _Body, run: V, step: V, tid: V) -> Callable[[V], V]:
+def _kernel(e: Body, run: V, step: V, tid: V) -> Callable[[V], V]:
     """What writes a call of the step's function for a task, on the scratch of thread `tid`."""
     fn, args, status = e.get(step, "fn"), e.get(step, "args"), e.at(run, "status")
     scratch = e.gep(e.get(run, "scratch"), e.bin("mul", e.get(run, "stride"), tid))
@@ -166,7 +186,7 @@ def _kernel(e: _Body, run: V, step: V, tid: V) -> Callable[[V], V]:
 
 
 @_native("void", c="ptr", low="i64")
-def publish(e: _Body, c: V, low: V) -> None:
+def publish(e: Body, c: V, low: V) -> None:
     """A new generation with `low` in the low half."""
     with e.loop(0, None, carried=[e.get(c, "ticket", "monotonic")]) as attempt:
         (old,) = attempt.carried
@@ -178,7 +198,7 @@ def publish(e: _Body, c: V, low: V) -> None:
 
 
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
-def advance(e: _Body, c: V, run: V, done: V, tid: V) -> None:
+def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
     """All tasks of `done` are done: go on. Runs steps of one task here (all steps where `c` is null). True: a larger step
     is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
     pooled = e.cmp("ne", c, NULL)
@@ -216,7 +236,7 @@ def advance(e: _Body, c: V, run: V, done: V, tid: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64", ticket="i64")
-def wait(e: _Body, c: V, tid: V, ticket: V) -> None:
+def wait(e: Body, c: V, tid: V, ticket: V) -> None:
     """For a generation other than the ticket's; may return early."""
     seen = e.bin("lshr", ticket, 32)
     spins = e.select(e.between_runs(ticket), e.get(c, "idle_spins"), e.get(c, "busy_spins"))
@@ -236,7 +256,7 @@ def wait(e: _Body, c: V, tid: V, ticket: V) -> None:
 
 
 @_native("i64", c="ptr", tid="i64")
-def take(e: _Body, c: V, tid: V) -> None:
+def take(e: Body, c: V, tid: V) -> None:
     """Wait for a task of a published step: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
     with e.loop(0, None):
         ticket = e.get(c, "ticket", "seq_cst")
@@ -252,7 +272,7 @@ def take(e: _Body, c: V, tid: V) -> None:
 
 
 @_native("i64", c="ptr", tid="i64", first="i64")
-def work(e: _Body, c: V, tid: V, first: V) -> None:
+def work(e: Body, c: V, tid: V, first: V) -> None:
     """Do task `first` of the published step, and more as long as there are some. Returns the next task to do, as `take`."""
     run, step = e.get(c, "run"), e.get(c, "step")
     tasks = e.get(step, "tasks")
@@ -274,7 +294,7 @@ def work(e: _Body, c: V, tid: V, first: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64", first="i64")
-def share(e: _Body, c: V, tid: V, first: V) -> None:
+def share(e: Body, c: V, tid: V, first: V) -> None:
     """Take part from task `first` on: the caller (tid 0) until its run has ended, a worker until the pool stops."""
     with e.loop(0, None, carried=[first]) as each:
         (task,) = each.carried
@@ -284,7 +304,7 @@ def share(e: _Body, c: V, tid: V, first: V) -> None:
 
 
 @_native("i32", c="ptr", run="ptr", before="ptr")
-def together(e: _Body, c: V, run: V, before: V) -> None:
+def together(e: Body, c: V, run: V, before: V) -> None:
     """A run that holds the pool's lock; `before`: the place of a step before the first. The status, or ATTEND: the pool has
     no workers, or we are on the CPU of one, which then cannot run."""
     helped = e.cmp("ne", e.get(c, "workers"), 0)
@@ -308,7 +328,7 @@ def together(e: _Body, c: V, run: V, before: V) -> None:
 
 
 @_native("i32", run="ptr")
-def rlx_run(e: _Body, run: V) -> None:
+def rlx_run(e: Body, run: V) -> None:
     """The whole run: its status, or ATTEND. Alone if another run has the pool."""
     e.put(run, "status", 0)
     before = e.gep(e.get(run, "first"), -STEP_BYTES)
@@ -322,7 +342,7 @@ def rlx_run(e: _Body, run: V) -> None:
 
 
 @_native("ptr", self="ptr", unused="ptr")
-def rlx_run_py(e: _Body, self: V, unused: V) -> None:
+def rlx_run_py(e: Body, self: V, unused: V) -> None:
     """rlx_run as a CPython function of no arguments: `self` is an int, the Run's address. Other Python threads go on."""
     run = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
@@ -332,13 +352,13 @@ def rlx_run_py(e: _Body, self: V, unused: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64")
-def rlx_work(e: _Body, c: V, tid: V) -> None:
+def rlx_work(e: Body, c: V, tid: V) -> None:
     """What a worker does, until the pool stops."""
     share(e, c, tid, take(e, c, tid))
 
 
 @_native("void", c="ptr")
-def rlx_stop(e: _Body, c: V) -> None:
+def rlx_stop(e: Body, c: V) -> None:
     """Let every worker leave; may be called at any time."""
     e.put(c, "stop", 1, "seq_cst")
     e.change("add", c, "ticket", GENERATION)
@@ -346,7 +366,7 @@ def rlx_stop(e: _Body, c: V) -> None:
 
 
 @_native("i64", c="ptr", turns="i64")
-def rlx_spin(e: _Body, c: V, turns: V) -> None:
+def rlx_spin(e: Body, c: V, turns: V) -> None:
     """Turns of the waiting loop, to learn how long one takes."""
     with e.loop(0, turns):
         e.turn(c)
