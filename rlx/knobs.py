@@ -44,8 +44,17 @@ _overrides: dict[str, int | str] = {}
 DEBUG = Knob("RLX_DEBUG", 0, "printed at each compile: 1 its report, 2 also the graph after each pass, 3 also the generated code")
 DUMP = Knob("RLX_DUMP", "", "folder for the graph after each pass, of compiles whose options name none")
 THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
+CACHE = Knob("RLX_CACHE", 1, "compiled code is kept on disk for later processes; 0: neither read nor written")
+CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder that keeps it; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
+CACHE_MB = Knob("RLX_CACHE_MB", 1024, "MB that it may take; what was not used for longest goes first")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, CACHE, CACHE_DIR, CACHE_MB)
+
+
+def cache_folder() -> str:
+    """Where compiled code is kept: what CACHE_DIR says, else by the rule of the XDG base directories."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return CACHE_DIR.get() or os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "rlx")
 
 
 @contextmanager

@@ -143,6 +143,18 @@ def devices() -> None:
 
 
 @app.command()
+def cache(
+    action: Annotated[str, typer.Argument(help="show, or clear: remove all of it.", metavar="[show|clear]")] = "show",
+) -> None:
+    """Compiled code kept on disk: where, how much; or remove it."""
+    from rlx.cli import show
+
+    if action not in ("show", "clear"):
+        raise typer.BadParameter(f"{action!r} is not show or clear", param_hint="ACTION")
+    show.cache(clear=action == "clear")
+
+
+@app.command()
 def knobs() -> None:
     """The environment variables that rlx reads."""
     from rlx.cli import show

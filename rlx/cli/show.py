@@ -67,6 +67,23 @@ def devices() -> None:
     _out.print(table)
 
 
+def cache(clear: bool) -> None:
+    """The cache on disk: where it is and what it takes. `clear`: empty it first."""
+    from rlx.driver.disk import disk_cache
+
+    kept, why = disk_cache()
+    if kept is None:
+        _out.print(_plain(f"nothing is kept on disk: {why}"))
+        return
+    if clear:
+        _out.print(f"{kept.clear()} entries removed")
+    entries = kept.entries()
+    programs = [e for e in entries if e.name.startswith("program-")]
+    used = _size(sum(e.nbytes for e in entries))
+    _out.print(_plain(f"{kept.folder}: {len(programs)} programs, {len(entries) - len(programs)} kernels"))
+    _out.print(f"{used} of {_size(kept.max_bytes)}")
+
+
 def knobs() -> None:
     """Every environment variable that rlx reads, with its value."""
     from rlx.knobs import KNOBS

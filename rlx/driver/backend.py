@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -40,6 +40,24 @@ class Backend(Protocol):
         self, artifact: Artifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
     ) -> Executable:
         """Allocate the regions, resolve every argument. `params`, `handles`: stores to share; None makes a new one."""
+        ...
+
+
+@runtime_checkable
+class Storable(Protocol):
+    """A Backend whose artifacts can be kept as bytes, and loaded by another process without compiling."""
+
+    def compiler(self) -> str:
+        """What code depends on besides program and target: the compiler's name and version. Loads no native library."""
+        ...
+
+    def to_parts(self, artifact: Artifact) -> tuple[Any, list[bytes]]:
+        """The artifact without its program: a description for JSON, and bytes."""
+        ...
+
+    def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> Artifact:
+        """What to_parts was given. Anything that does not fit together is a ValueError, TypeError, KeyError or IndexError;
+        none of it may be believed. `texts`: Artifact.texts of then."""
         ...
 
 

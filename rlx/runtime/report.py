@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rlx.ir.program import NodeReport, Program
 
 
+class Texts(Mapping[str, str]):
+    """Kernel name -> generated code, read when someone looks."""
+
+    def __init__(self, read: Callable[[], Mapping[str, str]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _texts(self) -> Mapping[str, str]:
+        return self._read()
+
+    def __getitem__(self, name: str) -> str:
+        return self._texts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+@dataclass(frozen=True)
+class CacheNote:
+    """Where code is kept on disk. `state`: "cached" (it came from there), "compiled" (it is there now) or "off"; `key`: its
+    entry's name; `path`: its file; `why` it was not there, or nothing is kept."""
+
+    state: str = "off"
+    key: str = ""
+    path: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"cache: {self.state}{why}{': ' if self.path else ''}{self.path}"
+
+
 @dataclass(frozen=True)
 class CompileReport:
-    """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass."""
+    """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass;
+    `cache`: whether the code came from disk."""
 
     name: str
     device: str
@@ -20,10 +57,12 @@ class CompileReport:
     seconds: Mapping[str, float]
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     stages: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cache: CacheNote = CacheNote()
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())
-        lines = [f"{self.name} on {self.device}: {self.steps} steps, {self.kernels} different kernels; {times}"]
+        head = f"{self.name} on {self.device}: {self.steps} steps, {self.kernels} different kernels; {times}"
+        lines = [head, f"  {self.cache}"]
         width = max((len(n.node) for n in self.nodes), default=0)
         for n in self.nodes:
             where = f" in {n.kernel}" if n.kernel else ""

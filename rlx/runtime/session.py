@@ -8,17 +8,17 @@ from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compile import lower
 from rlx.compile.options import CompileOptions
+from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
-from rlx.errors import OptionError, OutOfMemoryError, known
+from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.report import CompileReport, MemoryPlan
+from rlx.runtime.report import CompileReport, MemoryPlan, Texts
+from rlx.runtime.stored import ADDRESSES, Place
 from rlx.runtime.weights import planned_bytes
-
-ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
 
 
 class Session:
@@ -67,26 +67,52 @@ class Session:
     def _build(
         self, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
     ) -> CompiledGraph:
-        clock = [time.perf_counter()]
+        clock = {"": time.perf_counter()}  # phase -> when it ended
         target = self._backend.target(self.device.index, options.threads or self.threads)
-        program = lower(graph, target, options)
-        if sum(planned_bytes(program).values()) >= ADDRESSES:
-            raise OutOfMemoryError(f"no memory has room for {_room(program)}")
-        clock.append(time.perf_counter())
-        artifact = self._backend.compile(program)
-        clock.append(time.perf_counter())
-        try:
-            executable = self._backend.load(artifact, params, self.device.index, handles)
-        except (MemoryError, OSError) as e:
-            raise OutOfMemoryError(f"{self.device} has no room for {_room(program)}: {e}") from e
-        clock.append(time.perf_counter())
-        seconds: dict[str, float] = {name: b - a for name, a, b in zip(("lower", "code", "load"), clock, clock[1:])}
-        texts = artifact.texts()
+        place = Place(self._backend, graph, target, options)
+        kept = self._kept(place, params, handles)
+        clock["look up"] = time.perf_counter()
+        if kept is not None:
+            artifact, executable = kept
+        else:
+            program = lower(graph, target, options)
+            if sum(planned_bytes(program).values()) >= ADDRESSES:
+                raise OutOfMemoryError(f"no memory has room for {_room(program)}")
+            clock["lower"] = time.perf_counter()
+            artifact = self._backend.compile(program)
+            clock["code"] = time.perf_counter()
+            executable = self._load(artifact, params, handles)
+            clock["load"] = time.perf_counter()
+            place.write(artifact)
+        program, times = artifact.program, list(clock.values())
+        seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
-        report = CompileReport(program.name, str(self.device), program.nodes, len(texts), steps, seconds, texts, program.stages)
-        for shown in ((report,), program.stages.values(), texts.values())[: max(knobs.DEBUG.get(), options.verbose)]:
-            print(*shown, sep="\n")
+        kernels = len({s.kernel.name for phase in program.phases.values() for s in phase})
+        texts = Texts(artifact.texts)
+        made = seconds, texts, program.stages, place.note(cached=kept is not None)
+        report = CompileReport(program.name, str(self.device), program.nodes, kernels, steps, *made)
+        if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
+            for shown in ((report,), program.stages.values(), texts.values())[:level]:
+                print(*shown, sep="\n")
         return CompiledGraph(executable, self.device, options, report)
+
+    def _kept(
+        self, place: Place, params: ParamStore | None, handles: HandleStore | None
+    ) -> tuple[Artifact, Executable] | None:
+        """What an earlier compile left on disk, in memory; None if it is not there or makes no sense."""
+        artifact = place.read()
+        if artifact is None:
+            return None
+        try:
+            return artifact, self._load(artifact, params, handles)
+        except (CompileError, OutOfMemoryError):
+            return place.refuse()
+
+    def _load(self, artifact: Artifact, params: ParamStore | None, handles: HandleStore | None) -> Executable:
+        try:
+            return self._backend.load(artifact, params, self.device.index, handles)
+        except (MemoryError, OSError) as e:
+            raise OutOfMemoryError(f"{self.device} has no room for {_room(artifact.program)}: {e}") from e
 
 
 def _room(program: Program) -> str:

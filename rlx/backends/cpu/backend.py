@@ -6,10 +6,11 @@ Importing this module, asking for a target or probing loads no native library; c
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlx.backends.cpu.target import host_target
 from rlx.driver.handles import HandleStore
@@ -62,6 +63,30 @@ class CpuBackend:
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 
+    def compiler(self) -> str:
+        from rlx.backends.cpu.jit import compiler_version
+
+        return compiler_version()
+
+    def to_parts(self, artifact: CpuArtifact) -> tuple[Any, list[bytes]]:
+        at = {code: i for i, code in enumerate(artifact.codes)}
+        codes = [(c.symbol, c.tasks, c.scratch_bytes) for c in artifact.codes]
+        coded = {phase: [at[code] for _, code in steps] for phase, steps in artifact.coded.items()}
+        return {"codes": codes, "coded": coded}, list(artifact.objects)
+
+    def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> CpuArtifact:
+        from rlx.backends.cpu.emit import Rendered
+        from rlx.backends.cpu.executable import CpuArtifact
+
+        made = [Rendered(symbol, "", *whole(rest)) for symbol, *rest in code["codes"]]
+        coded = {
+            phase: [(s, made[i]) for s, i in zip(steps, whole(code["coded"][phase]), strict=True)]
+            for phase, steps in program.phases.items()
+        }
+        if len(made) != len(parts):
+            raise ValueError(f"{len(parts)} objects for {len(made)} kernels")
+        return CpuArtifact(program, tuple(made), tuple(parts), coded, texts)
+
     def load(
         self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
     ) -> CpuExecutable:
@@ -87,7 +112,14 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.render import render
 
     code = render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
-    return code, compile_object(code.text, job.target, job.kernel.name)
+    return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
+
+
+def whole(numbers: Sequence[Any]) -> list[int]:
+    """The numbers, which were read from a file. ValueError: one is none, or negative."""
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
+    return list(numbers)
 
 
 def _claim_attention(node: Node) -> str | None:

@@ -7,7 +7,7 @@ pool (rlx.backends.cpu.pool): the steps, then the commit, which is reached only 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,15 +31,18 @@ IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 @dataclass(frozen=True)
 class CpuArtifact:
     """Machine code of one program: `codes`, each distinct kernel once, with `objects` beside it. `coded`: the steps of a
-    phase, each with its code."""
+    phase, each with its code. `written`: reads the texts of one that was made before, whose codes have none."""
 
     program: Program
     codes: tuple[Rendered, ...]
     objects: tuple[bytes, ...]
     coded: dict[str, list[tuple[Step, Rendered]]]
+    written: Callable[[], dict[str, str]] | None = None
 
     def texts(self) -> dict[str, str]:
         """Kernel name -> its LLVM IR. Kernels with one code appear once each, with the same text."""
+        if self.written is not None:
+            return self.written()
         return {step.kernel.name: code.text for steps in self.coded.values() for step, code in steps}
 
 

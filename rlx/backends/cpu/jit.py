@@ -1,21 +1,32 @@
-"""LLVM IR text to object code, and object code to addresses. The only user of llvmlite beside target.py."""
+"""LLVM IR text to object code, and object code to addresses. The only user of llvmlite beside target.py.
+
+LLVM is loaded when something is compiled: what was compiled before and kept on disk (rlx.driver.disk) runs without it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import llvmlite.binding as llvm
-
+from rlx.backends.cpu.link import Foreign, Image
 from rlx.backends.cpu.target import host_target, machine_of, missing_features
+from rlx.driver.disk import disk_cache
 from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.ir.target import Target
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
+
+SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of LLVM's code generator
 
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # a fork waits for a compile under way: its child would wait for ever for the lock
@@ -24,24 +35,45 @@ if hasattr(os, "register_at_fork"):  # a fork waits for a compile under way: its
 
 @cache
 def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
+    import llvmlite.binding as llvm
+
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small", jit=True
-    )
+    return llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
 
 
-def compile_object(text: str, target: Target, name: str = "") -> bytes:
-    """Object code of one module. `name`: the kernel, for errors; else the first function's.
+@cache
+def compiler_version() -> str:
+    """llvmlite's, which fixes LLVM's; found without loading it where it is installed as usual."""
+    spec = find_spec("llvmlite")
+    found = list(Path(spec.origin).parent.parent.glob("llvmlite-*.dist-info")) if spec and spec.origin else []
+    if len(found) == 1:
+        return found[0].name.removesuffix(".dist-info")
+    import llvmlite
+
+    return f"llvmlite-{llvmlite.__version__}"
+
+
+def compile_object(text: str, target: Target, name: str = "", keep: bool = False) -> bytes:
+    """Object code of one module. `name`: the kernel, for errors; else the first function's. `keep`: on disk, for later.
 
     Code is generated from the text as it stands, without optimiser passes: renderers write IR in its final shape.
     CompileError: LLVM does not accept the text (a fault of the renderer)."""
-    return _emit(text, target, name, llvm.TargetMachine.emit_object)
+    disk, _ = disk_cache() if keep else (None, "")
+    if disk is None:
+        return _emit(text, target, name, lambda machine, module: machine.emit_object(module))
+    given = repr((compiler_version(), SETTINGS, machine_of(target), text))
+    key = f"object-{hashlib.sha256(given.encode()).hexdigest()}"
+    image, _ = disk.get(key)
+    if image is None:
+        image = compile_object(text, target, name)
+        disk.put(key, [image])
+    return image
 
 
 def assembly(text: str, target: Target) -> str:
     """The same code as assembly text, for people and tests."""
-    return _emit(text, target, "", llvm.TargetMachine.emit_assembly)
+    return _emit(text, target, "", lambda machine, module: machine.emit_assembly(module))
 
 
 def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
@@ -50,6 +82,8 @@ def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachi
 
 
 def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
+    import llvmlite.binding as llvm
+
     machine = _machine(*machine_of(target))
     try:
         module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
@@ -68,6 +102,32 @@ class Library:
     """
 
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
+        self._code: Image | _Linked
+        try:
+            self._code = Image(objects, symbols)
+        except Foreign:
+            self._code = _Linked(objects, symbols)
+        self._symbols = frozenset(symbols)
+
+    def address(self, symbol: str) -> int:
+        """The address of an exported symbol; valid while this Library lives."""
+        if symbol not in self._symbols:
+            raise CompileError(f"{symbol} is not among the symbols of this library")
+        return self._code.address(symbol)
+
+    def function(self, symbol: str, result: Any, *args: Any) -> Any:
+        """The symbol as a ctypes function (which releases the GIL) that keeps this Library alive."""
+        call = ctypes.CFUNCTYPE(result, *args)(self.address(symbol))
+        setattr(call, "library", self)  # noqa: B010  (ctypes functions take attributes, but are not typed so)
+        return call
+
+
+class _Linked:
+    """Objects that LLVM's linker has put into memory."""
+
+    def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
+        import llvmlite.binding as llvm
+
         builder = llvm.JITLibraryBuilder().add_current_process()
         for image in objects:
             builder.add_object_img(image)
@@ -84,15 +144,8 @@ class Library:
         weakref.finalize(self, _unload, self._code, linker).atexit = False
 
     def address(self, symbol: str) -> int:
-        """The address of an exported symbol; valid while this Library lives."""
         with _lock:
             return self._code[symbol]
-
-    def function(self, symbol: str, result: Any, *args: Any) -> Any:
-        """The symbol as a ctypes function (which releases the GIL) that keeps this Library alive."""
-        call = ctypes.CFUNCTYPE(result, *args)(self.address(symbol))
-        setattr(call, "library", self)  # noqa: B010  (ctypes functions take attributes, but are not typed so)
-        return call
 
 
 def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:

@@ -50,7 +50,7 @@ class _MethodDef(ctypes.Structure):
 
 @cache
 def _made() -> tuple[Library, _MethodDef]:
-    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool")
+    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool", keep=True)
     library = Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     no_arguments = 4  # METH_NOARGS
     return library, _MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -26,15 +28,31 @@ UNLIMITED = 1 << 30  # CPUs, where no quota is set
 @cache
 def host_features() -> tuple[str, ...]:
     """This machine: "triple=…", "cpu=…" (its x86-64 level, or generic), then the features of X86 (or neon) it has."""
+    triple, has = _linux_x86() or _asked_of_llvm()
+    if not triple.startswith("x86_64"):
+        return f"triple={triple}", "cpu=generic", "neon"
+    features = tuple(f for f in X86 if f in has)
+    cpu = next(name for name, needs in BASELINES.items() if set(needs) <= set(features))
+    return f"triple={triple}", f"cpu={cpu}", *features
+
+
+def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]] | None:
+    """(triple, features by LLVM's names) as the kernel says, which costs nothing; None where it does not say."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not cpuinfo.is_file():
+        return None
+    with cpuinfo.open() as f:
+        flags = next((line for line in f if line.startswith("flags")), "").partition(":")[2].split()
+    plain = {flag.replace("_", "") for flag in flags}
+    found = frozenset(f for f in X86 if f.replace("-", "") in plain)
+    return ("x86_64-unknown-linux-gnu", found) if flags else None
+
+
+def _asked_of_llvm() -> tuple[str, frozenset[str]]:
     import llvmlite.binding as llvm
 
     triple = llvm.get_process_triple()
-    if not triple.startswith("x86_64"):
-        return f"triple={triple}", "cpu=generic", "neon"
-    has = llvm.get_host_cpu_features()
-    features = tuple(f for f in X86 if has.get(f))
-    cpu = next(name for name, needs in BASELINES.items() if set(needs) <= set(features))
-    return f"triple={triple}", f"cpu={cpu}", *features
+    x86 = triple.startswith("x86_64")
+    return triple, frozenset(f for f, here in llvm.get_host_cpu_features().items() if here) if x86 else frozenset()
 
 
 def host_target(threads: int | None = None) -> Target:

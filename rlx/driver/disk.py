@@ -1,0 +1,177 @@
+"""A cache on disk: bytes by key in a folder of this user, for later processes. What the bytes mean, others know.
+
+An entry is written whole under a name of its own, then renamed, so that a reader sees all of it or nothing, whoever is killed
+meanwhile; it is checked when read, and one that is damaged counts as missing. Compiled code is run, so nothing is read that
+another user could have written. Past `max_bytes` the entries that were not used for longest go. Nothing here raises for what
+is wrong with the disk: it is said once, and things are compiled as if nothing were kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import stat
+import struct
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlx import knobs
+
+MAGIC, FORMAT = b"rlxcache", 1
+HEADER = struct.Struct("<8sIIQ32s")  # magic, format, 0, bytes of content, sha256 of the entry's name and content
+STALE = 3600  # seconds after which a file half-written is taken for left behind
+LOOK = 16  # the folder is looked through when this process has written 1/16 of the bound since it last was
+FRESH, DAMAGED = "first seen", "damaged entry rebuilt"
+_NAME = re.compile(r"[a-z]+-[0-9a-f]+(-[0-9a-f]+)?")
+_PART = "writing-"
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    nbytes: int
+    used: float  # seconds since the epoch
+
+
+class DiskCache:
+    """The entries in one folder. Any number of threads and processes may use it at once."""
+
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._unseen = -1  # bytes that may be written before the folder is looked through; below 0: look
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def get(self, name: str, use: bool = True) -> tuple[bytes | None, str]:
+        """An entry's content, which counts as its `use`; or None, and why it is not there."""
+        try:
+            number = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None, FRESH
+        except OSError as e:
+            return None, f"cannot be read: {e.strerror}"
+        try:
+            found = os.fstat(number)
+            why = _foreign(found) if stat.S_ISREG(found.st_mode) else "is no file"
+            if why:
+                return None, f"not trusted: {self.path(name)} {why}"
+            with open(number, "rb", closefd=False) as f:
+                raw = f.read()
+            if use:
+                os.utime(number)
+        except OSError:
+            return None, DAMAGED
+        finally:
+            os.close(number)
+        content = memoryview(raw)[HEADER.size :]
+        return (bytes(content), "") if raw[: HEADER.size] == _header(name, [content]) else (None, DAMAGED)
+
+    def put(self, name: str, parts: Sequence[bytes]) -> None:
+        """Keep an entry, in place of one of that name. Where that cannot be done a warning says so, once per folder."""
+        assert _NAME.fullmatch(name), f"an entry is called kind-hex, not {name!r}"
+        temporary = self.path(_PART + secrets.token_hex(12))
+        size = HEADER.size + sum(map(len, parts))
+        if size > self.max_bytes:
+            return
+        try:
+            number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with open(number, "wb") as f:
+                    f.writelines([_header(name, parts), *parts])
+                    f.flush()
+                    os.fsync(number)  # before the rename: a name in the folder stands for a whole entry
+                os.rename(temporary, self.path(name))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as e:
+            _warn(self.folder, f"compiled code is not kept: {e}; RLX_CACHE_DIR names another folder, RLX_CACHE=0 keeps none")
+            return
+        self._unseen -= size
+        if self._unseen < 0:
+            self._unseen = self._trim()
+
+    def entries(self) -> list[Entry]:
+        """What is kept, least recently used first."""
+        return sorted((e for e in self._files() if _NAME.fullmatch(e.name)), key=lambda e: e.used)
+
+    def clear(self) -> int:
+        """Remove every entry, and files that were being written; how many entries there were. OSError: not allowed to."""
+        found = list(self._files())
+        for e in found:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path(e.name))
+        return sum(not e.name.startswith(_PART) for e in found)
+
+    def _files(self) -> Iterator[Entry]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as listed:
+            for item in listed:
+                if _NAME.fullmatch(item.name) or item.name.startswith(_PART):
+                    with contextlib.suppress(FileNotFoundError):  # another process removed or renamed it
+                        found = item.stat(follow_symlinks=False)
+                        yield Entry(item.name, found.st_size, found.st_mtime)
+
+    def _trim(self) -> int:
+        """Remove what is too much, and files that nobody has written on for long; bytes until it is time to look again."""
+        with contextlib.suppress(OSError):
+            kept = sorted(self._files(), key=lambda e: e.used)
+            total, now = sum(e.nbytes for e in kept), time.time()
+            for e in kept:
+                left = e.name.startswith(_PART)
+                if (left and now - e.used > STALE) or (not left and total > self.max_bytes):
+                    with contextlib.suppress(OSError):
+                        os.unlink(self.path(e.name))
+                        total -= e.nbytes
+        return self.max_bytes // LOOK
+
+
+def _header(name: str, parts: Sequence[bytes | memoryview]) -> bytes:
+    digest = hashlib.sha256(name.encode())
+    for part in parts:
+        digest.update(part)
+    return HEADER.pack(MAGIC, FORMAT, 0, sum(map(len, parts)), digest.digest())
+
+
+def _foreign(found: os.stat_result) -> str:
+    """Why others may have written here; "" if none can."""
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    return "can be written by other users" if found.st_mode & 0o022 else ""
+
+
+def disk_cache() -> tuple[DiskCache | None, str]:
+    """The cache that the knobs describe; or None, and why there is none."""
+    if not knobs.CACHE.get():
+        return None, "off (RLX_CACHE=0)"
+    return _opened(os.path.abspath(knobs.cache_folder()), max(knobs.CACHE_MB.get(), 0) << 20)
+
+
+@lru_cache(8)
+def _opened(folder: str, max_bytes: int) -> tuple[DiskCache | None, str]:
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        why = _foreign(os.stat(folder))
+    except OSError as e:
+        why = f"cannot be made: {e.strerror}"
+    if why:
+        why = f"the folder {folder} {why}"
+        _warn(folder, f"compiled code is not kept: {why}; RLX_CACHE_DIR names another folder, RLX_CACHE=0 keeps none")
+        return None, f"off: {why}"
+    return DiskCache(folder, max_bytes), ""
+
+
+_warned: set[str] = set()
+
+
+def _warn(folder: str, message: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,260 @@
+"""Compiled programs as bytes, and their places in the cache on disk (rlx.driver.disk): a start from there compiles nothing.
+
+What is kept is what runs need: buffers, plan, steps, machine code, constants, and what reports say. Kernels come back without
+their loops, as one Native each over the buffers that they load and store. The form is JSON and raw bytes; nothing in it is
+evaluated, and whatever is wrong with it is a CorruptFileError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.compile.check import program_faults
+from rlx.compile.options import CompileOptions
+from rlx.driver.backend import Artifact, Backend, Storable
+from rlx.driver.disk import DAMAGED, FRESH, disk_cache
+from rlx.errors import CorruptFileError, RlxError
+from rlx.ir.dtype import DTYPES
+from rlx.ir.graph import Active, Graph
+from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
+from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
+from rlx.ir.shape import Shape
+from rlx.ir.target import Target
+from rlx.runtime.report import CacheNote
+from rlx.runtime.weights import planned_bytes
+
+FORMAT = 1  # of what is written here
+ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
+TARGET = ("name", "features", "vector_bytes", "threads", "alignment", "level")  # what of a target determines code
+UNSEEN = ("debug", "verbose", "dump")  # options that change no code
+NEIGHBOURS = 8  # entries of the same graph that are looked at to say how they differ
+_LENGTH = 4  # bytes of the head's length
+
+
+class Place:
+    """Where the code of one compile is kept on disk, and why it is not there."""
+
+    def __init__(self, backend: Backend, graph: Graph, target: Target, options: CompileOptions) -> None:
+        self._backend, self._target = backend, target
+        self._disk, self._why = disk_cache()
+        self.name = self._path = ""
+        if not isinstance(backend, Storable):
+            self._disk, self._why = None, f"off: the device {backend.name} makes no code to keep"
+        elif self._disk is not None and options.wants_text:
+            self._disk, self._why = None, "off: the graph after each pass is asked for, which needs a compile"
+        elif self._disk is not None:
+            self._given = given_to_compile(backend, graph, target, options)
+            key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()
+            self.name = f"program-{self._given['graph'][:16]}-{key[:40]}"
+            self._path = self._disk.path(self.name)
+
+    def read(self) -> Artifact | None:
+        if self._disk is None:
+            return None
+        content, self._why = self._disk.get(self.name)
+        if content is None:
+            self._why = self._differences() if self._why == FRESH else self._why
+            return None
+        try:
+            given, artifact = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
+            if given != self._given:
+                raise CorruptFileError("the entry is another compile's")
+            return artifact
+        except CorruptFileError:
+            return self.refuse()
+
+    def refuse(self) -> None:
+        """What was read cannot be loaded: it is made again."""
+        self._why = DAMAGED
+
+    def write(self, artifact: Artifact) -> None:
+        if self._disk is not None:
+            self._disk.put(self.name, pack(artifact, self._backend, self._given))  # type: ignore[arg-type]
+
+    def note(self, cached: bool) -> CacheNote:
+        state = "off" if self._disk is None else "cached" if cached else "compiled"
+        return CacheNote(state, self.name, self._path, "" if cached else self._why.removeprefix("off: "))
+
+    def _differences(self) -> str:
+        """How this compile differs from the one of the same graph that is most like it."""
+        found = [e.name for e in self._disk.entries() if e.name.startswith(self.name[:-40])] if self._disk else []
+        differing: list[list[str]] = []
+        for name in found[-NEIGHBOURS:]:
+            content, _ = self._disk.get(name, use=False)  # type: ignore[union-attr]
+            try:
+                old = _split(content or b"")[0]["given"]
+                keys = [k for k in {**old, **self._given} if old.get(k) != self._given.get(k)]
+                differing.append([f"{k} differs: {old.get(k)} -> {self._given.get(k)}" for k in keys])
+            except (CorruptFileError, KeyError, TypeError, AttributeError):
+                continue
+        return ", ".join(min(differing, key=len)) if differing else FRESH
+
+
+def given_to_compile(backend: Storable, graph: Graph, target: Target, options: CompileOptions) -> dict[str, str]:
+    """Everything that determines the code, as text: what the key of an entry is made of."""
+    names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but in reports
+    facts = {f"option {k}": repr(v) for k, v in vars(options).items() if k not in UNSEEN}
+    facts |= {f"target {k}": repr(getattr(target, k)) for k in TARGET}
+    facts |= {"target dtypes": repr(sorted(target.dtypes)), "rlx": source_digest()}
+    facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
+    return {**facts, "compiler": backend.compiler(), "format": str(FORMAT)}
+
+
+@cache
+def source_digest() -> str:
+    """sha256 of the package's sources: code that another state of them made is not used."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for folder, inner, files in os.walk(root):
+        inner.sort()
+        for name in sorted(f for f in files if f.endswith(".py")):
+            path = os.path.join(folder, name)
+            with open(path, "rb") as f:
+                content = f.read()
+            digest.update(f"{os.path.relpath(path, root)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
+
+
+# -- to bytes and back ---------------------------------------------------------------------------------------------
+
+
+def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str]) -> list[bytes]:
+    """Parts to write one after the other. `given`: what the program was made of."""
+    program = artifact.program
+    texts = artifact.texts()
+    different = list(dict.fromkeys(texts.values()))
+    where = {text: i for i, text in enumerate(different)}
+    code, blobs = backend.to_parts(artifact)
+    constants = [np.ascontiguousarray(b.data).tobytes() for b in program.buffers if b.data is not None]
+    written = zlib.compress(json.dumps([different, {name: where[t] for name, t in texts.items()}]).encode(), 1)
+    parts = [written, *constants, *blobs]
+    head = {"given": dict(given), "program": _described(program), "code": code, "sizes": [len(p) for p in parts]}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return [len(text).to_bytes(_LENGTH, "little"), text, *parts]
+
+
+def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact]:
+    """What the program was made of, and the artifact. CorruptFileError: something in it does not fit together."""
+    head, parts = _split(content)
+    try:
+        program, rest = _program(head["program"], target, parts[1:])
+        if sum(planned_bytes(program).values()) >= ADDRESSES or (bad := program_faults(program, replay=False)):
+            raise CorruptFileError(f"the program has faults: {bad[0] if bad else 'no memory has room for it'}")
+        artifact = backend.from_parts(program, head["code"], rest, partial(_texts, parts[0]))
+        return head["given"], artifact
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as fault:
+        raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
+
+
+def _split(content: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """The head, and the parts that it gives sizes of."""
+    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+    try:
+        head = json.loads(content[_LENGTH:at])
+        parts = []
+        for size in map(_whole, head["sizes"]):
+            parts.append(content[at : at + size])
+            at += size
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
+        raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
+    if at != len(content):
+        raise CorruptFileError(f"the parts take {at} bytes, there are {len(content)}")
+    return head, parts
+
+
+def _texts(compressed: bytes) -> dict[str, str]:
+    different, names = json.loads(zlib.decompress(compressed))
+    return {name: different[i] for name, i in names.items()}
+
+
+def _described(p: Program) -> dict[str, Any]:
+    kernels: dict[Kernel, int] = {}
+    phases = {name: [(kernels.setdefault(s.kernel, len(kernels)), s.args) for s in steps] for name, steps in p.phases.items()}
+    return {
+        "name": p.name,
+        "buffers": [(b.region.value, _shape(b.shape), b.name, b.data is not None) for b in p.buffers],
+        "kernels": [_kernel_described(kernel) for kernel in kernels],
+        "phases": phases, "saved": [at for at, _ in p.abort],
+        "inputs": p.inputs, "params": p.params, "handles": p.handles, "extent": p.extent,
+        "outputs": [(o.name, o.buffer, _shape(o.shape), o.active) for o in p.outputs],
+        "offsets": list(p.plan.offsets.items()),
+        "plan": (p.plan.size_bytes, p.plan.alignment, p.plan.unshared_bytes, p.plan.lower_bound_bytes),
+        "nodes": [(n.node, n.op, n.how, n.kernel, n.why) for n in p.nodes],
+    }  # fmt: skip
+
+
+def _kernel_described(kernel: Kernel) -> tuple[Any, ...]:
+    loaded = loaded_buffers(kernel)
+    return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers]
+
+
+def _shape(shape: Shape) -> tuple[Any, ...]:
+    return shape.dtype.name, *shape.static
+
+
+def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple[Program, Sequence[bytes]]:
+    """The program, and the parts that are not its constants."""
+    data = iter(parts)
+    buffers = []
+    for i, (region, shape, name, constant) in enumerate(d["buffers"]):
+        made = _read_shape(shape)
+        array = np.frombuffer(next(data, b""), made.dtype.numpy).reshape(made.static) if constant else None
+        buffers.append(BufferDecl(i, Region(region), made, _text(name), array))
+    kernels = [_kernel(*row) for row in d["kernels"]]
+    phases = {name: tuple(Step(kernels[_whole(k)], _ids(args)) for k, args in d["phases"][name]) for name in _PHASES}
+    size, alignment, unshared, bound = map(_whole, d["plan"])
+    plan = ArenaPlan(dict(_ids(pair) for pair in d["offsets"]), size, alignment, unshared, bound)  # type: ignore[arg-type]
+    outputs = [(_text(n), _whole(b), _read_shape(s), tuple(Active(*_ids(a)) for a in active)) for n, b, s, active in d["outputs"]]
+    saved = _ids(d["saved"])
+    if any(at >= len(phases["steps"]) for at in saved) or len(saved) != len(phases["abort"]):
+        raise ValueError("abort undoes steps that are not there")
+    extent = None if d["extent"] is None else _whole(d["extent"])
+    inputs = _ids(d["inputs"])
+    if extent is not None and extent not in inputs:
+        raise ValueError("the extent is no input")
+    program = Program(
+        _text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
+        _ids(d["params"]), _ids(d["handles"]), tuple(OutputDecl(*o) for o in outputs), plan,
+        tuple(zip(saved, phases["abort"])), extent, nodes=tuple(NodeReport(*map(_text, row)) for row in d["nodes"]),
+    )  # fmt: skip
+    return program, list(data)
+
+
+_PHASES = ("prepare", "steps", "commit", "abort")
+
+
+def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]]) -> Kernel:
+    """A kernel of which only is known what it loads and stores."""
+    buffers = tuple(Buffer(_text(n), DTYPES[dtype], _whole(size), writable is True) for n, dtype, size, writable, _ in rows)
+    loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
+    stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
+    return Kernel(_text(name), buffers, (), (), (Native("compiled", None, loaded, stored),), tuple(map(_text, origin)))
+
+
+def _read_shape(given: Sequence[Any]) -> Shape:
+    return Shape(_ids(given[1:]), DTYPES[given[0]])
+
+
+def _ids(given: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_whole, given))
+
+
+def _whole(x: Any) -> int:
+    if type(x) is not int or x < 0:
+        raise ValueError(f"{str(x)[:40]!r} is no number of bytes or elements")
+    return x
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{str(x)[:40]!r} is no text")
+    return x
