@@ -118,9 +118,9 @@ def test_levels() -> None:
     v4, v3, v1 = (cpu.target_for("x86_64-unknown-linux-gnu", f"x86-64{v}") for v in ("-v4", "-v3", ""))
     arm = cpu.target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",), threads=4)
     assert [t.vector_bytes for t in (v4, v3, v1, arm)] == [64, 32, 16, 16]
-    assert [t.panel("f32") for t in (v4, v3, arm)] == [48, 16, 16]
-    assert [t.panel("f64") for t in (v4, v3, arm)] == [24, 8, 8]
-    assert v4.panel("i32") == 0
+    assert [t.panel("f32") for t in (v4, v3, arm)] == [(48, 1), (16, 1), (16, 1)]
+    assert [t.panel("f64") for t in (v4, v3, arm)] == [(24, 1), (8, 1), (8, 1)]
+    assert v4.panel("i32") == (0, 1)
     assert arm.threads == 4
     assert {"f32", "bf16", "bool", "i64"} <= v4.dtypes and "f8e4m3" not in v4.dtypes
     assert pickle.loads(pickle.dumps(v4)) == v4
