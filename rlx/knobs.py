@@ -47,8 +47,9 @@ THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as
 CACHE = Knob("RLX_CACHE", 1, "compiled code is kept on disk for later processes; 0: neither read nor written")
 CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder that keeps it; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
 CACHE_MB = Knob("RLX_CACHE_MB", 1024, "MB that it may take; what was not used for longest goes first")
+CALLS = Knob("RLX_CALLS", "native", "calls of run, run_slots, bound: native, in machine code where Python is known; or python")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, CACHE, CACHE_DIR, CACHE_MB)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, CALLS, CACHE, CACHE_DIR, CACHE_MB)
 
 
 def cache_folder() -> str:

@@ -38,15 +38,15 @@ def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl])
     return [fits(f"{what} {d.name!r}", given[d.name], d.shape) for d in decls]
 
 
-def by_position(given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+def by_position(what: str, given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
     """Arrays in declaration order."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise BindingError(f"inputs by position are a sequence of arrays; got {type(given).__name__}")
+        raise BindingError(f"{what}s by position are a sequence of arrays; got {type(given).__name__}")
     if len(given) != len(decls):
         wanted = ", ".join(f"{d.name!r} {d.shape}" for d in decls)
         error = MissingInputError if len(given) < len(decls) else BindingError
-        raise error(f"{len(decls)} inputs ({wanted or 'none'}), got {len(given)}")
-    return [fits(f"input {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
+        raise error(f"{len(decls)} {what}s ({wanted or 'none'}), got {len(given)}")
+    return [fits(f"{what} {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
 
 
 def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.ndarray:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Executable
+from rlx.driver.calls import FastCalls, Gate
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
@@ -31,6 +33,7 @@ from rlx.errors import (
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes
+from rlx.runtime.calls import bound, copies, in_machine_code
 from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
@@ -43,7 +46,8 @@ class CompiledGraph:
         program = executable.program
         self.device, self.options = device, options
         self._executable, self._program, self._report = executable, program, report
-        self._weights = Weights(executable)
+        self._gate = Gate()
+        self._weights = Weights(executable, self._gate)
         self._inputs = tuple(program.buffers[id] for id in program.inputs if id != program.extent)
         self._handles = {program.buffers[id].name: program.buffers[id] for id in program.handles}
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
@@ -53,8 +57,12 @@ class CompiledGraph:
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = threading.Lock()
-        self._generation = 0
-        self._queue = RunQueue()
+        self._queue = RunQueue(self._gate)
+        self._core: CompiledGraph | None = None  # this, for calls in machine code to hold: without them, so without a cycle
+        if isinstance(executable, FastCalls) and not options.checked:
+            core = object.__new__(CompiledGraph)
+            vars(core).update(vars(self))
+            self._core = core
         self._set_extent(None)
 
     def _host_view(self, buffer: int) -> np.ndarray:
@@ -75,7 +83,7 @@ class CompiledGraph:
         UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything.
         """
         self._drain()  # queued runs are to use the weights as they were
-        with self._lock:
+        with self._lock, self._gate:
             self._weights.set(name, array)
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
@@ -91,44 +99,50 @@ class CompiledGraph:
 
     # -- running
 
+    @in_machine_code("dict", lambda self: partial(copies, self._output_views), makes=True)
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
         """One run on named arrays; a fresh array per output."""
         arrays = by_name("input", {} if inputs is None else inputs, self._inputs)
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self._run(arrays)
-            return [v.copy() for v in self._current_outputs()]
+            return copies(self._current_outputs())
 
     def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int]) -> list[np.ndarray]:
         """One run; fresh arrays of these outputs only."""
         wanted = [self._output_index(i) for i in indices]
         arrays = by_name("input", inputs, self._inputs)
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self._run(arrays)
             views = self._current_outputs()
             return [views[i].copy() for i in wanted]
 
+    @in_machine_code("dict", lambda self: partial(list, self._raw()), makes=True)
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
         """One run; (address, element count) per output, in place. The bytes are valid until the next run."""
         arrays = by_name("input", inputs, self._inputs)
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self._run(arrays)
-            return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
+            return self._raw()
+
+    def _raw(self) -> list[tuple[int, int]]:
+        return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
 
     def outputs_view(self) -> list[OutputView]:
         """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites."""
         self._drain()
         return [OutputView(self, i) for i in range(len(self._program.outputs))]
 
+    @in_machine_code("list", lambda self: self._slots)
     def run_slots(self, inputs: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
         """The fast path: arrays by position; the fixed (byte offset in the arena, element count) of each output.
 
         Nothing is allocated. An input that is the array `input_view` gave is not copied.
         """
         if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
-            inputs = by_position(inputs, self._inputs)
+            inputs = by_position("input", inputs, self._inputs)
         at, ours = 0, False
         for view, dtype, shape, memory in self._fast:
             array = inputs[at]
@@ -142,7 +156,7 @@ class CompiledGraph:
             inputs = self._apart(inputs)
         if self._queue.last is not None:
             self._queue.wait()
-        with self._lock:
+        with self._lock, self._gate:
             self._weights.ready()
             at = 0
             for view, _, _, _ in self._fast:
@@ -151,6 +165,14 @@ class CompiledGraph:
                 at += 1
             self._execute()
         return self._slots
+
+    def bound(self, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -> Callable[[], tuple[Any, ...]]:
+        """The fastest path: a function without arguments that runs on these arrays. Each call reads what they hold then, where
+        they lie if kernels can, and returns the outputs in place: the same read-only arrays every time, valid until the next
+        run (in debug mode OutputViews, which raise when stale). It keeps the arrays, and this executable.
+
+        BindingError: not numpy arrays, or one in the slot of another input. Each call raises as run_slots does."""
+        return bound(self, inputs)
 
     def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
         """One run on raw little-endian bytes; (bytes, dtype) per output."""
@@ -211,7 +233,7 @@ class CompiledGraph:
         own = [np.array(a, order="C") for a in arrays]  # the caller may change its arrays at once
 
         def job() -> None:
-            with self._lock:
+            with self._lock, self._gate:
                 self._run(own)
                 if result is not None:
                     result.extend(v.copy() for v in self._current_outputs())
@@ -227,7 +249,7 @@ class CompiledGraph:
             return False
         value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
         self._drain()  # queued runs are to see the state as it was
-        with self._lock:
+        with self._lock, self._gate:
             self._executable.write(decl.id, value)
         return True
 
@@ -250,14 +272,17 @@ class CompiledGraph:
         self._handle(handle)
         feed = None if output_index is None else self._feed_of(handle, output_index)
         self._drain()  # queued runs are to feed what they fed
-        self._feeds = {name: f for name, f in {**self._feeds, handle: feed}.items() if f is not None}
+        with self._lock, self._gate:
+            self._feeds.pop(handle, None)
+            self._feeds.update({} if feed is None else {handle: feed})
+            self._gate.barred = len(self._feeds)
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
         """One run, after which `handle` takes that output's value, on the device; returns the output too."""
         feed = self._feed_of(handle, output_index)
         arrays = by_name("input", inputs, self._inputs)
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self._run(arrays)
             self._executable.copy(*feed)
             return self._current_outputs()[output_index].copy()
@@ -273,31 +298,31 @@ class CompiledGraph:
         if not isinstance(store, HandleStore):
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self._executable.use_handles(store)
 
     def fork_handles(self, k: int) -> list[HandleStore]:
         """`k` stores (for use_handles) with the states as they are now; memory is shared until one of them is written."""
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             return self.handles.fork(k)
 
     def snapshot_handles(self) -> Snapshot:
         """Every state of the store as it is now, for restore_handles; as cheap as a fork."""
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             return self.handles.snapshot()
 
     def restore_handles(self, snapshot: Snapshot) -> None:
         """Put every state back as `snapshot` has it. The names, dims and dtypes must be those of the store."""
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self.handles.restore(snapshot)
 
     def rollback(self) -> None:
         """Put every state back as the store's last snapshot has it. BindingError: there is none."""
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             self.handles.rollback()
 
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
@@ -315,7 +340,7 @@ class CompiledGraph:
                 want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
                 raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
         self._drain()  # queued runs are to have the rows they had
-        with self._lock:
+        with self._lock, self._gate:
             self._set_extent(extent)
 
     def _set_extent(self, extent: tuple[int, int] | None) -> None:
@@ -335,9 +360,10 @@ class CompiledGraph:
     def clone(self) -> CompiledGraph:
         """An independent executable: shares code and weights, owns its arena and states (copied as they stand)."""
         self._drain()
-        with self._lock:
+        with self._lock, self._gate:
             twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report)
-        twin._feeds = dict(self._feeds)
+        twin._feeds.update(self._feeds)
+        twin._gate.barred = twin._gate.shut = len(twin._feeds)
         twin._set_extent(self._extent)
         return twin
 
@@ -382,7 +408,7 @@ class CompiledGraph:
     def _execute(self) -> None:
         for buffer, view in self._staged:
             self._executable.write(buffer, view)
-        self._generation += 1
+        self._gate.generation += 1
         if self.options.checked:
             self._executable.run_steps()
             try:
@@ -431,7 +457,7 @@ class CompiledGraph:
         return index
 
     def _current_outputs(self) -> Sequence[np.ndarray]:
-        if not self._generation:
+        if not self._gate.generation:
             raise BindingError(f"{self._program.name} has not run yet")
         if any(self._executable.view(o.buffer) is None for o in self._program.outputs[:1]):
             return [self._executable.read(o.buffer).reshape(o.shape.static) for o in self._program.outputs]
@@ -449,15 +475,15 @@ class OutputView:
     """
 
     def __init__(self, owner: CompiledGraph, index: int) -> None:
-        self._owner, self._index, self._generation = owner, index, owner._generation
+        self._owner, self._index, self._generation = owner, index, owner._gate.generation
         self._array = owner._current_outputs()[index].view()
         self._array.flags.writeable = False
 
     def numpy(self) -> np.ndarray:
         """The output's memory, valid until the next run."""
-        if self._owner.options.debug and self._generation != self._owner._generation:
+        if self._owner.options.debug and self._generation != self._owner._gate.generation:
             raise StaleViewError(
-                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._generation} has "
+                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._gate.generation} has "
                 "overwritten it; take a copy, or a new outputs_view()"
             )
         return self._array

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakSet
 
+from rlx.driver.calls import Gate
 from rlx.errors import RlxError
 
 DEPTH = 64  # jobs that wait at most; each holds its inputs
@@ -21,8 +22,10 @@ class RunQueue:
     """Jobs in order. One that raises ends the line: those behind it, which were to see its results, are not run, until `wait`
     has raised the error. `last`: of the newest job; None: `wait` has nothing to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
+        """`gate`: is told by `queued` whether there is something to wait for."""
         self.last: Future[None] | None = None
+        self._gate = gate or Gate()
         self._room, self._lock = threading.Semaphore(DEPTH), threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._count = 0
@@ -36,6 +39,7 @@ class RunQueue:
             with self._lock:
                 self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="rlx-queue")
                 self.last = self._worker.submit(self._do, self._count, job)
+                self._gate.queued = 1
                 self._count += 1
         except BaseException:
             self._room.release()
@@ -56,7 +60,7 @@ class RunQueue:
             if self.last is not None:
                 self.last.result()
             (at, error), count = self._failed, self._count
-            self.last, self._failed, self._count = None, (0, None), 0
+            self.last, self._failed, self._count, self._gate.queued = None, (0, None), 0, 0
         if error is not None:
             told = f"queued run {at} of {count}: {error}"
             told += f"; the {count - at - 1} behind it were not run" if at + 1 < count else ""
@@ -82,7 +86,7 @@ def _after_fork(child: bool) -> None:
     while _held:
         queue = _held.pop()
         if child:
-            queue._worker, queue.last, queue._count, queue._failed = None, None, 0, (0, None)
+            queue._worker, queue.last, queue._count, queue._failed, queue._gate.queued = None, None, 0, (0, None), 0
             queue._room = threading.Semaphore(DEPTH)
         queue._lock.release()
 

@@ -6,11 +6,13 @@ or that is prepared together with others, is kept, so that setting any of them a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
 import numpy as np
 
 from rlx.driver.backend import Executable
+from rlx.driver.calls import Gate
 from rlx.errors import MissingParamError, UnknownNameError, known
 from rlx.ir.program import Program, Region
 from rlx.runtime.binding import fits
@@ -19,13 +21,14 @@ from rlx.runtime.binding import fits
 class Weights:
     """Binds params by name and keeps prepared buffers in step with them."""
 
-    def __init__(self, executable: Executable) -> None:
+    def __init__(self, executable: Executable, gate: Gate) -> None:
         self.executable, self.store = executable, executable.params
         program = self.program = executable.program
         self.decls = {program.buffers[id].name: program.buffers[id] for id in program.params}
         self.sources = _sources(program)
         self.kept = _kept(program, self.sources)
-        self._seen = -1  # the store's generation when everything was last current
+        self._gate = gate
+        gate.seen, gate.changes = -1, ctypes.addressof(self.store.changes)
 
     def set(self, name: str, array: object) -> None:
         """Copy a param in and recompute what depends on it. A wrong name, dims or dtype raises and changes nothing."""
@@ -37,11 +40,11 @@ class Weights:
         if name in self.kept:
             self.executable.write(decl.id, value)
             self.store.kept.add(name)
-        self.store.versions[name] = self.store.versions.get(name, 0) + 1
+        self.store.changed(name)
         todo = [i for i, names in enumerate(self.sources) if name in names and all(n in self.store.versions for n in names)]
         self.run_constants()
         self.run(todo, given)
-        self._seen = -1
+        self._gate.seen = -1
 
     def run_constants(self) -> None:
         """What is prepared from constants alone, for the first time; the other steps may read it."""
@@ -75,14 +78,15 @@ class Weights:
 
     def ready(self) -> None:
         """Make everything that a run reads current; MissingParamError names the params that are not there."""
-        if self.store.generation == self._seen:
+        changes = self.store.changes.value
+        if changes == self._gate.seen:
             return
         self.run_constants()
         stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
         if missing := self.missing():
             raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
         self.run(stale, {})
-        self._seen = self.store.generation
+        self._gate.seen = changes
 
 
 def planned_bytes(program: Program) -> dict[str, int]:

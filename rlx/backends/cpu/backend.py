@@ -70,7 +70,7 @@ class CpuBackend:
 
     def to_parts(self, artifact: CpuArtifact) -> tuple[Any, list[bytes]]:
         at = {code: i for i, code in enumerate(artifact.codes)}
-        codes = [(c.symbol, c.tasks, c.scratch_bytes) for c in artifact.codes]
+        codes = [(c.symbol, c.tasks, c.scratch_bytes, c.work_ns, c.may_fail) for c in artifact.codes]
         coded = {phase: [at[code] for _, code in steps] for phase, steps in artifact.coded.items()}
         return {"codes": codes, "coded": coded}, list(artifact.objects)
 
@@ -110,8 +110,10 @@ class _Job:
 def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.jit import compile_object
     from rlx.backends.cpu.render import render
+    from rlx.backends.cpu.work import estimated_ns, may_fail
 
     code = render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
+    code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
 
 

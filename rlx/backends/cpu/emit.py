@@ -290,9 +290,13 @@ class Rendered:
     ABI: void symbol(ptr args, i64 task, ptr scratch, ptr status). args[i] is the address of kernel.buffers[i]; task runs
     over range(tasks), in any order, on any thread; scratch is private to the thread, 64-byte aligned, `scratch_bytes`
     long; a failed Check stores its code in the i32 at status.
+
+    `work_ns`: roughly, of all tasks on one core. `may_fail`: 0 where no Check can.
     """
 
     symbol: str
     text: str
     tasks: int
     scratch_bytes: int = 0
+    work_ns: int = 0
+    may_fail: int = 1

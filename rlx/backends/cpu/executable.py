@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.emit import Rendered
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
+from rlx.driver.calls import FastCall
 from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
@@ -78,7 +81,7 @@ class CpuExecutable:
             self._arena.data[...] = 0
         self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
         self._entries = self._entries_in(handles)
-        self._tables: list[_Table] = []  # that stay
+        self._tables: WeakSet[_Table] = WeakSet()  # that stay
         threads = program.target.threads if any(c.tasks > 1 for c in code.artifact.codes) else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
@@ -181,6 +184,34 @@ class CpuExecutable:
             self.run_abort(table.failed)
             raise
 
+    def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
+        """FastCalls protocol (rlx.driver.calls). Bound arrays are read where they are, if kernels can."""
+        from rlx.backends.cpu import calls  # compiles what most programs do not need
+
+        if calls.refusal() is not None:
+            return None
+        decls = [self._decls[i] for i in self.program.inputs if i != self.program.extent]
+        bound = wanted.arrays if wanted.form == "none" else [None] * len(decls)
+        here = {b.id: a.ctypes.data for b, a in zip(decls, bound) if a is not None and self._reads_in_place(b, a)}
+        table = self._lasting("steps", "commit", given=here) if here else self._whole
+        slots = [
+            calls.Slot(b.name, b.shape.static, b.shape.dtype.numpy, here.get(b.id) or self.address(b.id), a, b.id in here)
+            for b, a in zip(decls, bound)
+        ]
+        codes = [code for _, code in self._coded("steps", "commit")]
+        alone, long = any(c.may_fail for c in codes), sum(c.work_ns for c in codes) > calls.GIL_NS
+        taken = self._arena.address, self._arena.address + self._arena.nbytes
+        return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long)
+
+    def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
+        """Whether steps can read the bound array where it lies: as the slot would, with nothing else of ours there. What is
+        undone after a failure reads the slot."""
+        steps = self.program.steps + self.program.commit
+        elsewhere = any(b.id in s.writes for s in steps) or any(b.id in s.args for _, s in self.program.abort)
+        plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned and array.nbytes > 0
+        output = any(o.buffer == b.id for o in self.program.outputs)
+        return plain and not (elsewhere or output or memory.holds(array.ctypes.data, array.nbytes))
+
     def run_commit(self) -> None:
         self._commit()
 
@@ -238,13 +269,16 @@ class CpuExecutable:
     def _commit(self) -> _Table:
         return self._lasting("commit")
 
-    def _lasting(self, *phases: str) -> _Table:
+    def _coded(self, *phases: str) -> list[tuple[Step, Rendered]]:
+        return [c for phase in phases for c in self._code.artifact.coded[phase]]
+
+    def _lasting(self, *phases: str, given: Mapping[int, int] | None = None) -> _Table:
         """A table of these phases that use_handles keeps current."""
-        coded = [c for phase in phases for c in self._code.artifact.coded[phase]]
-        table = self._table(coded)
+        coded = self._coded(*phases)
+        table = self._table(coded, given)
         args = [a for step, _ in coded for a in step.args]
         table.moving = [(at, a) for at, a in enumerate(args) if a in self._entries]
-        self._tables.append(table)
+        self._tables.add(table)
         return table
 
     def _table(self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None) -> _Table:
@@ -278,7 +312,8 @@ class _Table:
         if (self._steps[:, 2] > pool.MAX_TASKS).any():
             raise PlanError(f"{program}: a step of {self._steps[:, 2].max()} tasks; the walker counts to {pool.MAX_TASKS}")
         self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
-        first, control = self._steps.ctypes.data, self._pool.address if self._pool else None
+        shared = self._pool and (self._steps[:, 2] > 1).any()
+        first, control = self._steps.ctypes.data, self._pool.address if self._pool and shared else None
         self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
         self.call = pool.callable_of(self._run)
 
@@ -291,6 +326,11 @@ class _Table:
         status = self.call()
         if status:
             self.settle(status)
+
+    @property
+    def address(self) -> int:
+        """Of the Run."""
+        return ctypes.addressof(self._run)
 
     @property
     def failed(self) -> int:

@@ -102,6 +102,11 @@ def allocations() -> dict[str, int]:
     return {"count": _made[0], "live_bytes": own + sum(files.values()), "total_bytes": _made[1]}
 
 
+def holds(address: int, nbytes: int) -> bool:
+    """Whether any of these bytes are in a region."""
+    return any(address < p.address + p.nbytes and p.address < address + nbytes for p in list(_live.values()))
+
+
 def resident() -> int:
     """Bytes of this process that are in memory; 0 where the system does not say."""
     try:

@@ -30,7 +30,9 @@ IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, 
 YIELDS = 8  # sched_yield calls between spinning and sleeping
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
 
-__all__ = ["ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "worker_cpus"]
+__all__ = [
+    "ATTEND", "MAX_TASKS", "MethodDef", "Pool", "Run", "Step", "builtin", "callable_of", "pool", "run_address", "worker_cpus",
+]  # fmt: skip
 
 
 def _futex_call() -> int:
@@ -42,21 +44,21 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-class _MethodDef(ctypes.Structure):
-    """PyMethodDef of CPython's stable ABI."""
+class MethodDef(ctypes.Structure):
+    """PyMethodDef of CPython's stable ABI. It must outlive the functions made of it."""
 
     _fields_ = [("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
 
 
 @cache
-def _made() -> tuple[Library, _MethodDef]:
+def _made() -> tuple[Library, MethodDef]:
     image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool", keep=True)
-    library = Library([image], ("rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
+    library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     no_arguments = 4  # METH_NOARGS
-    return library, _MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")
+    return library, MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")
 
 
-def _walker() -> tuple[Library, _MethodDef]:
+def _walker() -> tuple[Library, MethodDef]:
     """The walker in machine code, and rlx_run_py as a Python method: one for the life of the process, since workers stay
     inside it and built-in functions point to it."""
     with _making:  # a cache alone would let threads that come together make several, and free all but one
@@ -70,13 +72,23 @@ def _library() -> Library:
     return _walker()[0]
 
 
+def run_address() -> int:
+    """Of rlx_run: i32 (ptr run)."""
+    return _library().address("rlx_run")
+
+
+def builtin(definition: MethodDef, itself: Any, module: Any = None) -> Callable[..., Any]:
+    """A built-in function that is given `itself` first. It keeps that and `module` (its __module__), whatever they are."""
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
+    return make(ctypes.addressof(definition), itself, None if module is None else id(module))
+
+
 def callable_of(run: Run) -> Callable[[], int]:
     """A built-in function that performs `run`, which must outlive it, without the GIL (a third of the cost of a ctypes call).
 
     It returns 0, a status, or ATTEND: then call `Pool.attend`."""
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
-    return make(ctypes.addressof(_walker()[1]), ctypes.addressof(run), None)
+    return builtin(_walker()[1], ctypes.addressof(run))
 
 
 class Pool:

@@ -1,0 +1,30 @@
+"""What a kernel's run may be like, from its IR: how long it takes, roughly, and whether it can fail."""
+
+from __future__ import annotations
+
+import math
+
+from rlx.backends.cpu.render import Space
+from rlx.ir.kernel import Check, Contract, Kernel, Native, walk
+from rlx.ir.target import Target
+
+MULTIPLY_NS = 0.02  # per multiply-add of f32, one core
+BYTE_NS = 0.02  # per byte of arguments
+
+
+def may_fail(kernel: Kernel) -> bool:
+    """Whether it has a Check. A whole op is taken to have some."""
+    return any(isinstance(part, (Check, Native)) for part in walk(kernel.body))
+
+
+def estimated_ns(kernel: Kernel, target: Target) -> int:
+    """All of its points on one core; right within a factor of a few."""
+    moved = sum(b.size * b.dtype.itemsize for b in kernel.buffers) * BYTE_NS
+    points = math.prod(extent for _, extent in kernel.grid)
+    for s in kernel.body:
+        if isinstance(s, Contract):
+            return round(moved + points * s.m * s.n * s.k * MULTIPLY_NS)
+        if isinstance(s, Native):  # each element of the largest output depends on a row of some input
+            rows = max((max(v.dims, default=1) for v in s.inputs), default=1)
+            return round(moved + max(math.prod(v.dims) for v in s.outputs) * rows * MULTIPLY_NS)
+    return round(max(moved, Space.of(kernel).weight_ns(target)))
