@@ -6,6 +6,7 @@ Importing this module, asking for a target or probing loads no native library; c
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
     from rlx.ir.graph import Node, Value
 
+LLVM_LOADED = 38 << 20  # bytes of LLVM's library that are resident once it is loaded
 FIRST_COMPILE = 44 << 20  # bytes by which compiling a network makes a process grow: LLVM's library and heap, and graphs
 KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
@@ -49,7 +51,8 @@ class CpuBackend:
         from rlx.backends.cpu import memory
 
         held = max(0, memory.resident() - memory.allocations()["live_bytes"])
-        return held + FIRST_COMPILE * (_compiled.cache_info().misses == 0)
+        first = FIRST_COMPILE * (_compiled.cache_info().misses == 0)
+        return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
     def compile(self, program: Program) -> CpuArtifact:
         """Object code of every distinct kernel, made once in this process.
