@@ -289,9 +289,9 @@ def test_contractions_walk_rows_in_order(rows: tuple[int, ...]) -> None:
     run_and_compare(g)
 
 
-def test_scalars_are_read_without_asking_where_a_chunk_ends() -> None:
-    """A guarded read of one place is a gather in lanes."""
+def test_long_loops_read_without_asking_where_they_end() -> None:
+    """A guarded read is a masked one in lanes, and of one place a gather."""
     g, program = compiled(lambda g: [x(g, 9001) * x(g, 1, name="s")])
     loads = [e for s in program.steps for e in K.walk(s.kernel.body) if isinstance(e, K.Load)]
-    assert {(isinstance(e.index, K.Const), e.guard is None) for e in loads} == {(True, True), (False, False)}
+    assert {(isinstance(e.index, K.Const), e.guard is None) for e in loads} == {(True, True), (False, True)}
     run_and_compare(g)

@@ -8,14 +8,13 @@ from rlx.compile.check import check_program
 from rlx.compile.fuse import Fusion, Group, fuse
 from rlx.compile.inplace import inplace_pairs
 from rlx.compile.legalise import bind_dims, decide, decisions
-from rlx.compile.lower import CHUNK_ELEMENTS, Lowered, lower_group
+from rlx.compile.lower import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
 from rlx.compile.padding import active_axes
 from rlx.compile.pipeline import run_passes
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
-from rlx.ir.kernel import k
 from rlx.ir.op import Kind
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.target import Target
@@ -111,13 +110,9 @@ def copy_kernel(handle: Value) -> K.Kernel:
     """Copies a row-major value into a buffer of the same size."""
     size = handle.shape.num_elements
     source, goal = K.Buffer("b0", handle.dtype, size), K.Buffer("b1", handle.dtype, size, writable=True)
-    chunks = max(1, -(-size // CHUNK_ELEMENTS))
-    chunk, column = K.Var("chunk"), K.Var("c")
-    extent = size if chunks == 1 else CHUNK_ELEMENTS
-    at = k.add(k.mul(chunk, CHUNK_ELEMENTS), column)
-    guard = k.lt(at, size) if size % CHUNK_ELEMENTS and chunks > 1 else None
-    body = K.Loop(column, extent, (K.Store(goal, at, K.Load(source, at, guard), guard),), vector=True)
-    return K.Kernel("commit", (source, goal), (), ((chunk, chunks),), (body,), ("assign",))
+    at = K.Var("c")
+    body = K.Loop(at, size, (K.Store(goal, at, K.Load(source, at)),), vector=True)
+    return K.Kernel("commit", (source, goal), (), (), (body,), ("assign",))
 
 
 def _reports(graph: Graph, target: Target, fusion: Fusion, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:

@@ -75,12 +75,11 @@ class KernelBuilder:
 
     # -- inside the compiler
 
-    def limit(self, var: K.Var, each: int, chunk: int = 1) -> None:
-        """Points of `var`, `each` of them to a row of the active axis (or so many elements, in chunks), end with the extent."""
+    def limit(self, var: K.Var, each: int) -> None:
+        """Points of `var`, `each` of them to a row of the active axis, end with the extent."""
         extent = self.fusion.graph.extent
         assert extent is not None
-        count = k.mul(self.element(extent.leaf, ()), each)
-        self.limits.append(K.Limit(var, k.div(k.add(count, chunk - 1), chunk)))
+        self.limits.append(K.Limit(var, k.mul(self.element(extent.leaf, ()), each)))
 
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.fusion.memory(base)

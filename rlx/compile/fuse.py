@@ -299,6 +299,8 @@ class _Fuser:
             values = [v for n in other.forms for v in n.results]
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             bigger = node.shapes[0].num_elements > 2 * base.shape.num_elements
+            if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
+                continue  # a reduction in two steps, the first of which is in parts
             if not read_elsewhere and not bigger and not self.roots.intersection(values):
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}

@@ -20,7 +20,8 @@ from rlx.ir.kernel import k
 from rlx.ir.op import Kind
 from rlx.ir.program import Layout
 
-CHUNK_ELEMENTS = 4096  # one grid point of a long loop: small enough to share out, long enough to stream
+COLUMNS = range(1024, 4097)  # of a run that is summed on its own: some KB of each row, and its sums stay in the first-level cache
+ROWS_AT_ONCE = 4  # from as many parts of the axis, each read in order; rows side by side were up to four times slower
 EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
 LEAST_RUN, LEAST_ROWS = 64, 16  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
 MOST_LOADS_AGAIN = 2  # a value made of more loads than this is kept rather than made again
@@ -104,6 +105,7 @@ class _Rows:
                 self.level[node] = max(here, int(acc is not None)) + 1 if node in self.reductions else here
         self.last = max(self.level[n] for n in [*self.reductions, *(v.node for v in self.group.stores)])
         self.kept: dict[Value, K.Local] = {}
+        self.sums: dict[Value, K.Local] = {}  # of columns, over an axis that is not the last
         self.plan_kept()
 
     # -- what is kept
@@ -174,44 +176,80 @@ class _Rows:
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
         first, columns, each = points.start(groups[-1], LEAST_RUN)
-        chunk = None
-        if not self.reductions and columns > 2 * CHUNK_ELEMENTS:
-            chunk = K.Var("chunk")
-            points.grid.append((chunk, -(-columns // CHUNK_ELEMENTS)))
+        summed = [n for n in self.group.nodes if self.sums_columns(n, columns)] if not self.b.active else []
+        if summed and columns > COLUMNS[-1]:
+            runs = next((n for n in range(-(-columns // COLUMNS[-1]), columns // COLUMNS[0] + 1) if columns % n == 0), 1)
+            columns //= runs
+            points.grid.append((K.Var("run"), runs))
+            first = k.add(first, k.mul(points.grid[-1][0], columns))
 
         def coords(column: K.Expr) -> list[K.Expr]:
             return [c for g, v in zip(groups, [*row, k.add(first, column)]) for c in split(v, [dims[a] for a in g])]
 
-        passes = (self.one_pass(p, columns, coords, chunk, each) for p in range(self.last + 1))
-        return tuple(points.grid), tuple(s for statements in passes for s in statements)
+        before = [s for n in summed for s in self.sum_columns(n, columns, coords)]
+        passes = (self.one_pass(p, columns, coords, each) for p in range(self.last + 1))
+        return tuple(points.grid), (*before, *(s for statements in passes for s in statements))
 
-    def one_pass(self, p: int, columns: int, coords: Coords, chunk: K.Var | None = None, each: int = 0) -> list[K.Stmt]:
+    def sums_columns(self, node: Node, columns: int) -> bool:
+        """Whether the node, reduced where it is read, would walk down many columns, each row of which lies in order."""
+        if node.op.kind is not Kind.REDUCE or node in self.group.absorbed or node in self.reductions or self.reductions:
+            return False
+        assert node.op.reduce is not None
+        source = node.inputs[0]
+        axes = node.op.reduce(node.attrs, source.shape).axes
+        in_order = source.node in self.group.forms or self.b.places.locate(source)[1].strides[-1] == 1
+        enough = columns >= LEAST_RUN and source.shape.static[axes[0]] >= 2 * ROWS_AT_ONCE
+        return in_order and enough and len(axes) == 1 and axes[0] < source.rank - 1
+
+    def sum_columns(self, node: Node, columns: int, coords: Coords) -> list[K.Stmt]:
+        """Statements that leave the reduction of each column in a Local; they read row after row."""
+        assert node.op.reduce is not None
+        b, source = self.b, node.inputs[0]
+        facts, dims = node.op.reduce(node.attrs, source.shape), source.shape.static
+        (axis,) = facts.axes
+        total = self.sums[node.results[0]] = b.local(source.dtype.compute, columns)
+
+        def rows(first: K.Expr, apart: int, count: int, begins: bool = False) -> K.Loop:
+            column, b.block = K.Var("c"), []
+            at = coords(column)
+            behind = at[axis + facts.keepdims :]
+            parts = [b.element(source, (*at[:axis], k.add(first, n * apart), *behind)) for n in range(count)]
+            parts += [] if begins else [K.Load(total, column)]
+            while len(parts) > 1:
+                parts = [K.alu(facts.op, *parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
+            body, b.block = (*b.block, K.Store(total, column, parts[0])), []
+            b.memo.clear()
+            return K.Loop(column, columns, body, vector=True)
+
+        row, (each, rest) = K.Var("rows"), divmod(dims[axis], ROWS_AT_ONCE)
+        more = rows(k.add(row, 1), each, ROWS_AT_ONCE)
+        last = [rows(k.const(dims[axis] - rest), 1, rest)] if rest else []
+        return [rows(ZERO, each, ROWS_AT_ONCE, begins=True), K.Loop(row, each - 1, (more,)), *last]
+
+    def one_pass(self, p: int, columns: int, coords: Coords, each: int = 0) -> list[K.Stmt]:
         """The loop over columns of pass p, `each` of them to an active row, then the row values that its reductions complete."""
-        column, extent, guard = K.Var("c"), columns, None
-        position: K.Expr = column
-        if chunk is not None:
-            extent, position = CHUNK_ELEMENTS, k.add(k.mul(chunk, CHUNK_ELEMENTS), column)
-            guard = k.lt(position, columns) if columns % CHUNK_ELEMENTS else None
+        column = K.Var("c")
         if each:
-            self.b.limit(chunk or column, each, CHUNK_ELEMENTS if chunk else 1)
+            self.b.limit(column, each)
         reductions = [n for n in self.reductions if self.level[n] == p + 1]
-        body, reduces = self.pass_body(p, coords(position), column, reductions, guard)
-        loop = [K.Loop(column, extent, tuple(body), vector=True, reduces=tuple(reduces))] if body or reduces else []
+        body, reduces = self.pass_body(p, coords(column), column, reductions)
+        loop = [K.Loop(column, columns, tuple(body), vector=True, reduces=tuple(reduces))] if body or reduces else []
         self.b.bound.update((node.results[0], r.result) for node, r in zip(reductions, reduces))
         return [*loop, *self.row_values(p + 1, coords)]
 
     def pass_body(
-        self, p: int, at: Sequence[K.Expr], column: K.Expr, reductions: Sequence[Node] = (), guard: K.Expr | None = None
+        self, p: int, at: Sequence[K.Expr], column: K.Expr, reductions: Sequence[Node] = ()
     ) -> tuple[list[K.Stmt], list[K.Reduce]]:
         """Statements and reductions of one pass at coordinates `at`."""
         b, outside = self.b, dict(self.b.bound)
         b.bound.update((v, K.Load(x, column)) for v, x in self.kept.items() if self.level[v.node] < p)
-        b.block, b.guard = [], guard
+        b.bound.update((v, K.Load(x, column)) for v, x in self.sums.items())
+        b.block = []
         b.memo.clear()
         reduces = [self.reduce_of(n, at) for n in reductions]
-        writes = [b.store_value(v, at, b.element(v, at), guard) for v in self.stored(p)]
+        writes = [b.store_value(v, at, b.element(v, at)) for v in self.stored(p)]
         writes += [K.Store(x, column, b.element(v, at)) for v, x in self.kept.items() if self.level[v.node] == p]
-        body, b.block, b.guard, b.bound = [*b.block, *writes], [], None, outside
+        body, b.block, b.bound = [*b.block, *writes], [], outside
         b.memo.clear()
         return body, reduces
 
@@ -249,9 +287,14 @@ class _Rows:
                 continue
             values = [v for v in node.results if v in self.group.stores]
             if node.op.kind in (Kind.POINTWISE, Kind.REDUCE):
-                values += [v for v in node.inputs if v.node not in self.group.forms]
+                across = node.op.kind is Kind.REDUCE and node not in self.reductions  # what it reads may be computed on the way
+                values += [v for v in node.inputs if across or v.node not in self.group.forms]
             for v in values:
                 dims, strides = v.shape.static, self.b.places.locate(v)[1].strides
+                if node.op.reduce is not None and node not in self.reductions and v.node is not node:
+                    facts = node.op.reduce(node.attrs, v.shape)
+                    left = [a for a in range(v.rank) if facts.keepdims or a not in facts.axes]
+                    dims, strides = tuple(1 if a in facts.axes else dims[a] for a in left), tuple(strides[a] for a in left)
                 dropped = self.group.forms[node] == "dropped" and (v.node is node or node.op.kind is Kind.POINTWISE)
                 cut = len(dims) - 1 if self.reductions and dims and not dropped else len(dims)
                 out.append((dims[:cut], strides[:cut]))

@@ -16,6 +16,7 @@ from rlx.compile.options import CompileOptions
 from rlx.compile.packs import rows_from_packs
 from rlx.compile.padding import padding
 from rlx.compile.precision import precision
+from rlx.compile.reductions import reductions
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.target import Target
@@ -31,6 +32,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("legalise", legalise),
     ("tidy", canonicalise),
     ("packs", rows_from_packs),
+    ("reductions", reductions),
 )
 
 

@@ -1,0 +1,99 @@
+"""Reductions in the form in which they are fast: each over one axis, memory read in order, enough independent parts for all
+threads. Adjacent axes become one; of several, the last is reduced first; what leaves too few results is done in two steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rlx.compile.options import CompileOptions
+from rlx.ir.graph import Graph, Node, Value, apply, keep
+from rlx.ir.op import OPS, Kind
+from rlx.ir.target import Target
+
+SPLIT_ELEMENTS = 1 << 17  # fewer are one part: half a megabyte takes as long as a few hand-overs between threads
+PART_ELEMENTS = 1 << 14  # of a part, at the least
+PART_COLUMNS = 4096  # a run of columns that lowering sums on its own
+PARTS_PER_THREAD = 4
+LEAST_ROW = 16  # elements of a last axis that is worth reducing by itself
+
+
+def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """`graph` with reductions over several axes, or of few results, in steps. Partial sums of narrow floats are f32."""
+    if graph.extent is not None:  # rows that hold no data are skipped along the axes as they are declared
+        return graph
+    readers: dict[Value, set[Node]] = {}
+    for node in graph.nodes():
+        for value in node.inputs:
+            readers.setdefault(value, set()).add(node)
+    outside = set(graph.roots())
+    alone: set[Node] = set()  # new nodes whose old one had one reader
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        kept = keep(node, inputs)
+        if node.op.kind is Kind.POINTWISE and len(readers.get(node.results[0], ())) == 1 and node.results[0] not in outside:
+            alone.add(kept[0].node)
+        if node.op.kind is not Kind.REDUCE:
+            return kept
+        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, target.threads)
+        return kept if made is None else (replace(made.node, name=node.name, source=node.source).results[0],)
+
+    return graph.rebuild(new)
+
+
+def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> Value | None:
+    """The result of a reduction in more and simpler nodes; None if it is as it should be."""
+    assert node.op.reduce is not None
+    source, result = node.inputs[0], node.shapes[0]
+    dims, axes = source.shape.static, node.op.reduce(node.attrs, source.shape).axes
+    real = [(a in axes, d) for a, d in enumerate(dims) if d != 1]
+    runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
+    todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
+    if 0 in dims or not todo or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < LEAST_ROW):
+        return None
+    sizes, last = [d for _, d in runs], todo[-1]
+    parts = _parts(sizes, last, threads) if only_reader or last < len(runs) - 1 else 1
+    if len(axes) == parts == 1:
+        return None
+    value = _reshaped(source, _divided(sizes, last, parts), alone)
+    if source.dtype != source.dtype.compute:
+        value = apply(OPS["cast"], (value,), {"dtype": source.dtype.compute})
+    for i in reversed(todo):  # axes before i are where they were
+        if i != last and (parts := _parts(value.shape.static, i, threads)) > 1:  # type: ignore[union-attr]
+            value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
+        for axis in (i + 1, i) if parts > 1 else (i,):
+            value = apply(node.op, (value,), {"axis": (axis,)})
+    if result.dtype != value.dtype:  # type: ignore[union-attr]
+        value = apply(OPS["cast"], (value,), {"dtype": result.dtype})  # type: ignore[arg-type]
+    return apply(OPS["reshape"], (value,), {"dims": result.static})  # type: ignore[return-value, arg-type]
+
+
+def _parts(dims: Sequence[int], axis: int, threads: int) -> int:
+    """Equal parts of this axis to reduce side by side; 1 where the other axes make work enough, or it has no such divisor."""
+    outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
+    most = dims[axis] * inner // PART_ELEMENTS
+    if threads == 1 or outer * dims[axis] * inner < SPLIT_ELEMENTS:
+        return 1
+    wanted = -(-PARTS_PER_THREAD * threads // (outer * -(-inner // PART_COLUMNS)))
+    return next((n for n in range(wanted, min(8 * wanted, most) + 1) if dims[axis] % n == 0), 1) if wanted > 1 else 1
+
+
+def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:
+    """The dims with one axis as two, the first of which counts parts."""
+    return (*dims[:axis], *((parts,) if parts > 1 else ()), dims[axis] // parts, *dims[axis + 1 :])
+
+
+def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node]) -> Value:
+    """`value` in other dims, pointwise nodes that nothing else reads computed in them, so that they need no memory."""
+    node, own = value.node, value.shape.static
+    if own == dims:
+        return value
+    if node in alone and all(v.shape.static == own or v.shape.num_elements == 1 for v in node.inputs):
+        inputs = tuple(_reshaped(v, dims if v.shape.static == own else (), alone) for v in node.inputs)
+        return replace(node, inputs=inputs, shapes=node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))).results[0]
+    return apply(OPS["reshape"], (value,), {"dims": dims})  # type: ignore[return-value, arg-type]
+
+
+__all__ = ["reductions"]

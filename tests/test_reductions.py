@@ -1,0 +1,81 @@
+"""Reductions as they are laid out for speed: values against numpy in double precision, and what was made of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.ir import kernel as K
+
+CASES = [
+    ((37, 1001), (0, 1)), ((512, 600), (0, 1)), ((131, 4000), (0,)), ((5000, 33), (0,)), ((1 << 18,), (0,)), ((131101,), (0,)),
+    ((6, 70, 48), (1,)), ((6, 70, 48), (0, 2)), ((40, 3, 50), (0, 1)), ((3, 1, 40, 64), (0, 2)), ((17, 40, 3), (0, 2)),
+    ((2, 16, 5000), (1,)), ((9, 100), (0,)), ((1, 5), (0,)), ((4, 0, 3), (1, 2)),
+]  # fmt: skip
+
+
+def compiled(make, *dims, dtype=rlx.f32, threads=2) -> tuple[rlx.CompiledGraph, list[np.ndarray]]:
+    g = rlx.Graph("r")
+    g.set_outputs([make(*(g.input(f"x{i}", d, dtype) for i, d in enumerate(dims)))])
+    rng = np.random.default_rng(len(dims[0]))
+    arrays = [(rng.standard_normal(d) + 0.25).astype(dtype.numpy) for d in dims]
+    return rlx.Session().compile(g, rlx.CompileOptions(threads=threads)), arrays
+
+
+def run(c: rlx.CompiledGraph, arrays: list[np.ndarray]) -> np.ndarray:
+    c._executable.poison()  # type: ignore[attr-defined]
+    return c.run({f"x{i}": a for i, a in enumerate(arrays)})[0].astype(np.float64)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dims, axes", CASES)
+def test_values(dims: tuple[int, ...], axes: tuple[int, ...], threads: int) -> None:
+    for name in ("sum", "max", "mean") if 0 not in dims else ("sum",):
+        for keep in (False, True):
+            made = partial(getattr(rlx, name), axis=axes, keepdims=keep)
+            c, (x,) = compiled(made, dims, threads=threads)
+            wanted = getattr(np, name)(x.astype(np.float64), axis=axes, keepdims=keep)
+            got = run(c, [x])
+            assert got.shape == wanted.shape
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6 * math.prod(dims))
+            assert np.array_equal(got, run(c, [x])), "not the same from run to run"
+
+
+@pytest.mark.parametrize("dims, axes", CASES[:8])
+def test_partial_sums_of_narrow_floats_are_not_rounded(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    c, (x,) = compiled(lambda v: rlx.sum(v, axis=axes), dims, dtype=rlx.bf16)
+    exact = np.sum(x.astype(np.float64), axis=axes)
+    np.testing.assert_allclose(run(c, [x]), exact, rtol=2**-8, atol=1e-6 * math.prod(dims))  # one rounding to bf16
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)])
+def test_nan_and_infinity_come_through(axes: tuple[int, ...]) -> None:
+    c, (x,) = compiled(lambda v: rlx.max(v, axis=axes), (600, 400))
+    for odd in (np.nan, np.inf):
+        x[577, 399] = odd
+        np.testing.assert_array_equal(run(c, [x]), np.max(x, axis=axes))
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1)])
+def test_what_is_summed_is_computed_on_the_way(axes: tuple[int, ...]) -> None:
+    """No product is written to memory, and reads go through it in order."""
+    c, arrays = compiled(lambda x, y: rlx.sum(x * y, axis=axes), (512, 600), (512, 600))
+    wanted = np.sum(arrays[0].astype(np.float64) * arrays[1], axis=axes)
+    np.testing.assert_allclose(run(c, arrays), wanted, rtol=1e-4, atol=1e-2)
+    program = c.program()
+    assert max(b.size for s in program.steps for b in s.kernel.buffers if b.writable) <= 64 * 600
+    for step in program.steps:
+        for loop in (s for s in K.walk(step.kernel.body) if isinstance(s, K.Loop) and s.vector):
+            loads = [e for e in K.walk((loop.body, loop.reduces)) if isinstance(e, K.Load)]
+            assert all(K.coefficient(e.index, loop.var) == 1 for e in loads), str(step.kernel)
+
+
+@pytest.mark.parametrize("dims, axes", [((1 << 20,), (0,)), ((4096, 512), (0,)), ((1024, 1024), (0, 1))])
+def test_large_reductions_have_work_for_all_threads(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    c, _ = compiled(lambda v: rlx.sum(v, axis=axes), dims)
+    first = c.program().steps[0].kernel
+    assert math.prod(n for _, n in first.grid) >= 8, str(first)
