@@ -164,6 +164,7 @@ class OpDef:
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     # (node, pack) -> what `node` gives, by this op, from `pack`, a packed form of a param that `node` reads; None: it cannot
     unpacks: Callable[..., Any] | None = None
+    flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
     roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rlx.ir.program import NodeReport, Program
+from rlx.ir.work import ProgramWork, program_work
 
 
 class Texts(Mapping[str, str]):
@@ -47,7 +48,7 @@ class CacheNote:
 @dataclass(frozen=True)
 class CompileReport:
     """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass;
-    `cache`: whether the code came from disk."""
+    `cache`: whether the code came from disk; `work`: bytes and FLOPs of a run, counted when someone looks."""
 
     name: str
     device: str
@@ -58,6 +59,11 @@ class CompileReport:
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     stages: Mapping[str, str] = field(default_factory=dict, repr=False)
     cache: CacheNote = CacheNote()
+    program: Program | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def work(self) -> ProgramWork:
+        return program_work(self.program) if self.program else ProgramWork((), 0)
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())
@@ -67,7 +73,7 @@ class CompileReport:
         for n in self.nodes:
             where = f" in {n.kernel}" if n.kernel else ""
             lines.append(f"  {n.node:{width}}  {n.how}{where}{': ' + n.why if n.why else ''}")
-        return "\n".join(lines)
+        return "\n".join([*lines, str(self.work)])
 
 
 @dataclass(frozen=True)

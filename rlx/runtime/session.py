@@ -89,7 +89,7 @@ class Session:
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
         kernels = len({s.kernel.name for phase in program.phases.values() for s in phase})
         texts = Texts(artifact.texts)
-        made = seconds, texts, program.stages, place.note(cached=kept is not None)
+        made = seconds, texts, program.stages, place.note(cached=kept is not None), program
         report = CompileReport(program.name, str(self.device), program.nodes, kernels, steps, *made)
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:

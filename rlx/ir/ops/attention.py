@@ -256,9 +256,15 @@ def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, 
 
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
+def _flops(operands: Any, results: Any) -> int:
+    """Every query with every key, masked or not: a score, and a value's part of the result."""
+    q, k, v = operands[:3]
+    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
+
+
 attention = op(
     "attention", kind=Kind.COMPOSITE, infer=_attention_shape, attrs=AttentionAttrs, arity=(3, 5), roles="xxxxi",
-    reference=_attention_array, decompose=widened(_attention), padded=_attention_padded,
+    reference=_attention_array, decompose=widened(_attention), padded=_attention_padded, flops=_flops,
     samples=(
         Sample(QKV), Sample(QKV, {"mask": "causal"}), Sample(GROUPED, {"mask": "causal"}), Sample(GROUPED, {"scale": 0.3}),
         Sample(GROUPED, {"mask": "sliding_window", "window": 3}), Sample(((1, 3, 1, 16), (1, 1, 33, 16), (1, 1, 33, 16))),
@@ -290,7 +296,7 @@ attention = op(
 LONG = ((1, 2, 1, 4), (1, 1, 300, 4), (1, 1, 300, 4))
 attention_parts = op(
     "attention_parts", kind=Kind.COMPOSITE, infer=_parts_shape, attrs=PartsAttrs, arity=(3, 5), roles="xxxxi",
-    reference=_parts_array, decompose=widened(_parts), padded=_attention_padded,
+    reference=_parts_array, decompose=widened(_parts), padded=_attention_padded, flops=_flops,
     samples=(
         Sample(LONG, {"cap": 2.0}), Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3}, low=0, high=290,
         dtypes=("f32", "f16", "f16", "i32")), Sample((*LONG, (300,)), {"mask": "custom"}, dtypes=("f32", "f32", "f32", "bool")),

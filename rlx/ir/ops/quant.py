@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,7 +177,7 @@ def _random_weights(form: QuantFormat) -> Callable[[np.random.Generator, list[np
 
 dequant_matmul = op(
     "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=FormatAttrs, arity=(2, 2),
-    reference=_product, decompose=_product_of,
+    reference=_product, decompose=_product_of, flops=lambda operands, results: 2 * math.prod(results[0]) * operands[0][-1],
     samples=tuple(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=_random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))

@@ -1,0 +1,161 @@
+"""How much work a program is, counted from its kernels: bytes that each streams, the least that could be, and FLOPs.
+
+A pass is a statement of a kernel's body: it streams every element that it touches once, wherever that lies in the cache
+hierarchy. Counted as FLOPs: the scalar operations on floats (an fma is two), one each, elementary functions too; not
+conversions, comparisons and selections. What depends on data (rows of a gather) counts as if all of it were different.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlx.ir.access import accesses
+from rlx.ir.kernel import COMPARISONS, Alu, Buffer, Check, Contract, Expr, Kernel, Let, Loop, Native, Stmt, Store, Var, walk
+from rlx.ir.op import OPS
+from rlx.ir.program import Program, Region
+
+FREE = COMPARISONS | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
+
+
+@dataclass
+class Touched:
+    """Elements of one buffer: read by all passes together, by the pass that reads most, and written."""
+
+    read: int = 0
+    once: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """One step. `least_bytes`: each operand and result once. `flops` None: of an op that does not say."""
+
+    kernel: str
+    read_bytes: int
+    written_bytes: int
+    least_bytes: int
+    flops: int | None
+
+
+@dataclass(frozen=True)
+class ProgramWork:
+    """One run. `least_bytes`: what it reads of inputs, weights and states, and outputs and states written, once each."""
+
+    kernels: tuple[KernelWork, ...]
+    least_bytes: int
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        return sum(w.read_bytes + w.written_bytes for w in self.kernels)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(w.flops or 0 for w in self.kernels)
+
+    def __str__(self) -> str:
+        ratio = f", {self.moved_bytes / self.least_bytes:.2f} times that" if self.least_bytes else ""
+        head = f"a run: {self.flops} FLOPs; {self.moved_bytes} bytes moved{ratio} of the least possible, {self.least_bytes}"
+        rows: list[tuple[str, ...]] = [("step", "read", "written", "least", "FLOPs")]
+        for w in self.kernels:
+            numbers = map(str, (w.read_bytes, w.written_bytes, w.least_bytes))
+            rows.append((w.kernel, *numbers, "?" if w.flops is None else str(w.flops)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(c.ljust(w) if at == 0 else c.rjust(w) for at, (c, w) in enumerate(zip(r, widths))) for r in rows]
+        return "\n".join([head, *("  " + line for line in lines)])
+
+
+def program_work(program: Program) -> ProgramWork:
+    """Of one run: the steps and the commit."""
+    known: dict[Kernel, tuple[Mapping[Buffer, Touched], int | None]] = {}
+    rows, needed = [], dict[tuple[int, str], int]()
+    outer = {b.id for b in program.buffers if b.region not in (Region.ARENA, Region.OUTPUT)}
+    kept = {b.id for b in program.buffers if b.region in (Region.OUTPUT, Region.HANDLE)}
+    for step in (*program.steps, *program.commit):
+        if step.kernel not in known:
+            known[step.kernel] = touched(step.kernel), flops(step.kernel)
+        found, operations = known[step.kernel]
+        read = written = least = 0
+        for arg, b in zip(step.args, step.kernel.buffers):
+            t, size = found.get(b, Touched()), b.dtype.itemsize
+            read, written, least = read + t.read * size, written + t.written * size, least + (t.once + t.written) * size
+            for what, n, counts in (("read", t.once, arg in outer), ("written", t.written, arg in kept)):
+                if counts:
+                    needed[arg, what] = max(needed.get((arg, what), 0), n * size)
+        rows.append(KernelWork(step.kernel.name, read, written, least, operations))
+    return ProgramWork(tuple(rows), sum(needed.values()))
+
+
+def touched(kernel: Kernel) -> dict[Buffer, Touched]:
+    """What the kernel reads and writes of each of its buffers."""
+    found: dict[tuple[Buffer, bool, int], dict[int, int]] = {}  # (buffer, whether written, pass) -> elements by index
+    grid = dict(kernel.grid)
+    for a in accesses(kernel):
+        if isinstance(a.buffer, Buffer) and a.index is not None:
+            places = found.setdefault((a.buffer, a.stores, a.path[0]), {})
+            places[id(a.index)] = _places(a.index, grid | dict(a.loops))
+    for at, s in enumerate(kernel.body):
+        for buffer, writes, n in _whole(s, grid):
+            found.setdefault((buffer, writes, at), {})[0] = n
+    out: dict[Buffer, Touched] = {}
+    for (buffer, writes, _), places in found.items():
+        t, n = out.setdefault(buffer, Touched()), min(sum(places.values()), buffer.size)
+        if writes:
+            t.written = min(t.written + n, buffer.size)
+        else:
+            t.read, t.once = t.read + n, max(t.once, n)
+    return out
+
+
+def _places(index: Expr, around: Mapping[Var, int]) -> int:
+    """Different values of an index at most; a variable that is no loop's may be different at every point."""
+    names = [v for v in walk(index) if isinstance(v, Var)]
+    return math.prod(around.values()) if any(v not in around for v in names) else math.prod(around[v] for v in names)
+
+
+def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int]]:
+    """(buffer, whether written, elements) of the operands that a contraction or an op of its own reads in its own way."""
+    if isinstance(s, Contract):
+        for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
+            yield x.buffer, False, x.buffer.size if x.panel else n * _places(x.offset, grid)
+    elif isinstance(s, Native):
+        for v in (*s.inputs, *s.outputs):
+            yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)
+
+
+def flops(kernel: Kernel) -> int | None:
+    """Operations on floats of all points of the grid; None where an op's own kernel does not say."""
+    counts = [_flops(kernel.body)] if not any(isinstance(s, Native) for s in kernel.body) else []
+    for s in kernel.body:
+        if isinstance(s, Native):
+            if (count := OPS[s.op].flops) is None:
+                return None
+            counts.append(count([v.dims for v in s.inputs], [v.dims for v in s.outputs]))
+    return math.prod(n for _, n in kernel.grid) * sum(counts)
+
+
+def _flops(body: Iterable[Stmt]) -> int:
+    total, seen = 0, set[int]()
+
+    def count(*parts: Expr | None) -> int:
+        new = [e for e in walk(parts) if isinstance(e, Alu) and id(e) not in seen]
+        seen.update(map(id, new))
+        return sum(1 + (e.op == "fma") for e in new if e.dtype.is_float and e.op not in FREE)
+
+    for s in body:
+        if isinstance(s, Store):
+            total += count(s.value, s.guard)
+        elif isinstance(s, (Let, Check)):
+            total += count(s.value if isinstance(s, Let) else s.ok)
+        elif isinstance(s, Loop):
+            ends = [Let(r.result, Alu(r.op, (r.value, r.value), r.value.dtype)) for r in s.reduces]
+            ends += [Let(c.var, c.next) for c in s.carries]
+            total += s.extent * _flops((*s.body, *ends))
+        elif isinstance(s, Contract):
+            total += 2 * s.m * s.n * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
+    return total
+
+
+__all__ = ["KernelWork", "ProgramWork", "flops", "program_work", "touched"]
