@@ -169,3 +169,16 @@ def test_script_and_module_are_the_same():
 
     root = Path(__file__).resolve().parent.parent
     assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"] == {"rlx": "rlx.cli.main:run"}
+
+
+def test_cache(tmp_path):
+    kept = {"RLX_CACHE": "1", "RLX_CACHE_DIR": str(tmp_path / "kept"), "RLX_CACHE_MB": "50"}
+    assert "nothing is kept on disk: off (RLX_CACHE=0)" in rlx_command("cache").stdout
+    assert rlx_command("embed", "Hello", "--threads", "1", **kept).returncode == 0
+    done = rlx_command("cache", **kept)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{tmp_path / 'kept'}\n")
+    assert re.search(r"programs: 1, kernels: \d\d, \d+\.\d [kM]B of 52\.4 MB\n", done.stdout)
+    done = rlx_command("cache", "clear", **kept)
+    assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0.0 kB of", done.stdout)
+    assert list((tmp_path / "kept").iterdir()) == []
+    assert rlx_command("cache", "burn", **kept).returncode == 2

@@ -79,9 +79,8 @@ def cache(clear: bool) -> None:
         _out.print(f"{kept.clear()} entries removed")
     entries = kept.entries()
     programs = [e for e in entries if e.name.startswith("program-")]
-    used = _size(sum(e.nbytes for e in entries))
-    _out.print(_plain(f"{kept.folder}: {len(programs)} programs, {len(entries) - len(programs)} kernels"))
-    _out.print(f"{used} of {_size(kept.max_bytes)}")
+    used = f"{_size(sum(e.nbytes for e in entries))} of {_size(kept.max_bytes)}"
+    _out.print(_plain(f"{kept.folder}\nprograms: {len(programs)}, kernels: {len(entries) - len(programs)}, {used}"))
 
 
 def knobs() -> None:

@@ -29,7 +29,7 @@ STALE = 3600  # seconds after which a file half-written is taken for left behind
 LOOK = 16  # the folder is looked through when this process has written 1/16 of the bound since it last was
 FRESH, DAMAGED = "first seen", "damaged entry rebuilt"
 _NAME = re.compile(r"[a-z]+-[0-9a-f]+(-[0-9a-f]+)?")
-_PART = "writing-"
+_PART = "writing."
 
 
 @dataclass(frozen=True)

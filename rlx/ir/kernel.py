@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from rlx.ir.dtype import DType, bool_, i64
@@ -342,10 +343,19 @@ def walk(root: Any) -> Iterator[Any]:
         x = todo.pop()
         if isinstance(x, tuple):
             todo += x
-        elif hasattr(type(x), "__slots__") and id(x) not in seen:  # of the records above
+        elif (inner := _inner(type(x))) is not None and id(x) not in seen:  # of the records above
             seen.add(id(x))
             yield x
-            todo += [getattr(x, name) for name in x.__slots__]
+            todo += [getattr(x, name) for name in inner]
+
+
+@cache
+def _inner(kind: type) -> tuple[str, ...] | None:
+    """The fields of a record that can hold records; None: it is none."""
+    if not hasattr(kind, "__slots__") or not is_dataclass(kind):
+        return None
+    plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")
+    return tuple(f.name for f in fields(kind) if f.type not in plain)
 
 
 def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:

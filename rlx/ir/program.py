@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 
@@ -60,13 +61,13 @@ class Step:
     kernel: Kernel
     args: tuple[int, ...]
 
-    @property
+    @cached_property
     def reads(self) -> frozenset[int]:
         """Buffers read: every one that is not only written. A writable buffer counts as read if the kernel loads it."""
         loaded = loaded_buffers(self.kernel)
         return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b in loaded)
 
-    @property
+    @cached_property
     def writes(self) -> frozenset[int]:
         return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b.writable)
 

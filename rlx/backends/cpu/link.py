@@ -56,7 +56,7 @@ class Image:
             raise Foreign("not Linux")
         try:
             self._link([_parsed(raw) for raw in objects])
-        except (struct.error, IndexError, KeyError, UnicodeDecodeError) as fault:
+        except (struct.error, IndexError, KeyError, ValueError, OverflowError) as fault:
             raise CompileError(f"cannot link {', '.join(symbols)}: damaged object code, {fault!r}") from fault
         if missing := [s for s in symbols if s not in self._defined]:
             raise CompileError(f"cannot link {', '.join(missing)}: no object defines it")
