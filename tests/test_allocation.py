@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,14 +31,18 @@ def small(threads: int) -> tuple[rlx.runtime.CompiledGraph, list[np.ndarray]]:
     return compiled, [rng.standard_normal((16, 32)).astype(F)]
 
 
+@pytest.mark.parametrize("mode", ["native", "python"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_run_slots_allocates_nothing(threads: int) -> None:
-    compiled, inputs = small(threads)
-    own = [compiled.input_view("x")]
-    own[0][...] = inputs[0]
-    for given in (inputs, own):
-        compiled.run_slots(given)
-        compiled.run_slots(given)
+def test_calls_allocate_nothing(threads: int, mode: str) -> None:
+    with rlx.knobs.override(RLX_CALLS=mode):
+        compiled, inputs = small(threads)
+        own = [compiled.input_view("x")]
+        own[0][...] = inputs[0]
+        slots = compiled.run_slots
+        calls = [partial(slots, inputs), partial(slots, own), compiled.bound(inputs), compiled.bound(own)]
+    for call in calls:
+        call()
+        call()
         gc.collect()
         gc.disable()
         try:
@@ -45,7 +50,7 @@ def test_run_slots_allocates_nothing(threads: int) -> None:
             for runs in (0, 0, RUNS, 0):  # without runs: what the readings themselves hold
                 before = compiled.allocations()
                 for _ in range(runs):
-                    compiled.run_slots(given)
+                    call()
                 after = compiled.allocations()
                 growth.append(after.python_blocks - before.python_blocks)
         finally:
@@ -55,11 +60,13 @@ def test_run_slots_allocates_nothing(threads: int) -> None:
         assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
     tracemalloc.start()
     try:
-        compiled.run_slots(inputs)
+        for call in calls:
+            call()
         tracemalloc.reset_peak()
         base, _ = tracemalloc.get_traced_memory()
         for _ in range(1000):
-            compiled.run_slots(inputs)
+            for call in calls:
+                call()
         now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -79,9 +86,15 @@ GROWTH = """
 import sys; sys.path[:0] = {path!r}
 from test_allocation import small, resident
 compiled, inputs = small({threads})
-compiled.run_slots(inputs); compiled.run_slots(inputs)
+slots, bound, wrong = compiled.run_slots, compiled.bound(inputs), [inputs[0][:3]]
+def turn():
+    slots(inputs); bound()
+    try: slots(wrong)
+    except Exception: pass
+    else: raise SystemExit("no error")
+for _ in range(1000): turn()
 first = resident()
-for _ in range({runs}): compiled.run_slots(inputs)
+for _ in range({runs}): turn()
 print(first, resident())
 """
 
@@ -98,7 +111,7 @@ def test_resident_memory_stays(threads: int) -> None:
     code = GROWTH.format(path=sys.path, threads=threads, runs=RUNS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, last = map(int, done.stdout.split())
-    assert last == first
+    assert last <= first + (64 << 10)  # the collector's own, at most: a leak of 10 bytes per turn would be more
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -49,11 +49,11 @@ def copies(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -> Callable[[], tuple[Any, ...]]:
     """CompiledGraph.bound."""
     named = isinstance(inputs, Mapping)
-    arrays = by_name("input", inputs, graph._inputs) if named else by_position("input", inputs, graph._inputs)
-    for at, (decl, array, apart) in enumerate(zip(graph._inputs, arrays, graph._apart(arrays))):
-        given = inputs[decl.name] if named else inputs[at]
+    for given in inputs.values() if named else inputs if isinstance(inputs, Sequence) else ():
         if not isinstance(given, np.ndarray):
-            raise BindingError(f"input {decl.name!r} is bound to a {type(given).__name__}: only a numpy array can be read anew")
+            raise BindingError(f"an input is bound to a {type(given).__name__}: only a numpy array can be read at each call")
+    arrays = by_name("input", inputs, graph._inputs) if named else by_position("input", inputs, graph._inputs)
+    for decl, array, apart in zip(graph._inputs, arrays, graph._apart(arrays)):
         if array is not apart:
             raise BindingError(f"what is bound to input {decl.name!r} lies in the memory of another input, which would change it")
     core, run_slots = graph._core or graph, type(graph).run_slots
