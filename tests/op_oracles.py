@@ -163,6 +163,7 @@ def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: tor
 
 def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
     *batch, rows, columns = w.shape
+    rows = math.ceil(rows / attrs.group) * attrs.group
     out = np.zeros((*batch, math.ceil(columns / attrs.panel), rows, attrs.panel), w.dtype)
     for at in itertools.product(*map(range, w.shape)):
         *b, row, column = at
@@ -377,7 +378,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "logical_and": plain(torch.logical_and), "logical_or": plain(torch.logical_or), "logical_xor": plain(torch.logical_xor),
     "bitwise_and": plain(torch.bitwise_and), "bitwise_or": plain(torch.bitwise_or), "bitwise_xor": plain(torch.bitwise_xor),
     "shift_left": numbers(lambda x, n, d: x << n if 0 <= n < d.bits else 0), "shift_right": numbers(shifted_right),
-    "where": plain(torch.where), "cast": cast,
+    "where": plain(torch.where), "cast": cast, "multiply_add": plain(lambda x, y, z: x * y + z),
     "sum": torch_(lambda a, x: torch.sum(x, axes(a, x), keepdim=a.keepdims)), "prod": one_by_one(torch.prod),
     "max": extreme(torch.amax, 1), "min": extreme(torch.amin, -1), "any": one_by_one(torch.any), "all": one_by_one(torch.all),
     "mean": torch_(lambda a, x: torch.mean(x, axes(a, x), keepdim=a.keepdims)),
@@ -390,7 +391,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "transpose": torch_(lambda a, x: x.permute(a.axes or tuple(reversed(range(x.ndim))))), "slice": sliced,
     "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),
     "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
-    "matmul": plain(torch.matmul), "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
+    "matmul": plain(torch.matmul), "int8_matmul": plain(torch.matmul),
+    "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
     "panel_rows": panel_rows, "quant_rows": quant_rows,
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "valid_rows": numbers_of_rows,

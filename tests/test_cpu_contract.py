@@ -133,8 +133,9 @@ def product(
     group: int = 1,
 ) -> Kernel:  # fmt: skip
     """c = a @ b"""
-    group = group if k % group == 0 and b == "panel" else 1
-    (size_a, strides_a, _), (size_b, strides_b, panel) = matrix(m, k, a, 0), matrix(k, n, b, panel)
+    group = group if b == "panel" else 1
+    deep = -(-k // group) * group if b == "panel" else k
+    (size_a, strides_a, _), (size_b, strides_b, panel) = matrix(m, k, a, 0), matrix(deep, n, b, panel)
     left, right, out = Buffer("a", dtypes[0], size_a), Buffer("b", dtypes[1], size_b), Buffer("c", dtypes[2], m * n, True)
     acc = Var("acc", dtypes[2])
     body = Contract(
@@ -157,8 +158,8 @@ def dense(flat: np.ndarray, o: Operand, rows: int, columns: int) -> np.ndarray:
     if not rows * columns:
         return np.zeros((rows, columns), flat.dtype)
     if o.panel:
-        panels = flat.reshape(-1, rows // o.group, o.panel, o.group)
-        return panels.transpose(1, 3, 0, 2).reshape(rows, -1)[:, :columns]
+        panels = flat.reshape(-1, -(-rows // o.group), o.panel, o.group)
+        return panels.transpose(1, 3, 0, 2).reshape(-1, panels.shape[0] * o.panel)[:rows, :columns]
     return flat[np.arange(rows)[:, None] * o.row_stride + np.arange(columns) * o.col_stride]
 
 
@@ -240,12 +241,24 @@ def test_floats(dtypes: DTypes, few: bool, b: str, cpu: str) -> None:
 @pytest.mark.parametrize("shape", [(8, 48, 2), (1, 50, 70), (3, 20, 6), (21, 97, 64), (140, 49, 96), (9, 30, 33)], ids=str)
 @pytest.mark.parametrize("a", ["rows", "padded", "columns", "every other"])
 def test_pairs_of_bf16(shape: tuple[int, int, int], a: str, cpu: str) -> None:
-    """For the instruction that adds two products, where there is one; an odd depth goes without, a turned `a` by a copy."""
+    """For the instruction that adds two products, where there is one; an odd depth or a turned `a` goes by a copy."""
     target = TARGETS[cpu]
     panel, group = target.panel("bf16")
     kernel = product(*shape, a=a, dtypes=(bf16, bf16, f32), panel=panel, group=group)
     check_product(kernel, target)
-    assert plan(kernel, kernel.body[0], target).pairs == ("avx512bf16" in target.features and shape[2] % 2 == 0)  # type: ignore[arg-type]
+    assert plan(kernel, kernel.body[0], target).group == 1 + ("avx512bf16" in target.features)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("shape", [(1, 50, 70), (3, 20, 7), (21, 97, 64), (140, 49, 97), (9, 30, 1), (4, 5, 0)], ids=str)
+@pytest.mark.parametrize("a", ["rows", "padded", "columns", "every other"])
+def test_fours_of_bytes(shape: tuple[int, int, int], a: str, cpu: str) -> None:
+    """u8 by i8, exact over their whole range, for the instruction that adds four products, where there is one."""
+    target = TARGETS[cpu]
+    panel, group = target.panel("u8 i8")
+    kernel = product(*shape, a=a, dtypes=(u8, i8, i32), panel=panel, group=group)
+    check_product(kernel, target)
+    assert plan(kernel, kernel.body[0], target).group == (4 if "avx512vnni" in target.features else 1)  # type: ignore[arg-type]
 
 
 INTEGERS = [(d, d, d) for d in (i8, i16, i32, i64, u8, u16, u32, u64)]

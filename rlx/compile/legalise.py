@@ -154,4 +154,24 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
     return tuple(inside.rebuild(labelled).outputs)
 
 
-__all__ = ["Decision", "bind_dims", "decide", "decisions", "expand", "legalise"]
+def into_contractions(node: Node) -> list[int] | None:
+    """Operands of a composite that go into a contraction of it as they are, moved or scaled; None: it has no contraction."""
+    contracted: list[Value] = []
+
+    def visit(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        if inner.op.kind is Kind.CONTRACT:
+            contracted.extend(inputs)
+        results = keep(inner, inputs)
+        return expand(results[0].node, visit) if inner.op.kind is Kind.COMPOSITE and inner.op.decompose else results
+
+    expand(node, visit)
+    reached = set(contracted)
+    for v in contracted:  # grows
+        varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]
+        if v not in node.inputs and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
+            contracted += varying
+            reached.update(varying)
+    return [i for i, v in enumerate(node.inputs) if v in reached] if contracted else None
+
+
+__all__ = ["Decision", "bind_dims", "decide", "decisions", "expand", "into_contractions", "legalise"]

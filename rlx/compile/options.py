@@ -11,7 +11,7 @@ from typing import Any
 from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
 
-PRECISIONS = ("f32", "f16", "bf16", "auto")
+PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "inplace", "reuse")  # the others are needed to get a program at all
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
@@ -21,7 +21,8 @@ class CompileOptions:
     """How to compile a graph. Bad values raise OptionError when the options are made.
 
     precision: "f32" computes as declared; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
-    "auto" does so with bf16 where the target is fast at it. `disable`: names of passes to leave out. `alignment`: bytes
+    "auto" does so with bf16 where the target is fast at it. "int8": contractions with weights run on 8-bit integers, scaled per
+    row and per column (rlx.compile.int8), the others as declared. `disable`: names of passes to leave out. `alignment`: bytes
     between buffer starts, None: the target's. `dims`: values of named dims. `extent`: a named dim that stays active, and
     the most it can be in a run. `handles`: states the caller will bind.
     `threads`: None: as many as the process may use. `checked`: raise NumericsError where a NaN appears. `debug`: guard

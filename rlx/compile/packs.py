@@ -39,12 +39,14 @@ def packed_operands(graph: Graph, target: Target, natives: set[Node]) -> dict[No
 
 def _panel(node: Node, static: set[Node], target: Target) -> dict[str, int]:
     """How to pack a contraction's right operand; empty where that is not known before a run, or not a plain matrix."""
-    right, facts = node.inputs[1], contraction(node)
-    is_matrix = not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,)
-    columns, group = target.panel(right.dtype.name)
-    if not (is_matrix and columns and right.node in static):
-        return {}
-    return {"panel": columns, "group": group if right.shape.static[0] % group == 0 else 1}
+    left, right = node.inputs
+    columns, group = target.panel(right.dtype.name if left.dtype == right.dtype else f"{left.dtype} {right.dtype}")
+    return {"panel": columns, "group": group} if is_matrix(contraction(node)) and columns and right.node in static else {}
+
+
+def is_matrix(facts: Contraction) -> bool:
+    """Whether the right operand is [k, n] for all rows of the left one."""
+    return not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,)
 
 
 def contraction(node: Node) -> Contraction:
@@ -99,4 +101,4 @@ def _is_read(graph: Graph, value: Value, packs: Packs) -> bool:
     return value in graph.roots() or any(reads(node) for node in graph.nodes() if value in node.inputs)
 
 
-__all__ = ["contraction", "packed_operands", "rows_from_packs"]
+__all__ = ["contraction", "is_matrix", "packed_operands", "rows_from_packs"]

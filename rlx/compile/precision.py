@@ -4,17 +4,19 @@ A contraction of f32 operands gets them in the policy's dtype, accumulates in f3
 does, and its result is widened again. Norms, softmax and other reductions stay f32. "auto" is bf16 where the target says
 that it is fast at it, else nothing. A composite with contractions inside (attention) is narrowed whole if the target
 claims the narrow form, kept if it claims only the f32 one, and otherwise decomposed so that its parts can be narrowed.
+"int8" is no cast: rlx.compile.int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.compile.legalise import expand
+from rlx.compile.int8 import in_int8
+from rlx.compile.legalise import expand, into_contractions
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32
-from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
+from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
 from rlx.ir.program import NodeReport
 from rlx.ir.target import Target
@@ -25,6 +27,8 @@ def precision(graph: Graph, target: Target, options: CompileOptions, notes: list
 
     `notes` receives the nodes whose dtype the policy changes ("narrowed"), or that it leaves for a stated reason ("kept").
     """
+    if options.precision == "int8":
+        return in_int8(graph, target, notes)
     narrow = _policy(target, options)
     if narrow is None:
         return graph
@@ -39,7 +43,7 @@ def precision(graph: Graph, target: Target, options: CompileOptions, notes: list
         if node.op.kind is Kind.CONTRACT and all(v.dtype == f32 for v in inputs):
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
             return _widened(_on(node, narrow, range(len(inputs))), node)
-        into = _into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
+        into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
         if into is None:
             return results
         claim = target.natives.get(node.op.name)
@@ -83,26 +87,6 @@ def _widened(slim: Node | None, node: Node) -> Sequence[Value]:
     """The results of the narrowed node in the dtypes of the node."""
     assert slim is not None, f"{node} takes no narrow operands"
     return tuple(v if v.dtype == want.dtype else v.astype(want.dtype) for v, want in zip(slim.results, node.shapes))
-
-
-def _into_contractions(node: Node) -> list[int] | None:
-    """Operands of a composite that go into a contraction of it as they are, moved or scaled; None: it has no contraction."""
-    contracted: list[Value] = []
-
-    def visit(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        if inner.op.kind is Kind.CONTRACT:
-            contracted.extend(inputs)
-        results = keep(inner, inputs)
-        return expand(results[0].node, visit) if inner.op.kind is Kind.COMPOSITE and inner.op.decompose else results
-
-    expand(node, visit)
-    reached = set(contracted)
-    for v in contracted:  # grows
-        varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]
-        if v not in node.inputs and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
-            contracted += varying
-            reached.update(varying)
-    return [i for i, v in enumerate(node.inputs) if v in reached] if contracted else None
 
 
 __all__ = ["precision"]

@@ -156,7 +156,7 @@ class Loop:
 class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
-    `panel` > 0 (b only): packed as [ceil(n/panel)][k/group][panel][group], strides unused. `offset` may use grid variables.
+    `panel` > 0 (b only): packed as [ceil(n/panel)][ceil(k/group)][panel][group], strides unused. `offset` may use grid variables.
     """
 
     buffer: Buffer

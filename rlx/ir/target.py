@@ -19,7 +19,7 @@ class Target:
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
     `splits`: op name -> split(node): a claimed node in smaller ops, where those are more work at once for `threads`; or None.
     `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed), and how many of its rows
-    lie interleaved where their number allows it.
+    lie interleaved. Where the operands differ, the names of both: "u8 i8".
     """
 
     name: str

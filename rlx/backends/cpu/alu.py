@@ -92,6 +92,8 @@ def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
         elif a.scalar != ty:
             a = e.convert("fptrunc" if a.scalar == "double" else "fpext", a, ty)
         return rounded(e, a, to) if source != to else a
+    if source.is_float and to.bits <= 32:
+        return _to_integer(e, a, to)
     if source.is_float:
         returns = vector(ty, a.lanes)
         return e.intrinsic("fptosi.sat" if to.kind == "i" else "fptoui.sat", a, suffix=(returns, a.ty), returns=returns)
@@ -107,6 +109,21 @@ def bitcast(e: Emitter, a: V, source: DType, to: DType) -> V:
     if raw.scalar != memory_type(to):
         raw = e.convert("bitcast", raw, memory_type(to))
     return from_memory(e, raw, to)
+
+
+def _to_integer(e: Emitter, a: V, to: DType) -> V:
+    """As LLVM's saturating conversion, which takes a vector apart: clamped in the float type, then converted."""
+    signed = to.kind == "i"
+    span = 1 << (to.bits - signed)
+    exact = a.scalar == "double" or to.bits < 32  # else the largest float below span is more than 1 away
+    low, high = (e.const(a.ty, x) for x in (-span if signed else 0, span - 1 if exact else span - (span >> 24)))
+    inside = e.select(e.cmp("ogt", a, low), a, low)
+    inside = e.select(e.cmp("olt", inside, high), inside, high)
+    out = e.convert("fptosi" if signed or to.bits < 32 else "fptoui", inside, "i32")
+    if not exact:
+        out = e.select(e.cmp("oge", a, float(span)), e.const(out.ty, span - 1), out)
+    out = e.select(e.cmp("uno", a, a), e.const(out.ty, 0), out)
+    return out if to.bits == 32 else e.convert("trunc", out, computed(to))
 
 
 def _to_odd(e: Emitter, a: V) -> V:

@@ -85,10 +85,11 @@ def missing_features(target: Target) -> tuple[str, ...]:
 
 def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[int, int]:
     """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed. And rows
-    interleaved: bf16 in pairs, where one instruction adds the products of two."""
+    interleaved: as many as one instruction adds the products of, two of bf16, four of i8 by u8."""
     columns = 48 if vector_bytes == 64 else 16
-    found = {"f32": columns, "f16": columns, "bf16": columns, "f64": columns // 2}.get(dtype, 0)
-    return found, 2 if dtype == "bf16" and "avx512bf16" in features else 1
+    found = {"f32": columns, "f16": columns, "bf16": columns, "u8 i8": columns, "f64": columns // 2}.get(dtype, 0)
+    group = {"bf16": 2 if "avx512bf16" in features else 1, "u8 i8": 4 if "avx512vnni" in features and vector_bytes == 64 else 1}
+    return found, group.get(dtype, 1)
 
 
 def _target(features: tuple[str, ...], threads: int) -> Target:

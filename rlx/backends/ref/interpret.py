@@ -217,7 +217,7 @@ class _Chunk:
         offset = self.value(o.offset).reshape(-1, 1, 1)
         if o.panel:
             at = (r // o.group * o.panel + c % o.panel) * o.group + r % o.group
-            index = offset + (c // o.panel) * (k * o.panel) + at
+            index = offset + (c // o.panel) * (-(-k // o.group) * o.group * o.panel) + at
         else:
             index = offset + r * o.row_stride + c * o.col_stride
         self.bounds(o.buffer, index, None, "reads")

@@ -3,11 +3,11 @@
 
 from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu, softplus
 from rlx.ir.ops.attention import attention, attention_parts, rope
-from rlx.ir.ops.contract import linear, matmul, pack_panels
+from rlx.ir.ops.contract import int8_matmul, linear, matmul, pack_panels
 from rlx.ir.ops.elementwise import (
     abs, add, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
-    is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, neg,
-    not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
+    is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
+    neg, not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
 )  # fmt: skip
 from rlx.ir.ops.index import concat, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
@@ -26,9 +26,9 @@ __all__ = [
     "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "attention", "attention_parts", "bitwise_and",
     "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum",
     "dequant_matmul", "dequantize", "div", "embedding", "equal", "erf", "exp", "expm1", "floor", "floor_div", "gather",
-    "gelu", "group_norm", "gumbel", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
+    "gelu", "group_norm", "gumbel", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
     "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean", "min",
-    "minimum", "mod", "mul", "neg", "not_equal", "pack_panels", "pack_quant", "pad", "panel_rows", "pow", "prod",
+    "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack_panels", "pack_quant", "pad", "panel_rows", "pow", "prod",
     "quant_rows", "random_bits", "random_uniform", "reciprocal", "relu", "rem", "reshape", "rms_norm", "rope", "round",
     "rsqrt", "scatter_add", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax",
     "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k",

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.dtype import i8, i32, u8
 from rlx.ir.kernel import k
 from rlx.ir.op import Attrs, Contraction, Kind, Sample, op
 from rlx.ir.ops.rules import same_dtype, static_dim
@@ -55,6 +56,23 @@ matmul = op(
 )  # fmt: skip
 
 
+def _int8_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
+    if (a.dtype, b.dtype) != (u8, i8):
+        raise DTypeError(f"the operands are u8 and i8, got {a} and {b}")
+    return Shape(_matmul_shape(attrs, a, Shape(b.dims, u8)).dims, i32)
+
+
+int8_matmul = op(
+    "int8_matmul", kind=Kind.CONTRACT, infer=_int8_shape, arity=(2, 2), dtypes="u", contract=_contraction,
+    reference=lambda attrs, a, b: np.matmul(a.astype(np.int32), b.astype(np.int32)),
+    samples=tuple(
+        Sample(dims, dtypes=("u8", "i8"), low=0, high=127)
+        for dims in (((3, 17), (17, 5)), ((2, 3, 8), (8, 33)), ((17,), (17, 3)), ((2, 5, 4), (2, 4, 7)), ((2, 0), (0, 3)))
+    ),
+    doc="matmul of u8 by i8 with i32 sums, which wrap: exact to a depth of 65,000.",
+)  # fmt: skip
+
+
 def _linear_shape(attrs: Any, x: Shape, w: Shape, b: Shape | None = None) -> Shape:
     if w.rank != 2:
         raise ShapeError(f"the weights are [in, out], got {w}")
@@ -92,16 +110,14 @@ def _panels_shape(attrs: PanelAttrs, w: Shape) -> Shape:
     if attrs.group == 1:
         return w.with_dims(dims)
     rows = static_dim(w.dims[-2], "packing")
-    if rows % attrs.group:
-        raise ShapeError(f"{rows} rows do not go into groups of {attrs.group}")
-    return w.with_dims((*dims[:-2], rows // attrs.group, attrs.panel, attrs.group))
+    return w.with_dims((*dims[:-2], -(-rows // attrs.group), attrs.panel, attrs.group))
 
 
 def _panels_array(attrs: PanelAttrs, w: np.ndarray) -> np.ndarray:
     count = -(-w.shape[-1] // attrs.panel)
-    padded = np.zeros((*w.shape[:-1], count * attrs.panel), w.dtype)
-    padded[..., : w.shape[-1]] = w
-    panels = np.moveaxis(padded.reshape(*w.shape[:-1], count, attrs.panel), -2, -3)
+    padded = np.zeros((*w.shape[:-2], -(-w.shape[-2] // attrs.group) * attrs.group, count * attrs.panel), w.dtype)
+    padded[..., : w.shape[-2], : w.shape[-1]] = w
+    panels = np.moveaxis(padded.reshape(*padded.shape[:-1], count, attrs.panel), -2, -3)
     if attrs.group == 1:
         return panels
     return np.swapaxes(panels.reshape(*panels.shape[:-2], -1, attrs.group, attrs.panel), -1, -2)
@@ -112,9 +128,12 @@ def _panels_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
         *coords, inner = coords
         coords[-2] = k.add(k.mul(coords[-2], k.const(group)), inner)
     *batch, panel, row, lane = coords
-    width, columns = node.attrs.panel, ctx.dims(node.inputs[0])[-1]
+    width, (rows, columns) = node.attrs.panel, ctx.dims(node.inputs[0])[-2:]
     column = k.add(k.mul(panel, k.const(width)), lane)
     guard = None if columns % width == 0 else k.lt(column, k.const(columns))
+    if rows % group:
+        inside = k.lt(row, k.const(rows))
+        guard = inside if guard is None else k.and_(guard, inside)
     return ctx.element(node.inputs[0], (*batch, row, column), guard)
 
 
@@ -124,8 +143,9 @@ pack_panels = op(
     samples=(
         Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}),
         Sample(((3, 2),), {"panel": 4}), Sample(((4, 17),), {"panel": 8, "group": 2}),
-        Sample(((2, 6, 5),), {"panel": 4, "group": 3}),
+        Sample(((2, 6, 5),), {"panel": 4, "group": 3}), Sample(((2, 5, 9),), {"panel": 4, "group": 4}),
     ),
     doc="[..., k, n] as panels of columns [..., ceil(n / panel), k, panel], zeros in the last one's missing columns: the form "
-    "in which a contraction streams its right operand. With `group` rows interleaved: [..., k / group, panel, group].",
+    "in which a contraction streams its right operand. With `group` rows interleaved, the last ones filled up with zeros: "
+    "[..., ceil(k / group), panel, group].",
 )  # fmt: skip

@@ -174,7 +174,14 @@ shift_right = binary(
 )  # fmt: skip
 
 
-# -- where, cast ---------------------------------------------------------------------------------------------------
+# -- three operands, cast ------------------------------------------------------------------------------------------
+
+
+multiply_add = unary(
+    "multiply_add", lambda x, y, z: x * y + z, lambda k, x, y, z: k.add(k.mul(x, y), z), infer=pointwise, arity=(3, 3),
+    samples=(Sample(((3, 17),) * 3), Sample(((3, 1), (17,), (3, 17))), Sample(((), (5,), (4, 1)))),
+    doc="x * y + z, as one op: fused with what gives z, though x * y alone would be computed elsewhere. Rounded twice.",
+)  # fmt: skip
 
 
 def _where_shape(attrs: Any, condition: Shape, x: Shape, y: Shape) -> Shape:

@@ -83,6 +83,8 @@ def _panel_rows_for(reader: Node, pack: Node) -> Value | None:
         return None
     if turned.inputs[0] != table or tuple(a % 2 for a in turned.attrs.axes) not in ((), (1, 0)):  # type: ignore[union-attr]
         return None
+    if static_dim(table.dims[1], "panels") % pack.attrs.group:  # type: ignore[union-attr]
+        return None
     return panel_rows(pack.results[0], reader.inputs[1], entries=table.dims[0])
 
 

@@ -23,7 +23,7 @@ from rlx.backends.cpu.kernels.tile import (
 from rlx.backends.cpu.kernels.tiles import plan
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
-from rlx.ir.dtype import u16, u32
+from rlx.ir.dtype import u8, u16, u32
 from rlx.ir.kernel import Buffer, Contract, Kernel, Local
 from rlx.ir.target import Target
 
@@ -46,14 +46,14 @@ class _Contraction(Module):
         a, b = contract.a, contract.b
         self.limited = any(x.var is contract.i for x in kernel.limits)
         block_rows = -(-p.row_tiles // max(1, p.blocks)) * p.rows if self.limited else p.block_rows
-        self.from_a = Layout(u16 if p.pairs else a.buffer.dtype, a.row_stride, a.col_stride)
+        raw = {2: u16, 4: u8}.get(p.group)  # of an element of a group: moved, not computed with
+        self.from_a = Layout(raw or a.buffer.dtype, a.row_stride, a.col_stride)
         self.from_b = Layout(b.buffer.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
-        self.staged = Layout(u16 if p.pairs else self.acc, -(-contract.k // p.lanes) * p.lanes)
+        self.staged = Layout(raw or self.acc, -(-contract.k // p.lanes) * p.lanes)
         self.a = self.staged if p.stage_a else self.from_a
-        self.steps = contract.k
-        if p.pairs:  # an element is a pair from here on
-            self.a, self.from_b = Layout(u32, self.a.row // 2), Layout(u32, b.panel)
-            self.steps //= 2
+        self.steps = -(-contract.k // p.group)
+        if raw:  # an element is a group from here on
+            self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, b.panel)
         size = self.acc.itemsize
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
@@ -100,7 +100,8 @@ class _Contraction(Module):
         i0, i1 = (self._first_row(e, t) for t in tiles)
         if p.stage_a:
             kept = e.gep(SCRATCH, self.a_at)
-            stage_rows_function(e, self.from_a.at(e, a, i0), kept, e.bin("sub", i1, i0), c.k, self.from_a, self.staged, p.lanes)
+            source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
+            stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
             a = step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
@@ -134,7 +135,7 @@ class _Contraction(Module):
             row = self._first_row(e, at.index)
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
             for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
-                t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, pairs=p.pairs)
+                t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, group=p.group)
                 body = partial(tile_function, k=self.steps, t=t, from_a=self.a, from_b=layout)
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)

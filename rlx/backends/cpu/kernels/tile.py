@@ -37,8 +37,8 @@ class Layout:
 class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k are summed apart. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: an element of a
-    that is zero keeps NaN and infinity of b out. `pairs`: an element is two bf16 numbers, of which one instruction adds both
-    products (smallest numbers count as zero)."""
+    that is zero keeps NaN and infinity of b out. `group`: an element is two bf16 numbers (of which the smallest count as zero),
+    or four integers, u8 in a and i8 in b: one instruction adds the products of all."""
 
     rows: int
     vectors: int
@@ -48,7 +48,7 @@ class Tile:
     acc: DType
     pitch: int
     careful: bool = False
-    pairs: bool = False
+    group: int = 1
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
@@ -86,19 +86,20 @@ def tile_function(
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. A k that is known at run time only is at least 1 and not
     unrolled. `factors`: one per row; what its sums were before, times that, is added."""
     ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
-    halves_ty = vector("bfloat", 2 * t.lanes)
+    inner = vector("bfloat" if t.group == 2 else "i8", t.group * t.lanes)
+    dot = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}.get(t.group)
     places = [(r * t.pitch + v * t.lanes) * size for r in range(t.rows) for v in range(t.vectors)]
     totals = [V("zeroinitializer", ty)] * (t.unroll * count)
     if factors is not None:
         scales = [e.splat(e.load(stored(t.acc), e.gep(factors, r * size), size), t.lanes) for r in range(t.rows)]
         totals = [e.bin("fmul", e.load(ty, e.gep(sums, at), size), scales[x // t.vectors]) for x, at in enumerate(places)]
 
-    element = u32 if t.pairs else t.acc
+    element = u32 if dot else t.acc
 
     def multiply_add(row: V, column: V, total: V) -> V:
-        if t.pairs:
-            two = (e.op(halves_ty, f"bitcast {x} to {halves_ty}") for x in (row, column))
-            return e.intrinsic("x86.avx512bf16.dpbf16ps.512", total, *two, suffix=(), returns=ty)
+        if dot:
+            parts = (e.op(inner, f"bitcast {x} to {inner}") for x in (row, column))
+            return e.intrinsic(dot, total, *parts, suffix=(), returns=ty)
         if not t.acc.is_float:
             return e.bin("add", total, e.bin("mul", row, column))
         added = e.intrinsic("fmuladd", row, column, total)
@@ -132,8 +133,11 @@ def tile_function(
         e.store(total, e.gep(sums, at), size)
 
 
-def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, source: Layout, to: Layout, lanes: int) -> None:
-    """out[rows, columns] = start[rows, columns] in the dtype of `to`, whose rows are padded to whole vectors."""
+def stage_rows_function(
+    e: Emitter, start: V, out: V, rows: V, columns: int, source: Layout, to: Layout, lanes: int, group: int = 1
+) -> None:
+    """out[rows, columns] = start[rows, columns] in the dtype of `to`, whose rows are padded to whole vectors, with zeros up to
+    a multiple of `group` at least."""
     lanes = lanes if source.column == 1 else 1
     with e.loop(0, rows) as row:
         line, copy = source.at(e, start, row.index), to.at(e, out, row.index)
@@ -147,6 +151,8 @@ def stage_rows_function(e: Emitter, start: V, out: V, rows: V, columns: int, sou
             move(at.index, 0)
         if columns % lanes:
             move(whole, columns % lanes)
+        for column in range(columns, -(-columns // group) * group) if lanes == 1 else ():
+            e.store(e.const(stored(to.dtype), 0), to.at(e, copy, 0, column), to.dtype.itemsize)
 
 
 def turn_function(

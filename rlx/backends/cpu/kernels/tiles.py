@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from rlx.ir.dtype import bf16, f32
+from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.kernel import Contract, Kernel, Operand
 from rlx.ir.target import Target
 
@@ -21,6 +21,7 @@ GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (a
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
 IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
+GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 
 
@@ -29,8 +30,8 @@ class Plan:
     """Rows: `row_tiles` tiles, the first `tall` of them `rows` high and the others one lower. Columns: `panels` of
     `vectors` x `lanes`. Tasks: `batch_groups` x `blocks` of row tiles x `groups` of panels.
 
-    `pairs`: b's bf16 rows lie two by two, for an instruction that adds two products; a tile's steps are then pairs.
-    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of pairs, as bf16 (`stage_b`
+    `group`: so many of b's rows lie interleaved, for an instruction that adds so many products; a tile's steps are then groups.
+    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of groups, as it is (`stage_b`
     says how: "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen
     in the tile, which measured faster than a widened copy.
     """
@@ -45,7 +46,7 @@ class Plan:
     batch_groups: int
     blocks: int
     groups: int
-    pairs: bool
+    group: int
     stage_a: bool
     stage_b: str
     registers: int
@@ -87,19 +88,20 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
-    pairs = c.b.group == 2
-    assert not pairs or (c.a.buffer.dtype, c.b.buffer.dtype, c.acc.dtype) == (bf16, bf16, f32), f"{kernel.name}: pairs of bf16"
-    in_place = c.a.col_stride == 1 and (c.a.row_stride % 2 == 0 or c.m == 1)
-    stage_a = not in_place if pairs else c.a.buffer.dtype != c.acc.dtype
+    group = c.b.group
+    dtypes = c.a.buffer.dtype, c.b.buffer.dtype, c.acc.dtype
+    assert group in (1, GROUPS.get(dtypes)), f"{kernel.name}: groups of {group} of {dtypes}"
+    in_place = c.a.col_stride == 1 and (c.a.row_stride % group == 0 or c.m == 1) and c.k % group == 0
+    stage_a = not in_place if group > 1 else c.a.buffer.dtype != c.acc.dtype
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
-    row_bytes += c.k * (c.a.buffer if pairs else c.acc).dtype.itemsize if stage_a else 0
+    row_bytes += c.k * (c.a.buffer if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
     return Plan(
-        lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, pairs, stage_a, stage_b, registers
+        lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers
     )
 
 

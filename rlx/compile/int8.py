@@ -1,0 +1,75 @@
+"""precision="int8": contractions of f32 by weights on integers of 8 bits, scaled per row and per column.
+
+Each row of the left operand is rounded to the nearest of 256 levels from its least to its largest element (dynamic: at every
+run), each column of the weights to the nearest of 255 around zero, once, when they are set. Products and their sums are exact
+integers. Scaling them, and adding what the rows' least elements contribute, goes into the store with whatever follows. So a
+result differs from the exact one by at most span(x)/510 * sum|w| + max|w|/254 * sum(|x| + span(x)/510), beside f32 rounding.
+
+A row with a NaN or an infinity is NaN throughout, and so is a column of such weights. Contractions of two operands of a run
+(attention), of other dtypes, and those of a depth at which sums might leave 32 bits stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.compile.legalise import expand, into_contractions
+from rlx.compile.packs import contraction, is_matrix
+from rlx.errors import CompileError, known
+from rlx.ir import ops
+from rlx.ir.dtype import f32, i8, i32, u8
+from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value, keep
+from rlx.ir.op import Kind
+from rlx.ir.program import NodeReport
+from rlx.ir.target import Target
+
+TINY = 1e-30  # a span or magnitude counts as this at least: its reciprocal is finite
+MOST_DEPTH = 1 << 16  # sums of 255 * 127 stay in 31 bits
+
+
+def in_int8(graph: Graph, target: Target, notes: list[NodeReport] | None = None) -> Graph:
+    """`graph` with contractions by weights on integers. CompileError: the target lacks their dtypes.
+
+    `notes` receives the nodes that this changes ("narrowed") and the contractions left for a reason ("kept")."""
+    if missing := {"u8", "i8", "i32"} - target.dtypes:
+        raise CompileError(f"precision='int8': no {known(missing)} on {target.name}; it has {known(target.dtypes)}")
+    weights: dict[Node, bool] = {}
+
+    def known_before(value: Value) -> bool:
+        """Whether the value depends on params and constants alone."""
+        node = value.node
+        if node not in weights:
+            made = node.op.kind is not Kind.LEAF and all(map(known_before, node.inputs))
+            weights[node] = made or node.op in (PARAM, CONSTANT)
+        return weights[node]
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        node = keep(node, inputs)[0].node
+        if node.op.kind is Kind.COMPOSITE and node.op.decompose and into_contractions(node) is not None:
+            claim = target.natives.get(node.op.name)
+            return node.results if claim and claim(node) is None else expand(node, new)
+        if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or known_before(inputs[0]):
+            return node.results
+        why = "" if known_before(inputs[1]) else "its right operand is no weight"
+        depth = inputs[0].shape.dims[-1] if inputs[0].rank else 0
+        if not why and not (is_matrix(contraction(node)) and isinstance(depth, int) and 0 < depth < MOST_DEPTH):
+            why = "its weights are no matrix, or not of a depth that sums of 32 bits allow"
+        if notes is not None:
+            notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or "8-bit integers"))
+        return node.results if why else (_product(*inputs),)
+
+    return graph.rebuild(new)
+
+
+def _product(x: Value, w: Value) -> Value:
+    """x [..., k] @ w [k, n] on integers."""
+    low, peak = ops.min(x, axis=-1, keepdims=True), ops.max(ops.abs(w), axis=0)
+    span = ops.max(x, axis=-1, keepdims=True) - low
+    rows = ops.astype(ops.round((x - low) * (255.0 / ops.maximum(span, TINY))), u8)
+    columns = ops.astype(ops.round(w * (127.0 / ops.maximum(peak, TINY))), i8)
+    sums = ops.astype(ops.int8_matmul(rows, columns), f32)
+    ones = ops.astype(ops.sum(ops.astype(columns, i32), axis=0), f32)
+    return ops.multiply_add(low, ones, sums * (span * (1 / 255))) * (peak * (1 / 127))
+
+
+__all__ = ["in_int8"]

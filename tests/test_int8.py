@@ -1,0 +1,155 @@
+"""precision="int8": within the stated bound of the f64 product; NaN keeps to its row or column; one kernel per contraction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_runs import TARGETS
+from sentences import sentences
+
+import rlx
+from rlx.compile.precision import precision
+from rlx.errors import CompileError
+from rlx.ir import ops
+from rlx.ir.target import Target
+from rlx.models import default_folder, load
+
+INT8 = rlx.CompileOptions(precision="int8", threads=1)
+SHAPES = [(1, 1, 1), (1, 100, 33), (5, 7, 9), (8, 48, 64), (33, 97, 385), (16, 50, 2), (130, 49, 66), (3, 200, 1023)]  # m, n, k
+
+
+def product(m: int, n: int, k: int, options: rlx.CompileOptions = INT8) -> rlx.CompiledGraph:
+    g = rlx.Graph("product")
+    x, w = g.input("x", (m, k), rlx.f32), g.param("w", (k, n), rlx.f32)
+    g.set_outputs([x @ w])
+    return rlx.Session(rlx.Device.CPU).compile(g, options)
+
+
+def run(compiled: rlx.CompiledGraph, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    compiled.set_param("w", w)
+    return compiled.run({"x": x})[0]
+
+
+def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """As rlx.compile.int8 says; and of f32, eight roundings of terms no larger than the largest sum."""
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    span, peak = (x.max(1) - x.min(1))[:, None], np.abs(w).max(0)
+    rounded = span / 510 * np.abs(w).sum(0) + peak / 254 * (np.abs(x).sum(1)[:, None] + x.shape[1] * span / 510)
+    return rounded + 8 * 2.0**-24 * x.shape[1] * peak * (span + np.abs(x).max(1)[:, None])
+
+
+def data(m: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_within_the_bound(shape):
+    compiled, (x, w) = product(*shape), data(*shape)
+    for rows in (x, np.abs(x), x * 1e20, x * 1e-20, x + 100, np.where(x > 2, 50 * x, x)):  # one sign, sizes, an offset, outliers
+        error = np.abs(run(compiled, rows, w) - rows.astype(np.float64) @ w)
+        assert (error <= bound(rows, w)).all(), error.max()
+
+
+def test_it_is_not_the_f32_product():
+    x, w = data(8, 48, 64)
+    assert np.abs(run(product(8, 48, 64), x, w) - x.astype(np.float64) @ w).max() > 1e-3
+
+
+def test_values_that_integers_can_hold_are_exact():
+    """Rows of whole numbers from 0 to 255, columns from -127 to 127, each with both ends: only f32 roundings are left."""
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(0, 256, (9, 70)).astype(np.float32), rng.integers(-127, 128, (70, 50)).astype(np.float32)
+    x[:, 0], x[:, 1], w[2] = 0, 255, 127
+    np.testing.assert_allclose(run(product(9, 50, 70), x, w), x.astype(np.float64) @ w, rtol=1e-6, atol=1)  # sums reach 1e6
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row_and_column(bad):
+    compiled, (x, w) = product(20, 50, 33), data(20, 50, 33)
+    plain = run(compiled, x, w)
+    x[7, 5] = bad
+    found = run(compiled, x, w)
+    assert np.isnan(found[7]).all() and (np.delete(found, 7, 0) == np.delete(plain, 7, 0)).all()
+    x, w = data(20, 50, 33)
+    w[3, 11] = bad
+    found = run(compiled, x, w)
+    assert np.isnan(found[:, 11]).all() and (np.delete(found, 11, 1) == np.delete(plain, 11, 1)).all()
+
+
+def test_rows_and_columns_without_a_span():
+    x, w = data(5, 50, 33)
+    x[0], x[1], x[2], w[:, 4] = 0, 1.5, 1e-38, 0
+    found = run(product(5, 50, 33), x, w)
+    assert (found[0] == 0).all() and (found[:, 4] == 0).all()
+    assert (np.abs(found - x.astype(np.float64) @ w) <= bound(x, w)).all()
+
+
+def test_same_bits_at_any_thread_count():
+    x, w = data(150, 97, 70)
+    bits = {run(product(150, 97, 70, INT8.replace(threads=n)), x, w).tobytes() for n in (1, 2, 3)}
+    assert len(bits) == 1
+
+
+def test_a_layer_quantises_in_the_stores_of_contractions():
+    """Two contractions with gelu between them: one kernel that rounds x, and one for each contraction."""
+    g = rlx.Graph("layer")
+    x, w, v = g.input("x", (12, 40), rlx.f32), g.param("w", (40, 60), rlx.f32), g.param("v", (60, 40), rlx.f32)
+    b = g.param("b", (60,), rlx.f32)
+    g.set_outputs([rlx.gelu(x @ w + b) @ v + x])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g, INT8)
+    steps = compiled.program().steps
+    assert [s.kernel.origin.count("int8_matmul") for s in steps] == [0, 1, 1]
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(dims, np.float32) for name, dims in (("w", (40, 60)), ("v", (60, 40)), ("b", (60,)))}
+    for name, array in arrays.items():
+        compiled.set_param(name, array)
+    rows = rng.standard_normal((12, 40), np.float32)
+    plain = rlx.Session(rlx.Device.CPU).compile(g, rlx.CompileOptions(threads=1))
+    for name, array in arrays.items():
+        plain.set_param(name, array)
+    found, want = compiled.run({"x": rows})[0], plain.run({"x": rows})[0]
+    assert 0 < np.abs(found - want).max() < 0.02 * np.abs(want).max()
+
+
+def test_only_contractions_by_weights_change():
+    g = rlx.Graph("some")
+    x, y, w = g.input("x", (4, 8), rlx.f32), g.input("y", (8, 3), rlx.f32), g.param("w", (8, 3), rlx.f32)
+    wide, deep = g.param("wide", (8, 3), rlx.f64), g.param("deep", (1 << 16, 2), rlx.f32)
+    stack, column = g.param("stack", (2, 8, 3), rlx.f32), g.param("column", (8,), rlx.f32)
+    large = g.input("large", (1, 1 << 16), rlx.f32)
+    empty, none = g.input("empty", (4, 0), rlx.f32), g.param("none", (0, 3), rlx.f32)
+    made = [x @ w, x @ y, x.astype(rlx.f64) @ wide, large @ deep, x @ stack, x @ column, empty @ none, w.T @ w]
+    g.set_outputs(made)
+    notes: list = []
+    found = precision(g, TARGETS["host"], INT8, notes)
+    assert [n.op.name for n in found.nodes() if n.op.name.endswith("matmul")].count("int8_matmul") == 1
+    assert [r.how for r in notes] == ["narrowed"] + ["kept"] * 5
+    assert {r.why for r in notes[1:2]} == {"its right operand is no weight"}
+
+
+def test_an_attention_layer_keeps_its_attention():
+    g = rlx.Graph("layer")
+    x, w = g.input("x", (2, 4, 8), rlx.f32), g.param("w", (8, 8), rlx.f32)
+    h = ops.linear(x, w).reshape((2, 4, 2, 4)).transpose(0, 2, 1, 3)
+    g.set_outputs([ops.attention(h, h, h)])
+    claimed = rlx.Session(rlx.Device.CPU).compile(g, INT8).program()
+    assert [s.kernel.origin for s in claimed.steps if "attention" in s.kernel.origin] == [("attention",)]
+
+
+def test_a_target_without_the_integers_is_refused():
+    with pytest.raises(CompileError, match="precision='int8': no 'i32', 'u8' on small; it has 'f32', 'i8'"):
+        g = rlx.Graph("g")
+        g.set_outputs([g.input("x", (2, 2), rlx.f32) @ g.param("w", (2, 2), rlx.f32)])
+        precision(g, Target("small", frozenset({"f32", "i8"})), INT8)
+
+
+@pytest.mark.parametrize(("policy", "cosine", "apart"), [("bf16", 0.9998, 0.004), ("int8", 0.985, 0.05)])
+def test_embeddings_stay_close(policy, cosine, apart):
+    """MiniLM over sentences: about twice the errors measured over 200 of them, which docs/benchmarks.md lists. Each of six
+    layers rounds four operands to 2^-9 (bf16) or to half of 1/255 of their span; the errors add up from layer to layer."""
+    texts = sentences(60, longest=40)
+    want = load(default_folder()).embed(texts)
+    found = load(default_folder(), options=rlx.CompileOptions(precision=policy)).embed(texts)
+    assert 1e-5 < np.abs(found - want).max() < apart
+    assert (found * want).sum(1).min() > cosine
