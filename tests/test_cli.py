@@ -176,7 +176,7 @@ def test_cache(tmp_path):
     assert "nothing is kept on disk: off (RLX_CACHE=0)" in rlx_command("cache").stdout
     assert rlx_command("embed", "Hello", "--threads", "1", **kept).returncode == 0
     done = rlx_command("cache", **kept)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{tmp_path / 'kept'}\n")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.replace("\n", "").startswith(str(tmp_path / "kept"))
     assert re.search(r"programs: 1, kernels: \d\d, \d+\.\d [kM]B of 52\.4 MB\n", done.stdout)
     done = rlx_command("cache", "clear", **kept)
     assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0.0 kB of", done.stdout)

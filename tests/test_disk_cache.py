@@ -95,6 +95,7 @@ def test_a_second_compile_comes_from_disk(folder):
     assert "cache: cached" in str(now) and f"cache: compiled ({FRESH})" in str(was)
     assert str(first.program()) == str(second.program()) and first.memory_plan() == second.memory_plan()
     assert dict(was.texts) == dict(now.texts) and was.nodes == now.nodes and (was.kernels, was.steps) == (now.kernels, now.steps)
+    assert was.work == now.work and now.work.flops > 300 and str(was.work) == str(now.work)
     np.testing.assert_array_equal(first.run(X)[0], second.run(X)[0])
     second.set_param("w", np.zeros((8, 5), np.float32))  # constants and prepared weights are there
     np.testing.assert_allclose(second.run(X)[0], second.run(X)[0][:1].repeat(3, 0))
@@ -256,7 +257,7 @@ def test_what_a_sound_entry_says_is_checked_too(folder):
         head = damaged(parts[1], rng)
         changed = len(head).to_bytes(4, "little") + head + b"".join(parts[2:])
         try:
-            _, again = unpack(changed, cpu, artifact.program.target)
+            _, again, _ = unpack(changed, cpu, artifact.program.target)
         except CorruptFileError:
             refused += 1
         else:

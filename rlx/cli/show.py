@@ -80,7 +80,8 @@ def cache(clear: bool) -> None:
     entries = kept.entries()
     programs = [e for e in entries if e.name.startswith("program-")]
     used = f"{_size(sum(e.nbytes for e in entries))} of {_size(kept.max_bytes)}"
-    _out.print(_plain(f"{kept.folder}\nprograms: {len(programs)}, kernels: {len(entries) - len(programs)}, {used}"))
+    _out.print(_plain(kept.folder))
+    _out.print(_plain(f"programs: {len(programs)}, kernels: {len(entries) - len(programs)}, {used}"))
 
 
 def knobs() -> None:

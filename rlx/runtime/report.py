@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rlx.ir.program import NodeReport, Program
-from rlx.ir.work import ProgramWork, program_work
+from rlx.ir.work import ProgramWork
 
 
 class Texts(Mapping[str, str]):
@@ -59,11 +59,11 @@ class CompileReport:
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     stages: Mapping[str, str] = field(default_factory=dict, repr=False)
     cache: CacheNote = CacheNote()
-    program: Program | None = field(default=None, repr=False, compare=False)
+    count: Callable[[], ProgramWork] = field(default=lambda: ProgramWork((), 0), repr=False, compare=False)
 
     @cached_property
     def work(self) -> ProgramWork:
-        return program_work(self.program) if self.program else ProgramWork((), 0)
+        return self.count()
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from rlx import knobs
 from rlx.backends import backend_of
@@ -15,6 +16,7 @@ from rlx.driver.params import ParamStore
 from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
+from rlx.ir.work import program_work
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, Place
@@ -89,7 +91,7 @@ class Session:
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
         kernels = len({s.kernel.name for phase in program.phases.values() for s in phase})
         texts = Texts(artifact.texts)
-        made = seconds, texts, program.stages, place.note(cached=kept is not None), program
+        made = seconds, texts, program.stages, place.note(cached=kept is not None), place.work or partial(program_work, program)
         report = CompileReport(program.name, str(self.device), program.nodes, kernels, steps, *made)
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:

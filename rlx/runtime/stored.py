@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+from rlx.ir.work import KernelWork, ProgramWork, program_work
 from rlx.runtime.report import CacheNote
 from rlx.runtime.weights import planned_bytes
 
@@ -47,6 +48,7 @@ class Place:
         self._backend, self._target = backend, target
         self._disk, self._why = disk_cache()
         self.name = self._path = ""
+        self.work: Callable[[], ProgramWork] | None = None  # of the program that was read
         if not isinstance(backend, Storable):
             self._disk, self._why = None, f"off: the device {backend.name} makes no code to keep"
         elif self._disk is not None and options.wants_text:
@@ -65,16 +67,17 @@ class Place:
             self._why = self._differences() if self._why == FRESH else self._why
             return None
         try:
-            given, artifact = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
+            given, artifact, work = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
             if given != self._given:
                 raise CorruptFileError("the entry is another compile's")
+            self.work = lambda: work
             return artifact
         except CorruptFileError:
             return self.refuse()
 
     def refuse(self) -> None:
         """What was read cannot be loaded: it is made again."""
-        self._why = DAMAGED
+        self._why, self.work = DAMAGED, None
 
     def write(self, artifact: Artifact) -> None:
         if self._disk is not None:
@@ -137,20 +140,23 @@ def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str]) -> lis
     constants = [np.ascontiguousarray(b.data).tobytes() for b in program.buffers if b.data is not None]
     written = zlib.compress(json.dumps([different, {name: where[t] for name, t in texts.items()}]).encode(), 1)
     parts = [written, *constants, *blobs]
-    head = {"given": dict(given), "program": _described(program), "code": code, "sizes": [len(p) for p in parts]}
+    work = program_work(program)
+    rows = [(w.kernel, w.read_bytes, w.written_bytes, w.least_bytes, w.flops) for w in work.kernels]
+    head = {"given": dict(given), "program": _described(program), "code": code, "work": (work.least_bytes, rows)}
+    head["sizes"] = [len(p) for p in parts]
     text = json.dumps(head, separators=(",", ":")).encode()
     return [len(text).to_bytes(_LENGTH, "little"), text, *parts]
 
 
-def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact]:
-    """What the program was made of, and the artifact. CorruptFileError: something in it does not fit together."""
+def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact, ProgramWork]:
+    """What the program was made of, the artifact, and what work a run is. CorruptFileError: it does not fit together."""
     head, parts = _split(content)
     try:
         program, rest = _program(head["program"], target, parts[1:])
         if sum(planned_bytes(program).values()) >= ADDRESSES or (bad := program_faults(program, replay=False)):
             raise CorruptFileError(f"the program has faults: {bad[0] if bad else 'no memory has room for it'}")
         artifact = backend.from_parts(program, head["code"], rest, partial(_texts, parts[0]))
-        return head["given"], artifact
+        return head["given"], artifact, _work(*head["work"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as fault:
         raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
 
@@ -238,6 +244,14 @@ def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
     stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
     return Kernel(_text(name), buffers, (), (), (Native("compiled", None, loaded, stored),), tuple(map(_text, origin)))
+
+
+def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
+    kernels = []
+    for name, read, written, once, flops in rows:
+        sizes = map(_whole, (read, written, once))
+        kernels.append(KernelWork(_text(name), *sizes, flops=None if flops is None else _whole(flops)))
+    return ProgramWork(tuple(kernels), _whole(least))
 
 
 def _read_shape(given: Sequence[Any]) -> Shape:
