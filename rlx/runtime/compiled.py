@@ -147,7 +147,8 @@ class CompiledGraph:
         for view, dtype, shape, memory in self._fast:
             array = inputs[at]
             if array is not view:
-                if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+                same = type(array) is np.ndarray and (array.dtype is dtype or array.dtype == dtype) and array.shape == shape
+                if not same:
                     fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
                 else:
                     ours = ours or array.base is memory

@@ -63,7 +63,7 @@ class Call(ctypes.Structure):
     _fields_ = [
         ("inputs", P), ("count", I64), ("low", P), ("high", P), ("gate", P), ("walk", P), ("run", P), ("slow", P), ("settle", P),
         ("result", P), ("makes", I64), ("acquire", P), ("release", P), ("yields", I64),
-        ("array_type", P), ("list_type", P), ("tuple_type", P), ("dict_type", P), ("true", P), ("false", P),
+        ("array_type", P), ("list_type", P), ("tuple_type", P), ("dict_type", P), ("str_type", P), ("true", P), ("false", P),
         ("error_type", P), ("error", P), ("trace", P),
     ]  # fmt: skip
 
@@ -148,17 +148,24 @@ def of_list(e: CallBody, call: V, items: V) -> None:
 
 @_native("ptr", call="ptr", name="ptr")
 def named(e: CallBody, call: V, name: V) -> None:
-    """The input of that name, the very object; or null."""
-    with e.loop(0, e.get(call, "count")) as each:
+    """The input of that name, or null. Most often it is the very object; only plain strings are compared."""
+    count = e.get(call, "count")
+    with e.loop(0, count) as each:
         input = e.input(call, each.index)
         with e.when(e.cmp("eq", e.get(input, "name"), name)):
+            e.ret(input)
+    with e.when(e.cmp("ne", e.type_of(name), e.get(call, "str_type"))):
+        e.ret(NULL)
+    with e.loop(0, count) as each:
+        input = e.input(call, each.index)
+        with e.when(e.cmp("eq", e.python("PyUnicode_Compare", "i32", e.get(input, "name"), name), 0)):
             e.ret(input)
     e.ret(NULL)
 
 
 @_native("i1", call="ptr", given="ptr")
 def of_dict(e: CallBody, call: V, given: V) -> None:
-    """No key is hashed or compared, which could run any code: they are the names themselves (interned), or it is not for us."""
+    """No key is hashed or compared by its own methods, which could run any code and free what was given."""
     count = e.get(call, "count")
     at, key, value = (e.op("ptr", f"alloca {ty}, align 8") for ty in ("i64", "ptr", "ptr"))
     e.refuse(e.cmp("ne", e.type_of(given), e.get(call, "dict_type")))
@@ -408,7 +415,8 @@ def make(
         call.acquire, call.release = id(acquire), id(release)
         kept += [acquire, release]
     call.yields, call.true, call.false = yields, id(True), id(False)
-    call.array_type, call.list_type, call.tuple_type, call.dict_type = id(np.ndarray), id(list), id(tuple), id(dict)
+    call.array_type, call.list_type, call.tuple_type = id(np.ndarray), id(list), id(tuple)
+    call.dict_type, call.str_type = id(dict), id(str)
     with _making:  # else threads that come together would make several of what must live on
         definition = _made(wanted.name, wanted.form, wanted.doc)
     return builtin(definition, ctypes.addressof(call), _Kept(call, definition, _library(), *kept))
