@@ -40,7 +40,7 @@ def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
 def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     """A value in its compute type as it is stored: rounded to nearest even; bool as 0 or 1."""
     if dtype == bf16:
-        return math.bf16_bits(e, value)
+        return math.bf16_bits(e, value) if value.lanes == 1 or not e.has_bf16 else math.bf16_bits_by_hardware(e, value)
     if dtype == f16:
         return e.convert("bitcast", e.convert("fptrunc", value, "half"), "i16")
     if dtype.kind == "b":
@@ -144,14 +144,23 @@ def _by_kind(*names: str, emit: Callable[[Emitter, str, V, V], V] = Emitter.bin)
 
 
 def _extreme(*predicates: str) -> Emit:
-    """min or max; of floats NaN if either is: x86's instruction gives the second operand for unordered ones."""
+    """min or max; of floats NaN if either is: x86's instruction gives the second operand for unordered ones. The first one,
+    which is the total so far in a reduction, goes through as little as possible."""
     compare = _by_kind(*predicates, emit=Emitter.cmp)
 
     def emit(e: Emitter, d: DType, a: V, b: V) -> V:
-        better = e.select(compare(e, d, a, b), a, b)
-        return e.select(e.cmp("uno", a, a), a, better) if d.is_float else better
+        if d.is_float and _is_number(a):
+            a, b = b, a
+        better = e.select(compare(e, d, b, a), b, a)
+        return e.select(e.cmp("uno", b, b), b, better) if d.is_float and not _is_number(b) else better
 
     return emit
+
+
+def _is_number(v: V) -> bool:
+    """Whether `v` is a constant, of all lanes, and finite."""
+    digits = v.text.removeprefix(f"splat({v.scalar} ")
+    return digits.startswith("0x") and int(digits[2:5], 16) & 0x7FF != 0x7FF
 
 
 def _rounding(intrinsic: str) -> Emit:

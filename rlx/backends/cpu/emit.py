@@ -61,6 +61,7 @@ class Emitter:
         self.lines: list[str] = []
         self.declarations: dict[str, None] = {}
         self.block = "entry"
+        self.has_bf16 = False  # whether float vectors may become bf16 by an instruction
         self._count = 0
 
     # -- text
@@ -171,6 +172,11 @@ class Emitter:
         self.do(f"store {value}, {address}, align {align}")
         return value
 
+    def stream(self, value: V, address: V, align: int) -> None:
+        """Store past the caches, at a multiple of the value's size, `align`. A fence must follow before others may read it."""
+        self.declare(STREAMS)
+        self.do(f"store {value}, {address}, align {align}, !nontemporal !0")
+
     # -- memory that threads share; the alignment is the type's size, the order as LLVM names it
 
     def load_atomic(self, ty: str, address: V, order: str = "seq_cst") -> V:
@@ -279,6 +285,7 @@ def computed(dtype: DType) -> str:
     return "i1" if dtype.kind == "b" else LLVM_TYPES[dtype.compute.name]
 
 
+STREAMS = "!0 = !{i32 1}"  # among an Emitter's declarations if it stores past the caches
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
 

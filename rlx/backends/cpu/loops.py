@@ -209,6 +209,7 @@ class VectorLoop:
         work = weight([self.loop]) // self.loop.extent
         # Measured: several vectors a round pay for bodies of few instructions; longer ones only take longer to compile.
         most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 6 else 2 if work <= 12 else 1
+        most = 8 if work <= 3 and not self.loop.body else most  # reductions alone: as many as hide the latency of one step
         while most > 1 and most * self.lanes > self.loop.extent:
             most //= 2
         return most

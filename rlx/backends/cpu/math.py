@@ -58,6 +58,16 @@ def bf16_bits(e: Emitter, x: V) -> V:
     return e.convert("trunc", e.bin("lshr", kept, 16), "i16")
 
 
+def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
+    """The same for vectors, where there is an instruction: what it flushes is done over, which is rare."""
+    fast = e.convert("bitcast", e.convert("fptrunc", x, "bfloat"), "i16")
+    subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=f"<{x.lanes} x i1>")
+    before = e.block
+    with e.when(e.intrinsic("vector.reduce.or", subnormal, returns="i1")):
+        slow, inside = bf16_bits(e, x), e.block
+    return e.phi((fast, before), (slow, inside))
+
+
 # -- pieces --------------------------------------------------------------------------------------------------------
 
 

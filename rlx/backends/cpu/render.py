@@ -12,17 +12,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 
-from rlx.backends.cpu.emit import Emitter, Rendered, V
+from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
 from rlx.backends.cpu.kernels import attention, contract, quant
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
 from rlx.backends.cpu.scope import Scope, expr, limit_of
-from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var
+from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var, loaded_buffers
 from rlx.ir.target import Target
 
 GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 NATIVES = {"attention": attention.render, "attention_parts": attention.render, "dequant_matmul": quant.render}  # see backend.py
+STREAMED_BYTES = 32 << 20  # of a result, from which on it is written past the caches: none would hold it until it is read
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
 Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
@@ -40,14 +41,19 @@ def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     module, e = Module(), Emitter()
+    e.has_bf16 = "avx512bf16" in target.features
     pointers = {x: e.gep(SCRATCH, module.reserve(x.size * x.dtype.itemsize)) for x in kernel.locals}
     scope = Scope(e, {**pointers, **argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=target.vector_bytes)
+    large = {b for b in kernel.buffers if b.writable and b.size * b.dtype.itemsize >= STREAMED_BYTES}
+    scope.streams = frozenset(large - loaded_buffers(kernel))
     space = Space.of(kernel)
     tasks = 1
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
         tasks = _emit_tasks(space, scope, target, limits)
+    if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
+        e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # others go by plain stores in order, which these are not
     return module.rendered(e, symbol, tasks)
 
 

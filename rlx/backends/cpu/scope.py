@@ -36,6 +36,7 @@ class Scope:
         self.bindings: dict[Var, V] = {}  # of this many lanes; those of scalars are in self.scalar
         self.memo: dict[int, V] = {}
         self.names: dict[int, Names] = {}
+        self.streams: frozenset[Buffer] = frozenset()  # too large to stay in a cache, and only written
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
         for var, value in (bindings or {}).items():
             self.bind(var, value)
@@ -52,6 +53,7 @@ class Scope:
         out = Scope(self.e, places, self.status, lanes=lanes, vector_bytes=self.vector_bytes)
         out.vector, out.mask = self.vector, mask or self.mask
         out.names = out.scalar.names = self.names
+        out.streams = self.streams
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
             out.memo, out.bindings = dict(self.memo), dict(self.bindings)
@@ -178,6 +180,9 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
     mask, contiguous = _active(x.guard, scope), _stride(x.index, scope) == 1
     where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
     if contiguous and mask is None:
+        if value is not None and x.buffer in scope.streams and _is_multiple(x.index, scope.lanes, scope):
+            em.stream(value, where, size * scope.lanes)
+            return value
         return plain(where)
     mask = mask or em.const(vector("i1", scope.lanes), True)
     place = V(f"align {size} {where.text}", where.ty)  # a parameter attribute from LLVM 22 on
@@ -196,6 +201,17 @@ def _stride(index: Expr, scope: Scope) -> int | None:
     if scope.vector is None or any(v in scope.bindings for v in scope.names_in(index)):
         return None
     return coefficient(index, scope.vector)
+
+
+def _is_multiple(index: Expr, of: int, scope: Scope) -> bool:
+    """Whether the index of lane 0 is a multiple of `of`: vector loops start at multiples of their lanes."""
+    if index is scope.vector:
+        return True
+    if isinstance(index, Const):
+        return index.value % of == 0
+    if isinstance(index, Alu) and index.op in ("add", "sub"):
+        return all(_is_multiple(a, of, scope) for a in index.args)
+    return isinstance(index, Alu) and index.op == "mul" and any(isinstance(a, Const) and a.value % of == 0 for a in index.args)
 
 
 def _active(guard: Expr | None, scope: Scope) -> V | None:
@@ -228,9 +244,12 @@ def _addresses(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
 
 def value_to_store(s: Store, scope: Scope) -> V:
     """The store's value as its buffer keeps it."""
-    value, to = expr(s.value, scope), s.buffer.dtype
-    if s.value.dtype.compute != to.compute:
-        value = alu.cast(scope.e, value, s.value.dtype, to)
+    source, to = s.value, s.buffer.dtype
+    while isinstance(source, Alu) and source.op == "cast" and {source.dtype, source.args[0].dtype} == {to, to.compute}:
+        source = source.args[0]  # is rounded once, on its way to memory
+    value = expr(source, scope)
+    if source.dtype.compute != to.compute:
+        value = alu.cast(scope.e, value, source.dtype, to)
     return alu.to_memory(scope.e, value, to)
 
 
