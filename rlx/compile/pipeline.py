@@ -18,7 +18,7 @@ from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.compile.reductions import reductions
 from rlx.errors import OptionError, VerifyError
-from rlx.ir.graph import Graph
+from rlx.ir.graph import Graph, Node
 from rlx.ir.target import Target
 from rlx.ir.verify import faults
 
@@ -50,21 +50,22 @@ def run_passes(
     """
     watched = trace is not None or options.wants_text
     stages = trace if trace is not None else {}
-    _check(graph, "the graph is not well formed")
+    sound: set[Node] = set()
+    _check(graph, sound, "the graph is not well formed")
     if watched:
         _keep(stages, "graph", graph, options)
     for name, run in passes:
         if name in options.disable:
             continue
         before, graph = graph, run(graph, target, options)
-        _check(graph, f"pass {name!r} broke the graph", before)
+        _check(graph, sound, f"pass {name!r} broke the graph", before)
         if watched:
             _keep(stages, name, graph, options)
     return graph
 
 
-def _check(graph: Graph, what: str, before: Graph | None = None) -> None:
-    if bad := faults(graph):
+def _check(graph: Graph, sound: set[Node], what: str, before: Graph | None = None) -> None:
+    if bad := faults(graph, sound):
         shown = "" if before is None else f"\nbefore:\n{before}\nafter:\n{graph}"
         raise VerifyError(f"{graph.name}: {what}:\n  " + "\n  ".join(bad) + shown)
 

@@ -20,15 +20,20 @@ def verify(graph: Graph) -> None:
         raise VerifyError(f"graph {graph.name!r} has {count}:\n  " + "\n  ".join(found))
 
 
-def faults(graph: Graph) -> list[str]:
-    """Every broken rule, one sentence each; empty for a sound graph."""
+def faults(graph: Graph, sound: set[Node] | None = None) -> list[str]:
+    """Every broken rule, one sentence each; empty for a sound graph. `sound`: nodes found whole before, which as frozen values
+    they still are; those of this graph are added."""
     out = [*_leaf_faults(graph), *_result_faults(graph)]
     nodes, cycle = postorder([*graph.leaves(), *graph.roots()])
     if cycle is not None:
         out.append(f"{where(cycle)} depends on its own result")
     declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
     for node in nodes:
-        out.extend(f"{where(node)}: {fault}" for fault in _node_faults(node, declared))
+        if sound is None or node not in sound or (node.op.kind is Kind.LEAF and node.op is not CONSTANT):
+            found = [f"{where(node)}: {fault}" for fault in _node_faults(node, declared)]
+            out += found
+            if sound is not None and not found:
+                sound.add(node)
     return out
 
 
