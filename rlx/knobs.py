@@ -44,12 +44,13 @@ _overrides: dict[str, int | str] = {}
 DEBUG = Knob("RLX_DEBUG", 0, "printed at each compile: 1 its report, 2 also the graph after each pass, 3 also the generated code")
 DUMP = Knob("RLX_DUMP", "", "folder for the graph after each pass, of compiles whose options name none")
 THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
+AMX = Knob("RLX_AMX", 0, "1: bf16 and int8 contractions use the matrix unit of CPUs with AMX; read when a CPU is first asked for")
 CACHE = Knob("RLX_CACHE", 1, "compiled code is kept on disk for later processes; 0: neither read nor written")
 CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder that keeps it; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
 CACHE_MB = Knob("RLX_CACHE_MB", 1024, "MB that it may take; what was not used for longest goes first")
 CALLS = Knob("RLX_CALLS", "native", "calls of run, run_slots, bound: native, in machine code where Python is known; or python")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, CALLS, CACHE, CACHE_DIR, CACHE_MB)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB)
 
 
 def cache_folder() -> str:

@@ -6,6 +6,7 @@ use. Code is a function of the Target alone, so an object made on one machine ru
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ from rlx.ir.target import Target
 DTYPES = frozenset("f64 f32 f16 bf16 i64 i32 i16 i8 u64 u32 u16 u8 bool".split())
 # Instruction sets that change what is generated, by LLVM's names; a baseline CPU implies the ones listed with it.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
+AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used where RLX_AMX says so and the system lets this process
 BASELINES = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
 UNLIMITED = 1 << 30  # CPUs, where no quota is set
 
@@ -32,6 +34,8 @@ def host_features() -> tuple[str, ...]:
     if not triple.startswith("x86_64"):
         return f"triple={triple}", "cpu=generic", "neon"
     features = tuple(f for f in X86 if f in has)
+    amx = tuple(f for f in AMX if f in has) if knobs.AMX.get() and "avx512bw" in has else ()
+    features += amx if amx and _may_use_tiles() else ()
     cpu = next(name for name, needs in BASELINES.items() if set(needs) <= set(features))
     return f"triple={triple}", f"cpu={cpu}", *features
 
@@ -43,7 +47,7 @@ def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[st
     with cpuinfo.open() as f:
         flags = next((line for line in f if line.startswith("flags")), "").partition(":")[2].split()
     plain = {flag.replace("_", "") for flag in flags}
-    found = frozenset(f for f in X86 if f.replace("-", "") in plain)
+    found = frozenset(f for f in X86 + AMX if f.replace("-", "") in plain)
     return ("x86_64-unknown-linux-gnu", found) if flags else None
 
 
@@ -53,6 +57,12 @@ def _asked_of_llvm() -> tuple[str, frozenset[str]]:
     triple = llvm.get_process_triple()
     x86 = triple.startswith("x86_64")
     return triple, frozenset(f for f, here in llvm.get_host_cpu_features().items() if here) if x86 else frozenset()
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the registers of AMX, which a process has to before their first use; False: refused, or another system."""
+    request, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl on x86-64
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(system_call, request, tile_data) == 0
 
 
 def host_target(threads: int | None = None) -> Target:
@@ -87,6 +97,8 @@ def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[
     """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed. And rows
     interleaved: as many as one instruction adds the products of, two of bf16, four of i8 by u8."""
     columns = 48 if vector_bytes == 64 else 16
+    if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in features:
+        columns = 32  # two blocks of the matrix unit
     found = {"f32": columns, "f16": columns, "bf16": columns, "u8 i8": columns, "f64": columns // 2}.get(dtype, 0)
     group = {"bf16": 2 if "avx512bf16" in features else 1, "u8 i8": 4 if "avx512vnni" in features and vector_bytes == 64 else 1}
     return found, group.get(dtype, 1)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
+from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import (
     Layout,
@@ -55,6 +56,8 @@ class _Contraction(Module):
         if raw:  # an element is a group from here on
             self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, b.panel)
         size = self.acc.itemsize
+        self.configured = p.matrix and p.tall == p.row_tiles  # all tiles are of one height
+        self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
@@ -72,6 +75,8 @@ class _Contraction(Module):
             tiles = share(e, block, self._row_tiles(e, limit_of(self.c.i, self.c.m, self.kernel, scope)), p.blocks)
             panels = share(e, group, p.panels, p.groups)
             start, stop = share(e, batch_group, p.batch, p.batch_groups)
+            if self.configured:
+                amx.configure(e, e.gep(SCRATCH, self.config_at), p.rows)
             with e.loop(start, stop, nonempty=True) as at, ExitStack() as inside:
                 point, scope = at.index, scope.child()
                 for var, extent in reversed(self.kernel.grid):
@@ -82,6 +87,8 @@ class _Contraction(Module):
                 if self.limited:
                     inside.enter_context(e.when(e.cmp("slt", *tiles)))
                 self._point(e, scope, tiles, panels)
+            if p.matrix:
+                amx.release(e)
         return self.rendered(e, symbol, p.tasks)
 
     def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
@@ -135,12 +142,24 @@ class _Contraction(Module):
             row = self._first_row(e, at.index)
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
             for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
+                if p.matrix:
+                    with e.when(here):
+                        self._blocks(e, self.a.at(e, a, row), b, sums, height, vectors)
+                    continue
                 t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, group=p.group)
                 body = partial(tile_function, k=self.steps, t=t, from_a=self.a, from_b=layout)
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)
             count = e.select(tall, e.i64(p.rows), e.i64(p.rows - 1))
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+
+    def _blocks(self, e: Emitter, a: V, b: V, sums: V, rows: int, vectors: int) -> None:
+        """As tile_function, by the matrix unit."""
+        body = partial(
+            amx.blocks_function, rows=rows, vectors=vectors, k=self.steps, group=self.plan.group, from_a=self.a,
+            from_b=self.from_b, configured=self.configured,
+        )  # fmt: skip
+        self.call(e, f"blocks_{rows}x{vectors}", body, a, b, sums, e.gep(SCRATCH, self.config_at))
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. What lies right of the matrix is undefined; no lane of it

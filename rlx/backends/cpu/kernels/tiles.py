@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from rlx.backends.cpu.kernels import amx
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.kernel import Contract, Kernel, Operand
 from rlx.ir.target import Target
@@ -22,6 +23,7 @@ TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
 IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
+MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 
 
@@ -33,7 +35,7 @@ class Plan:
     `group`: so many of b's rows lie interleaved, for an instruction that adds so many products; a tile's steps are then groups.
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of groups, as it is (`stage_b`
     says how: "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen
-    in the tile, which measured faster than a widened copy.
+    in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the matrix unit (amx.py).
     """
 
     lanes: int
@@ -50,6 +52,7 @@ class Plan:
     stage_a: bool
     stage_b: str
     registers: int
+    matrix: bool = False
 
     @property
     def columns(self) -> int:
@@ -84,7 +87,8 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     while c.b.panel % lanes:
         lanes //= 2
     vectors = c.b.panel // lanes or _panel_vectors(c, registers)
-    highest = max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+    matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, c.b.group, c.k)
+    highest = 2 * amx.SIDE if matrix else max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
@@ -101,7 +105,8 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
     return Plan(
-        lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers
+        lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
+        matrix,
     )
 
 

@@ -1,0 +1,73 @@
+"""The matrix unit of x86 CPUs that have AMX: a tile of a contraction as up to 2 x 2 blocks of 16 x 16 sums.
+
+A block is a register of 16 rows of 64 bytes. One instruction adds, to a block of sums, the product of a block of a (16 rows of
+16 groups: two bf16 or four u8) and one of b (16 rows of groups, of 16 columns): panels hold b just so. What blocks measure is
+state of the thread, set by `configure` for all tiles of one height and given back by `release`: the system saves it at
+every switch of threads until then.
+"""
+
+from __future__ import annotations
+
+from rlx.backends.cpu.emit import Emitter, V
+from rlx.backends.cpu.kernels.tile import Layout
+
+SIDE = 16  # rows of a block, its columns of 4 bytes, and groups that one instruction sums over
+FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # by products of a group: feature, instruction
+CONFIG_BYTES = 64
+_SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
+
+
+def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
+    """Whether a target with these features multiplies groups of so many over that depth here."""
+    has = group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
+    return has and depth > 0 and depth % (SIDE * group) == 0
+
+
+def configure(e: Emitter, at: V, rows: int) -> None:
+    """Sets what blocks measure, for tiles of `rows`; `at`: CONFIG_BYTES of memory."""
+    upper, lower = min(rows, SIDE), max(rows - SIDE, 0)
+    heights = [upper, upper, lower, lower, upper, lower, SIDE, SIDE]  # of the registers, in order; absent ones are not used
+    widths = [4 * SIDE if height else 0 for height in heights]
+    table = bytes([1, *[0] * 15]) + b"".join(w.to_bytes(2, "little") for w in widths) + bytes(16) + bytes(heights) + bytes(8)
+    for place in range(0, CONFIG_BYTES, 8):
+        e.store(e.i64(int.from_bytes(table[place : place + 8], "little")), e.gep(at, place), 8)
+    _do(e, "ldtilecfg", at)
+
+
+def release(e: Emitter) -> None:
+    _do(e, "tilerelease")
+
+
+def blocks_function(
+    e: Emitter, a: V, b: V, sums: V, config: V, *, rows: int, vectors: int, k: int, group: int, from_a: Layout, from_b: Layout,
+    configured: bool,
+) -> None:  # fmt: skip
+    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: for
+    this height already; else at `config` is memory for it."""
+    if not configured:
+        configure(e, config, rows)
+    above, across, pitch = range(-(-rows // SIDE)), range(vectors), e.i64(4 * SIDE * vectors)
+    steps = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
+    for i in above:
+        for j in across:
+            _do(e, "tilezero", _register(_SUMS[i][j]))
+    with e.loop(0, k, SIDE, carried=[a, b]) as loop:
+        at_a, at_b = loop.carried
+        for i in above:
+            _do(e, "tileloadd64", _register(_A[i]), from_a.at(e, at_a, SIDE * i), steps[0])
+        for j in across:
+            _do(e, "tileloadd64", _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), steps[1])
+            for i in above:
+                _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
+        loop.next = [from_a.at(e, at_a, 0, SIDE), from_b.at(e, at_b, SIDE)]
+    for i in above:
+        for j in across:
+            _do(e, "tilestored64", _register(_SUMS[i][j]), e.gep(sums, 4 * SIDE * (i * SIDE * vectors + j)), pitch)
+
+
+def _register(number: int) -> V:
+    return V(str(number), "i8")
+
+
+def _do(e: Emitter, name: str, *args: V) -> None:
+    e.external(f"llvm.x86.{name}", "void", *args)

@@ -1,0 +1,157 @@
+"""Contractions on the matrix unit: on machines with AVX-512 by an emulator in place of its instructions, and as assembly."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import test_cpu_contract as plain
+from kernel_runs import TARGETS, TRIPLE
+
+from rlx.backends.cpu import jit
+from rlx.backends.cpu.kernels import contract
+from rlx.backends.cpu.target import machine_of, target_for
+from rlx.ir.dtype import bf16, f32, i8, i32, u8
+from rlx.ir.target import Target
+
+NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tilestored64 tdpbf16ps tdpbusd".split()
+HOST = [f for f in machine_of(TARGETS["host"])[2].replace("+", "").split(",") if "amx" not in f]
+AMX = ("amx-tile", "amx-bf16", "amx-int8")
+KINDS = {"bf16": (bf16, bf16, f32), "u8 i8": (u8, i8, i32)}
+
+pytestmark = pytest.mark.skipif(
+    not {"avx512bw", "avx512bf16", "avx512vnni"} <= set(HOST), reason="the emulated kernels need AVX-512 around the matrix unit"
+)
+
+
+def with_amx(threads: int = 1) -> Target:
+    return target_for(TRIPLE, "x86-64-v4", [*HOST, *AMX], threads)
+
+
+class Emulator:
+    """The tile instructions as Intel's manual states them, on Python bytes. Anything it forbids is an assertion."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.widths: list[int] = []
+        self.tiles: list[np.ndarray] = []
+        self.faults: list[str] = []
+        self.released = self.products = 0
+        v, b, i = ctypes.c_void_p, ctypes.c_uint8, ctypes.c_int64
+        types = {"ldtilecfg": (v,), "tilerelease": (), "tilezero": (b,), "tileloadd64": (b, v, i), "tilestored64": (b, v, i)}
+        self.callbacks = {name: ctypes.CFUNCTYPE(None, *types.get(name, (b, b, b)))(self.guarded(name)) for name in NAMES}
+
+    def guarded(self, name: str):
+        def run(*args: int) -> None:
+            try:
+                getattr(self, name)(*args)
+            except AssertionError as e:  # an exception does not pass through compiled code
+                self.faults.append(f"{name}{args}: {e}")
+
+        return run
+
+    def ldtilecfg(self, at: int) -> None:
+        table = ctypes.string_at(at, 64)
+        assert table[0] == 1 and not any(table[1:16]) and not any(table[32:48]) and not any(table[56:]), "malformed"
+        self.widths, self.rows = [int.from_bytes(table[16 + 2 * n : 18 + 2 * n], "little") for n in range(8)], list(table[48:56])
+        assert all(w <= 64 and r <= 16 and (w == 0) == (r == 0) for w, r in zip(self.widths, self.rows)), "no such tiles"
+        self.tiles = [np.zeros((r, w), np.uint8) for r, w in zip(self.rows, self.widths)]
+        self.released = 0
+
+    def tilerelease(self) -> None:
+        self.rows, self.widths, self.tiles, self.released = [], [], [], 1
+
+    def tilezero(self, tile: int) -> None:
+        assert self.rows[tile], "not configured"
+        self.tiles[tile][:] = 0
+
+    def tileloadd64(self, tile: int, at: int, stride: int) -> None:
+        assert self.rows[tile], "not configured"
+        for r in range(self.rows[tile]):
+            self.tiles[tile][r] = np.frombuffer(ctypes.string_at(at + r * stride, self.widths[tile]), np.uint8)
+
+    def tilestored64(self, tile: int, at: int, stride: int) -> None:
+        assert self.rows[tile], "not configured"
+        for r in range(self.rows[tile]):
+            ctypes.memmove(at + r * stride, self.tiles[tile][r].tobytes(), self.widths[tile])
+
+    def product(self, sums: int, a: int, b: int, types: tuple, group: int) -> None:
+        assert self.rows[sums] == self.rows[a] and self.widths[sums] == self.widths[b], "sizes do not fit"
+        assert self.widths[a] == 4 * self.rows[b], "sizes do not fit"
+        kinds = (self.tiles[x].view(t) for x, t in zip((a, b), types))
+        left, right = (x.astype(np.float32 if group == 2 else np.int64) for x in kinds)
+        right = right.reshape(len(right), -1, group).transpose(0, 2, 1).reshape(left.shape[1], -1)
+        total = self.tiles[sums].view(np.float32 if group == 2 else np.int32)
+        total[:] = (total + left @ right).astype(total.dtype)
+        self.products += 1
+
+    def tdpbf16ps(self, sums: int, a: int, b: int) -> None:
+        self.product(sums, a, b, (ml_dtypes.bfloat16, ml_dtypes.bfloat16), 2)
+
+    def tdpbusd(self, sums: int, a: int, b: int) -> None:
+        self.product(sums, a, b, (np.uint8, np.int8), 4)
+
+    def into(self, text: str) -> str:
+        """The module with calls of this emulator for the tile instructions."""
+
+        def body(found: re.Match[str]) -> str:
+            name, types = found[1], [t for t in found[2].split(", ") if t]
+            args = ", ".join(f"{t} %a{n}" for n, t in enumerate(types))
+            address = ctypes.cast(self.callbacks[name], ctypes.c_void_p).value
+            head = f"define internal void @emulated_{name}({args}) noinline {{"
+            return f"{head}\n  %f = inttoptr i64 {address} to ptr\n  call void %f({args})\n  ret void\n}}"
+
+        text = re.sub(rf"declare void @llvm\.x86\.({'|'.join(NAMES)})\(([^)]*)\)", body, text)
+        return re.sub(rf"@llvm\.x86\.({'|'.join(NAMES)})\(", r"@emulated_\1(", text)
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    made, here = Emulator(), target_for(TRIPLE, "x86-64-v4", HOST)
+
+    def compiled(text: str, target: Target) -> object:
+        library = jit.load([jit.compile_object(made.into(text), here)], ["mm"], here)
+        return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+
+    monkeypatch.setattr(plain, "_compiled", compiled)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("a", ["rows", "padded", "columns"])
+@pytest.mark.parametrize("shape", [(8, 32, 64), (16, 31, 64), (17, 97, 128), (32, 16, 64), (33, 40, 192), (150, 64, 64)], ids=str)
+def test_emulated(emulator: Emulator, shape: tuple[int, int, int], a: str, kind: str) -> None:
+    target = with_amx(2)
+    panel, group = target.panel(kind)
+    assert panel == 32
+    plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(7, 40, 64), (20, 40, 65), (20, 40, 48), (20, 40, 0)], ids=str)
+def test_few_rows_and_odd_depths_go_without(emulator: Emulator, shape: tuple[int, int, int], kind: str) -> None:
+    target = with_amx()
+    panel, group = target.panel(kind)
+    plain.check_product(plain.product(*shape, dtypes=KINDS[kind], panel=panel, group=group), target)
+    assert not emulator.products
+
+
+@pytest.mark.parametrize(("kind", "instruction"), [("bf16", "tdpbf16ps"), ("u8 i8", "tdpbusd")])
+def test_assembly(kind: str, instruction: str) -> None:
+    """Of full tiles: four products for four loads, and the unit is given back before the kernel returns."""
+    target = with_amx()
+    panel, group = target.panel(kind)
+    kernel = plain.product(64, 64, 128, dtypes=KINDS[kind], panel=panel, group=group)
+    text = jit.assembly(contract.render(kernel, target, "mm").text, target)
+    assert [text.count(f"\t{name}\t") for name in (instruction, "tileloadd", "tilestored", "tilezero")] == [4, 4, 4, 4]
+    assert text.count("\tldtilecfg\t") == text.count("\ttilerelease\n") == 1
+
+
+def test_features_are_off_unless_asked_for() -> None:
+    assert not any("amx" in f for f in TARGETS["host"].features)
+    assert [TARGETS["host"].panel(d)[0] for d in ("f32", "bf16", "u8 i8")] == [48, 48, 48]
