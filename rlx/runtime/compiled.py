@@ -1,6 +1,7 @@
 """CompiledGraph: one program in memory, bound to names. Every check is made before anything changes.
 
-The fast path is `run_slots`: it compares dtype and dims, copies each input into its slot and makes one native call.
+The fast paths are `bound` and `run_slots`: they compare dtype and dims, copy what is not in its slot and make one native call,
+on the CPU in machine code (rlx.runtime.calls).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from rlx.errors import (
     InputShapeError,
     NumericsError,
     OptionError,
-    StaleViewError,
     UnknownNameError,
     Unsupported,
     known,
@@ -34,6 +34,7 @@ from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes
 from rlx.runtime.calls import bound, copies, in_machine_code
+from rlx.runtime.outputs import OutputView
 from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
@@ -467,51 +468,3 @@ class CompiledGraph:
     def _drain(self) -> None:
         if self._queue.last is not None:
             self._queue.wait()
-
-
-class OutputView:
-    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` see the executable's own memory, read-only.
-
-    In debug mode (CompileOptions(debug=True)) each such access raises StaleViewError once another run has begun.
-    """
-
-    def __init__(self, owner: CompiledGraph, index: int) -> None:
-        self._owner, self._index, self._generation = owner, index, owner._gate.generation
-        self._array = owner._current_outputs()[index].view()
-        self._array.flags.writeable = False
-
-    def numpy(self) -> np.ndarray:
-        """The output's memory, valid until the next run."""
-        if self._owner.options.debug and self._generation != self._owner._gate.generation:
-            raise StaleViewError(
-                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._gate.generation} has "
-                "overwritten it; take a copy, or a new outputs_view()"
-            )
-        return self._array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._array.dtype
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None and not copy else np.array(array, dtype=dtype, copy=bool(copy))
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.numpy()[key]
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.numpy().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-    def __repr__(self) -> str:
-        return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"
