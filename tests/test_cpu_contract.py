@@ -420,6 +420,14 @@ def test_few_rows_read_b_in_place_and_many_copy_it() -> None:
     assert [plan_of(product(m, 70, 33, b="rows"), 1).stage_b for m in (6, 80)] == ["", "rows"]
 
 
+def test_a_few_tiles_of_rows_fetch_the_next_panel() -> None:
+    target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4")
+    for m, fetched in ((1, 0), (7, 0), (8, 3), (16, 3), (24, 3), (32, 0)):
+        text = contract.render(product(m, 96, 64, panel=48), target, "mm").text
+        assert text.count("call void @llvm.prefetch") == fetched, m
+        assert f"i64 {64 * 48 * 4}" in text or not fetched  # as far on as a panel is long
+
+
 def test_rows_stay_whole() -> None:
     """Two blocks of eight rows for two threads, over all panels."""
     p = plan_of(norm_kernel(16, 384, 384, 48), 2)

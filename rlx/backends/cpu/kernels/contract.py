@@ -138,6 +138,7 @@ class _Contraction(Module):
             self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
         sums = e.gep(SCRATCH, self.sums_at)
+        ahead = layout.byte(self.steps, 0) if p.ahead and self.c.b.panel else 0
         with e.loop(*tiles) as at:
             row = self._first_row(e, at.index)
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
@@ -146,7 +147,8 @@ class _Contraction(Module):
                     with e.when(here):
                         self._blocks(e, self.a.at(e, a, row), b, sums, height, vectors)
                     continue
-                t = Tile(height, vectors, p.lanes, p.unroll(height, vectors), masked, self.acc, vectors * p.lanes, group=p.group)
+                shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
+                t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=ahead)
                 body = partial(tile_function, k=self.steps, t=t, from_a=self.a, from_b=layout)
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)

@@ -38,7 +38,8 @@ class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k are summed apart. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: an element of a
     that is zero keeps NaN and infinity of b out. `group`: an element is two bf16 numbers (of which the smallest count as zero),
-    or four integers, u8 in a and i8 in b: one instruction adds the products of all."""
+    or four integers, u8 in a and i8 in b: one instruction adds the products of all. `ahead`: bytes after each line of b that
+    is read lies one that will be soon, and is asked for (0: none)."""
 
     rows: int
     vectors: int
@@ -49,6 +50,7 @@ class Tile:
     pitch: int
     careful: bool = False
     group: int = 1
+    ahead: int = 0
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
@@ -108,7 +110,10 @@ def tile_function(
     def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
         """Step u of k, counted from the addresses."""
         tails = [0] * (t.vectors - 1) + [t.tail]
-        columns = [load_line(e, from_b.at(e, at_b, u, v * t.lanes), from_b, t.lanes, element, x) for v, x in enumerate(tails)]
+        lines = [from_b.at(e, at_b, u, v * t.lanes) for v in range(t.vectors)]
+        columns = [load_line(e, line, from_b, t.lanes, element, tail) for line, tail in zip(lines, tails)]
+        for line in lines if t.ahead else ():  # for reading, into the second-level cache, of data
+            e.intrinsic("prefetch", e.gep(line, t.ahead), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
         out: list[V] = []
         for r in range(t.rows):
             row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, element)

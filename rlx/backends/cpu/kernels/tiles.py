@@ -21,6 +21,7 @@ BLOCK_ROWS = 128  # rows that one task carries over its panels: their part of `a
 GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
+AHEAD_TILES = 3  # up to so many full tiles of rows per panel, the time to read one is near that of its arithmetic
 IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
@@ -65,6 +66,12 @@ class Plan:
     def first_row(self, tile: int) -> int:
         """The row at which a row tile starts."""
         return tile * (self.rows - 1) + min(tile, self.tall)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the tiles of a panel fetch the next one meanwhile. Fewer rows wait for memory whatever they do, and longer if
+        they ask for more of it; of many rows only the first tile waits."""
+        return self.rows == MAX_ROWS and self.row_tiles <= AHEAD_TILES * self.blocks
 
     @property
     def block_rows(self) -> int:

@@ -1,0 +1,202 @@
+"""Sentence encoders on rlx and every installed peer: MiniLM-L6, or the size of BERT-base with random weights.
+
+    python benchmarks/encoder.py [--model minilm bert-base] [--threads 1 2] [--shapes 1x16 8x128] [--write]
+
+Each engine runs in a process of its own and all take turns; the others wait on a pipe meanwhile, so that no idle worker spins
+beside the one that is measured. Every peer gets the same ids and mask and returns the same normalised embeddings, which are
+compared first. Times are medians and 99th percentiles of single runs through the public call: with one thread the CPU time of
+the engine's process, which other programs do not add to, with more of them wall clock. The FMA limit is the time that the
+model's multiply-adds take at the peak of one core times the threads; that peak is measured just before and after each turn, and
+the share is the median over turns. torch gets the library that lets its MKL use its fast kernels on AMD processors.
+An engine may live in another environment: --python MAX=PATH names its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from benchmarks.encoder_peers import RUNNERS, Task
+from benchmarks.measure import fma_call, header
+
+SHAPES = {"minilm": ("1x16", "1x128", "8x128", "32x128"), "bert-base": ("1x128", "8x512")}
+PACKAGES = {"rlx": "llvmlite", "OpenVINO": "openvino", "MAX": "max", "JAX": "jax", "torch": "torch", "torch.compile": "torch"}
+LIMITS = "limits"
+TURN = 0.3  # seconds of runs in a turn, at the least one run
+LONG = 0.5  # seconds of a run that warms up in itself
+TOLERANCE = 2e-4  # between unit vectors
+
+
+def package(engine: str) -> str:
+    return PACKAGES.get(engine, "onnxruntime")
+
+
+# -- a process of an engine ----------------------------------------------------------------------------------------
+
+
+def worker(engine: str, task: Task) -> None:
+    """Answers each line on stdin with a turn's result."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    clock = time.process_time if task.threads == 1 else time.perf_counter
+    if engine == LIMITS:
+        call, work = fma_call(steps=20_000)
+        run, clock, result = call, time.thread_time, lambda: [work]
+    else:
+        run = RUNNERS[engine](task)
+        result = lambda: run().ravel()[: 4 * task.config.hidden_size].tolist()  # noqa: E731
+
+    def timed() -> float:
+        begun = clock()
+        run()
+        return clock() - begun
+
+    run()
+    once = timed()
+    once = once if once > LONG else min(timed() for _ in range(3))
+    count = max(1, int((TURN / 6 if engine == LIMITS else TURN) / once))
+    print(json.dumps({"result": result(), "flops": task.flops if engine == "rlx" else 0}), file=answers, flush=True)
+    for _ in sys.stdin:
+        if once < LONG:
+            run()  # its caches and clock rate were others'
+        print(json.dumps([timed() for _ in range(count)]), file=answers, flush=True)
+
+
+@dataclass
+class Engine:
+    """A worker at the end of two pipes."""
+
+    name: str
+    process: subprocess.Popen[str]
+    turns: list[list[float]] = field(default_factory=list)
+
+    @staticmethod
+    def start(name: str, model: str, shape: str, threads: int, interpreter: str) -> Engine:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        if name.startswith("torch"):
+            environment |= mkl_on_amd()
+        command = [interpreter, __file__, "--worker", name, model, shape, str(threads)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return Engine(name, subprocess.Popen(command, **pipes, env=environment))
+
+    def ready(self) -> dict:
+        """What it said once it had started. SystemExit: it did not start."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} did not start")
+        return json.loads(line)
+
+    def turn(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        print(file=self.process.stdin, flush=True)
+        self.turns.append(json.loads(self.process.stdout.readline()))
+
+    def end(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def mkl_on_amd() -> dict[str, str]:
+    """Environment with a library that lets torch's MKL use its fast kernels on AMD processors, where a C compiler is at hand."""
+    compiler = shutil.which("cc")
+    if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text() or not compiler:
+        return {}
+    folder = Path(tempfile.gettempdir(), f"rlx-bench-mkl-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    source, library = folder / "mkl.c", folder / "libmkl_amd.so"
+    if not library.exists():
+        source.write_text("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def compare(engines: list[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]) -> list[str]:
+    """Table rows of one shape. SystemExit: a peer's result is another."""
+    running, said = [], {}
+    for name in [*engines, LIMITS]:  # one after the other: some take a gigabyte and both cores to start
+        running.append(Engine.start(name, model, shape, threads, pythons.get(name, sys.executable)))
+        said[name] = running[-1].ready()
+    limits = running.pop()
+    ours = np.array(said["rlx"]["result"])
+    apart = {name: float(np.abs(np.array(said[name]["result"]) - ours).max()) for name in engines}
+    if max(apart.values()) > TOLERANCE:
+        raise SystemExit(f"{model} {shape}: the peers disagree: {apart}")
+    limits.turn()
+    for _ in range(rounds):
+        for engine in running:
+            time.sleep(0.02)
+            engine.turn()
+            limits.turn()
+    for engine in (*running, limits):
+        engine.end()
+    (work,) = said[LIMITS]["result"]
+    peaks = [work / statistics.median(t) * threads for t in limits.turns]
+    medians = {e.name: statistics.median(t for turn in e.turns for t in turn) for e in running}
+    rows = []
+    for at, engine in enumerate(running):
+        near = [(peaks[t] + peaks[t + 1]) / 2 for t in range(at, len(peaks) - 1, len(running))]
+        turns = [said["rlx"]["flops"] / statistics.median(turn) for turn in engine.turns]
+        share = statistics.median(rate / peak for rate, peak in zip(turns, near, strict=True))
+        p99 = float(np.quantile([t for turn in engine.turns for t in turn], 0.99))
+        beside = [statistics.median(theirs) / statistics.median(own) for theirs, own in zip(engine.turns, running[0].turns)]
+        ratio = "" if engine.name == "rlx" else f"{statistics.median(beside):.2f}"
+        cells = [f"{model} {shape.replace('x', ' × ')}", threads, engine.name, f"{medians[engine.name] * 1e3:.3f}"]
+        cells += [f"{p99 * 1e3:.3f}", f"{share:.0%}", ratio, f"{apart[engine.name]:.0e}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", help="batch x length, instead of the model's own")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--engines", nargs="+", default=list(RUNNERS), choices=RUNNERS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--python", nargs="+", default=[], metavar="ENGINE=PATH", help="of another environment")
+    parser.add_argument("--write", action="store_true", help="append the table to docs/benchmarks.md")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        engine, model, shape, threads = args.worker
+        worker(engine, Task(model, *map(int, shape.split("x")), int(threads)))
+        return
+    pythons = dict(pair.split("=", 1) for pair in args.python)
+    there = [e for e in args.engines if e in pythons or importlib.util.find_spec(package(e))]
+    engines = ["rlx", *(e for e in there if e != "rlx")]
+    about = header(*dict.fromkeys(package(e) for e in engines if e not in pythons))
+    about += "".join(f"; {e} is not installed" for e in args.engines if e not in engines)
+    heads = ["model", "threads", "engine", "median, ms", "p99, ms", "of the FMA limit", "rlx is faster by", "max abs difference"]
+    head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    print(about, *head, sep="\n", flush=True)
+    jobs = [(m, s, t) for m in args.model for s in args.shapes or SHAPES[m] for t in args.threads]
+    rows = [row for job in jobs for row in compare(engines, *job, args.rounds, pythons)]
+    if args.write:
+        path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+        title = f"\n## Encoders, {time.strftime('%Y-%m-%d')}, `make bench`\n\n{about}\n\n"
+        with path.open("a", encoding="utf-8") as f:
+            f.write(title + "\n".join([*head, *rows]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
