@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_runs import fenced
 
 import rlx
 from rlx import knobs
@@ -437,6 +439,29 @@ def test_bound_arrays_are_read_at_each_call(mode):
         made.bound([x, x.T])
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="unreadable pages by mprotect")
+@pytest.mark.parametrize("at_end", [False, True])
+def test_nothing_beside_bound_arrays_is_read(at_end):
+    """Arrays that end where memory does, or start there, in graphs of each kind of kernel."""
+    rng = np.random.default_rng(0)
+    kinds: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+        "pointwise": (lambda x, y: x * y + rlx.exp(x), ((3, 37), (3, 37))), "broadcast": (lambda x, y: x + y, ((5, 7, 9), (9,))),
+        "matmul": (lambda x, y: rlx.gelu(x @ y), ((33, 67), (67, 51))), "one row": (lambda x, y: x @ y, ((1, 129), (129, 63))),
+        "batches": (lambda x, y: x @ y.T, ((7, 31), (13, 31))), "softmax": (lambda x, y: rlx.softmax(x) - y, ((3, 101), (3, 1))),
+        "reduce": (lambda x, y: rlx.sum(x, axis=0) * y, ((17, 19), (19,))),
+        "join": (lambda x, y: rlx.concat(x.T, y[::2], axis=1), ((3, 5), (10, 7))),
+    }  # fmt: skip
+    for name, (function, dims) in kinds.items():
+        for threads in (1, 2):
+            build = lambda g, f=function, d=dims: [f(g.input("x", d[0], "f32"), g.input("y", d[1], "f32"))]  # noqa: E731
+            made = compiled(build, threads=threads)
+            plain = [rng.standard_normal(d).astype(F) for d in dims]
+            held = [fenced(a.nbytes, at_end).view(F).reshape(a.shape) for a in plain]
+            for goal, source in zip(held, plain):
+                goal[...] = source
+            np.testing.assert_array_equal(made.bound(held)()[0], made.run({"x": plain[0], "y": plain[1]})[0], err_msg=name)
+
+
 def test_outputs_may_be_bound(mode):
     """A run that reads what it wrote last time, and what another graph wrote."""
 
@@ -576,6 +601,40 @@ def test_long_runs_let_other_threads_go_on():
         sys.setswitchinterval(before)
         thread.join()
     assert seen[0] > 0 and seen[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.parametrize("long", [False, True])
+def test_an_interrupt_leaves_nothing_held(mode, long):
+    """An exception from a signal's handler, at any moment of any call: the next calls find the lock free."""
+    made = layers(3, 128) if long else layers(1, 4)
+    x = np.ones(made._inputs[0].shape.static, F)
+    own, seen = made.bound([x]), 0
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(150):
+            call = [own, lambda: made.run({"x": x}), lambda: made.run_slots([x]), lambda: made.run_slots([x[::-1]])][turn % 4]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 3e-4 + 1e-6 * turn)
+                while True:
+                    call()
+            except Interrupt:
+                seen += 1
+            assert not made._lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    generation = made._gate.generation
+    for call in forms(made, [x]).values():
+        call()
+    assert seen == 150 and made._gate.generation > generation and not made._gate.shut
 
 
 # -- lifetimes -----------------------------------------------------------------------------------------------------
