@@ -73,8 +73,10 @@ class DiskCache:
         content = memoryview(raw)[HEADER.size :]
         return (bytes(content), "") if raw[: HEADER.size] == _header(name, [content]) else (None, DAMAGED)
 
-    def put(self, name: str, parts: Sequence[bytes]) -> None:
-        """Keep an entry, in place of one of that name. Where that cannot be done a warning says so, once per folder."""
+    def put(self, name: str, parts: Sequence[bytes], sync: bool = True) -> None:
+        """Keep an entry, in place of one of that name. Where that cannot be done a warning says so, once per folder.
+
+        `sync`: it is on the disk before it has its name. Without, one that a power failure cut short is found to be damaged."""
         assert _NAME.fullmatch(name), f"an entry is called kind-hex, not {name!r}"
         temporary = self.path(_PART + secrets.token_hex(12))
         size = HEADER.size + sum(map(len, parts))
@@ -86,7 +88,8 @@ class DiskCache:
                 with open(number, "wb") as f:
                     f.writelines([_header(name, parts), *parts])
                     f.flush()
-                    os.fsync(number)  # before the rename: a name in the folder stands for a whole entry
+                    if sync:
+                        os.fsync(number)
                 os.rename(temporary, self.path(name))
             except BaseException:
                 with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,12 @@ def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
 
 
 def _read_shape(given: Sequence[Any]) -> Shape:
-    return Shape(_ids(given[1:]), DTYPES[given[0]])
+    return _shape_of(_text(given[0]), _ids(given[1:]))
+
+
+@lru_cache(256)
+def _shape_of(dtype: str, dims: tuple[int, ...]) -> Shape:
+    return Shape(dims, DTYPES[dtype])
 
 
 def _ids(given: Sequence[Any]) -> tuple[int, ...]:
