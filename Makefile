@@ -1,7 +1,7 @@
 # make demo   embed a few sentences with the default model
 # make test   the whole test suite
 # make lint   ruff and pyright
-# make bench  MiniLM against ONNX Runtime and torch
+# make bench  encoders, rlx against every installed peer
 # Everything is installed into .venv, once: a stamp file per purpose says what is there.
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/minilm.py $(ARGS)
+	$(BIN)/python benchmarks/encoder.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

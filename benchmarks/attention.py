@@ -28,7 +28,7 @@ import numpy as np
 import rlx
 from benchmarks.gemv import TOTAL, read_calls
 from benchmarks.measure import Call, fma_call, header, interleaved, share, table
-from benchmarks.minilm import favour_amd
+from benchmarks.mkl import favour_amd
 
 
 @dataclass(frozen=True)

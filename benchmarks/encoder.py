@@ -17,11 +17,9 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +31,7 @@ import numpy as np
 
 from benchmarks.encoder_peers import RUNNERS, Task
 from benchmarks.measure import fma_call, header
+from benchmarks.mkl import mkl_on_amd
 
 SHAPES = {"minilm": ("1x16", "1x128", "8x128", "32x128"), "bert-base": ("1x128", "8x512")}
 PACKAGES = {"rlx": "llvmlite", "OpenVINO": "openvino", "MAX": "max", "JAX": "jax", "torch": "torch", "torch.compile": "torch"}
@@ -110,20 +109,6 @@ class Engine:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait()
-
-
-def mkl_on_amd() -> dict[str, str]:
-    """Environment with a library that lets torch's MKL use its fast kernels on AMD processors, where a C compiler is at hand."""
-    compiler = shutil.which("cc")
-    if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text() or not compiler:
-        return {}
-    folder = Path(tempfile.gettempdir(), f"rlx-bench-mkl-{os.getuid()}")
-    folder.mkdir(exist_ok=True)
-    source, library = folder / "mkl.c", folder / "libmkl_amd.so"
-    if not library.exists():
-        source.write_text("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return {"LD_PRELOAD": str(library)}
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -62,10 +62,14 @@ class Task:
 
     @property
     def flops(self) -> float:
-        """Multiplies and adds of the contractions of one run."""
-        c = self.config
-        token = 2 * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size) + 4 * self.length * c.hidden_size
-        return float(self.batch * self.length * c.num_hidden_layers * token)
+        return flops(self.config, self.batch, self.length)
+
+
+def flops(config: bert.BertConfig, batch: int, length: int) -> float:
+    """Multiplies and adds of the contractions of one run."""
+    h, inner = config.hidden_size, config.intermediate_size
+    token = 2 * (4 * h * h + 2 * h * inner) + 4 * length * h
+    return float(batch * length * config.num_hidden_layers * token)
 
 
 def run_rlx(task: Task) -> Run:

@@ -19,8 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rlx
+from benchmarks.encoder_peers import Run, flops
 from benchmarks.measure import fma_call, header, table
-from benchmarks.minilm import Run, flops
 from rlx.frontends.models import bert
 
 BASE = bert.BertConfig(30522, 768, 12, 12, 3072, 512)
