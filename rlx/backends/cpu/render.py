@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 
+from rlx.backends.cpu.crossing import Crossing, crossing, emit_tiles
 from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
 from rlx.backends.cpu.kernels import attention, contract, quant
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
@@ -51,7 +52,8 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
-        tasks = _emit_tasks(space, scope, target, limits)
+        wanted = task_count(space.weight_ns(target), target.threads)
+        tasks = _emit_tasks(space.tiled(kernel, target), scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # others go by plain stores in order, which these are not
     return module.rendered(e, symbol, tasks)
@@ -69,6 +71,7 @@ class Space:
     extents: tuple[int, ...]
     body: tuple[Stmt, ...]
     vector: bool
+    crossing: Crossing | None = None  # in tiles, blocks of which stand for one of the dimensions
 
     @staticmethod
     def of(kernel: Kernel) -> Space:
@@ -80,6 +83,14 @@ class Space:
             vector, body = not prefers_inner(loop), loop.body
         vector = vector or not (kernel.locals or _has_vector(body))
         return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector and bool(dims))
+
+    def tiled(self, kernel: Kernel, target: Target) -> Space:
+        """The same in tiles, where memory is read across what is written."""
+        if not self.vector or kernel.limits:
+            return self
+        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes)
+        extents = tuple(x.blocks if x and v is x.row else n for v, n in zip(self.vars, self.extents))
+        return replace(self, extents=extents, crossing=x)
 
     def weight_ns(self, target: Target) -> float:
         """Estimated time of all points on one thread."""
@@ -99,11 +110,10 @@ def task_count(work_ns: float, threads: int) -> int:
     return 1 if threads == 1 else max(1, min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
 
 
-def _emit_tasks(space: Space, scope: Scope, target: Target, limits: Limits) -> int:
-    """The code of task TASK. Returns how many tasks there are."""
+def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:
+    """The code of task TASK. Returns how many tasks there are, about as many as `wanted`."""
     e = scope.e
     outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
-    wanted = task_count(space.weight_ns(target), target.threads)
     if 2 * outer > wanted:  # runs of outer points, whole last dimensions
         per = -(-outer // wanted)
         tasks = -(-outer // per)
@@ -152,6 +162,9 @@ def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None
 
 def _emit_last(space: Space, scope: Scope, bounds: tuple[V, V] | None) -> None:
     e = scope.e
+    if space.crossing:
+        emit_tiles(space.crossing, scope, bounds, partial(_emit_last, replace(space, crossing=None)))
+        return
     loop = Loop(space.vars[-1], space.extents[-1], space.body, vector=space.vector)
     if space.vector and loop.extent > 1:
         emit_vector_loop(loop, scope, bounds)

@@ -1,0 +1,120 @@
+"""Loops that read across memory what they write along it, as transposes do: square tiles, turned over in registers.
+
+Lanes go along the last dimension, as in every loop; where a load goes along another one, a tile's worth of it is read in that
+direction, every cache line once, and what each row of the tile needs is shuffled out of it. What is fused around stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlx.backends.cpu import alu
+from rlx.backends.cpu.emit import Emitter, V, vector
+from rlx.backends.cpu.loops import emit_statements, expressions, lanes_of
+from rlx.backends.cpu.scope import Scope, address, distinct
+from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient
+
+TILES = 4  # of a block
+Rest = Callable[[Scope, tuple[V, V] | None], None]  # all of the last dimension, or a part, at the point that the scope says
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """`loads` go along `row`, of `rows`; `loop`, the last dimension, is what they cross. Tiles are `size` by `size`; a block
+    is some of them beside one another, so that several lines that follow one another are read together."""
+
+    row: Var
+    rows: int
+    loop: Loop
+    loads: tuple[Load, ...]
+    size: int
+
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return self.size * min(TILES, self.rows // self.size)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // self.block)
+
+
+def crossing(dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], vector_bytes: int) -> Crossing | None:
+    """The tiles of a loop nest with this body; None where memory is read as it is written, or in no order at all."""
+    if len(dims) < 2 or len(body) != 1 or not isinstance(s := body[0], Store) or s.guard is not None:
+        return None
+    loop = Loop(*dims[-1], body, vector=True)
+    loads = [x for x in distinct(expressions(body)) if isinstance(x, Load)]
+    across = tuple(x for x in loads if coefficient(x.index, loop.var) not in (0, 1))
+    rows = [(v, n) for v, n in dims[:-1] if all(coefficient(x.index, v) == 1 for x in across)]
+    size = lanes_of(loop, vector_bytes)
+    simple = all(x.guard is None and coefficient(x.index, loop.var) is not None for x in across)
+    if not across or not simple or coefficient(s.index, loop.var) != 1 or not rows or min(rows[-1][1], loop.extent) < size:
+        return None
+    return Crossing(*rows[-1], loop, across, size)
+
+
+def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest) -> None:
+    """Block number `x.row` of rows, along the loop or the part of it in `bounds`; `rest` does what no tile covers."""
+    e, n = scope.e, x.size
+    block = scope.bindings[x.row]  # not by `expr`, which would remember it for the rows, too
+    first = e.bin("mul nsw", block, x.block)
+    start, stop = bounds or (e.i64(0), e.i64(x.loop.extent))
+    middle = e.bin("add nsw", start, e.bin("and", e.bin("sub nsw", stop, start), -n))
+
+    def rows(begin: int, end: int, part: tuple[V, V] | None) -> None:
+        with e.loop(begin, end) as at:
+            rest(scope.child({x.row: e.bin("add nsw", first, at.index)}), part)
+
+    def tiles(count: int) -> None:
+        with e.loop(start, middle, n) as loop, e.loop(0, count * n, n, nonempty=True) as tile:
+            row = e.bin("add nsw", first, tile.index)
+            turned = {load: _turned(e, _read(x, load, scope, row, loop.index)) for load in x.loads}
+            for i in range(n):
+                inner = scope.child({x.row: e.bin("add nsw", row, i)}, vector=x.loop.var, base=loop.index, lanes=n)
+                for load, found in turned.items():
+                    inner.memo[id(load)] = alu.from_memory(e, found[i], load.buffer.dtype)
+                emit_statements(x.loop.body, inner)
+        if x.loop.extent % n:
+            rows(0, count * n, (middle, stop))
+
+    whole, over = divmod(x.rows, x.block)
+    if not over:
+        return tiles(x.block // n)
+    with e.when(e.cmp("slt", block, whole)):
+        tiles(x.block // n)
+    with e.when(e.cmp("sge", block, whole)):
+        if over >= n:
+            tiles(over // n)
+        rows(over // n * n, over, bounds)
+
+
+def _read(x: Crossing, load: Load, scope: Scope, row: V, column: V) -> list[V]:
+    """The tile at (row, column), as memory has it: one vector of rows for each column."""
+    e, dtype = scope.e, load.buffer.dtype
+    ty, out = vector(alu.memory_type(dtype), x.size), []
+    for j in range(x.size):
+        at = scope.child({x.row: row, x.loop.var: e.bin("add nsw", column, j)})
+        out.append(e.load(ty, address(load.buffer, load.index, at), dtype.itemsize))
+    return out
+
+
+def _turned(e: Emitter, rows: list[V]) -> list[V]:
+    """The transpose of a square: quarters, then quarters of those, down to single elements, change places."""
+    n = step = len(rows)
+    rows = list(rows)
+    while step := step // 2:
+        low = [j if not j & step else n + j - step for j in range(n)]
+        high = [j + step if not j & step else n + j for j in range(n)]
+        for r in (r for r in range(n) if not r & step):
+            a, b = rows[r], rows[r + step]
+            rows[r], rows[r + step] = (_shuffled(e, a, b, picks) for picks in (low, high))
+    return rows
+
+
+def _shuffled(e: Emitter, a: V, b: V, picks: Sequence[int]) -> V:
+    return e.op(a.ty, f"shufflevector {a}, {b}, <{len(picks)} x i32> <{', '.join(f'i32 {i}' for i in picks)}>")
+
+
+__all__ = ["Crossing", "crossing", "emit_tiles"]
