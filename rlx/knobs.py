@@ -54,9 +54,10 @@ KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CA
 
 
 def cache_folder() -> str:
-    """Where compiled code is kept: what CACHE_DIR says, else by the rule of the XDG base directories."""
+    """Where compiled code is kept: what CACHE_DIR says, else by the rule of the XDG base directories. "": there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return CACHE_DIR.get() or os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "rlx")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    return CACHE_DIR.get() or (os.path.join(base, "rlx") if os.path.isabs(base) else "")
 
 
 @contextmanager

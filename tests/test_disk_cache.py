@@ -172,7 +172,7 @@ def test_when_nothing_is_kept(folder, tmp_path):
     verbose = Session().compile(two_layers(), CompileOptions(dump=tmp_path / "dump"))
     assert verbose.report().stages and verbose.report().cache.state == "off"
     with knobs.override(RLX_CACHE=0):
-        assert note(two_layers()) == ("off", "off (RLX_CACHE=0)")
+        assert note(two_layers()) == ("off", "RLX_CACHE=0")
     assert [e for e in disk_cache()[0].entries() if e.name.startswith("program")] == []
     with knobs.override(RLX_CACHE_MB=0):
         assert note(two_layers()) == note(two_layers()) == ("compiled", FRESH)
@@ -290,6 +290,18 @@ def test_numbers_that_do_not_fit_together(folder, find, put):
 
 
 # -- the folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "xdg", "home", "where"),
+    [("/own", "/x", "/h", "/own"), ("", "/x", "/h", "/x/rlx"), ("", "", "/h", "/h/.cache/rlx"), ("", "x", "/h", "/h/.cache/rlx")],
+)
+def test_where_it_is(monkeypatch, own, xdg, home, where):
+    for name, value in (("RLX_CACHE_DIR", own), ("XDG_CACHE_HOME", xdg), ("HOME", home)):
+        monkeypatch.setenv(name, value)
+    assert knobs.cache_folder() == where
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert knobs.cache_folder() == ("" if "h/" in where else where)
 
 
 def test_files_are_this_users_alone(folder):

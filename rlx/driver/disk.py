@@ -153,8 +153,10 @@ def _foreign(found: os.stat_result) -> str:
 def disk_cache() -> tuple[DiskCache | None, str]:
     """The cache that the knobs describe; or None, and why there is none."""
     if not knobs.CACHE.get():
-        return None, "off (RLX_CACHE=0)"
-    return _opened(os.path.abspath(knobs.cache_folder()), max(knobs.CACHE_MB.get(), 0) << 20)
+        return None, "RLX_CACHE=0"
+    if not (folder := knobs.cache_folder()):
+        return None, "there is no home folder, and RLX_CACHE_DIR names none"
+    return _opened(os.path.abspath(folder), max(knobs.CACHE_MB.get(), 0) << 20)
 
 
 @lru_cache(8)
@@ -167,7 +169,7 @@ def _opened(folder: str, max_bytes: int) -> tuple[DiskCache | None, str]:
     if why:
         why = f"the folder {folder} {why}"
         _warn(folder, f"compiled code is not kept: {why}; RLX_CACHE_DIR names another folder, RLX_CACHE=0 keeps none")
-        return None, f"off: {why}"
+        return None, f"{why}"
     return DiskCache(folder, max_bytes), ""
 
 

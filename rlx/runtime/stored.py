@@ -50,9 +50,9 @@ class Place:
         self.name = self._path = ""
         self.work: Callable[[], ProgramWork] | None = None  # of the program that was read
         if not isinstance(backend, Storable):
-            self._disk, self._why = None, f"off: the device {backend.name} makes no code to keep"
+            self._disk, self._why = None, f"the device {backend.name} makes no code to keep"
         elif self._disk is not None and options.wants_text:
-            self._disk, self._why = None, "off: the graph after each pass is asked for, which needs a compile"
+            self._disk, self._why = None, "the graph after each pass is asked for, which needs a compile"
         elif self._disk is not None:
             self._given = given_to_compile(backend, graph, target, options)
             key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()
@@ -85,7 +85,7 @@ class Place:
 
     def note(self, cached: bool) -> CacheNote:
         state = "off" if self._disk is None else "cached" if cached else "compiled"
-        return CacheNote(state, self.name, self._path, "" if cached else self._why.removeprefix("off: "))
+        return CacheNote(state, self.name, self._path, "" if cached else self._why)
 
     def _differences(self) -> str:
         """How this compile differs from the one of the same graph that is most like it."""

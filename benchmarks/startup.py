@@ -1,0 +1,218 @@
+"""From nothing to the first vector of MiniLM-L6, 1 x 16 tokens: `python benchmarks/startup.py [--write]`.
+
+rlx (cold, and from its cache on disk), ONNX Runtime (from the model, and from one that it optimised before) and OpenVINO (cold,
+and from its cache). Every start is a process of its own; they alternate; the table has medians and, in parentheses, the least.
+First results are compared.
+The time after the import has in it all that a program does that has a model's files: weights, graph or model file, compile,
+and one run. Files lie in the system's page cache. Memory is the process's peak; the size of an install has its dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LENGTH = 16
+ENGINES = {  # name -> (worker, whether it starts from what an earlier start left, the package to measure)
+    "rlx": ("rlx", False, "rlx"),
+    "rlx, from its cache": ("rlx", True, "rlx"),
+    "ONNX Runtime": ("onnxruntime", False, "onnxruntime"),
+    "ONNX Runtime, optimised before": ("onnxruntime", True, "onnxruntime"),
+    "OpenVINO": ("openvino", False, "openvino"),
+    "OpenVINO, from its cache": ("openvino", True, "openvino"),
+}
+Start = Callable[[Path, int], tuple[Any, dict[str, float]]]
+
+
+# -- one start, in a process of its own: nothing is imported before the clock runs ------------------------------------
+
+
+def ids_and_mask() -> tuple[Any, Any]:
+    import numpy as np
+
+    return np.arange(1000, 1000 + LENGTH, dtype=np.int32)[None], np.ones((1, LENGTH), np.bool_)
+
+
+def start_rlx(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
+    begun = time.perf_counter()
+    import rlx
+
+    imported = time.perf_counter()
+    import numpy as np
+
+    from rlx.frontends.embedding import _read_config, default_folder
+    from rlx.frontends.models import bert
+    from rlx.frontends.weights import read_weights
+
+    weights = read_weights(default_folder())
+    graph = bert.build(_read_config(default_folder()), 1, LENGTH)
+    compiled = rlx.Session(threads=threads).compile(graph)
+    before = time.perf_counter()
+    for name in compiled.missing_params():
+        compiled.set_param(name, np.asarray(weights[name], np.float32))
+    packed = time.perf_counter() - before
+    ids, mask = ids_and_mask()
+    (out,) = compiled.run({"input_ids": ids, "attention_mask": mask})
+    return out, {"import": imported - begun, "first": time.perf_counter() - imported, "weights": packed}
+
+
+def start_onnxruntime(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
+    begun = time.perf_counter()
+    import onnxruntime as ort
+
+    imported = time.perf_counter()
+    options, made = ort.SessionOptions(), folder / "optimised.onnx"
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if made.exists():
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    elif folder.name == "kept":
+        options.optimized_model_filepath = str(made)
+    path = made if made.exists() else folder.parent / "model.onnx"
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    ids, mask = ids_and_mask()
+    (out,) = session.run(None, {"input_ids": ids, "attention_mask": mask.astype("int32")})
+    return out, {"import": imported - begun, "first": time.perf_counter() - imported}
+
+
+def start_openvino(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
+    begun = time.perf_counter()
+    import openvino as ov
+
+    imported = time.perf_counter()
+    core = ov.Core()
+    how = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    if folder.name == "kept":
+        how["CACHE_DIR"] = str(folder / "openvino")
+    compiled = core.compile_model(str(folder.parent / "model.onnx"), "CPU", how)
+    ids, mask = ids_and_mask()
+    out = next(iter(compiled([ids, mask.astype("int32")]).values()))
+    return out, {"import": imported - begun, "first": time.perf_counter() - imported}
+
+
+STARTS: dict[str, Start] = {"rlx": start_rlx, "onnxruntime": start_onnxruntime, "openvino": start_openvino}
+
+
+def peak_bytes() -> int:
+    """Of this process; what getrusage says counts the parent in."""
+    with open("/proc/self/status") as f:
+        return int(next(line for line in f if line.startswith("VmHWM")).split()[1]) << 10
+
+
+# -- all of them ---------------------------------------------------------------------------------------------------
+
+
+def one(engine: str, scratch: Path, threads: int) -> dict[str, Any]:
+    worker, kept, _ = ENGINES[engine]
+    folder = scratch / ("kept" if kept else "fresh")
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "RLX_CACHE": "1", "RLX_CACHE_DIR": str(folder / "rlx"), "OMP_NUM_THREADS": str(threads)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed: compiled modules lie beside the sources
+    environment["PYTHONPYCACHEPREFIX"] = str(scratch / "bytecode")
+    command = [sys.executable, __file__, "--worker", worker, str(folder), "--threads", str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{engine}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def install_bytes(package: str) -> int:
+    """Of a package's files and those of all that it needs."""
+    todo, seen, total = [package], set(), 0
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name == "rlx":
+            total += sum(p.stat().st_size for p in (ROOT / "rlx").rglob("*.py"))
+            import tomllib
+
+            needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        else:
+            files = importlib.metadata.files(name) or []
+            total += sum(p.stat().st_size for f in files if f.suffix != ".pyc" and (p := Path(str(f.locate()))).is_file())
+            needs = [r for r in importlib.metadata.requires(name) or [] if "extra ==" not in r and "platform" not in r]
+        todo += [re.split(r"[\s<>=!~;\[(]", r, maxsplit=1)[0] for r in needs]
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="append the table to docs/benchmarks.md")
+    parser.add_argument("--worker", nargs=2, metavar=("ENGINE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        out, seconds = STARTS[args.worker[0]](Path(args.worker[1]), args.threads)
+        said = {**seconds, "peak": peak_bytes(), "first values": [float(v) for v in out.reshape(-1)[:8]]}
+        print(json.dumps({**said, "compiler": "llvmlite" in sys.modules}))
+        return
+    from benchmarks.encoder_onnx import onnx_model
+    from benchmarks.measure import header
+    from rlx.models import default_folder, load
+
+    engines = [e for e, (worker, _, _) in ENGINES.items() if worker == "rlx" or _installed(worker)]
+    with tempfile.TemporaryDirectory() as place:
+        model = load(default_folder())
+        made = onnx_model(model.config, model.weights, (1, LENGTH), False).SerializeToString()
+        (Path(place) / "model.onnx").write_bytes(made)
+        for engine in engines:  # leaves what the later ones start from
+            one(engine, Path(place), args.threads)
+        runs: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
+        for _ in range(args.rounds):
+            for engine in engines:
+                runs[engine].append(one(engine, Path(place), args.threads))
+    about = header(*(p for p in ("onnxruntime", "openvino", "llvmlite") if _installed(p)))
+    rows = ["| start | import, ms | first result after it, ms | of it setting weights | peak memory, MB | install, MB |"]
+    rows += ["| --- | --- | --- | --- | --- | --- |", *(_row(engine, runs) for engine in engines)]
+    print(about, *rows, sep="\n")
+    if args.write:
+        with (ROOT / "docs" / "benchmarks.md").open("a", encoding="utf-8") as f:
+            command = f"`python benchmarks/startup.py --threads {args.threads}`"
+            f.write(f"\n## Start to first result, {time.strftime('%Y-%m-%d')}, {command}\n\n{about}\n\n" + "\n".join(rows) + "\n")
+
+
+def _row(engine: str, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A table row of medians. SystemExit if its result is another one than rlx's."""
+    found, want = runs[engine], runs["rlx"][0]["first values"]
+    apart = max(abs(a - b) for run in found for a, b in zip(run["first values"], want))
+    if apart > 1e-4:
+        raise SystemExit(f"{engine}: the first result is {apart} from that of rlx")
+    if engine == "rlx, from its cache" and any(run["compiler"] for run in found):
+        raise SystemExit("a start from the cache loaded the compiler")
+    cells = []
+    for what in ("import", "first", "weights"):
+        times = [run[what] * 1e3 for run in found if what in run]
+        cells.append(f"{statistics.median(times):.0f} ({min(times):.0f})" if times else "")
+    peak, size = statistics.median(run["peak"] for run in found), install_bytes(ENGINES[engine][2])
+    return f"| {engine} | {' | '.join(cells)} | {peak / 1e6:.0f} | {size / 1e6:.0f} |"
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
