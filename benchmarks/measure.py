@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlx.backends.cpu import jit
 from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, V, vector
+from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
 from rlx.ir.target import Target
@@ -68,6 +69,34 @@ def fma_call(target: Target | None = None, steps: int = 200_000) -> tuple[Call, 
         total = e.bin("fadd", total, other)
     e.store(total, e.gep(V("%args", "ptr"), 128), 4)
     return _call(e, "fma_peak", target, 192), 2.0 * steps * chains * lanes
+
+
+def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> tuple[Call, float]:
+    """(call, operations per call) of the instruction that adds `width` products per lane (1: f32, 2: bf16, 4: u8 by i8), on
+    registers of one core; of the matrix unit where the target uses it."""
+    target = target or host_target(1)
+    if width == 1:
+        return fma_call(target, steps)
+    e = Emitter()
+    if amx.usable(target.features, width, amx.SIDE * width):
+        amx.configure(e, V("%args", "ptr"), 2 * amx.SIDE)
+        place, products = V("%args", "ptr"), amx.FEATURES[width][1]
+        for tile in range(8):
+            e.external("llvm.x86.tileloadd64", "void", V(str(tile), "i8"), place, e.i64(64))
+        with e.loop(0, steps):
+            for sums, a, b in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
+                e.external(f"llvm.x86.{products}", "void", *(V(str(tile), "i8") for tile in (sums, a, b)))
+        amx.release(e)
+        return _call(e, "dot_peak", target, 1024), 2.0 * steps * 4 * amx.SIDE**3 * width
+    ty = vector("float" if width == 2 else "i32", 16)
+    inner = vector("bfloat" if width == 2 else "i8", 16 * width)
+    name = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}[width]
+    a, b = (e.load(inner, e.gep(V("%args", "ptr"), at), 4) for at in (0, 64))
+    with e.loop(0, steps, carried=[V("zeroinitializer", ty)] * 24) as loop:
+        loop.next = [e.intrinsic(name, total, a, b, suffix=(), returns=ty) for total in loop.carried]
+    for n, total in enumerate(loop.results):
+        e.store(total, e.gep(V("%args", "ptr"), 128 + 64 * n), 4)
+    return _call(e, "dot_peak", target, 128 + 64 * 24), 2.0 * steps * 24 * 16 * width
 
 
 def read_call(nbytes: int, target: Target | None = None) -> tuple[Call, float]:
