@@ -352,7 +352,7 @@ def onnxruntime_calls(case: Case, arrays: Sequence[np.ndarray], threads: int, ou
         bound.bind_ortvalue_input(f"x{i}", ort.OrtValue.ortvalue_from_numpy(a))
     bound.bind_output(session.get_outputs()[0].name, "cpu", 0, held.dtype, held.shape, held.ctypes.data)
     session.run_with_iobinding(bound)
-    return lambda keep=(arrays, bound): session.run_with_iobinding(bound), lambda: held
+    return lambda keep=(arrays, bound, held): session.run_with_iobinding(bound), lambda: held
 
 
 def openvino_calls(case: Case, arrays: Sequence[np.ndarray], threads: int, out: np.ndarray) -> Made | None:
@@ -366,7 +366,7 @@ def openvino_calls(case: Case, arrays: Sequence[np.ndarray], threads: int, out: 
     request = core.compile_model(model, "CPU", options).create_infer_request()
     for i, a in enumerate(arrays):
         request.set_input_tensor(i, ov.Tensor(a, shared_memory=True))
-    return lambda: request.infer(), lambda: request.get_output_tensor(0).data
+    return lambda keep=arrays: request.infer(), lambda: request.get_output_tensor(0).data
 
 
 def jax_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
@@ -499,6 +499,7 @@ def main() -> None:
     args = parser.parse_args()
     peers = () if args.alone else tuple(p for p in PEERS if importlib.util.find_spec(p))
     if inner := os.environ.get("RLX_BENCHMARK_THREADS"):
+        peers = tuple(p for p in peers if p != "jax" or inner != "1")  # it computes in threads of its own, whose time is not seen
         print(measure(int(inner), args.rounds, peers, args.only), flush=True)
         return
     parts = [header("numpy", "llvmlite", *(p for p in peers if p != "numpy"))]

@@ -140,7 +140,7 @@ def _softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
 
 def _softmax(attrs: AxisAttrs, x: Any) -> Any:
     e = exp(sub(x, max(x, axis=attrs.axis, keepdims=True)))
-    return e / sum(e, axis=attrs.axis, keepdims=True)
+    return e * (1.0 / sum(e, axis=attrs.axis, keepdims=True))  # one division to a row; the sum is between 1 and the length
 
 
 def _log_softmax(attrs: AxisAttrs, x: Any) -> Any:
