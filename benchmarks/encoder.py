@@ -5,7 +5,8 @@
 Each engine runs in a process of its own and all take turns; the others wait on a pipe meanwhile, so that no idle worker spins
 beside the one that is measured. Every peer gets the same ids and mask and returns the same normalised embeddings, which are
 compared first. Times are medians and 99th percentiles of single runs through the public call: with one thread the CPU time of
-the engine's process, which other programs do not add to, with more of them wall clock. The FMA limit is the time that the
+the engine's process, which other programs do not add to; with more of them wall clock, without the runs in which the system took
+a CPU from the engine, as long as others are left. The FMA limit is the time that the
 model's multiply-adds take at the peak of one core times the threads; that peak is measured just before and after each turn, and
 the share is the median over turns. torch gets the library that lets its MKL use its fast kernels on AMD processors.
 An engine may live in another environment: --python MAX=PATH names its interpreter.
@@ -17,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -54,25 +56,29 @@ def worker(engine: str, task: Task) -> None:
     clock = time.process_time if task.threads == 1 else time.perf_counter
     if engine == LIMITS:
         call, work = fma_call(steps=20_000)
-        run, clock, result = call, time.thread_time, lambda: [work]
+        run, clock = (lambda: call() or np.array(work)), time.thread_time
     else:
         run = RUNNERS[engine](task)
-        result = lambda: run().ravel()[: 4 * task.config.hidden_size].tolist()  # noqa: E731
 
     def timed() -> float:
         begun = clock()
         run()
         return clock() - begun
 
-    run()
+    result = run().ravel()[: 4 * task.config.hidden_size].tolist()
     once = timed()
     once = once if once > LONG else min(timed() for _ in range(3))
     count = max(1, int((TURN / 6 if engine == LIMITS else TURN) / once))
-    print(json.dumps({"result": result(), "flops": task.flops if engine == "rlx" else 0}), file=answers, flush=True)
+    print(json.dumps({"result": result, "flops": task.flops if engine == "rlx" else 0}), file=answers, flush=True)
     for _ in sys.stdin:
         if once < LONG:
             run()  # its caches and clock rate were others'
-        print(json.dumps([timed() for _ in range(count)]), file=answers, flush=True)
+        times, taken = [], [resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw]
+        for _ in range(count):
+            times.append(timed())
+            taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+        alone = [t for t, before, after in zip(times, taken, taken[1:]) if before == after] if task.threads > 1 else times
+        print(json.dumps(alone or times), file=answers, flush=True)
 
 
 @dataclass
