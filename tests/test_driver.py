@@ -133,7 +133,7 @@ def entry_points(monkeypatch):
         raise AttributeError("module 'x' has no attribute 'Backend'")
 
     points = [point("Abacus", lambda: ThirdParty), point("slide", missing), point("hollow", empty)]
-    monkeypatch.setattr(device_module, "entry_points", lambda group: points if group == "rlx.backends" else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "rlx.backends" else [])
     device_module.extensions.cache_clear()
     backends.get.cache_clear()
     yield

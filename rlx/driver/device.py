@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rlx.errors import UnknownDeviceError, known
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 NAMES = ("cpu", "cuda", "rocm", "metal", "mlx", "ane", "tpu", "gpu", "vulkan", "opengl", "directx", "webgpu")
 TEST_NAMES = ("ref", "null")  # the interpreter and the recorder, always there, never listed by Device.all()
@@ -83,6 +85,8 @@ class Device:
 @cache
 def extensions() -> dict[str, EntryPoint]:
     """Devices that installed packages add, by name."""
+    from importlib.metadata import entry_points  # a tenth of the time of `import rlx`, and hardly ever asked for
+
     return {e.name.lower(): e for e in entry_points(group=ENTRY_POINTS)}
 
 

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
 import stat
 import struct
 import time
@@ -78,7 +77,7 @@ class DiskCache:
 
         `sync`: it is on the disk before it has its name. Without, one that a power failure cut short is found to be damaged."""
         assert _NAME.fullmatch(name), f"an entry is called kind-hex, not {name!r}"
-        temporary = self.path(_PART + secrets.token_hex(12))
+        temporary = self.path(_PART + os.urandom(12).hex())
         size = HEADER.size + sum(map(len, parts))
         if size > self.max_bytes:
             return

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from rlx.driver.calls import Gate
 from rlx.errors import RlxError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 DEPTH = 64  # jobs that wait at most; each holds its inputs
 
@@ -34,6 +37,8 @@ class RunQueue:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job. Returns at once, unless DEPTH jobs wait."""
+        from concurrent.futures import ThreadPoolExecutor  # with it come logging and more: not for `import rlx`
+
         self._room.acquire()
         try:
             with self._lock:
