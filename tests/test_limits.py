@@ -17,7 +17,6 @@ from kernel_runs import run as run_kernel_on_cpu
 import rlx
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compile.check import program_faults
-from rlx.compile.lower import CHUNK_ELEMENTS
 from rlx.frontends.models import bert
 from rlx.ir import kernel as K
 from rlx.ir import ops
@@ -185,14 +184,10 @@ def test_rows_past_the_extent_are_skipped(name, device, threads):
 
 
 def check_skipped(c: CompiledGraph, id: int, n: int, upper: int, poison: int, kind: str) -> None:
-    """All elements of the rows asked for were written, and no more than these rounded up: a long loop does whole chunks, other
-    kernels whole tiles."""
+    """All elements of the rows asked for were written, and no more than these; kernels with tiles do whole ones."""
     marks = touched(c, id, poison)
     each = marks.size // upper
-    chunked = marks.size > 2 * CHUNK_ELEMENTS
-    most = n * each + (CHUNK_ELEMENTS if chunked else 0)
-    if kind == "cpu":
-        most = max(most, min(upper, n + TILE - 1) * each)
+    most = (min(upper, n + TILE - 1) if kind == "cpu" else n) * each
     assert n * each <= marks.sum() <= most, f"{marks.sum()} of {marks.size} elements written for {n} of {upper} rows"
 
 
