@@ -483,10 +483,11 @@ def measure(threads: int, rounds: int, peers: Sequence[str], only: str) -> str:
 
 
 def write(text: str) -> None:
-    """Put the results under this benchmark's heading of docs/benchmarks.md."""
-    before, _, after = DOCUMENT.read_text().partition(MARK)
-    rest = after.partition("\n## ")
-    DOCUMENT.write_text(f"{before}{MARK}\n\n```\n{text}\n```\n" + (f"\n## {rest[2]}" if rest[1] else ""))
+    """Put the results in place of those under this benchmark's heading of docs/benchmarks.md; the words before them stay."""
+    before, mark, after = DOCUMENT.read_text().partition(MARK)
+    words, _, rest = after.partition("```\n")
+    _, _, rest = rest.partition("```\n")
+    DOCUMENT.write_text(f"{before}{mark or MARK}{words or chr(10) * 2}```\n{text}\n```\n{rest}")
 
 
 def main() -> None:
