@@ -429,7 +429,7 @@ def _stream(reads: int, writes: int, nbytes: int, threads: int, streaming: bool)
 
 
 def calls_of(case: Case, threads: int, peers: Sequence[str]) -> tuple[dict[str, Call], list[int], np.ndarray]:
-    """Everything that is timed, (read streams, written streams, bytes of all), and rlx's largest error."""
+    """Everything that is timed, (read streams, written streams, bytes of all), and the result in double precision."""
     arrays = case.arrays()
     exact = np.float64 if arrays[0].size <= 1 << 24 else np.float32  # what has no sums needs no more
     wanted = np.asarray(case.make(Numpy(), *(np.asarray(a, exact) for a in arrays)))
@@ -466,7 +466,7 @@ def measure(threads: int, rounds: int, peers: Sequence[str], only: str) -> str:
     for case in cases():
         if only and only not in f"{case.name} {case.dtype}":
             continue
-        calls, (reads, writes, nbytes), wanted = calls_of(case, threads, peers)
+        calls, (reads, writes, nbytes), _ = calls_of(case, threads, peers)
         limits = limit_calls(reads, writes, nbytes // (reads + writes), threads)
         times = interleaved({**limits, **calls}, rounds, 0.004, threads)
         limit = min(times[name] for name in limits)
