@@ -34,7 +34,8 @@ def test_what_is_not_fused_is_moved_again() -> None:
 
 
 def test_softmax_reads_its_rows_twice() -> None:
-    """The maximum; then x - max, exp and the sum, kept in cache; then the scaling: 1 + 3 + 1 operations an element, and one of each row."""
+    """The maximum; then x - max, exp and the sum, kept in cache; then the scaling: 1 + 3 + 1 operations an element, and
+    one division to a row."""
     w = work(lambda x: rlx.softmax(x), (8, 40))
     (kernel,) = w.kernels
     assert (kernel.read_bytes, kernel.written_bytes, kernel.least_bytes) == (2 * 1280, 1280, 2560)
