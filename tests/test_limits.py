@@ -15,6 +15,7 @@ from kernel_runs import TARGETS
 from kernel_runs import run as run_kernel_on_cpu
 
 import rlx
+from rlx.backends.cpu.target import host_target
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compile.check import program_faults
 from rlx.frontends.models import bert
@@ -29,7 +30,7 @@ from rlx.runtime.compiled import CompiledGraph
 
 N = Dim("n")
 POISON = {"cpu": 0xFF, "ref": 0xCB}
-TILE = 8  # rows that a contraction takes at once, at most
+TILE = 32 if "amx-bf16" in host_target().features else 8  # rows that a contraction takes at once, at most
 
 
 class Model(NamedTuple):
