@@ -31,12 +31,9 @@ class Knob(Generic[T]):
         text = os.environ.get(self.env, "")
         if not text:
             return self.default
-        try:
-            return type(self.default)(text)
-        except ValueError:
-            raise OptionError(
-                f"environment variable {self.env} is {text!r}, expected {type(self.default).__name__}: {self.help}"
-            ) from None
+        if isinstance(self.default, int) and not text.strip().isdecimal():
+            raise OptionError(f"environment variable {self.env} is {text!r}, expected a number of at least 0: {self.help}")
+        return type(self.default)(text)
 
 
 _overrides: dict[str, int | str] = {}
