@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from counting import check_allocates_nothing
 
 import rlx
 
@@ -43,21 +43,7 @@ def test_calls_allocate_nothing(threads: int, mode: str) -> None:
     for call in calls:
         call()
         call()
-        gc.collect()
-        gc.disable()
-        try:
-            growth = []
-            for runs in (0, 0, RUNS, 0):  # without runs: what the readings themselves hold
-                before = compiled.allocations()
-                for _ in range(runs):
-                    call()
-                after = compiled.allocations()
-                growth.append(after.python_blocks - before.python_blocks)
-        finally:
-            gc.enable()
-        assert after.native_count == before.native_count
-        assert after.native_live_bytes == before.native_live_bytes
-        assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
+        check_allocates_nothing(compiled, call, RUNS)
     tracemalloc.start()
     try:
         for call in calls:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import small_models
+from counting import check_allocates_nothing
 
 from rlx.errors import BindingError, ModelError, NumericsError, OptionError
 from rlx.frontends.beams import beam_search
@@ -347,20 +347,7 @@ def test_a_step_has_no_inputs_and_allocates_nothing(model):
     for _ in range(3):
         token = choices.next()
         assert compiled.outputs_view()[0].numpy().tolist() == compiled.read_handle("token").tolist() == [token]
-    gc.collect()
-    gc.disable()
-    try:
-        growth = []
-        for steps in (0, 0, 200, 0):
-            before = compiled.allocations()
-            for _ in range(steps):
-                choices.next()
-            after = compiled.allocations()
-            growth.append(after.python_blocks - before.python_blocks)
-            assert (after.native_count, after.native_live_bytes) == (before.native_count, before.native_live_bytes)
-    finally:
-        gc.enable()
-    assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
+    check_allocates_nothing(compiled, choices.next, 200)
     assert len(model._compiled) == executables and model.position == 206
 
 

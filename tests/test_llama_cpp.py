@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_models import VOCAB
+from test_language import FILES, TOKENS, make_gguf, off
 
 from rlx.models import load
-from tests.small_models import VOCAB
-from tests.test_language import FILES, TOKENS, make_gguf, off
 
 if importlib.util.find_spec("llama_cpp") is None:
     pytest.skip("llama-cpp-python is not installed", allow_module_level=True)

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from counting import check_allocates_nothing
 
 import rlx
 from rlx.errors import DuplicateNameError, IndexRangeError, MissingInputError, MissingParamError, NumericsError
@@ -229,20 +230,7 @@ def test_a_feed_allocates_nothing():
     compiled.set_gpu_handle_feed("h", 1)
     compiled.run_slots(x)
     compiled.run_slots(x)
-    gc.collect()
-    gc.disable()
-    try:
-        growth = []
-        for runs in (0, 0, 1000, 0):
-            before = compiled.allocations()
-            for _ in range(runs):
-                compiled.run_slots(x)
-            after = compiled.allocations()
-            growth.append(after.python_blocks - before.python_blocks)
-            assert (after.native_count, after.native_live_bytes) == (before.native_count, before.native_live_bytes)
-    finally:
-        gc.enable()
-    assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
+    check_allocates_nothing(compiled, lambda: compiled.run_slots(x), 1000)
     assert (compiled.read_handle("h") == 1).all()
 
 
