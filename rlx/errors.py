@@ -29,7 +29,11 @@
     ├── IndexRangeError              an index in a gather or scatter is out of range (also IndexError)
     ├── ModelError                   a model folder does not hold what it must
     │   └── CorruptFileError         a file's sizes or offsets contradict each other
-    └── CollectiveError              communication between ranks failed
+    └── CollectiveError              communication between ranks failed; nothing is known of the data then
+        ├── HeapBoundsError          bytes outside the symmetric heap           (also IndexError)
+        ├── CallMismatchError        ranks called different things: sizes, dtypes, reductions (also ValueError)
+        ├── UnknownRankError         there is no such rank                      (also ValueError)
+        └── TransportError           a rank died, left, or was silent past the timeout
 
 A class that also derives from a built-in exception can be caught as either.
 """
@@ -89,6 +93,10 @@ class CorruptFileError(ModelError): ...
 
 
 class CollectiveError(RlxError): ...
+class HeapBoundsError(CollectiveError, IndexError): ...
+class CallMismatchError(CollectiveError, ValueError): ...
+class UnknownRankError(CollectiveError, ValueError): ...
+class TransportError(CollectiveError): ...
 
 
 def known(names) -> str:

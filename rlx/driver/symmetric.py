@@ -1,0 +1,205 @@
+"""Symmetric memory: every rank owns a heap of the same size, and (offset, length) means the same place in each of them.
+
+A rank writes into another's heap (`put`) or reads from it (`get`) without the other taking part, and all meet at a barrier:
+the model of SHMEM (OpenSHMEM 1.5) and of MPI's one-sided windows (MPI 3.1, chapter 11). Bytes that were put before a
+barrier are seen by everybody after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from rlx.driver.arena import aligned_bytes
+from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
+
+TIMEOUT = 30.0  # seconds that a rank waits for the others, where nobody says
+
+
+@dataclass(frozen=True, order=True)
+class Rank:
+    """One of the processes or threads that work together, counted from 0."""
+
+    index: int
+
+    def __index__(self) -> int:
+        return self.index
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """`len` bytes at `offset` of a rank's heap. The same (offset, len) is valid on every rank."""
+
+    rank: Rank
+    offset: int
+    len: int
+
+    def on(self, rank: Rank) -> SymmetricBuffer:
+        """The same bytes of another rank's heap."""
+        return SymmetricBuffer(rank, self.offset, self.len)
+
+
+class Call(NamedTuple):
+    """What a rank is about to do together with the others. All must be about to do the same."""
+
+    what: int = 0  # 0: only to meet
+    offset: int = 0  # of the heap, bytes
+    len: int = 0  # bytes
+    detail: int = 0
+
+
+MEET = Call()  # only to meet
+
+
+@runtime_checkable
+class SymmetricTransport(Protocol):
+    """What a transport offers. One object per rank, used by one thread at a time; all waiting ends after `timeout` seconds."""
+
+    num_ranks: int
+    this_rank: Rank
+    heap_size: int  # bytes, of each rank
+    timeout: float  # seconds
+
+    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
+        """Copy the C-contiguous `source` to where `target` says. HeapBoundsError, UnknownRankError, CallMismatchError (the
+        lengths differ), TransportError."""
+        ...
+
+    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
+        """Copy from where `source` says to the writable C-contiguous `into`. Errors as of put."""
+        ...
+
+    def barrier(self, call: Call = MEET) -> None:
+        """Wait until every rank is here. CallMismatchError, on every rank: they came with different calls.
+        TransportError, on every rank that waits: another died, left or did not come in time; it names that one."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Others that wait for this rank get a TransportError. To close twice is to close once."""
+        ...
+
+
+@runtime_checkable
+class SharedMemory(Protocol):
+    """A SymmetricTransport whose heaps all lie in this process's memory."""
+
+    heap: SymmetricHeap
+
+
+class SymmetricHeap:
+    """The heaps of all ranks where they lie in one memory: `heap_size` bytes each.
+
+    `memory`: a writable uint8 array of at least num_ranks * heap_size bytes to use instead of fresh zeros."""
+
+    def __init__(self, num_ranks: int, heap_size: int, memory: np.ndarray | None = None) -> None:
+        self.num_ranks, self.heap_size = whole("num_ranks", num_ranks, 1), whole("heap_size", heap_size, 0)
+        memory = aligned_bytes(self.num_ranks * self.heap_size) if memory is None else memory
+        self._memory = memory[: self.num_ranks * self.heap_size].reshape(self.num_ranks, self.heap_size)
+
+    def bytes(self, buffer: SymmetricBuffer) -> np.ndarray:
+        """The buffer's bytes themselves, writable. HeapBoundsError, UnknownRankError."""
+        check_place(buffer, self.num_ranks, self.heap_size)
+        return self._memory[buffer.rank.index, buffer.offset : buffer.offset + buffer.len]
+
+    def view(self, buffer: SymmetricBuffer, dtype: Any, shape: Sequence[int] | int = -1) -> np.ndarray:
+        """The buffer's bytes as an array of that dtype and shape, without a copy. CallMismatchError: they do not fit it."""
+        raw = self.bytes(buffer)
+        try:
+            return raw.view(dtype).reshape(shape)
+        except ValueError:
+            raise CallMismatchError(f"{buffer} is no array of {np.dtype(dtype)} {shape}") from None
+
+
+def check_place(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None:
+    """UnknownRankError or HeapBoundsError unless `buffer` is a part of one of `num_ranks` heaps of `heap_size` bytes."""
+    if not isinstance(buffer, SymmetricBuffer) or not isinstance(buffer.rank, Rank):
+        raise UnknownRankError(f"expected SymmetricBuffer(Rank(…), offset, len), got {buffer!r}")
+    if not 0 <= buffer.rank.index < num_ranks:
+        raise UnknownRankError(f"rank {buffer.rank.index} of {buffer}; there are {num_ranks}, from 0")
+    if buffer.offset < 0 or buffer.len < 0 or buffer.offset + buffer.len > heap_size:
+        raise HeapBoundsError(f"bytes {buffer.offset} to {buffer.offset + buffer.len} of a heap of {heap_size} bytes ({buffer})")
+
+
+def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_size: int) -> None:
+    """check_place, and CallMismatchError unless the contiguous `array` has the buffer's bytes."""
+    check_place(buffer, num_ranks, heap_size)
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise CallMismatchError(f"expected a C-contiguous numpy array for {buffer}, got {type(array).__name__}")
+    if array.nbytes != buffer.len:
+        raise CallMismatchError(f"an array of {array.nbytes} bytes for {buffer}")
+
+
+def mismatch(calls: Sequence[Call]) -> CallMismatchError:
+    """The error of ranks that met with different calls; `calls` by rank."""
+    groups: dict[Call, list[int]] = {}
+    for rank, call in enumerate(calls):
+        groups.setdefault(call, []).append(rank)
+    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {tuple(call)}" for call, ranks in groups.items())
+    return CallMismatchError(f"ranks disagree on the call (what, offset, bytes, detail): {said}")
+
+
+class _Meeting:
+    """The barrier of ranks that are threads: reusable, because arrivals are counted per generation."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.condition = threading.Condition()
+        self.generation = 0
+        self.calls: list[Call | None] = [None] * num_ranks
+        self.met: list[Call] = []  # the calls of the last generation
+        self.broken: str | None = None  # why nobody can meet any more
+
+
+class LocalTransport:
+    """SymmetricTransport between threads of one process. Made by `fan_out`."""
+
+    def __init__(self, rank: Rank, heap: SymmetricHeap, meeting: _Meeting, timeout: float) -> None:
+        self.this_rank, self.heap, self._meeting, self.timeout = rank, heap, meeting, timeout
+        self.num_ranks, self.heap_size = heap.num_ranks, heap.heap_size
+
+    @staticmethod
+    def fan_out(num_ranks: int, heap_size: int, timeout: float = TIMEOUT) -> list[LocalTransport]:
+        """One transport per rank, each to be used from a thread of its own. `heap_size`: bytes of each rank's heap."""
+        heap, meeting = SymmetricHeap(num_ranks, heap_size), _Meeting(num_ranks)
+        return [LocalTransport(Rank(i), heap, meeting, timeout) for i in range(num_ranks)]
+
+    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
+        self._check(target, source)
+        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
+
+    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
+        self._check(source, into)
+        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
+
+    def _check(self, buffer: SymmetricBuffer, array: np.ndarray) -> None:
+        check_copy(buffer, array, self.num_ranks, self.heap_size)
+        if self._meeting.broken:
+            raise TransportError(self._meeting.broken)
+
+    def barrier(self, call: Call = MEET) -> None:
+        m, me, deadline = self._meeting, self.this_rank.index, time.monotonic() + self.timeout
+        with m.condition:
+            if m.broken:
+                raise TransportError(m.broken)
+            generation, m.calls[me] = m.generation, call
+            if all(c is not None for c in m.calls):
+                m.met, m.calls, m.generation = [c for c in m.calls if c], [None] * self.num_ranks, generation + 1
+                m.condition.notify_all()
+            while m.generation == generation and not m.broken:
+                if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
+                    absent = ", ".join(str(r) for r, c in enumerate(m.calls) if c is None)
+                    m.broken = f"rank {absent} did not come to a barrier within {self.timeout:g} s"
+                    m.condition.notify_all()
+            if m.generation == generation:
+                raise TransportError(m.broken or "")
+            if len(set(m.met)) > 1:
+                raise mismatch(m.met)
+
+    def close(self) -> None:
+        with self._meeting.condition:
+            self._meeting.broken = self._meeting.broken or f"rank {self.this_rank.index} left"
+            self._meeting.condition.notify_all()
