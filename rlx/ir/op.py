@@ -34,6 +34,7 @@ class Kind(Enum):
     REDUCE = "reduce"  # `reduce` says which combination over which axes (axes are dropped or kept as 1)
     CONTRACT = "contract"  # `contract` says which dims are batch, rows, columns and summed
     KERNEL = "kernel"  # `kernel` writes the loops of the whole op (argmax, cumsum, top_k, scatter)
+    COLLECTIVE = "collective"  # every rank takes part; a step of its own (exchange)
     COMPOSITE = "composite"  # `decompose`
 
 
@@ -166,6 +167,9 @@ class OpDef:
     unpacks: Callable[..., Any] | None = None
     flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
+    # (attrs, the operand of every rank) -> the result of every rank: numpy; ranks meet in it, so it is never folded or prepared
+    collective: Callable[..., Any] | None = None
+    vjp: Callable[..., Any] | None = None  # (node, gradient of every result) -> gradient of the operand: Value
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
     roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition
     samples: tuple[Sample, ...] = ()

@@ -1,0 +1,267 @@
+"""Ops in which all ranks take part: each runs the same graph on data of its own, and these ops carry data between them.
+
+Every rank runs the same collectives in the same order. What one gives on a rank depends on every rank's operand, so the meaning
+is a function of them all (`OpDef.collective`). `exchange` is the core op, without axes; the others are it between views.
+
+Derivatives (`OpDef.vjp`) are those of the sum, over all ranks, of what each computes: the transposed collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.graph import constant
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.elementwise import cast, div, equal, where
+from rlx.ir.ops.rules import axis_of, divide
+from rlx.ir.ops.view import reshape, transpose
+from rlx.ir.shape import DimLike, Shape
+
+ReduceName = Literal["sum", "mean", "max", "min"]
+ANY = "fiubc"
+Arrays = Sequence[np.ndarray]  # one of each rank
+
+
+# -- the core op ---------------------------------------------------------------------------------------------------
+
+
+class ExchangeAttrs(Attrs):
+    """`kind`: of the reductions. `root`: of broadcast."""
+
+    what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "rank_part"]
+    ranks: int
+    kind: ReduceName = "sum"
+    root: int = 0
+
+
+def _ranks(ranks: int) -> int:
+    if ranks < 1:
+        raise AttributeValueError(f"ranks is at least 1, got {ranks}")
+    return ranks
+
+
+def _exchange_shape(attrs: ExchangeAttrs, x: Shape) -> Shape:
+    ranks = _ranks(attrs.ranks)
+    if "reduce" in attrs.what and x.dtype.kind not in "fiu":
+        raise DTypeError(f"the operand is {x.dtype}, a reduction takes floats and integers; cast it first")
+    if not 0 <= attrs.root < ranks:
+        raise AttributeValueError(f"root is one of ranks 0 to {ranks - 1}, got {attrs.root}")
+    if attrs.what == "all_gather":
+        return x.with_dims((ranks, *x.dims))
+    if attrs.what in ("all_reduce", "broadcast"):
+        return x
+    if x.dims[:1] != (ranks,):
+        raise ShapeError(f"the first dim counts the ranks, {ranks}, got {x}")
+    return x if attrs.what == "all_to_all" else x.with_dims(x.dims[1:])
+
+
+def combined(kind: str, arrays: Arrays) -> np.ndarray:
+    """The elements of all ranks combined in their order: floats in their dtype, integers in 64 bits, wrapped at the end."""
+    dtype = arrays[0].dtype
+    wide = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}.get(dtype.kind, dtype)
+    combine = {"max": np.maximum, "min": np.minimum}.get(kind, np.add)
+    total = functools.reduce(combine, (a.astype(wide) for a in arrays))
+    if kind == "mean":
+        count = wide.type(len(arrays))
+        total = total / count if dtype.kind == "f" else total // count + ((total < 0) & (total % count != 0))
+    return np.asarray(total).astype(dtype)
+
+
+def _exchanged(attrs: ExchangeAttrs, xs: Arrays) -> Arrays:
+    every = range(attrs.ranks)
+    if attrs.what in ("all_reduce", "reduce_scatter"):
+        total = combined(attrs.kind, xs)
+        return [total if attrs.what == "all_reduce" else total[r] for r in every]
+    if attrs.what in ("all_gather", "broadcast"):
+        return [np.stack(xs) if attrs.what == "all_gather" else xs[attrs.root]] * attrs.ranks
+    return [np.stack([x[r] for x in xs]) if attrs.what == "all_to_all" else xs[r][r] for r in every]
+
+
+def _alone(collective: Callable[..., Arrays]) -> Callable[..., np.ndarray]:
+    """OpDef.reference of a collective: its meaning for one rank. For more, rlx.ir.evaluate.evaluate_ranks has every operand."""
+
+    def run(attrs: Any, x: np.ndarray) -> np.ndarray:
+        if attrs.ranks != 1:
+            raise AttributeValueError(f"one operand for a collective of {attrs.ranks} ranks; evaluate_ranks takes all of them")
+        return collective(attrs, [x])[0]
+
+    return run
+
+
+def _exchange_rows(attrs: ExchangeAttrs, operand: int, axis: int, x: Shape) -> int | None:
+    first = attrs.what in ("reduce_scatter", "rank_part", "all_to_all")  # the dim that counts ranks
+    moved = {"all_gather": 1, "reduce_scatter": -1, "rank_part": -1}.get(attrs.what, 0)
+    return None if first and axis == 0 else axis + moved
+
+
+exchange = op(
+    "exchange", kind=Kind.COLLECTIVE, infer=_exchange_shape, attrs=ExchangeAttrs, dtypes=ANY, rows=_exchange_rows,
+    collective=_exchanged, reference=_alone(_exchanged),
+    samples=(
+        Sample(((3, 7),), {"what": "all_reduce", "ranks": 1, "kind": "mean"}),
+        Sample(((5,),), {"what": "all_gather", "ranks": 1}),
+        Sample(((1, 9),), {"what": "all_to_all", "ranks": 1}), Sample(((1, 3),), {"what": "rank_part", "ranks": 1}),
+    ),
+    doc="What ranks do together, each with a row-major operand: all_gather puts a dim that counts ranks in front, all_to_all "
+    "keeps one, reduce_scatter and rank_part (no data moves) take it away, all_reduce and broadcast have none.",
+)  # fmt: skip
+
+
+# -- the ops people write ------------------------------------------------------------------------------------------
+
+
+def _parts(x: Any, axis: int, ranks: int) -> Any:
+    """x [.., ranks * d, ..] as [ranks, .., d, ..]."""
+    split = reshape(x, dims=(*x.dims[:axis], ranks, divide(x.dims[axis], ranks), *x.dims[axis + 1 :]))
+    return transpose(split, axes=(axis, *(a for a in range(split.rank) if a != axis)))
+
+
+def _whole(parts: Any, axis: int) -> Any:
+    """[ranks, .., d, ..] as [.., ranks * d, ..]."""
+    ranks, *dims = parts.dims
+    order = (*range(1, axis + 1), 0, *range(axis + 1, parts.rank))
+    return reshape(transpose(parts, axes=order), dims=(*dims[:axis], ranks * dims[axis], *dims[axis + 1 :]))
+
+
+def _scaled(x: Shape, axis: int, times: int = 1, by: int = 1) -> Shape:
+    """The shape with one dim multiplied by `times` or divided by `by`."""
+    axis, d = axis_of(axis, x.rank), x.dims[axis_of(axis, x.rank)]
+    part: DimLike | None = divide(d, by)
+    if part is None:
+        raise ShapeError(f"dim {axis} is {d}, which {by} ranks cannot share equally")
+    return x.with_dims((*x.dims[:axis], part * times, *x.dims[axis + 1 :]))
+
+
+def _is_mine(owner: int, ranks: int) -> Any:
+    """bool [1]: whether this rank is `owner`."""
+    return exchange(constant(np.eye(ranks, dtype=np.bool_)[owner].reshape(ranks, 1)), what="rank_part", ranks=ranks)
+
+
+def _declare(name: str, doc: str, attrs: type[Attrs], infer: Any, collective: Any, decompose: Any, vjp: Any, **facts: Any) -> Any:
+    def shape(a: Any, x: Shape) -> Shape:
+        _ranks(a.ranks)
+        return infer(a, x)
+
+    return op(
+        name, kind=Kind.COMPOSITE, infer=shape, attrs=attrs, collective=collective, reference=_alone(collective), doc=doc,
+        vjp=vjp, decompose=lambda a, x: x if a.ranks == 1 else decompose(a, x), **facts,
+    )  # fmt: skip
+
+
+class AllReduceAttrs(Attrs):
+    ranks: int
+    kind: ReduceName = "sum"
+
+
+class AxisAttrs(Attrs):
+    ranks: int
+    axis: int = 0
+
+
+class ReduceScatterAttrs(Attrs):
+    ranks: int
+    axis: int = 0
+    kind: ReduceName = "sum"
+
+
+class RootAttrs(Attrs):
+    ranks: int
+    root: int = 0
+
+
+class AllToAllAttrs(Attrs):
+    ranks: int
+    split_axis: int = 0
+    concat_axis: int = 0
+
+
+def _all_reduce_vjp(node: Any, g: Any) -> Any:
+    """Sum and mean are their own transposes. Of max and min, ranks that hold the result share what is due to it equally."""
+    attrs, x, y = node.attrs, node.inputs[0], node.results[0]
+    if attrs.kind in ("sum", "mean"):
+        return all_reduce(g, ranks=attrs.ranks, kind=attrs.kind)
+    due, holds = all_reduce(g, ranks=attrs.ranks), equal(x, y)
+    return where(holds, div(due, all_reduce(cast(holds, dtype=x.dtype), ranks=attrs.ranks)), 0)
+
+
+def _reduce_scatter_vjp(node: Any, g: Any) -> Any:
+    if node.attrs.kind in ("max", "min"):
+        raise AttributeValueError(f"reduce_scatter of kind {node.attrs.kind} has no derivative; use all_reduce and rank_slice")
+    whole = all_gather(g, ranks=node.attrs.ranks, axis=node.attrs.axis)
+    return div(whole, node.attrs.ranks) if node.attrs.kind == "mean" else whole
+
+
+def _rank_slice_vjp(node: Any, g: Any) -> Any:
+    """Zeros, and in this rank's place `g`."""
+    ranks, axis = node.attrs.ranks, axis_of(node.attrs.axis, node.inputs[0].rank)
+    mine = exchange(constant(np.eye(ranks, dtype=np.bool_)[:, :, None]), what="rank_part", ranks=ranks)
+    mine = reshape(mine, dims=(ranks, *(1 for _ in g.dims)))
+    return _whole(where(mine, reshape(g, dims=(1, *g.dims)), 0), axis)
+
+
+def _all_to_all_shape(a: AllToAllAttrs, x: Shape) -> Shape:
+    return _scaled(_scaled(x, a.split_axis, by=a.ranks), a.concat_axis, times=a.ranks)
+
+
+def _all_to_all_arrays(a: AllToAllAttrs, xs: Arrays) -> Arrays:
+    parts = [np.split(x, a.ranks, a.split_axis) for x in xs]
+    return [np.concatenate([p[r] for p in parts], a.concat_axis) for r in range(a.ranks)]
+
+
+def _all_to_all(a: AllToAllAttrs, x: Any) -> Any:
+    split, joined = axis_of(a.split_axis, x.rank), axis_of(a.concat_axis, x.rank)
+    return _whole(exchange(_parts(x, split, a.ranks), what="all_to_all", ranks=a.ranks), joined)
+
+
+all_reduce = _declare(
+    "all_reduce", "Every rank's operand combined in rank order, on every rank: sum, mean, max or min. 16-bit and 8-bit floats "
+    "are summed in f32 and integers in 64 bits; a mean of integers is truncated.",
+    AllReduceAttrs, lambda a, x: x, lambda a, xs: [combined(a.kind, xs)] * a.ranks,
+    lambda a, x: exchange(x, what="all_reduce", kind=a.kind, ranks=a.ranks), _all_reduce_vjp,
+    dtypes="fiu", rows=lambda a, operand, axis, x: axis,
+    samples=(Sample(((3, 7),), {"ranks": 1}), Sample(((33,),), {"kind": "max", "ranks": 1}), Sample(((),), {"ranks": 1})),
+)  # fmt: skip
+all_gather = _declare(
+    "all_gather", "Every rank's operand side by side along `axis`, in rank order, on every rank.",
+    AxisAttrs, lambda a, x: _scaled(x, a.axis, times=a.ranks), lambda a, xs: [np.concatenate(xs, a.axis)] * a.ranks,
+    lambda a, x: _whole(exchange(x, what="all_gather", ranks=a.ranks), axis_of(a.axis, x.rank)),
+    lambda node, g: reduce_scatter(g, ranks=node.attrs.ranks, axis=node.attrs.axis), dtypes=ANY,
+    samples=(Sample(((3, 7),), {"axis": -1, "ranks": 1}), Sample(((5,),), {"ranks": 1})),
+)  # fmt: skip
+reduce_scatter = _declare(
+    "reduce_scatter", "This rank's part, along `axis`, of what all_reduce gives: part r of equal ones on rank r.",
+    ReduceScatterAttrs, lambda a, x: _scaled(x, a.axis, by=a.ranks),
+    lambda a, xs: np.split(combined(a.kind, xs), a.ranks, a.axis),
+    lambda a, x: exchange(_parts(x, axis_of(a.axis, x.rank), a.ranks), what="reduce_scatter", kind=a.kind, ranks=a.ranks),
+    _reduce_scatter_vjp, dtypes="fiu",
+    samples=(Sample(((3, 7),), {"axis": 1, "ranks": 1}), Sample(((9,),), {"kind": "mean", "ranks": 1})),
+)  # fmt: skip
+broadcast_rank = _declare(
+    "broadcast_rank", "The operand of rank `root`, on every rank.",
+    RootAttrs, lambda a, x: _exchange_shape(ExchangeAttrs("broadcast", a.ranks, root=a.root), x),
+    lambda a, xs: [xs[a.root]] * a.ranks,
+    lambda a, x: exchange(x, what="broadcast", root=a.root, ranks=a.ranks),
+    lambda node, g: where(_is_mine(node.attrs.root, node.attrs.ranks), all_reduce(g, ranks=node.attrs.ranks), 0),
+    dtypes=ANY, rows=lambda a, operand, axis, x: axis,
+    samples=(Sample(((3, 7),), {"ranks": 1}), Sample(((5,),), {"root": 0, "ranks": 1})),
+)  # fmt: skip
+all_to_all = _declare(
+    "all_to_all", "Part r along `split_axis` of every rank's operand goes to rank r, which puts them side by side along "
+    "`concat_axis` in rank order.",
+    AllToAllAttrs, _all_to_all_shape, _all_to_all_arrays, _all_to_all,
+    lambda node, g: all_to_all(g, node.attrs.ranks, node.attrs.concat_axis, node.attrs.split_axis), dtypes=ANY,
+    samples=(Sample(((3, 7),), {"split_axis": 1, "concat_axis": 0, "ranks": 1}), Sample(((5,),), {"ranks": 1})),
+)  # fmt: skip
+rank_slice = _declare(
+    "rank_slice", "This rank's part of the operand along `axis`: part r of equal ones on rank r. No data moves between ranks.",
+    AxisAttrs, lambda a, x: _scaled(x, a.axis, by=a.ranks),
+    lambda a, xs: [np.split(x, a.ranks, a.axis)[r] for r, x in enumerate(xs)],
+    lambda a, x: exchange(_parts(x, axis_of(a.axis, x.rank), a.ranks), what="rank_part", ranks=a.ranks),
+    _rank_slice_vjp, dtypes=ANY,
+    samples=(Sample(((3, 7),), {"axis": -1, "ranks": 1}), Sample(((5,),), {"ranks": 1})),
+)  # fmt: skip
