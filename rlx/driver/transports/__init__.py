@@ -1,0 +1,1 @@
+"""Transports between processes: what rlx.driver.symmetric asks for, over shared memory and over MPI."""

@@ -1,0 +1,244 @@
+"""Ranks as processes of one or several hosts, over MPI: one-sided windows (MPI 3.1, chapter 11) through mpi4py.
+
+MPI has no timeouts, and a call that waits for a lost host never returns. So whatever may wait is either polled (requests)
+or made by a thread that can be left behind, and a job that lost a rank skips MPI_Finalize, which would wait for it too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rlx.driver.symmetric import MEET, TIMEOUT, Call, Rank, SymmetricBuffer, check_copy, mismatch
+from rlx.errors import CollectiveError, TransportError, whole
+
+PIECE = 16 << 20  # bytes that one timeout is for: a link of 1 MB/s is slow, not dead
+SPIN = 200e-6  # seconds of polling before a rank begins to sleep between polls
+NAP = 100e-6  # seconds
+HELLO, LEFT, FAILED = -1, -2, -3  # Call.what of this file: a first meeting, a rank that leaves, one that gave up
+
+
+class MpiTransport:
+    """SymmetricTransport over the ranks of an MPI communicator. Made by all of them together.
+
+    `heap_size`: bytes of each rank's heap; `comm`: an mpi4py communicator, which is duplicated (None: COMM_WORLD).
+    TransportError: there is no MPI here, or a rank does not come. CallMismatchError: another heap size on another rank.
+
+    The other side of `put` and `get` must call the transport now and then (a barrier does) where MPI needs its help."""
+
+    def __init__(self, heap_size: int, timeout: float = TIMEOUT, comm: Any = None) -> None:
+        self.heap_size, self.timeout = whole("heap_size", heap_size, 0), float(timeout)
+        self._mpi = _load()
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        self.this_rank, self.num_ranks = Rank(comm.Get_rank()), comm.Get_size()
+        self._broken: str | None = None
+        self._window: Any = None
+        self._work: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._work,), daemon=True, name="rlx-mpi").start()
+        self._peers = [r for r in range(self.num_ranks) if r != self.this_rank.index]
+        self._comm = self._timed(comm.Dup, self._peers)
+        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        self._calls = np.zeros((self.num_ranks, len(Call._fields)), np.int64)  # by rank; this rank's row is what it sends
+        self._receives = [self._comm.Recv_init(self._calls[r], r) for r in self._peers]
+        self._sends = [self._comm.Send_init(self._calls[self.this_rank.index], r) for r in self._peers]
+        self.barrier(Call(HELLO, 0, self.heap_size))
+        self._window = self._timed(self._open, self._peers)
+        self._own = np.frombuffer(self._window.tomemory(), np.uint8) if self.heap_size else np.zeros(0, np.uint8)
+        self._own[...] = 0
+        _OPEN.append(self)
+        self.barrier()
+
+    # -- the protocol
+
+    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
+        data = self._bytes(target, source)
+        if target.rank == self.this_rank:
+            self._own[target.offset : target.offset + target.len] = data
+            return
+        peer, window = target.rank.index, self._window
+        for start in range(0, target.len, PIECE):
+            piece = data[start : start + PIECE].copy()  # a thread that is left behind still reads it
+
+            def send(piece: np.ndarray = piece, at: int = target.offset + start) -> None:
+                window.Put([piece, self._mpi.BYTE], peer, at)
+                window.Flush(peer)
+
+            self._timed(send, [peer])
+
+    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
+        data = self._bytes(source, into)
+        if source.rank == self.this_rank:
+            data[...] = self._own[source.offset : source.offset + source.len]
+            return
+        peer = source.rank.index
+        for start in range(0, source.len, PIECE):
+            piece = np.empty(min(PIECE, source.len - start), np.uint8)  # what comes too late must not land in the caller's array
+            at = source.offset + start
+            request = self._try(lambda piece=piece, at=at: self._window.Rget([piece, self._mpi.BYTE], peer, at), [peer])
+            self._poll(request.Test, "did not answer", [peer])
+            data[start : start + piece.size] = piece
+
+    def barrier(self, call: Call = MEET) -> None:
+        self._sound()
+        if self.num_ranks == 1:
+            return
+        self._calls[self.this_rank.index] = call
+        self._fence()
+        waiting = dict(zip(self._peers, self._receives))
+        self._try(lambda: self._mpi.Prequest.Startall([*self._receives, *self._sends]))
+
+        def met() -> bool:
+            peers = list(waiting)
+            for i in self._mpi.Request.Testsome(list(waiting.values())) or ():
+                del waiting[peers[i]]
+                self._refuse(peers[i], call)
+            return not waiting and self._mpi.Request.Testall(self._sends)
+
+        self._poll(met, "did not come to a barrier", waiting)
+        self._fence()
+        calls = [Call(*map(int, row)) for row in self._calls]
+        if len(set(calls)) > 1:
+            raise mismatch(calls)
+
+    def close(self) -> None:
+        """As of the protocol; where every rank closes, they part at once, else after the timeout at the latest."""
+        if self._broken is None:
+            try:
+                self.barrier(Call(LEFT))
+                self._own = np.zeros(0, np.uint8)
+                self._timed(self._free)
+                _OPEN.remove(self)
+            except CollectiveError:  # the others do something else, and get an error for it
+                _LOST.append(self)
+            self._work.put(None)
+        self._broken = self._broken or f"rank {self.this_rank.index} closed this transport"
+
+    # -- waiting, and its end
+
+    def _open(self) -> Any:
+        window = self._mpi.Win.Allocate(self.heap_size, 1, comm=self._comm)
+        window.Set_errhandler(self._mpi.ERRORS_RETURN)
+        window.Lock_all(self._mpi.MODE_NOCHECK)
+        return window
+
+    def _free(self) -> None:
+        self._window.Unlock_all()
+        self._window.Free()
+        for request in (*self._receives, *self._sends):
+            request.Free()
+        self._comm.Free()
+
+    def _fence(self) -> None:
+        if self._window is not None:
+            self._try(self._window.Sync)
+
+    def _bytes(self, buffer: SymmetricBuffer, array: np.ndarray) -> np.ndarray:
+        check_copy(buffer, array, self.num_ranks, self.heap_size)
+        self._sound()
+        return array.reshape(-1).view(np.uint8)
+
+    def _sound(self) -> None:
+        if self._broken is not None:
+            raise TransportError(self._broken)
+
+    def _refuse(self, peer: int, call: Call) -> None:
+        """TransportError if what came from `peer` says that nobody will meet any more."""
+        what, lost = int(self._calls[peer][0]), int(self._calls[peer][3])
+        if what == LEFT != call.what:
+            self._fail(f"rank {peer} left", [peer])
+        if what == FAILED:
+            self._fail(f"rank {lost} was lost; rank {peer} says so", [lost])
+
+    def _fail(self, why: str, lost: Iterable[int]) -> NoReturn:
+        """Nothing works from now on: tell those who still listen."""
+        self._broken = why
+        _LOST.append(self)
+        self._last = np.array(Call(FAILED, detail=min(lost, default=self.this_rank.index)), np.int64)  # its sends may last
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:  # else not beside a thread that was left in a call
+            with suppress(self._mpi.Exception):  # those who are gone need not be told
+                self._farewell = [self._comm.Isend(self._last, r) for r in self._peers]
+        raise TransportError(why)
+
+    def _try(self, call: Callable[[], Any], lost: Iterable[int] = ()) -> Any:
+        try:
+            return call()
+        except self._mpi.Exception as e:
+            self._fail(f"{self._names(lost)}: {e}", lost)
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return f"rank {', '.join(map(str, ranks))}" if list(ranks) else "the other ranks"
+
+    def _poll(self, done: Callable[[], Any], failing: str, whom: Iterable[int] = ()) -> None:
+        """Until `done()`; after the timeout a TransportError that says what those in `whom`, as it stands then, failed to do."""
+        start = time.monotonic()
+        while not self._try(done, whom):
+            waited = time.monotonic() - start
+            if waited > self.timeout:
+                self._fail(f"{self._names(whom)} {failing} within {self.timeout:g} s", whom)
+            if waited > SPIN:
+                time.sleep(NAP)
+
+    def _timed(self, call: Callable[[], Any], whom: Iterable[int] = ()) -> Any:
+        """What `call()` gives, made by the thread; after the timeout a TransportError, and the thread is left to itself."""
+        answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._work.put((call, answer))
+        try:
+            value, error = answer.get(timeout=self.timeout)
+        except Empty:
+            self._fail(f"{self._names(whom)} did not answer within {self.timeout:g} s", whom)
+        if error is not None:
+            self._try(partial(_throw, error), whom)
+        return value
+
+
+_OPEN: list[MpiTransport] = []
+_LOST: list[MpiTransport] = []  # that ended in an error: MPI_Finalize would wait for ever
+
+
+def _throw(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _serve(work: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None]) -> None:
+    """Makes the calls of `work`, one after another, until a None."""
+    while (job := work.get()) is not None:
+        call, answer = job
+        try:
+            answer.put((call(), None))
+        except BaseException as e:  # noqa: BLE001  it is raised where the call was asked for
+            answer.put((None, e))
+
+
+@cache
+def _load() -> Any:
+    """mpi4py.MPI, finalised by this file where this file was the first to load it."""
+    first = "mpi4py.MPI" not in sys.modules
+    try:
+        import mpi4py
+
+        if first:
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:
+        raise TransportError(f"MPI cannot be loaded ({e}): pip install 'rlx[mpi]', and an MPI library (pip install mpich)") from e
+    atexit.register(_leave, MPI, first)
+    return MPI
+
+
+def _leave(mpi: Any, first: bool) -> None:
+    """At exit: close what is open, then MPI itself."""
+    for transport in list(_OPEN):
+        transport.close()
+    if first and not _LOST and not mpi.Is_finalized():
+        mpi.Finalize()
+    elif _LOST and not first:
+        mpi.COMM_WORLD.Abort(1)  # else the one who loaded MPI would wait in MPI_Finalize
