@@ -46,8 +46,28 @@ CACHE = Knob("RLX_CACHE", 1, "compiled code is kept on disk for later processes;
 CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder that keeps it; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
 CACHE_MB = Knob("RLX_CACHE_MB", 1024, "MB that it may take; what was not used for longest goes first")
 CALLS = Knob("RLX_CALLS", "native", "calls of run, run_slots, bound: native, in machine code where Python is known; or python")
+JOB = Knob("RLX_JOB", "", "set by rlx launch: the name by which its ranks find one another")
+RANK = Knob("RLX_RANK", 0, "set by rlx launch: which of them this process is, from 0")
+RANKS = Knob("RLX_RANKS", 1, "set by rlx launch: how many there are")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB, JOB, RANK, RANKS)
+
+# How others say how many processes they started: Open MPI; MPICH and Intel MPI; MVAPICH; srun (SLURM_NTASKS would say as much
+# in a batch script, which is one process).
+OTHERS_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def ranks_by_others() -> tuple[str, int] | None:
+    """What said that an MPI launcher started this process, and how many ranks it said (0: not how many); None: nothing did."""
+    for name in OTHERS_RANKS:
+        if (text := os.environ.get(name, "")).isdecimal():
+            return name, int(text)
+    return ("PMIX_RANK", 0) if "PMIX_RANK" in os.environ else None
+
+
+def environment(**values: object) -> dict[str, str]:
+    """This process's variables with these, for a process that it starts."""
+    return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
 
 def cache_folder() -> str:

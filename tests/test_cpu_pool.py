@@ -437,7 +437,7 @@ assert all(os.sched_getaffinity(w.native_id) == os.sched_getaffinity(0) for w in
 
 def test_without_futex_workers_nap():
     body = """
-pools._futex_call = lambda: 0
+pools.futex_call = lambda: 0
 table, counts = chain([4, 2, 8], 2)
 met = np.zeros(3, np.int64)
 other = Table([("meet", 2, (met,))], 2)

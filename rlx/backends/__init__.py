@@ -10,6 +10,7 @@ from importlib import import_module
 
 from rlx.driver.backend import Backend
 from rlx.driver.device import ENTRY_POINTS, Device, extensions
+from rlx.driver.native import offer
 from rlx.errors import DeviceUnavailableError
 
 BACKENDS = {
@@ -17,6 +18,8 @@ BACKENDS = {
     "ref": "rlx.backends.ref.backend:RefBackend",
     "null": "rlx.backends.null.backend:NullBackend",
 }
+
+offer("ranks", lambda: import_module("rlx.backends.cpu.ranks").meet_of)
 
 
 @cache

@@ -19,6 +19,7 @@ from rlx.driver.arena import aligned_bytes
 from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others, where nobody says
+PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset is aligned alike in all of them
 
 
 @dataclass(frozen=True, order=True)
@@ -92,14 +93,16 @@ class SharedMemory(Protocol):
 
 
 class SymmetricHeap:
-    """The heaps of all ranks where they lie in one memory: `heap_size` bytes each.
+    """The heaps of all ranks where they lie in one memory: `heap_size` bytes each, one every `stride` bytes.
 
-    `memory`: a writable uint8 array of at least num_ranks * heap_size bytes to use instead of fresh zeros."""
+    `memory`: a writable uint8 array of at least num_ranks * stride bytes to use instead of fresh zeros."""
 
     def __init__(self, num_ranks: int, heap_size: int, memory: np.ndarray | None = None) -> None:
         self.num_ranks, self.heap_size = whole("num_ranks", num_ranks, 1), whole("heap_size", heap_size, 0)
-        memory = aligned_bytes(self.num_ranks * self.heap_size) if memory is None else memory
-        self._memory = memory[: self.num_ranks * self.heap_size].reshape(self.num_ranks, self.heap_size)
+        self.stride = -(-self.heap_size // PAGE) * PAGE
+        total = self.num_ranks * self.stride
+        memory = aligned_bytes(total) if memory is None else memory
+        self._memory = memory[:total].reshape(self.num_ranks, self.stride)
 
     def bytes(self, buffer: SymmetricBuffer) -> np.ndarray:
         """The buffer's bytes themselves, writable. HeapBoundsError, UnknownRankError."""

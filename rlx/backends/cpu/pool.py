@@ -31,16 +31,17 @@ YIELDS = 8  # sched_yield calls between spinning and sleeping
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
 
 __all__ = [
-    "ATTEND", "MAX_TASKS", "MethodDef", "Pool", "Run", "Step", "builtin", "callable_of", "pool", "run_address", "worker_cpus",
+    "ATTEND", "MAX_TASKS", "MethodDef", "Pool", "Run", "Step", "address_of", "builtin", "callable_of", "futex_call", "pool",
+    "run_address", "worker_cpus",
 ]  # fmt: skip
 
 
-def _futex_call() -> int:
+def futex_call() -> int:
     """The number of the futex system call, 0 where there is none that we know."""
     return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
 
 
-def _address(function: Any) -> int:
+def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -52,7 +53,7 @@ class MethodDef(ctypes.Structure):
 
 @cache
 def _made() -> tuple[Library, MethodDef]:
-    image = compile_object(module_text(platform.machine(), _futex_call()), host_target(1), "worker pool", keep=True)
+    image = compile_object(module_text(platform.machine(), futex_call()), host_target(1), "worker pool", keep=True)
     library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     no_arguments = 4  # METH_NOARGS
     return library, MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")
@@ -161,7 +162,7 @@ class Pool:
         for cpu in cpus:
             if cpu < MAX_CPUS:
                 self._control.pinned[cpu] = ATTEND
-                self._control.getcpu = _address(ctypes.CDLL(None).sched_getcpu)
+                self._control.getcpu = address_of(ctypes.CDLL(None).sched_getcpu)
 
     def _work(self, tid: int, cpu: int | None) -> None:
         if cpu is not None:
@@ -174,8 +175,8 @@ class Pool:
         ctypes.memset(self.address, 0, ctypes.sizeof(Control))
         libc = ctypes.CDLL(None)
         self._control.ticket, self._control.yields = END, YIELDS
-        self._control.wait = _address(libc.syscall if _futex_call() else libc.usleep)
-        self._control.sched_yield = _address(libc.sched_yield)
+        self._control.wait = address_of(libc.syscall if futex_call() else libc.usleep)
+        self._control.sched_yield = address_of(libc.sched_yield)
         self.workers: tuple[threading.Thread, ...] = ()
         self._pins: set[int] = set()
         self._started = False

@@ -111,12 +111,16 @@ class Body(Emitter):
     def between_runs(self, ticket: V) -> V:
         return self.cmp("sle", self.tasks_left(ticket), END - BIAS)
 
-    def turn(self, c: V) -> V:
-        """One turn of a waiting loop: the generation, after a short pause."""
+    def pause(self) -> None:
+        """Leave the core's other thread some room, in a waiting loop."""
         if self.machine in ("x86_64", "AMD64"):
             self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
         elif self.machine in ("aarch64", "arm64"):
             self.intrinsic("aarch64.hint", self.const("i32", 1), suffix=(), returns="void")
+
+    def turn(self, c: V) -> V:
+        """One turn of a waiting loop: the generation, after a short pause."""
+        self.pause()
         return self.bin("lshr", self.get(c, "ticket", "acquire"), 32)
 
     def futex(self, c: V, operation: int, value: V) -> None:

@@ -9,21 +9,47 @@ and the heaps.
 A meeting (a barrier) has a number. Who comes to meeting k writes its call to calls[k & 1] of its line, then k to `epoch`
 (release), and waits until every epoch is k or more (acquire). So calls and stages of meeting k may be read after it
 until one comes to k + 1, and those of k & 1 may be written again for meeting k + 2: two of each are enough.
+
+Ranks find one another by the file's name. Who comes first makes it, who comes last removes the name: what is killed later leaves
+nothing behind. A file whose processes have all ended is removed by whoever comes next. The file is of this user alone, yet what
+it says is checked before it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import mmap
+import os
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
-HEADER_BYTES, LINE_BYTES, STAGE_BYTES = 4096, 256, 16 << 10
+import numpy as np
+
+from rlx.driver.native import native
+from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Rank, SymmetricBuffer, SymmetricHeap, check_copy, mismatch
+from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
+
+HEADER_BYTES, LINE_BYTES, STAGE_BYTES = PAGE, 256, 16 << 10
+CALL_BYTES, WORDS = 32, ("what", "offset", "len", "detail")
+MAGIC = 0x31736B6E61527872  # the layout's version is its last character
+FOLDER = "/dev/shm"
+SLICE = 0.01  # seconds that a rank waits in compiled code before it looks whether the others live
+DIFFER, WAITING = 1, 2  # what a meeting returns: see Meeting
 
 P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Header(ctypes.Structure):
-    """Of the file. `magic` is written last."""
+    """Of the file. `magic` is written last. `refused` - 1 is a rank that came with other sizes: `its_ranks`, `its_heap`."""
 
-    _fields_ = [("magic", I64), ("version", I64), ("num_ranks", I64), ("heap_size", I64)]
+    _fields_ = [
+        ("magic", I64), ("num_ranks", I64), ("heap_size", I64), ("refused", I64), ("its_ranks", I64), ("its_heap", I64),
+    ]  # fmt: skip
 
 
 class Line(ctypes.Structure):
@@ -38,7 +64,7 @@ class Line(ctypes.Structure):
         ("pid", I64),  # 0: has not joined
         ("started", I64),  # when the process began: tells it from a later one of the same number
         ("left", I64),  # 1: has closed its transport
-        ("fault", I64),  # not 0: why this rank can meet no more; see Fault
+        ("fault", I64),  # not 0: why this rank meets nobody any more, a key of WHY, and above its low byte the rank at fault
         ("gap3", I64 * 12),
     ]  # fmt: skip
 
@@ -58,3 +84,299 @@ class Meeting(ctypes.Structure):
         ("rank", I64), ("ranks", I64), ("number", I64), ("what", I64), ("offset", I64), ("len", I64), ("detail", I64),
         ("spins", I64), ("yields", I64), ("seconds", I64), ("nanoseconds", I64), ("wait", P), ("sched_yield", P),
     ]  # fmt: skip
+
+
+DIED, LEFT, SILENT, INTERRUPTED = 1, 2, 3, 4
+WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a meeting in time", INTERRUPTED: "was interrupted in a meeting"}
+STATES = {"T": ", which is stopped", "t": ", which is traced"}
+
+
+class ShmTransport:
+    """SymmetricTransport between processes of one machine, which all give the same name, num_ranks and heap_size (bytes).
+
+    CallMismatchError, on every rank: they give different sizes. TransportError: a rank does not come within `timeout` seconds,
+    or the memory is not there. After a failure the transport is of no use any more, and says why each time."""
+
+    def __init__(self, name: str, rank: int, num_ranks: int, heap_size: int, timeout: float = TIMEOUT) -> None:
+        self.num_ranks, self.heap_size = whole("num_ranks", num_ranks, 1), whole("heap_size", heap_size, 0)
+        self.this_rank, self.timeout = Rank(whole("rank", rank)), timeout
+        if not 0 <= rank < num_ranks:
+            raise UnknownRankError(f"rank {rank} of {num_ranks}, from 0")
+        if not timeout > 0:
+            raise OptionError(f"timeout is a positive number of seconds, got {timeout!r}")
+        self.broken = ""
+        number = _opened(path := path_of(name), time.monotonic() + timeout)
+        try:
+            try:
+                memory = _joined(number, path, rank, num_ranks, heap_size)
+            finally:
+                fcntl.flock(number, fcntl.LOCK_UN)
+            try:
+                self._use(memory, rank)
+                self.barrier()
+            except BaseException:
+                self.close()
+                _forget(number, path)
+                raise
+        finally:
+            os.close(number)
+
+    def _use(self, memory: mmap.mmap, rank: int) -> None:
+        stages, heaps, _ = layout(self.num_ranks, self.heap_size)
+        self._header = Header.from_buffer(memory)
+        self._lines = lines_of(memory, self.num_ranks)
+        self._leave = weakref.finalize(self, _leave, self._lines[rank], os.getpid())  # at exit, too
+        self.heap = SymmetricHeap(self.num_ranks, self.heap_size, np.frombuffer(memory, np.uint8)[heaps:])
+        base = ctypes.addressof(self._header)
+        self.meeting = Meeting(
+            lines=base + HEADER_BYTES, stages=base + stages, heaps=base + heaps, stride=self.heap.stride, rank=rank,
+            ranks=self.num_ranks, nanoseconds=round(SLICE * 1e9),
+        )  # fmt: skip
+        make = native("ranks")
+        self._meet: Callable[[], int] = make(self.meeting) if make else partial(meet, self.meeting, self._lines)
+
+    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
+        self._check(target, source)
+        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
+
+    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
+        self._check(source, into)
+        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
+
+    def _check(self, buffer: SymmetricBuffer, array: np.ndarray) -> None:
+        check_copy(buffer, array, self.num_ranks, self.heap_size)
+        if self.broken:
+            raise TransportError(self.broken)
+
+    def barrier(self, call: Call = MEET) -> None:
+        if self.broken:
+            raise TransportError(self.broken)
+        m = self.meeting
+        m.what, m.offset, m.len, m.detail = call
+        m.number += 1
+        try:
+            code = self._meet()
+        except BaseException:  # Ctrl-C, mostly
+            self._fail(INTERRUPTED, self.this_rank.index)
+            raise
+        if code:
+            self.settle(code)
+
+    def settle(self, code: int) -> None:
+        """Go on with a meeting that returned `code`, until all have come with the same call. Errors as of barrier."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            while code >= WAITING:
+                self._look(deadline)
+                code = self._meet()
+        except CollectiveError:
+            raise
+        except BaseException:
+            self._fail(INTERRUPTED, self.this_rank.index)
+            raise
+        if code:
+            half = self.meeting.number % 2 * 4
+            raise mismatch([Call(*line.calls[half : half + 4]) for line in self._lines])
+
+    def close(self) -> None:
+        self._leave()
+        self.broken = self.broken or f"rank {self.this_rank.index} left"
+
+    def _look(self, deadline: float) -> None:
+        """Raises if this meeting cannot take place, or should have."""
+        refused = Header.from_buffer_copy(self._header)
+        if refused.refused:
+            self.broken = _sizes(refused)
+            raise CallMismatchError(self.broken)
+        for rank, line in enumerate(self._lines):
+            if fault := line.fault:
+                raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
+        number, late = self.meeting.number, time.monotonic() > deadline
+        gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
+        absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # read last: they may have come and gone
+        for rank in absent:
+            if gone[rank] and not self._lines[rank].fault:  # else the next look says who is at fault
+                raise self._fail(gone[rank], rank)
+        if late and absent:
+            others = f" (nor did rank {', '.join(map(str, absent[1:]))})" if len(absent) > 1 else ""
+            raise self._fail(SILENT, absent[0], f": {self.timeout:g} s{others}")
+
+    def _fail(self, why: int, rank: int, more: str = "") -> TransportError:
+        """The error, after which nobody meets any more."""
+        self._lines[self.this_rank.index].fault = why | rank << 8
+        pid = self._lines[rank].pid if 0 <= rank < self.num_ranks else 0
+        state, _ = process(pid) if pid else ("", 0)
+        who = f"rank {rank} (process {pid}{STATES.get(state, '')})" if pid else f"rank {rank} (which has not joined)"
+        self.broken = f"{who} {WHY.get(why, 'failed')}{more}"
+        return TransportError(self.broken)
+
+
+def meet(m: Meeting, lines: Sequence[Line]) -> int:
+    """What Meeting says, without compiled code."""
+    half, call = m.number % 2 * 4, [m.what, m.offset, m.len, m.detail]
+    lines[m.rank].calls[half : half + 4] = call
+    lines[m.rank].epoch = m.number
+    until = time.monotonic() + SLICE
+    for rank, line in enumerate(lines):
+        while line.epoch < m.number:
+            if time.monotonic() > until:
+                return WAITING + rank
+            time.sleep(5e-5)
+    return DIFFER if any(line.calls[half : half + 4] != call for line in lines) else 0
+
+
+def layout(num_ranks: int, heap_size: int) -> tuple[int, int, int]:
+    """Where the stages and the heaps begin, and where the file ends; bytes."""
+    stages = -(-(HEADER_BYTES + num_ranks * LINE_BYTES) // PAGE) * PAGE
+    heaps = stages + num_ranks * 2 * STAGE_BYTES
+    return stages, heaps, heaps + num_ranks * -(-heap_size // PAGE) * PAGE
+
+
+def lines_of(memory: mmap.mmap, num_ranks: int) -> list[Line]:
+    return [Line.from_buffer(memory, HEADER_BYTES + rank * LINE_BYTES) for rank in range(num_ranks)]
+
+
+# -- processes
+
+
+def process(pid: int) -> tuple[str, int]:
+    """Its state (a letter of proc(5), "" if it is no more) and when it began, in ticks since the system did."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    return fields[0], int(fields[19])
+
+
+def alive(pid: int, started: int) -> bool:
+    """Whether the process of that number is still the one that began then."""
+    state, began = process(pid)
+    return state not in ("", "Z", "X") and began == started
+
+
+def _leave(line: Line, pid: int) -> None:
+    if os.getpid() == pid:  # not a child that was forked and ends
+        line.left = 1
+
+
+# -- the file
+
+
+def path_of(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII):
+        raise OptionError(f"the name of a group of ranks is of letters, digits and ._-, got {name!r}")
+    if not os.path.isdir(FOLDER):
+        raise TransportError(f"there is no {FOLDER} here, where processes share memory")
+    return os.path.join(FOLDER, f"rlx-{os.getuid()}-{name}")
+
+
+def _opened(path: str, deadline: float) -> int:
+    """The file, locked."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            while not _locked(number):
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{path} stays locked by another rank that joins")
+                time.sleep(0.001)
+            found = os.fstat(number)
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise TransportError(f"{path} is not of this user alone")
+        except BaseException:
+            os.close(number)
+            raise
+        if found.st_nlink:
+            return number
+        os.close(number)  # its name was removed meanwhile
+
+
+def _locked(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -> mmap.mmap:
+    """The locked file's memory, made if nobody is there, with this process as `rank`."""
+    _, _, total = layout(num_ranks, heap_size)
+    if not _living(number):
+        os.ftruncate(number, 0)
+        _sweep()
+        _make(number, path, total, Header(MAGIC, num_ranks, heap_size))
+    header = Header.from_buffer_copy(os.pread(number, ctypes.sizeof(Header), 0))
+    if header.magic != MAGIC:
+        raise TransportError(f"{path} was made by another version of rlx, whose processes still run")
+    if (header.num_ranks, header.heap_size) != (num_ranks, heap_size):
+        header.refused, header.its_ranks, header.its_heap = rank + 1, num_ranks, heap_size
+        os.pwrite(number, bytes(header), 0)
+        raise CallMismatchError(_sizes(header))
+    if os.fstat(number).st_size != total:
+        raise TransportError(f"{path} is damaged: {os.fstat(number).st_size} bytes instead of {total}")
+    memory = mmap.mmap(number, total)
+    lines, (state, began) = lines_of(memory, num_ranks), process(os.getpid())
+    if not state:
+        raise TransportError("there is no /proc here, which tells whether other processes live")
+    if lines[rank].pid:
+        raise TransportError(f"rank {rank} of {path} is taken already, by process {lines[rank].pid}")
+    lines[rank].started = began
+    lines[rank].pid = os.getpid()
+    if all(line.pid for line in lines):
+        os.unlink(path)
+    return memory
+
+
+def _make(number: int, path: str, total: int, header: Header) -> None:
+    try:
+        os.posix_fallocate(number, 0, total)  # now: memory that is not there later would end the process
+    except OSError as fault:
+        os.unlink(path)
+        folder = os.statvfs(FOLDER)
+        free = folder.f_bavail * folder.f_frsize
+        raise TransportError(
+            f"{FOLDER} has {free} bytes free, {header.num_ranks} ranks with heaps of {header.heap_size} "
+            f"bytes need {total} ({fault.strerror}): ask for less, or enlarge it (mount -o remount,size=…; docker --shm-size)"
+        ) from fault
+    os.pwrite(number, bytes(header), 0)
+
+
+def _sizes(header: Header) -> str:
+    return (
+        f"rank {header.refused - 1} gives num_ranks {header.its_ranks} and heap_size {header.its_heap}, "
+        f"who came before it num_ranks {header.num_ranks} and heap_size {header.heap_size}"
+    )
+
+
+def _living(number: int) -> bool:
+    """Whether a process lives that has joined in this file. Nothing that it says is trusted."""
+    raw = os.pread(number, ctypes.sizeof(Header), 0)
+    count = Header.from_buffer_copy(raw).num_ranks if len(raw) == ctypes.sizeof(Header) else 0
+    raw = os.pread(number, min(max(count, 0), 1 << 16) * LINE_BYTES, HEADER_BYTES)
+    lines = (Line.from_buffer_copy(raw, at) for at in range(0, len(raw) - LINE_BYTES + 1, LINE_BYTES))
+    return any(line.pid > 0 and alive(line.pid, line.started) for line in lines)
+
+
+def _forget(number: int, path: str) -> None:
+    """Remove the name, if it is still this file's."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(path), os.fstat(number)):
+            os.unlink(path)
+
+
+def _sweep() -> None:
+    """Remove what processes of this user left behind that were killed before all had joined."""
+    for name in os.listdir(FOLDER):
+        if name.startswith(f"rlx-{os.getuid()}-"):
+            with contextlib.suppress(OSError):  # another one was faster
+                path = os.path.join(FOLDER, name)
+                number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if _locked(number) and not _living(number):
+                        _forget(number, path)
+                finally:
+                    os.close(number)
+
+
+__all__ = ["Line", "Meeting", "ShmTransport"]

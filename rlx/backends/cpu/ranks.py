@@ -1,0 +1,138 @@
+"""Meetings of processes in compiled code: the waiting of rlx.driver.transports.shm, whose words it reads and writes.
+
+Waiting is bounded spinning, then sched_yield, then a futex that the processes share, for a while; then the caller is told
+whom it waits for, so that it may look whether that one still lives, and may come again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from collections.abc import Callable
+from functools import cache
+
+from rlx.backends.cpu import walker
+from rlx.backends.cpu.emit import V
+from rlx.backends.cpu.jit import Library, compile_object
+from rlx.backends.cpu.pool import MethodDef, address_of, builtin, futex_call
+from rlx.backends.cpu.target import host_target, usable_cpus
+from rlx.backends.cpu.walker import EVERYBODY, NULL, Functions, fields_of
+from rlx.driver.transports.shm import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
+
+SPINS, YIELDS = 2000, 16  # turns (some 20 to 60 ns each) before a thread yields, and yields before it sleeps
+CROWDED_SPINS = 50  # where there are more ranks than CPUs: whoever is waited for needs the one that we are on
+WAIT, WAKE = 0, 1  # futex operations, across processes
+
+
+class Body(walker.Body):
+    fields = fields_of(Line, Meeting)
+
+
+_functions = Functions()
+_native = _functions.native
+
+
+@_native("i1", m="ptr", line="ptr", number="i64")
+def came(e: Body, m: V, line: V, number: V) -> None:
+    """Whether the rank of `line` has come to meeting `number`; waits a while for it."""
+    there = lambda order: e.cmp("sge", e.get(line, "epoch", order), number)  # noqa: E731
+    yes = e.const("i1", True)
+    with e.when(there("acquire")):
+        e.ret(yes)
+    with e.loop(0, e.get(m, "spins")):
+        e.pause()
+        with e.when(there("acquire")):
+            e.ret(yes)
+    with e.loop(0, e.get(m, "yields")):
+        e.call(e.get(m, "sched_yield"), "i32")
+        with e.when(there("acquire")):
+            e.ret(yes)
+    e.change("add", line, "sleepers", 1)  # before the epoch is read: whoever changes it later sees this
+    seen = e.get(line, "epoch", "seq_cst")
+    with e.when(e.cmp("slt", seen, number)):
+        if e.futex_call:
+            futex(e, m, line, WAIT, e.convert("trunc", seen, "i32"), e.at(m, "seconds"))
+        else:
+            e.call(e.get(m, "wait"), "i32", e.const("i32", 500))
+    e.change("sub", line, "sleepers", 1)
+    e.ret(there("acquire"))
+
+
+def futex(e: Body, m: V, line: V, operation: int, value: V, timeout: V) -> None:
+    """On the low half of a rank's epoch (of a little-endian machine)."""
+    args = e.i64(e.futex_call), e.at(line, "epoch"), e.const("i32", operation), value, timeout, NULL, e.i64(0)
+    e.call(e.get(m, "wait"), "i64 (i64, ...)", *args)
+
+
+@_native("i64", m="ptr")
+def rlx_ranks_meet(e: Body, m: V) -> None:
+    """Come to the meeting that `m` says, and wait a while: 0, 1 or 2 + rank; see Meeting."""
+    lines, number = e.get(m, "lines"), e.get(m, "number")
+    half = e.bin("mul", e.bin("and", number, 1), CALL_BYTES)
+    call = [e.get(m, word) for word in WORDS]
+
+    def words(line: V) -> list[V]:
+        begin = e.gep(e.at(line, "calls"), half)
+        return [e.gep(begin, 8 * i) for i in range(len(WORDS))]
+
+    mine = e.gep(lines, e.bin("mul", e.get(m, "rank"), LINE_BYTES))
+    for value, place in zip(call, words(mine)):
+        e.store(value, place, 8)
+    e.put(mine, "epoch", number, "seq_cst")
+    with e.when(e.cmp("ne", e.get(mine, "sleepers", "seq_cst"), 0)):
+        if e.futex_call:
+            futex(e, m, mine, WAKE, EVERYBODY, NULL)
+    with e.loop(0, e.get(m, "ranks"), carried=[e.i64(0)]) as each:
+        line = e.gep(lines, e.bin("mul", each.index, LINE_BYTES))
+        with e.when(e.bin("xor", came(e, m, line, number), True)):
+            e.ret(e.bin("add", each.index, WAITING))
+        (differ,) = each.carried
+        for value, place in zip(call, words(line)):
+            differ = e.bin("or", differ, e.bin("xor", e.load("i64", place, 8), value))
+        each.next = [differ]
+    e.ret(e.convert("zext", e.cmp("ne", each.results[0], 0), "i64"))
+
+
+@_native("ptr", self="ptr", unused="ptr")
+def rlx_ranks_meet_py(e: Body, self: V, unused: V) -> None:
+    """rlx_ranks_meet as a CPython function of no arguments: `self` is an int, the Meeting's address. Other threads go on."""
+    m = e.python("PyLong_AsVoidPtr", "ptr", self)
+    thread = e.python("PyEval_SaveThread", "ptr")
+    code = rlx_ranks_meet(e, m)
+    e.python("PyEval_RestoreThread", "void", thread)
+    e.ret(e.python("PyLong_FromLong", "ptr", code))
+
+
+_making = threading.Lock()
+
+
+@cache
+def _made() -> tuple[Library, MethodDef]:
+    text = _functions.module_text(lambda: Body(platform.machine(), futex_call()))
+    library = Library([compile_object(text, host_target(1), "ranks", keep=True)], ("rlx_ranks_meet", "rlx_ranks_meet_py"))
+    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), 4, b"Come to a meeting.")  # 4: METH_NOARGS
+
+
+def _library() -> tuple[Library, MethodDef]:
+    """One for the life of the process: built-in functions point to it."""
+    with _making:
+        return _made()
+
+
+def meet_address() -> int:
+    """Of rlx_ranks_meet: i64 (ptr meeting)."""
+    return _library()[0].address("rlx_ranks_meet")
+
+
+def meet_of(meeting: Meeting) -> Callable[[], int]:
+    """rlx_ranks_meet for a Meeting, which must outlive the function and is told here how to wait."""
+    libc = ctypes.CDLL(None)
+    meeting.spins = SPINS if meeting.ranks <= usable_cpus() else CROWDED_SPINS
+    meeting.yields = YIELDS
+    meeting.wait = address_of(libc.syscall if futex_call() else libc.usleep)
+    meeting.sched_yield = address_of(libc.sched_yield)
+    return builtin(_library()[1], ctypes.addressof(meeting))
+
+
+__all__ = ["meet_address", "meet_of"]
