@@ -1,0 +1,386 @@
+"""Collectives over any transport: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all.
+
+All ranks call the same one with the same sizes, and with scratch of `array.nbytes` bytes at the same place of their heaps, which
+is theirs again afterwards (with what is anybody's guess in it). Ranks that call different things get a CallMismatchError,
+each of them, before any array has changed; a call that is wrong in itself (HeapBoundsError, UnknownRankError, and
+CallMismatchError where array and scratch do not fit) is refused on that rank alone, at once.
+
+The meaning of a reduction is `combine`: elements in rank order, 16- and 8-bit floats carried in f32, integers in 64 bits, rounded
+once. Every algorithm (rlx.driver.schedule), transport and size gives these bits, on all ranks; any NaN counts as any other.
+Machine code (rlx.driver.native) does the same, numpy where there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rlx.driver.arena import convert
+from rlx.driver.native import native
+from rlx.driver.schedule import ALGORITHMS, MINE, SMALL, Algorithm, Figures, Job, Place, Step, What, choose, possible, schedule
+from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricTransport, check_place
+from rlx.errors import CallMismatchError, UnknownRankError, known
+from rlx.ir.dtype import DTYPES, DType, as_dtype, i64, u64
+from rlx.ir.ops.elementwise import divide_array
+
+IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result is where the operand was
+PLANS = 256  # prepared calls kept for each transport
+PROBE = 1 << 20  # bytes read to learn what a byte takes
+
+
+class ReduceKind(Enum):
+    SUM, MEAN, MAX, MIN = 1, 2, 3, 4
+
+
+class Form(NamedTuple):
+    """A reduction of elements. `carried`: the first source is in the accumulating dtype; `carries`: so is the result. `ranks`:
+    what a mean is divided by."""
+
+    kind: ReduceKind
+    dtype: DType
+    ranks: int
+    carried: bool = False
+    carries: bool = False
+
+
+Reduction = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # (out, sources): bytes, contiguous
+
+
+class Native(Protocol):
+    """What machine code does of this."""
+
+    def reduction(self, form: Form) -> Reduction: ...
+
+    def walk(self, transport: Any, plan: Plan) -> Callable[[np.ndarray, np.ndarray], None] | None:
+        """What performs the plan's steps on (array, out); None: not over this transport."""
+        ...
+
+    def fast(self, transport: Any, slow: Callable[..., Any]) -> Any:
+        """A function of (buffer, array, kind) for all_reduce, with `remember(buffer, kind, array, plan)`; None: not here."""
+        ...
+
+
+def machine_code() -> Native | None:
+    return native("collectives")
+
+
+# -- the meaning ---------------------------------------------------------------------------------------------------
+
+
+def accumulator(dtype: DType) -> DType:
+    """What a reduction of `dtype` is carried in. CallMismatchError: there is none of bool and complex numbers."""
+    if dtype.kind not in "fiu":
+        raise CallMismatchError(f"a reduction takes floats and integers, not {dtype.name}; cast it first")
+    return dtype.compute if dtype.is_float else i64 if dtype.kind == "i" else u64
+
+
+def combine(form: Form, sources: Sequence[np.ndarray]) -> np.ndarray:
+    """The sources, one of each rank in their order, as one array. Of two zeros MAX and MIN keep the first; NaN wins."""
+    wide = accumulator(form.dtype)
+    with np.errstate(all="ignore"):
+        total = sources[0] if form.carried else convert(sources[0], wide)
+        for source in sources[1:]:
+            x = convert(source, wide)
+            if form.kind in (ReduceKind.SUM, ReduceKind.MEAN):
+                total = total + x
+            else:
+                better = x > total if form.kind == ReduceKind.MAX else x < total
+                total = np.where(better | (x != x), x, total)
+        if form.carries:
+            return total
+        if form.kind == ReduceKind.MEAN:
+            total = divide_array(total, np.asarray(form.ranks, wide.numpy))
+        return convert(total, form.dtype)
+
+
+def _numpy_reduction(form: Form) -> Reduction:
+    narrow, wide = form.dtype.numpy, accumulator(form.dtype).numpy
+
+    def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
+        typed = [s.view(wide if form.carried and i == 0 else narrow) for i, s in enumerate(sources)]
+        out.view(wide if form.carries else narrow)[...] = combine(form, typed)
+
+    return run
+
+
+@cache
+def reduction(form: Form) -> Reduction:
+    code = machine_code()
+    return code.reduction(form) if code else _numpy_reduction(form)
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """A collective on arrays of one size and dtype, ready to be run."""
+
+    def __init__(self, call: Call, steps: Sequence[Step], dtype: DType, kind: ReduceKind | None, job: Job) -> None:
+        self.call, self.steps, self.dtype, self.kind, self.job = call, steps, dtype, kind, job
+
+    def form(self, step: Step) -> Form:
+        assert self.kind is not None
+        return Form(self.kind, self.dtype, self.job.ranks, step.carried, step.op == "carry")
+
+    def sizes(self, step: Step) -> tuple[int, list[int]]:
+        """Bytes of a step's result and of its sources."""
+        wide = step.nbytes // self.job.itemsize * self.job.wide
+        sources = [wide if step.carried and i == 0 else step.nbytes for i, _ in enumerate(step.sources)]
+        return wide if step.op == "carry" else step.nbytes, sources
+
+
+class Collectives:
+    """What is known of one transport: its figures, plans, and code. Kept in its attribute `collectives`."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.me, self.ranks = transport, transport.this_rank.index, transport.num_ranks
+        self.heap = transport.heap if isinstance(transport, SharedMemory) else None
+        self.figures: Figures | None = None
+        self.plans: OrderedDict[Any, tuple[Plan, Callable[[np.ndarray, np.ndarray], None]]] = OrderedDict()
+        code = machine_code()
+        self.fast = (code and code.fast(transport, self.all_reduce)) or self.all_reduce
+
+    def all_reduce(self, buffer: Any, array: Any, kind: Any, algorithm: Algorithm | None = None) -> None:
+        plan = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
+        if self.fast != self.all_reduce and not algorithm and not plan.job.in_place:
+            self.fast.remember(buffer, kind, array, plan)
+
+    def run(
+        self, what: What, buffer: Any, array: Any, out: Any, kind: Any = None, root: int = 0, algorithm: Algorithm | None = None
+    ) -> Plan:
+        dtype = self._check(buffer, array, kind, root, what)
+        in_place = self._is_scratch(buffer, array)
+        if what not in IN_PLACE:
+            self._check_out(out, array, buffer)
+        key = what, buffer.offset, array.shape, dtype, kind, root, algorithm, in_place
+        found = self.plans.get(key)
+        if found is None:
+            found = self.plans[key] = self._prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
+            if len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        found[1](array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
+        return found[0]
+
+    # -- what was passed
+
+    def _check(self, buffer: Any, array: Any, kind: Any, root: Any, what: What) -> DType:
+        check_place(buffer, self.ranks, self.transport.heap_size)
+        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+            raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
+        if array.nbytes != buffer.len:
+            raise CallMismatchError(f"scratch of {buffer.len} bytes ({buffer}) for an array of {array.nbytes} bytes")
+        if what in IN_PLACE and not array.flags.writeable:
+            raise CallMismatchError("the array is changed in place, and this one is read-only")
+        dtype = as_dtype(array.dtype)
+        if what in (What.ALL_REDUCE, What.REDUCE_SCATTER):
+            accumulator(dtype)
+            if not isinstance(kind, ReduceKind):
+                raise CallMismatchError(f"{kind!r} is no ReduceKind; there are {known(k.name for k in ReduceKind)}")
+        if not 0 <= root < self.ranks:
+            raise UnknownRankError(f"root is rank {root}; there are {self.ranks}, from 0")
+        return dtype
+
+    def _check_out(self, out: Any, array: np.ndarray, buffer: SymmetricBuffer) -> None:
+        if not (isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable):
+            raise CallMismatchError(f"expected a writable C-contiguous numpy array for the result, got {_described(out)}")
+        scratch = self.heap.bytes(buffer.on(Rank(self.me))) if self.heap else out[:0]
+        if np.may_share_memory(out, array) or np.may_share_memory(out, scratch):
+            raise CallMismatchError("the result's array lies over the operand's, or over the scratch")
+
+    def _is_scratch(self, buffer: SymmetricBuffer, array: np.ndarray) -> bool:
+        """Whether the array is the scratch. CallMismatchError: a part of it is."""
+        if self.heap is None or not array.size:
+            return False
+        scratch = self.heap.bytes(buffer.on(Rank(self.me)))
+        if not np.may_share_memory(array, scratch):
+            return False
+        if array.ctypes.data != scratch.ctypes.data:
+            raise CallMismatchError(f"the array lies over a part of its scratch, {buffer}")
+        return True
+
+    # -- plans
+
+    def _prepare(
+        self, what: What, buffer: SymmetricBuffer, array: np.ndarray, dtype: DType, kind: Any, root: int, algorithm: Any,
+        in_place: bool,
+    ) -> tuple[Plan, Callable[[np.ndarray, np.ndarray], None]]:  # fmt: skip
+        wide = accumulator(dtype).itemsize if kind else dtype.itemsize
+        job = Job(what, self.ranks, self.me, array.size, dtype.itemsize, wide, root, in_place)
+        way = 1 + list(ALGORITHMS).index(algorithm) if algorithm in ALGORITHMS else 0
+        detail = list(DTYPES).index(dtype.name) | (kind.value if kind else 0) << 8 | way << 12 | in_place << 15 | root << 16
+        call = Call(what, buffer.offset, buffer.len, detail)
+        ways = possible(job)
+        if algorithm is not None and algorithm not in ways:
+            raise CallMismatchError(f"algorithm {algorithm!r} cannot do this; there are {known(ways)}")
+        if algorithm is None and len(ways) > 1 and job.nbytes > SMALL and self.figures is None:
+            self.figures = self._measure(call, buffer)
+        shared = self.heap is not None
+        algorithm = algorithm or choose(job, self.figures if job.nbytes > SMALL else None, shared)
+        plan = Plan(call, schedule(job, algorithm, shared), dtype, kind, job)
+        code = machine_code()
+        walk = code.walk(self.transport, plan) if code else None
+        return plan, walk or (lambda mine, out: self._walk(plan, mine, out))
+
+    def _walk(self, plan: Plan, mine: np.ndarray, out: np.ndarray) -> None:
+        """The plan's steps by put, get and barrier; where heaps lie in this memory, in place."""
+        for step in plan.steps:
+            if step.op == "meet":
+                self.transport.barrier(plan.call)
+                continue
+            nbytes, sizes = plan.sizes(step)
+            inputs = [self._read(source, size, plan, mine, out) for source, size in zip(step.sources, sizes)]
+            goal = self._place(step.out, nbytes, plan, mine, out)
+            result = np.empty(nbytes, np.uint8) if goal is None else goal
+            if step.op == "copy":
+                result[...] = inputs[0]
+            else:
+                reduction(plan.form(step))(result, inputs)
+            if goal is None:
+                self.transport.put(self._buffer(step.out, result.nbytes, plan), result)
+
+    def _buffer(self, place: Place, nbytes: int, plan: Plan) -> SymmetricBuffer:
+        return SymmetricBuffer(Rank(place.where), plan.call.offset + place.at, nbytes)
+
+    def _place(self, place: Place, nbytes: int, plan: Plan, mine: np.ndarray, out: np.ndarray) -> np.ndarray | None:
+        """The bytes themselves; None: in a heap that lies elsewhere."""
+        if place.where < 0:
+            return (mine if place.where == MINE else out)[place.at : place.at + nbytes]
+        return self.heap.bytes(self._buffer(place, nbytes, plan)) if self.heap else None
+
+    def _read(self, place: Place, nbytes: int, plan: Plan, mine: np.ndarray, out: np.ndarray) -> np.ndarray:
+        found = self._place(place, nbytes, plan, mine, out)
+        if found is None:
+            found = np.empty(nbytes, np.uint8)
+            self.transport.get(self._buffer(place, nbytes, plan), found)
+        return found
+
+    # -- figures
+
+    def _measure(self, call: Call, scratch: SymmetricBuffer) -> Figures:
+        """Rank 0's figures, on all ranks: they choose alike. All read at once, as they do in a collective."""
+        barrier, get = self.transport.barrier, self.transport.get
+        barrier(call)
+        size = min(PROBE, self.transport.heap_size)
+        whole, few = np.empty(size, np.uint8), np.empty(min(64, size), np.uint8)
+
+        def took(act: Callable[[], None]) -> float:
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                act()
+                times.append(time.perf_counter() - start)
+                barrier(call)
+            return median(times)
+
+        def read(by: int, into: np.ndarray) -> float:
+            source = SymmetricBuffer(Rank((self.me + by) % self.ranks), 0, into.nbytes)
+            return took(lambda: get(source, into))
+
+        delay = read(1, few)
+        near, far = ((read(by, whole) - delay) / size for by in (1, max(1, self.ranks // 2)))
+        found = np.array([took(lambda: barrier(call)), delay, max(near, 1e-13), max(far, 1e-13)])
+        first = SymmetricBuffer(Rank(0), scratch.offset, found.nbytes)
+        kept = np.empty_like(found)
+        if self.me == 0:  # the scratch may be the array itself
+            get(first, kept)
+            self.transport.put(first, found)
+        barrier(call)
+        get(first, found)
+        barrier(call)
+        if self.me == 0:
+            self.transport.put(first, kept)
+        return Figures(*found.tolist())
+
+
+def _described(array: Any) -> str:
+    return f"one of strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
+
+
+def _of(transport: Any) -> Collectives:
+    try:
+        return transport.collectives
+    except AttributeError:
+        transport.collectives = found = Collectives(transport)
+        return found
+
+
+# -- what people call ----------------------------------------------------------------------------------------------
+
+
+def all_reduce(
+    transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, kind: ReduceKind = ReduceKind.SUM,
+    algorithm: Algorithm | None = None,
+) -> None:  # fmt: skip
+    """Every rank's array combined in rank order, in place, on every rank. `array`: any shape; it may be the scratch itself.
+
+    `algorithm`: not the one that is thought to be fastest but this one. The bits are the same."""
+    if algorithm is None:
+        try:
+            fast = transport.collectives.fast  # pyright: ignore
+        except AttributeError:
+            fast = _of(transport).fast
+        fast(buffer, array, kind)
+    else:
+        _of(transport).all_reduce(buffer, array, kind, algorithm)
+
+
+def all_gather(
+    transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Every rank's array, [ranks, *array.shape], on every rank. `out`: where to put it, instead of a fresh array."""
+    out = _result(array, (transport.num_ranks, *np.shape(array)), out)
+    _of(transport).run(What.ALL_GATHER, buffer, array, out)
+    return out
+
+
+def reduce_scatter(
+    transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, kind: ReduceKind = ReduceKind.SUM,
+    out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """This rank's part of what all_reduce gives: [ranks * d, …] -> [d, …], part r for rank r."""
+    dims = _parted(transport.num_ranks, array)
+    out = _result(array, (dims[0] // transport.num_ranks, *dims[1:]), out)
+    _of(transport).run(What.REDUCE_SCATTER, buffer, array, out, kind)
+    return out
+
+
+def broadcast(
+    transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, root: int | Rank = 0,
+    algorithm: Algorithm | None = None,
+) -> None:  # fmt: skip
+    """The array of rank `root`, in place, on every rank. `array` may be the scratch itself; `algorithm` as of all_reduce."""
+    _of(transport).run(What.BROADCAST, buffer, array, array, None, root.__index__(), algorithm)
+
+
+def all_to_all(
+    transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
+    """[ranks * d, …] -> the same shape: part r goes to rank r, and of the result part r came from rank r."""
+    _parted(transport.num_ranks, array)
+    out = _result(array, np.shape(array), out)
+    _of(transport).run(What.ALL_TO_ALL, buffer, array, out)
+    return out
+
+
+def _parted(ranks: int, array: Any) -> tuple[int, ...]:
+    dims = np.shape(array)
+    if not dims or dims[0] % ranks:
+        raise CallMismatchError(f"{ranks} ranks cannot share the first dim of an array of shape {dims} equally")
+    return dims
+
+
+def _result(array: Any, dims: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
+    if not isinstance(array, np.ndarray):
+        raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
+    if out is None:
+        return np.empty(dims, array.dtype)
+    if not isinstance(out, np.ndarray) or out.shape != dims or out.dtype != array.dtype:
+        raise CallMismatchError(f"the result is {array.dtype} {dims}, `out` is {_described(out)}: {getattr(out, 'shape', '')}")
+    return out
