@@ -40,6 +40,7 @@ TURN = 8  # side of the squares that are turned: sixteen would take as long and 
 FEW_ROWS = 128  # from here on a last block of rows that is half empty is not worth lower blocks
 GRAIN = 1 << 18  # multiply-adds below which a task is not worth handing over
 TASKS_PER_THREAD = 4
+AHEAD_BYTES = 1 << 18  # keys and values of a head that are fetched while another one is worked on
 MOST_PARTS = 16  # of the keys of one head, and
 LEAST_KEYS = 512  # how many keys a part must be able to have
 
@@ -152,6 +153,9 @@ class _Attention(Module):
         self.key_block = PART_KEYS if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are made f32 once for a block of rows
         self.once = self.keys <= self.key_block and not self.narrow and self.parts == 1  # one block: nothing is carried
+        nbytes = self.keys * (self.size * self.k.dtype.itemsize + self.width * self.v.dtype.itemsize)
+        dense = all(t.strides[3] == 1 for t in (self.q, self.k, self.v))
+        self.ahead = dense and not (self.narrow or self.start) and nbytes <= AHEAD_BYTES < self.batch * self.key_heads * nbytes
         self._lay_out_scratch()
 
     def _lay_out_scratch(self) -> None:
@@ -177,6 +181,9 @@ class _Attention(Module):
         items = self.parts * self.batch * self.heads // self.shared * self.blocks
         work = items // self.parts * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
         tasks = max(1, min(items, max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN)))
+        heads = items // max(1, self.blocks)
+        if heads >= 2 * TASKS_PER_THREAD * self.threads:
+            tasks = min(tasks, heads)  # who has read the keys of a head does all its rows
         tasks = 0 if 0 in (items, self.rows, self.width) else tasks
         e = Emitter()
         if tasks:
@@ -203,8 +210,19 @@ class _Attention(Module):
                 first = self._first_position(e, batch)
                 end = e.bin("add", first, self.rows) if self.start else e.i64(self.keys)
                 rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", asked, row0))
+                if self.ahead:
+                    self._fetched(e, item.index, block)
                 self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end, part, logs)
         return self.rendered(e, symbol, tasks)
+
+    def _fetched(self, e: Emitter, item: V, block: V) -> None:
+        """Asks for this block's part of the head that this thread will probably come to next."""
+        _, rest = divided(e, e.bin("add", item, e.i64(self.threads * self.blocks)), self.blocks)
+        head, batch = divided(e, rest, self.heads)
+        _, key_head = divided(e, head, self.group)
+        for t, of, columns in ((self.q, head, self.size), (self.k, key_head, self.size), (self.v, key_head, self.width)):
+            first, stop = share(e, block, self.rows if t is self.q else self.keys, self.blocks)
+            parts.fetch(e, t.at(e, batch, of), t.layout, first, stop, columns)
 
     def _first_position(self, e: Emitter, batch: V) -> V:
         """The key that the first query stands at. One that is out of range fails the run; the nearest in range is used."""
@@ -234,7 +252,7 @@ class _Attention(Module):
             self._turned(e, q, query, rows, e.i64(0), e.i64(self.size), self.size, self.q, self.scale)
         if not self.once:
             self._cleared(e, stats, totals, sums)
-        low, high = self._seen_keys(e, m, row0, rows, end)
+        low, high, holes = self._seen_keys(e, m, row0, rows, end)
         with self._key_blocks(e, low, high, part) as (key0, stop):
             keys = e.bin("sub", stop, key0)
             near_k, near_v = self._staged(e, k, v, key0, stop, end) if self.staged else (k, v)
@@ -247,8 +265,8 @@ class _Attention(Module):
                 self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
                 self._products(e, *product, rows=e.i64(self.tall), careful=self._own_mask.kind in ("band", "keep"))
             else:
-                hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows)
-                softmax = partial(parts.softmax_wide_function, vectors=self.vectors, lanes=self.lanes, first=self.once)
+                hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows, holes)
+                softmax = partial(parts.softmax_wide_function, rows=self.tall, first=self.once)
                 self.call(e, "softmax", softmax, scores, stats, keys)
                 self._weighted(e, *product, rows=rows, hidden=hidden)
         finish = partial(parts.finish_function, source=self.sums, to=self.o.layout, columns=self.width, lanes=self.lanes)
@@ -291,17 +309,17 @@ class _Attention(Module):
             with e.loop(0, count, lanes) as at:
                 e.store(e.const(vector("float", lanes), value), step(e, first, at.index, F32), F32)
 
-    def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V, end: V) -> tuple[V, V]:
-        """The range of keys that some row of the block may see, at least one key."""
-        low, high = e.i64(0), end
+    def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V, end: V) -> tuple[V, V, V]:
+        """The range of keys that some row of the block may see, at least one key; whether a mask may hide one of them."""
+        low, high, holes = e.i64(0), end, e.const("i1", True)
         if self.mask.window:
             low = e.intrinsic("smax", low, e.bin("sub", row0, self.mask.window - 1))
         if self.mask.kind == "band":
             high = e.bin("add", row0, rows)
         one_head = self.m is not None and (self.shared == 1 or not self.m.strides[1])
         if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2] and one_head:
-            high = parts.last_seen(e, m, self.m.layout, end)  # padding is skipped, not computed and hidden
-        return low, high
+            high, holes = parts.seen_keys(e, m, self.m.layout, end, self.lanes)  # padding is skipped, not computed and hidden
+        return low, high, holes
 
     @property
     def _own_mask(self) -> Mask:
@@ -342,11 +360,11 @@ class _Attention(Module):
             else:
                 self.call(e, "tile", tile, here, query, out)
 
-    def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V) -> V | None:
+    def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V, holes: V) -> V | None:
         """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
         if self.mask.kind == "none":
             return None
-        hidden, source = e.const("i1", True), None
+        hidden, source = holes, None
         if self.m is not None and self.m.strides[2]:
             start, stop = self.m.layout.at(e, m, 0), e.bin("add", key0, keys)
             self._turned(e, start, mask, rows, key0, stop, self.keys, self.m)

@@ -6,16 +6,20 @@ Scores lie as [key][row] ("wide": a vector runs along query rows, so that no ste
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.tile import Layout, halves, lane_mask, load_line
-from rlx.backends.cpu.math import EXP, LN2, LOG2_E, SHIFT, log, polynomial, tanh
+from rlx.backends.cpu.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
 from rlx.ir.dtype import f32
 
 F32 = 4  # bytes
+NEAR_ONE = (0.00831246841698885, 0.041890256106853485, 0.16667115688323975, 0.499992311000824, 1.0, 1.0)  # as math.EXP, to 1.1e-7
+BESIDE = 2  # keys whose weights are worked out side by side: each is a chain of steps that wait for one another
 STRETCH = 16  # vectors of a key that are multiplied without a loop
 
 
@@ -50,12 +54,33 @@ def masked(e: Emitter, m: Mask, score: V, key: V, row: V, term: V | None) -> V:
     return score
 
 
-def last_seen(e: Emitter, mask: V, source: Layout, keys: V) -> V:
-    """One past the last key that a mask of bytes, the same for all rows, lets be seen; at least 1."""
-    with e.loop(0, keys, carried=[e.i64(1)]) as at:
-        seen = e.cmp("ne", e.load("i8", source.at(e, mask, 0, at.index), 1), e.const("i8", 0))
-        at.next = [e.select(seen, e.bin("add", at.index, e.i64(1)), at.carried[0])]
-    return at.results[0]
+def seen_keys(e: Emitter, mask: V, source: Layout, keys: V, lanes: int) -> tuple[V, V]:
+    """Of a mask of bytes, the same for all rows: one past the last key that it lets be seen, at least 1, and whether it hides
+    one before."""
+    count = vector("i32", lanes)
+    ones, zeros, places = (e.const(count, 1), e.const(count, 0), e.iota(lanes, "i32"))
+    with e.loop(0, keys, lanes, carried=[ones, zeros]) as at:
+        valid = e.cmp("slt", places, lanes_of(e, e.bin("sub", keys, at.index), lanes))
+        line = load_line(e, source.at(e, mask, 0, at.index), source, lanes, f32, mask=valid)
+        seen = e.bin("and", valid, e.cmp("une", line, e.const(line.ty, 0.0)))
+        past = e.bin("add", e.bin("add", places, ones), lanes_of(e, at.index, lanes))
+        at.next = [e.select(seen, past, at.carried[0]), e.bin("add", at.carried[1], e.select(seen, ones, zeros))]
+    last, some = (e.intrinsic(f"vector.reduce.{how}", x, returns="i32") for how, x in zip(("smax", "add"), at.results))
+    return e.convert("sext", last, "i64"), e.cmp("ne", last, some)
+
+
+def fetch(e: Emitter, start: V, source: Layout, first: V, stop: V, columns: int) -> None:
+    """Asks for rows of a matrix that will be read soon, into the second-level cache."""
+    with e.loop(first, stop) as row:
+        line = source.at(e, start, row.index)
+        for nbytes in range(0, source.byte(0, columns), 64):
+            e.intrinsic("prefetch", e.gep(line, nbytes), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
+
+
+def lanes_at(e: Emitter, x: V, places: Sequence[int]) -> V:
+    """These lanes of x."""
+    picks = ", ".join(f"i32 {n}" for n in places)
+    return e.op(vector(x.scalar, len(places)), f"shufflevector {x}, {x.ty} poison, <{len(places)} x i32> <{picks}>")
 
 
 def highest(e: Emitter, a: V, b: V) -> V:
@@ -70,25 +95,13 @@ def weight_of(e: Emitter, x: V) -> V:
     r = e.fma(e.bin("fsub", shifted, e.const(x.ty, SHIFT)), e.const(x.ty, -LN2), x)
     bits = e.convert("bitcast", shifted, "i32")
     bits = e.bin("add", e.bin("shl", bits, e.const(bits.ty, 23)), e.const(bits.ty, 0x3F800000))
-    value = e.bin("fmul", polynomial(e, r, EXP), e.convert("bitcast", bits, "float"))
+    value = e.bin("fmul", polynomial(e, r, NEAR_ONE), e.convert("bitcast", bits, "float"))
     return e.select(e.cmp("olt", x, e.const(x.ty, -87.0)), e.const(x.ty, 0.0), value)
 
 
 def finite_or_zero(e: Emitter, top: V) -> V:
     """0 in place of -inf: a row that sees no key has weights exp(-inf - 0) = 0."""
     return e.select(e.cmp("oeq", top, e.const(top.ty, -math.inf)), e.const(top.ty, 0.0), top)
-
-
-def weights(e: Emitter, scores: V, keys: V, stride: int, line: Layout, shifts: list[V]) -> list[V]:
-    """Vectors of scores side by side become weights exp(score - shift), `stride` keys at a time; their sums."""
-    ty, lanes = shifts[0].ty, shifts[0].lanes
-    with e.loop(0, keys, stride, carried=[e.const(ty, 0.0)] * len(shifts), nonempty=True) as at:
-        for v, (shift, total) in enumerate(zip(shifts, at.carried)):
-            place = line.at(e, scores, at.index, v * lanes)
-            weight = weight_of(e, e.bin("fsub", e.load(ty, place, F32), shift))
-            e.store(weight, place, F32)
-            at.next.append(e.bin("fadd", total, weight))
-    return at.results
 
 
 # -- wide: scores are [key][row] -----------------------------------------------------------------------------------
@@ -122,24 +135,38 @@ def mask_wide_function(
                 e.store(masked(e, m, e.load(ty, place, F32), key, row, term), place, F32)
 
 
-def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, vectors: int, lanes: int, first: bool) -> None:
-    """Scores become weights exp(score - highest so far). `stats`: per row, its highest score, the sum of its weights, and
-    the factor by which what was summed before shrinks. `first`: nothing was before."""
-    ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
-    every = range(0, vectors * lanes, lanes)
-    before = [e.const(ty, -math.inf) if first else e.load(ty, line.at(e, stats, 0, v), F32) for v in every]
-    with e.loop(0, keys, carried=before, nonempty=True) as at:
-        at.next = [highest(e, e.load(ty, line.at(e, scores, at.index, v), F32), x) for v, x in zip(every, at.carried)]
-    tops = at.results
-    shifts = [finite_or_zero(e, top) for top in tops]
-    totals = weights(e, scores, keys, 1, line, shifts)
-    for v, old, shift, top, total in zip(every, before, shifts, tops, totals):
-        if not first:
-            shrink = weight_of(e, e.bin("fsub", old, shift))
-            e.store(shrink, line.at(e, stats, 2, v), F32)
-            total = e.fma(e.load(ty, line.at(e, stats, 1, v), F32), shrink, total)
-        e.store(top, line.at(e, stats, 0, v), F32)
-        e.store(total, line.at(e, stats, 1, v), F32)
+def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, rows: int, first: bool) -> None:
+    """Scores become weights exp(score - highest so far), in vectors of all `rows`. `stats`: per row, its highest score, the sum
+    of its weights, and the factor by which what was summed before shrinks. `first`: nothing was before."""
+    ty, line = vector("float", rows), Layout(f32, rows)
+    whole = e.bin("and", keys, -BESIDE)
+
+    def over_keys(start: V, combine: Callable[[V, V], V], value: Callable[[V, V], V]) -> V:
+        """`start` combined with the value of each key's scores (and their place), some keys side by side."""
+        for begin, stop, count in ((e.i64(0), whole, BESIDE), (whole, keys, 1)):
+            with e.loop(begin, stop, count, carried=[start]) as at:
+                place = line.at(e, scores, at.index)
+                both = value(e.load(vector("float", count * rows), place, F32), place)
+                parts = [lanes_at(e, both, range(n * rows, n * rows + rows)) for n in range(count)]
+                at.next = [reduce(combine, parts, at.carried[0])]
+            (start,) = at.results
+        return start
+
+    def weigh(score: V, place: V) -> V:
+        weight = weight_of(e, e.bin("fsub", score, lanes_at(e, shift, [n % rows for n in range(score.lanes)])))
+        e.store(weight, place, F32)
+        return weight
+
+    before = e.const(ty, -math.inf) if first else e.load(ty, stats, F32)
+    top = over_keys(before, lambda high, x: highest(e, x, high), lambda score, _: score)
+    shift = finite_or_zero(e, top)
+    total = over_keys(e.const(ty, 0.0), partial(e.bin, "fadd"), weigh)
+    if not first:
+        shrink = weight_of(e, e.bin("fsub", before, shift))
+        e.store(shrink, line.at(e, stats, 2), F32)
+        total = e.fma(e.load(ty, line.at(e, stats, 1), F32), shrink, total)
+    e.store(top, stats, F32)
+    e.store(total, line.at(e, stats, 1), F32)
 
 
 # -- narrow: scores are [row][key] ---------------------------------------------------------------------------------
@@ -209,7 +236,13 @@ def softmax_narrow_function(
         at.next = [highest(e, score, at.carried[0])]
     top = highest(e, alu.across(e, "max", f32, at.results[0]), before)
     shift = finite_or_zero(e, top)
-    (total,) = weights(e, scores, keys, lanes, Layout(f32, 1), [e.splat(shift, lanes)])
+    wide = e.splat(shift, lanes)
+    with e.loop(0, keys, lanes, carried=[e.const(ty, 0.0)], nonempty=True) as at:
+        place = line.at(e, scores, 0, at.index)
+        weight = weight_of(e, e.bin("fsub", e.load(ty, place, F32), wide))
+        e.store(weight, place, F32)
+        at.next = [e.bin("fadd", weight, at.carried[0])]
+    (total,) = at.results
     shrink = weight_of(e, e.bin("fsub", before, shift))
     total = e.fma(summed, shrink, alu.across(e, "add", f32, total))
     for what, value in enumerate((top, total, shrink)):
