@@ -12,7 +12,7 @@ from math import inf
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.emit import Emitter, V, computed, stored, vector
-from rlx.ir.dtype import DType, bf16, f16
+from rlx.ir.dtype import DType, bf16, f8e4m3, f8e5m2, f16
 from rlx.ir.kernel import Alu, Const
 
 Emit = Callable[..., V]
@@ -22,12 +22,14 @@ Emit = Callable[..., V]
 
 
 def memory_type(dtype: DType) -> str:
-    """The LLVM type to load and store with: 16-bit floats travel as i16, which every target can mask."""
-    return "i16" if dtype in (f16, bf16) else stored(dtype)
+    """The LLVM type to load and store with: 16-bit floats travel as i16, which every target can mask, 8-bit ones as i8."""
+    return "i16" if dtype in (f16, bf16) else "i8" if dtype in (f8e4m3, f8e5m2) else stored(dtype)
 
 
 def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
-    """What was loaded, in its compute type: f16 and bf16 to float, any nonzero byte of a bool to true."""
+    """What was loaded, in its compute type: f16, bf16 and f8 to float, any nonzero byte of a bool to true."""
+    if dtype in (f8e4m3, f8e5m2):
+        return math.f8_value(e, raw, dtype == f8e4m3)
     if dtype == bf16:
         return e.convert("bitcast", e.bin("shl", e.convert("zext", raw, "i32"), 16), "float")
     if dtype == f16:
@@ -39,6 +41,8 @@ def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
 
 def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     """A value in its compute type as it is stored: rounded to nearest even; bool as 0 or 1."""
+    if dtype in (f8e4m3, f8e5m2):
+        return math.f8_bits(e, value, dtype == f8e4m3)
     if dtype == bf16:
         return math.bf16_bits(e, value) if value.lanes == 1 or not e.has_bf16 else math.bf16_bits_by_hardware(e, value)
     if dtype == f16:

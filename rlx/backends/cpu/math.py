@@ -68,6 +68,39 @@ def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
     return e.phi((fast, before), (slow, inside))
 
 
+def f8_value(e: Emitter, raw: V, finite: bool) -> V:
+    """The float of an f8e4m3 (`finite`: it has no infinities, and one NaN of each sign) or f8e5m2 (the upper half of an f16)."""
+    if not finite:
+        wide = e.bin("shl", e.convert("zext", raw, "i16"), 8)
+        return e.convert("fpext", e.convert("bitcast", wide, "half"), "float")
+    wide = e.convert("zext", raw, "i32")
+    size = e.bin("and", wide, 0x7F)  # at the place of an f32's exponent and fraction, 120 powers of two too small
+    value = e.bin("fmul", _float(e, e.bin("shl", size, 20)), 2.0**120)
+    value = e.select(e.cmp("eq", size, 0x7F), float("nan"), value)
+    return _float(e, e.bin("or", _bits(e, value), e.bin("shl", e.bin("and", wide, 0x80), 24)))
+
+
+def f8_bits(e: Emitter, x: V, finite: bool) -> V:
+    """float to the bits of an f8e4m3 or f8e5m2 (i8): nearest even; too large becomes NaN (`finite`) or infinite, NaN stays."""
+    fraction, bias = (3, 7) if finite else (2, 15)
+    bits = _bits(e, x)
+    size, sign = e.bin("and", bits, 0x7FFFFFFF), e.bin("and", e.bin("lshr", bits, 24), 0x80)
+    drop = 23 - fraction
+    odd = e.bin("and", e.bin("lshr", size, drop), 1)
+    nearest = e.bin("add", e.bin("add", size, ((bias - 127) << 23) + (1 << (drop - 1)) - 1), odd)
+    normal = e.bin("lshr", nearest, drop)
+    # below the least normal number: an addition whose last bit is the least subnormal's
+    magic = (127 - bias + drop + 1) << 23
+    added = e.bin("fadd", _float(e, size), _float(e, e.const(bits.ty, magic)))
+    small = e.bin("sub", _bits(e, added), magic)
+    out = e.select(e.cmp("ult", size, (128 - bias) << 23), small, normal)
+    top = 0x7F if finite else 0x7C
+    out = e.intrinsic("umin", out, e.const(bits.ty, top))
+    far = e.cmp("ugt", size, 0x7F800000) if not finite else e.cmp("uge", size, 0x43F00000)
+    out = e.select(far, e.const(bits.ty, 0x7F), out)
+    return e.convert("trunc", e.bin("or", out, sign), "i8")
+
+
 # -- pieces --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,103 @@
+"""The reductions of collectives (rlx.driver.collective): what several ranks brought, combined element by element in their order.
+
+One function for each dtype and kind, made when first asked for:
+
+    void rank_reduce(ptr out, ptr sources, i64 count, i64 elements, i64 ranks)
+
+sources[i] is the address of `elements` elements; nothing need be aligned; `out` may be one of the sources. `ranks`: what a
+mean is divided by.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+from rlx.backends.cpu import alu
+from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, V, vector
+from rlx.backends.cpu.jit import Library, compile_object
+from rlx.backends.cpu.target import host_target
+from rlx.driver.collective import Form, ReduceKind, accumulator
+from rlx.ir.dtype import DType
+from rlx.ir.target import Target
+
+COPIES = 4  # registers of sums at a time: loads of the next overlap with adds of this
+OP = {ReduceKind.SUM: "add", ReduceKind.MEAN: "add", ReduceKind.MAX: "max", ReduceKind.MIN: "min"}
+OUT, SOURCES, COUNT, ELEMENTS, RANKS = (V(f"%{name}", ty) for name, ty in (
+    ("out", "ptr"), ("sources", "ptr"), ("count", "i64"), ("elements", "i64"), ("ranks", "i64"),
+))  # fmt: skip
+SYMBOL = "rank_reduce"
+
+
+def module_text(form: Form, target: Target) -> str:
+    """The function as LLVM IR."""
+    e = Emitter()
+    e.has_bf16 = "avx512bf16" in target.features
+    wide = accumulator(form.dtype)
+    if not (form.carried or form.carries) and form.dtype.is_int and form.kind != ReduceKind.MEAN:
+        wide = form.dtype  # what wraps at the end may wrap all the way
+    lanes = target.vector_bytes // wide.itemsize
+    done: int | V = 0
+    for width, copies in ((lanes, COPIES), (lanes, 1), (1, 1)):
+        step = width * copies
+        until = e.bin("and", ELEMENTS, -step) if step > 1 else ELEMENTS
+        with e.loop(done, until, step) as loop:
+            _block(e, form, wide, loop.index, width, copies)
+        done = until
+    e.ret()
+    body = e.function(SYMBOL, ", ".join(map(str, (OUT, SOURCES, COUNT, ELEMENTS, RANKS))))
+    return "\n".join([*e.declarations, ATTRIBUTES, body])
+
+
+def _block(e: Emitter, form: Form, wide: DType, first: V, lanes: int, copies: int) -> None:
+    """Elements first to first + copies * lanes."""
+
+    def place(base: V, dtype: DType, copy: int) -> V:
+        at = e.bin("add nsw", first, copy * lanes) if copy else first
+        return e.op("ptr", f"getelementptr {alu.memory_type(dtype)}, {base}, {at}")
+
+    def load(source: V, dtype: DType) -> list[V]:
+        raw = [e.load(vector(alu.memory_type(dtype), lanes), place(source, dtype, c), 1) for c in range(copies)]
+        values = [alu.from_memory(e, r, dtype) for r in raw]
+        return values if dtype.compute == wide else [alu.cast(e, v, dtype, wide) for v in values]
+
+    begin = load(e.load("ptr", SOURCES, 8), wide if form.carried else form.dtype)
+    with e.loop(1, COUNT, carried=begin) as each:
+        source = e.load("ptr", e.gep(SOURCES, e.bin("mul", each.index, 8)), 8)
+        each.next = [alu.combine(e, OP[form.kind], wide, a, b) for a, b in zip(each.carried, load(source, form.dtype))]
+    goal = wide if form.carries else form.dtype
+    for c, value in enumerate(each.results):
+        if form.kind == ReduceKind.MEAN and not form.carries:
+            value = _divided(e, value, wide)
+        value = value if goal.compute == wide else alu.cast(e, value, wide, goal)
+        e.store(alu.to_memory(e, value, goal), place(OUT, goal, c), 1)
+
+
+def _divided(e: Emitter, total: V, wide: DType) -> V:
+    """By `ranks`, at least 1; of integers towards zero."""
+    if wide.is_float:
+        return e.bin("fdiv", total, e.splat(e.convert("sitofp", RANKS, total.scalar), total.lanes))
+    return e.bin("sdiv" if wide.kind == "i" else "udiv", total, e.splat(RANKS, total.lanes))
+
+
+@cache
+def _library(dtype: DType, kind: ReduceKind, carried: bool, carries: bool) -> Library:
+    target = host_target(1)
+    text = module_text(Form(kind, dtype, 1, carried, carries), target)
+    return Library([compile_object(text, target, f"rank_reduce of {dtype}", keep=True)], (SYMBOL,))
+
+
+def library(form: Form) -> Library:
+    """For the life of the process."""
+    kind = ReduceKind.SUM if form.kind == ReduceKind.MEAN and form.carries else form.kind  # not divided yet
+    return _library(form.dtype, kind, form.carried, form.carries)
+
+
+def function(form: Form) -> Callable[..., None]:
+    """As a ctypes function, which lets other Python threads go on."""
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    return library(form).function(SYMBOL, None, *arguments)
+
+
+__all__ = ["SYMBOL", "function", "library", "module_text"]
