@@ -162,6 +162,9 @@ class OpDef:
     # (padding, attrs, *Value) -> the op where rows that hold no data must not count (rlx.compile.padding): Value(s); None: as
     # its kind or decomposition says; a text: why it cannot be
     padded: Callable[..., Any] | None = None
+    # (partition, attrs, *Value) -> the op over one rank's parts of these values of the whole graph (rlx.compile.partition): a
+    # (Value, Placement) per result; None: as its kind or decomposition says; a text: why it needs them whole
+    partitioned: Callable[..., Any] | None = None
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     # (node, pack) -> what `node` gives, by this op, from `pack`, a packed form of a param that `node` reads; None: it cannot
     unpacks: Callable[..., Any] | None = None
@@ -177,6 +180,11 @@ class OpDef:
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether its results are known as soon as its operands are, before any run and on one rank alone."""
+        return self.kind is not Kind.LEAF and self.collective is None
 
     def make_attrs(self, given: dict[str, Any]) -> Attrs | None:
         """The attribute record from keyword arguments; unknown or missing ones are an AttributeValueError."""

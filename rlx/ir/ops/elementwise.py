@@ -11,6 +11,7 @@ from rlx.errors import DTypeError
 from rlx.ir.dtype import DType, as_dtype, bool_
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import comparison, pointwise, same, same_dtype
+from rlx.ir.placement import Partial
 from rlx.ir.shape import Shape, broadcast_dims
 
 UNARY = (Sample(((3, 17),)), Sample(((33,),), low=-8.0, high=8.0), Sample(((),)), Sample(((1, 5),)))
@@ -231,9 +232,16 @@ def _cast_shape(attrs: CastAttrs, x: Shape) -> Shape:
     return x.with_dtype(attrs.dtype)
 
 
+def _cast_partitioned(p: Any, attrs: CastAttrs, x: Any) -> Any:
+    """Contributions may be cast before they are added up, where that loses nothing."""
+    home, to = p.home[x], attrs.dtype
+    wider = to.is_float and x.dtype.is_float and to.bits > x.dtype.bits
+    return [(cast(p.at(x, home), dtype=to), home)] if isinstance(home, Partial) and (wider or to == x.dtype) else None
+
+
 cast = op(
     "cast", kind=Kind.POINTWISE, infer=_cast_shape, attrs=CastAttrs, dtypes="fiub",
-    reference=lambda attrs, x: cast_array(x, attrs.dtype), scalar=_cast_scalar,
+    reference=lambda attrs, x: cast_array(x, attrs.dtype), scalar=_cast_scalar, partitioned=_cast_partitioned,
     samples=tuple(
         Sample(((3, 17),), {"dtype": as_dtype(d)}, low=-300.0, high=300.0)
         for d in ("f32", "f64", "f16", "bf16", "i64", "i32", "i8", "u8", "u32", "bool")

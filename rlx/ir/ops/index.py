@@ -11,7 +11,9 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
 from rlx.ir.ops.rules import axis_of, integer, lines, others, same_dtype, static_dim
+from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import DimLike, Shape
 
 INDEX_OUT_OF_RANGE = 1  # kernel.STATUS
@@ -70,6 +72,22 @@ def _gather_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: S
     return None if axis == at else axis + (indices.rank - 1) * (axis > at)
 
 
+def _gather_partitioned(p: Any, attrs: AxisAttrs, x: Any, indices: Any) -> Any:
+    """Each rank looks up what it has, and zeros for the rest; the sum is the result."""
+    split, axis = p.split_of(x), axis_of(attrs.axis, x.rank)
+    if split is None or split.axis != axis:
+        return None
+    if len(split.parts) > 1 or x.dtype.kind not in "fiu":
+        return f"its parts along axis {axis} cannot be summed"
+    size, ids = x.shape.static[axis], p.at(indices, REPLICATED).astype(i64)
+    ids = gather(iota(dims=(size,)), ids)  # one that is out of range is found
+    own = ids - p.first(size)
+    here = logical_and(less_equal(0, own), less(own, size // p.ranks))
+    rows = gather(p.at(x, split), where(here, own, 0), axis=axis)
+    mask = here.reshape((*indices.dims, *(1 for _ in x.dims[axis + 1 :])))
+    return [(where(mask, rows, 0), Partial("sum"))]
+
+
 GATHERS = (
     Sample(((5, 17), (4,)), low=0, high=5, dtypes=("", "i64")),
     Sample(((3, 5, 2), (2, 3)), {"axis": 1}, low=0, high=5, dtypes=("", "i32")),
@@ -78,7 +96,7 @@ GATHERS = (
 )
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiub", roles="xi",
-    reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows,
+    reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
     doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
     "dim is an IndexRangeError.",
 )  # fmt: skip
@@ -191,9 +209,23 @@ def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     return out
 
 
+def _concat_partitioned(p: Any, attrs: AxisAttrs, *operands: Any) -> Any:
+    """Along the axis that the ranks share, each rank joins its shares."""
+    axis = axis_of(attrs.axis, operands[0].rank)
+    splits = [p.split_of(v) for v in operands]
+    if not any(s is not None and s.axis == axis for s in splits):
+        return None
+    splits = [s if s is not None and s.axis == axis else Split(axis, (v.shape.static[axis],)) for s, v in zip(splits, operands)]
+    parts = tuple(part for s in splits for part in s.parts)
+    if any(part % p.ranks for part in parts):
+        return f"{p.ranks} ranks cannot share its parts {parts} along axis {axis} equally"
+    return [(concat(*map(p.at, operands, splits), axis=axis), Split(axis, parts))]
+
+
 concat = op(
     "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiub",
     reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element, rows=others,
+    partitioned=_concat_partitioned,
     samples=(
         Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)),
         Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),

@@ -122,6 +122,11 @@ def _cumsum_padded(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
     return p.final(cumsum(held, axis=axis, exclusive=attrs.exclusive, reverse=attrs.reverse)) if p.along(x, axis) else None
 
 
+def _cumsum_partitioned(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
+    split = p.split_of(x)
+    return "each element needs those before it" if split and split.axis == axis_of(attrs.axis, x.rank) else None
+
+
 def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     x, attrs = node.inputs[0], node.attrs
     axis = axis_of(attrs.axis, x.rank)
@@ -136,7 +141,7 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
 cumsum = op(
     "cumsum", kind=Kind.KERNEL, infer=_cumsum_shape, attrs=CumsumAttrs, dtypes="fiu",
     reference=_cumsum_array, kernel=_cumsum_kernel,
-    rows=lambda a, i, axis, x: axis, padded=_cumsum_padded,
+    rows=lambda a, i, axis, x: axis, padded=_cumsum_padded, partitioned=_cumsum_partitioned,
     samples=(
         Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
         Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),

@@ -15,6 +15,7 @@ from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.rules import others, static_dim
 from rlx.ir.ops.view import transpose
+from rlx.ir.placement import Split
 from rlx.ir.quant import FORMATS, QuantFormat
 from rlx.ir.shape import Shape
 
@@ -132,8 +133,20 @@ def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any])
     return _ELEMENTS[form.name](block, k.rem(column, form.block))
 
 
+def _dequantize_partitioned(p: Any, attrs: DequantizeAttrs, packed: Any) -> Any:
+    """Ranks may share whole blocks of a row."""
+    form, split, axis = FORMATS[attrs.format], p.split_of(packed), packed.rank - 1
+    if split is None or split.axis != axis:
+        return None
+    if attrs.columns % form.block or any(part % (form.nbytes * p.ranks) for part in split.parts):
+        return f"{p.ranks} ranks cannot share its rows of {attrs.columns} elements in whole {form.name} blocks of {form.block}"
+    parts = tuple(part // form.nbytes * form.block for part in split.parts)
+    return [(dequantize(p.at(packed, split), attrs.format, attrs.columns // p.ranks), Split(axis, parts))]
+
+
 dequantize = op(
     "dequantize", kind=Kind.INDEX, infer=_dequantize_shape, attrs=DequantizeAttrs, dtypes="u", rows=others,
+    partitioned=_dequantize_partitioned,
     reference=lambda attrs, packed: FORMATS[attrs.format].decode_rows(packed, attrs.columns), element=_dequantize_element,
     samples=tuple(
         Sample(((3, f.row_bytes(columns)),), {"format": f.name, "columns": columns}, low=0, high=256, dtypes=("u8",))

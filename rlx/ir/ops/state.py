@@ -160,6 +160,11 @@ def _valid_rows(attrs: ValidRowsAttrs, operand: int, axis: int, x: Shape, extent
     return axis if attrs.guard or axis != axis_of(attrs.axis, x.rank) else None
 
 
+def _valid_partitioned(p: Any, attrs: ValidRowsAttrs, x: Any, extent: Any) -> Any:
+    split = p.split_of(x)
+    return "rows are counted from the first" if split and split.axis == axis_of(attrs.axis, x.rank) else None
+
+
 def _valid_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
     x, extent = node.inputs
     axis = axis_of(node.attrs.axis, x.rank)
@@ -204,7 +209,7 @@ take_rows = op(
 )  # fmt: skip
 valid_rows = op(
     "valid_rows", kind=Kind.INDEX, infer=_valid_shape, attrs=ValidRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
-    reference=_valid_array, element=_valid_element, rows=_valid_rows,
+    reference=_valid_array, element=_valid_element, rows=_valid_rows, partitioned=_valid_partitioned,
     samples=(
         Sample(((5, 17), ()), low=1, high=5, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"axis": 1, "fill": "least"}, low=1, high=9, dtypes=("", "i32")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -224,12 +225,29 @@ def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
     return None
 
 
+def _slice_partitioned(p: Any, attrs: SliceAttrs, x: Any) -> Any:
+    """Whole parts of the axis that the ranks share can be taken out."""
+    if (split := p.split_of(x)) is None:
+        return None
+    start, length, step = _ranges(attrs, x.dims)[split.axis]
+    ends = [0, *accumulate(split.parts)]
+    if (start, length, step) == (0, x.dims[split.axis], 1):
+        return None
+    if step != 1 or start not in ends or start + length not in ends or not length:  # type: ignore[operator]
+        return f"it cuts through axis {split.axis} of {x.shape}"
+    low, high = ends.index(start), ends.index(start + length)  # type: ignore[operator]
+    pick = lambda own, other: (*own[: split.axis], other // p.ranks, *own[split.axis + 1 :])  # noqa: E731
+    starts, stops = pick(attrs.starts, start), pick(attrs.stops, start + length)  # type: ignore[operator]
+    part = slice(p.at(x, split), starts=starts, stops=stops, steps=attrs.steps)
+    return [(part, replace(split, parts=split.parts[low:high]))]
+
+
 builtin_slice = slice
 slice = op(
     "slice", kind=Kind.VIEW, attrs=SliceAttrs, dtypes=ANY,
     reference=lambda a, x: x[tuple(map(builtin_slice, a.starts, a.stops, a.steps))],
     infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
-    element=_slice_element, strided=_slice_strided, padded=_slice_padded,
+    element=_slice_element, strided=_slice_strided, padded=_slice_padded, partitioned=_slice_partitioned,
     samples=(
         Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}),
         Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),

@@ -1,0 +1,514 @@
+"""One graph over several ranks: splits are followed from marked leaves; collectives stand where ranks need each other's parts.
+
+In: a graph, and for some leaves the axis that the ranks share. Out: the graph that every rank runs, over its share of each
+leaf. As in GSPMD (Xu et al. 2021) each op's own facts say where a split leads: row by row, summed along it (then ranks have
+contributions, which are combined where they are first needed whole: in a transformer the two all_reduces per layer of Shoeybi
+et al. 2019), or not at all. A composite stays one where its decomposition over one rank's operands is, node for node,
+what the partitioner made of its decomposition over the whole ones; else the parts of it take its place.
+
+What cannot stay split is gathered and the report says why; but params never are, as they would move at every run: that is a
+CompileError naming the node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import rlx.ir.ops as ops
+from rlx.compile.legalise import expand
+from rlx.compile.padding import carried
+from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
+from rlx.ir.graph import CONSTANT, PARAM, Active, Graph, Node, Value
+from rlx.ir.handle import BufferHandle
+from rlx.ir.op import Attrs, Kind, attribute_types
+from rlx.ir.ops.view import slice_axis
+from rlx.ir.placement import REPLICATED, Partial, Placement, Replicated, Split
+from rlx.ir.program import Layout
+from rlx.ir.shape import DimLike, contiguous_strides
+from rlx.ir.verify import where
+
+KINDS = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.kind
+
+
+class Move(NamedTuple):
+    """A collective that was put in. `nbytes`: that each rank sends, at least, in one run; 0: nothing moves."""
+
+    what: str
+    value: str
+    reader: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """What the partitioner did. `marks`: of leaves and outputs; `inferred`: params split because all that reads them is;
+    `placements`: of each node's results, by node; `gathered`: why a value did not stay split."""
+
+    name: str
+    ranks: int
+    marks: dict[str, Split]
+    inferred: dict[str, Split]
+    moves: tuple[Move, ...]
+    placements: tuple[tuple[str, tuple[Placement, ...]], ...]
+    gathered: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank sends in one run, at least."""
+        return sum(m.nbytes for m in self.moves)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} over {self.ranks} ranks: each sends {self.nbytes} bytes per run"]
+        lines += [f"  {name}: {split}" for name, split in self.marks.items()]
+        lines += [f"  {name}: {split}, as what reads it" for name, split in self.inferred.items()]
+        lines += [f"  {m.what} of {m.value} for {m.reader}: {m.nbytes} bytes" for m in self.moves]
+        return "\n".join([*lines, *(f"  {why}" for why in self.gathered)])
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """`graph`: what every rank runs; its leaves have the dims of one rank's share. `splits`: of leaves, by name."""
+
+    graph: Graph
+    ranks: int
+    splits: dict[str, Split]
+    report: PartitionReport
+
+    def shard(self, name: str, array: np.ndarray, rank: int) -> np.ndarray:
+        """What `rank` holds of the leaf `name`, given all of it; a view where it is one piece."""
+        if not 0 <= rank < self.ranks:
+            raise UnknownRankError(f"rank {rank}; there are {self.ranks}, from 0")
+        split = self.splits.get(name)
+        return array if split is None else split.share(array, self.ranks, rank)
+
+    def shards(self, arrays: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+        """The same of several leaves."""
+        return {name: self.shard(name, array, rank) for name, array in arrays.items()}
+
+
+def partition(graph: Graph, marks: Mapping[str, int | Split], ranks: int) -> Partitioned:
+    """`graph` as each of `ranks` runs it, where they share the marked leaves: {"w1": 1, "w2": 0} says along which axis.
+
+    A marked output stays split, the others are whole on every rank. Handles that are not marked are whole. The graph itself
+    stays as it was.
+
+    OptionError: a mark names nothing, or no axis. CompileError: ranks cannot share an axis equally, or a param would have to
+    be gathered at every run; it names the node and says why.
+    """
+    ranks = whole("ranks", ranks, 1)
+    for node in graph.nodes():
+        if not all(s.is_static for s in node.shapes):
+            raise UnboundDimError(f"graph {graph.name!r}: {where(node)} has named dims; partition takes a graph of known sizes")
+        if node.op.collective is not None:
+            raise CompileError(f"graph {graph.name!r}: {where(node)} is a collective already; partition a graph without any")
+    given = {name: _checked(graph, name, mark, ranks) for name, mark in marks.items()}
+    inferred: dict[str, Split] = {}
+    while True:
+        made = _Partition(graph, {**given, **inferred}, ranks)
+        out = made.run()
+        found = {name: s for name, (s, *more) in ((n, [*a]) for n, a in made.asked.items()) if not more and isinstance(s, Split)}
+        if not found:
+            break
+        inferred |= found
+    report = PartitionReport(
+        graph.name, ranks, given, inferred, tuple(made.moves), tuple(made.placements), tuple(dict.fromkeys(made.gathered))
+    )
+    leaves = {str(v.name) for v in graph.leaves()}
+    return Partitioned(out, ranks, {n: s for n, s in {**given, **inferred}.items() if n in leaves}, report)
+
+
+def _checked(graph: Graph, name: str, mark: Any, ranks: int) -> Split:
+    values = dict(zip(graph.output_names, graph.outputs)) | {str(v.name): v for v in graph.leaves()}
+    if name not in values:
+        raise OptionError(f"graph {graph.name!r} has no leaf or output {name!r} to split; it has {known(values)}")
+    value = values[name]
+    if isinstance(mark, bool) or not isinstance(mark, (int, Split)):
+        raise OptionError(f"{name!r} is split along an axis (an int, or a Split), got {mark!r}")
+    split = mark if isinstance(mark, Split) else Split(mark)
+    if not -value.rank <= split.axis < value.rank:
+        raise OptionError(f"{name!r} is {value.shape}; it has no axis {split.axis} to split")
+    size = value.shape.static[split.axis % value.rank]
+    split = Split(split.axis % value.rank, split.parts or (size,))
+    if sum(split.parts) != size:
+        raise OptionError(f"{name!r} is {value.shape}: parts {split.parts} do not add up to dim {split.axis}")
+    for part in split.parts:
+        if part % ranks:
+            which = f"dim {split.axis}" if len(split.parts) == 1 else f"a part of dim {split.axis}"
+            left = f"{ranks} ranks cannot share equally: {part % ranks} would be left over"
+            raise CompileError(f"graph {graph.name!r}: {where(value.node)} is {value.shape}; {which} is {part}, which {left}")
+    return split
+
+
+class Plan(NamedTuple):
+    """An op over parts: where its operands must be, where its results then are, and its attributes for one rank."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    attrs: Attrs | None
+
+
+@dataclass
+class _Partition:
+    """The work on one graph, and what an op's `partitioned` declaration sees as its first argument.
+
+    `have`: a value of the whole graph -> the forms in which one rank has it; `home`: the one it was made in."""
+
+    graph: Graph
+    marks: Mapping[str, Split]
+    ranks: int
+    have: dict[Value, dict[Placement, Value]] = field(default_factory=dict)
+    home: dict[Value, Placement] = field(default_factory=dict)
+    asked: dict[str, dict[Placement, None]] = field(default_factory=dict)  # of params that are not marked: by their readers
+    fixed: set[Value] = field(default_factory=set)  # made of params alone
+    moves: list[Move] = field(default_factory=list)
+    placements: list[tuple[str, tuple[Placement, ...]]] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    memory: dict[Any, Plan | None] = field(default_factory=dict)  # composites seen before
+    reader: str = ""  # the node of the user's graph that is being done
+
+    def run(self) -> Graph:
+        g, out = self.graph, Graph(self.graph.name)
+        for leaf in g.leaves():
+            split = self.marks.get(str(leaf.name), REPLICATED)
+            dims = split.local(leaf.shape.static, self.ranks) if isinstance(split, Split) else leaf.dims
+            if leaf in g.handles:
+                local = out.handle(BufferHandle(str(leaf.name), dims, leaf.dtype))
+            else:
+                local = (out.param if leaf in g.params else out.input)(str(leaf.name), dims, leaf.dtype)
+            self.put(leaf, local, split)
+        for node in g.nodes():
+            self.reader = where(node)
+            if node.results[0] not in self.home:
+                self.follow(node)
+            self.placements.append((self.reader, tuple(self.home[v] for v in node.results)))
+        for handle, value in g.assigns:
+            self.reader = f"the next state {handle.name!r}"
+            out.assign(self.have[handle][self.home[handle]], self.at(value, self.home[handle]))
+        out.in_place = set(g.in_place)
+        outputs = []
+        for value, name in zip(g.outputs, g.output_names):
+            self.reader = f"the output {name!r}"
+            is_leaf = any(leaf.name == name for leaf in g.leaves())
+            outputs.append(self.at(value, REPLICATED if is_leaf else self.marks.get(name, REPLICATED)))
+        out.set_outputs(outputs, g.output_names)
+        return out
+
+    # -- what there is
+
+    def put(self, value: Value, local: Value, placement: Placement) -> None:
+        assert local.shape == value.shape.with_dims(self.dims(value, placement)), f"{value!r} {placement} is {local!r}"
+        self.have[value], self.home[value] = {placement: local}, placement
+        node = value.node
+        if node.op is PARAM or (node.inputs and all(v in self.fixed or v.node.op is CONSTANT for v in node.inputs)):
+            self.fixed.add(value)
+
+    def at(self, value: Value, to: Placement) -> Value:
+        """The value as one rank has it in the placement `to`, by a collective if it must be."""
+        if value.node.op is PARAM and value.name not in self.marks and not isinstance(to, Partial):
+            self.asked.setdefault(str(value.name), {})[to] = None
+        have = self.have[value]
+        if to not in have:
+            if self.cost(value, to) == math.inf:
+                raise self.refusal(value, "it needs all of it")
+            have[to] = self.moved(value, REPLICATED if REPLICATED in have else self.home[value], to)
+        return have[to]
+
+    def split_of(self, value: Value) -> Split | None:
+        """Its split, if that is its home."""
+        home = self.home[value]
+        return home if isinstance(home, Split) else None
+
+    def cost(self, value: Value, to: Placement) -> float:
+        """Bytes that each rank sends to have it so."""
+        home, n = self.home[value], self.ranks
+        if to in self.have[value] or REPLICATED in self.have[value]:
+            return 0
+        if value in self.fixed and isinstance(home, Split):
+            return math.inf
+        share = value.shape.size_bytes * (n - 1) // n
+        if isinstance(home, Split):
+            return share // n if self.direct(home, to) else share
+        return share if self.direct(home, to) else 2 * share
+
+    def direct(self, home: Placement, to: Placement) -> bool:
+        """Whether one collective gives it without the whole on every rank."""
+        one = isinstance(to, Split) and len(to.parts) == 1
+        return one and (isinstance(home, Partial) or (isinstance(home, Split) and len(home.parts) == 1 and home.axis != to.axis))  # type: ignore[union-attr]
+
+    def moved(self, value: Value, home: Placement, to: Placement) -> Value:
+        local, n = self.have[value][home], self.ranks
+        if isinstance(home, Replicated) and isinstance(to, Split):
+            return self.note("rank_slice", value, 0, _own_part(local, to, n))
+        nbytes = int(self.cost(value, to))
+        if isinstance(to, Split) and self.direct(home, to):
+            if isinstance(home, Partial):
+                made = ops.reduce_scatter(local, axis=to.axis, kind=home.kind, ranks=n)
+                return self.note("reduce_scatter", value, nbytes, made)
+            assert isinstance(home, Split)
+            return self.note("all_to_all", value, nbytes, ops.all_to_all(local, n, to.axis, home.axis))
+        if isinstance(to, Split):
+            return _own_part(self.at(value, REPLICATED), to, n)
+        if isinstance(home, Partial):
+            return self.note("all_reduce", value, nbytes, ops.all_reduce(local, kind=home.kind, ranks=n))
+        assert isinstance(home, Split)
+        return self.note("all_gather", value, nbytes, _all_parts(local, home, n))
+
+    def note(self, what: str, value: Value, nbytes: int, made: Value) -> Value:
+        self.moves.append(Move(what, f"{value.name or value.node.op.name} {value.shape}", self.reader, nbytes))
+        return made
+
+    def refusal(self, value: Value, why: str) -> CompileError:
+        shown = f"{value.name!r} ({value.shape})" if value.name else f"{value.shape}, made of params,"
+        return CompileError(
+            f"graph {self.graph.name!r}: {self.reader}: {why}, and {shown} lies on the ranks as {self.home[value]}; params "
+            "are not gathered at every run. Split it along another axis, or leave it whole"
+        )
+
+    def first(self, size: int) -> Value:
+        """i64 (): where this rank's part begins of an axis of that size."""
+        return ops.rank_slice(ops.iota(dims=(self.ranks,)), ranks=self.ranks).reshape(()) * (size // self.ranks)
+
+    # -- nodes
+
+    def follow(self, node: Node) -> None:
+        """Make what one rank computes for the node."""
+        homes = [self.home[v] for v in node.inputs]
+        made: Any = None
+        if node.op.kind is Kind.LEAF or all(isinstance(h, Replicated) for h in homes):
+            made = self.apply(node, Plan(tuple(homes), (REPLICATED,) * len(node.shapes), node.attrs))
+        elif node.op.partitioned is not None:
+            made = node.op.partitioned(self, node.attrs, *node.inputs)
+        if isinstance(made, str):
+            made = self.apply(node, self.whole(node, made))
+        elif made is None:
+            made = self.composite(node) if node.op.kind is Kind.COMPOSITE else self.apply(node, self.core(node))
+        for value, (local, placement) in zip(node.results, made, strict=True):
+            self.put(value, local, placement)
+
+    def apply(self, node: Node, plan: Plan) -> list[tuple[Value, Placement]]:
+        if node.op.kind is Kind.LEAF:
+            return [(node.results[0], REPLICATED)]
+        inputs = tuple(self.at(v, p) for v, p in zip(node.inputs, plan.operands))
+        shapes = node.op.result_shapes(plan.attrs, tuple(v.shape for v in inputs))
+        return list(zip(Node(node.op, inputs, plan.attrs, shapes, node.name, node.source).results, plan.results))
+
+    def whole(self, node: Node, why: str) -> Plan:
+        """Every operand gathered."""
+        for v in node.inputs:
+            if self.cost(v, REPLICATED) == math.inf:
+                raise self.refusal(v, why)
+        if any(self.split_of(v) for v in node.inputs):
+            self.gathered.append(f"gathered for {self.reader}: {why}")
+        return Plan((REPLICATED,) * len(node.inputs), (REPLICATED,) * len(node.shapes), node.attrs)
+
+    def core(self, node: Node) -> Plan:
+        """The plan that keeps work split and moves the fewest bytes; all operands whole where there is none."""
+        if node.op.kind is Kind.VIEW and isinstance(self.home[node.inputs[0]], Partial):
+            return Plan((self.home[node.inputs[0]],), (self.home[node.inputs[0]],), node.attrs)
+        plans, reasons = [], []
+        for i, v in enumerate(node.inputs):
+            if (split := self.split_of(v)) is not None:
+                plan = self.plan(node, i, split)
+                (reasons if isinstance(plan, str) else plans).append(plan)
+        if not plans:
+            return self.whole(node, "; ".join(dict.fromkeys(reasons)) or "it needs contributions combined")
+        best = min(plans, key=lambda p: self.total(node, p))
+        if self.total(node, best) == math.inf:
+            self.whole(node, "operands are split along axes that do not meet")
+        return best
+
+    def total(self, node: Node, plan: Plan) -> float:
+        reduced = sum(2 * s.size_bytes for s, p in zip(node.shapes, plan.results) if isinstance(p, Partial))
+        return reduced + sum(self.cost(v, p) for v, p in zip(node.inputs, plan.operands))
+
+    def plan(self, node: Node, i: int, split: Split) -> Plan | str:
+        """How the node runs on parts of operand i; a text: why it cannot."""
+        op, x = node.op, node.inputs[i]
+        operands: list[Placement] = [split if v == x else REPLICATED for v in node.inputs]
+        results: tuple[Placement | None, ...] = ()
+        if op.contract is not None:
+            facts = op.contract(node.attrs, *(v.shape for v in node.inputs))
+            sums = (facts.a_sum, facts.b_sum)
+            if split.axis in sums[i]:
+                operands[i], operands[1 - i] = split, Split(sums[1 - i][sums[i].index(split.axis)], split.parts)
+                results = (Partial("sum"),)
+        elif op.reduce is not None and split.axis in (facts := op.reduce(node.attrs, x.shape)).axes:
+            if facts.op not in KINDS:
+                return f"ranks cannot combine by {facts.op}"
+            results = (Partial(KINDS[facts.op]),)
+        if not results:
+            results = tuple(_carried(node, i, split, r, self.ranks) for r in node.results)
+            if not all(results):
+                return _why(node, i, split, self.ranks)
+            operands = [split if j == i else _beside(node, j, results[0]) for j in range(len(node.inputs))]  # type: ignore[arg-type]
+        return self.sound(node, operands, results)  # type: ignore[arg-type]
+
+    def sound(self, node: Node, operands: Sequence[Placement], results: Sequence[Placement]) -> Plan | str:
+        """The plan, if the op's shape rule agrees with it."""
+        here = [self.dims(v, p) for v, p in zip(node.inputs, operands)]
+        want = tuple(s.with_dims(self.dims(r, p)) for s, r, p in zip(node.shapes, node.results, results))
+        attrs = _with_dims(node.attrs, want[0].dims)
+        try:
+            found = node.op.result_shapes(attrs, tuple(v.shape.with_dims(d) for v, d in zip(node.inputs, here)))
+        except GraphError as e:
+            return f"not over parts ({e})"
+        return Plan(tuple(operands), tuple(results), attrs) if found == want else "its attributes fit the whole operand alone"
+
+    def dims(self, value: Value, placement: Placement) -> tuple[int, ...]:
+        dims = value.shape.static
+        return placement.local(dims, self.ranks) if isinstance(placement, Split) else dims
+
+    # -- composites
+
+    def composite(self, node: Node) -> list[tuple[Value, Placement]]:
+        """By its decomposition; the composite itself over one rank's operands where that is the same."""
+        key = (node.op, node.attrs, *((v.shape, self.home[v]) for v in node.inputs))
+        if (plan := self.memory.get(key)) is not None:
+            return self.apply(node, plan)
+        if node.op.decompose is None:
+            return self.apply(node, self.whole(node, "nothing says what it is made of"))
+
+        def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+            results = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source).results
+            self.follow(results[0].node)
+            return results
+
+        made = [(self.have[v][self.home[v]], self.home[v]) for v in expand(node, new)]
+        self.memory[key] = plan = None if key in self.memory else self.kept(node, made)
+        return made if plan is None else self.apply(node, plan)
+
+    def kept(self, node: Node, made: Sequence[tuple[Value, Placement]]) -> Plan | None:
+        """The composite over one rank's operands, if it is what was `made`."""
+        forms = {local: (v, p) for v in node.inputs for p, local in self.have[v].items()}
+        used: dict[Value, set[Placement]] = {v: set() for v in node.inputs}
+        for local in _reached([local for local, _ in made], forms):
+            used[forms[local][0]].add(forms[local][1])
+        homes = {v: REPLICATED if isinstance(self.home[v], Partial) else self.home[v] for v in node.inputs}
+        if any(len(p) > 1 for p in used.values()):
+            return None
+        plan = self.sound(node, [next(iter(used[v]), homes[v]) for v in node.inputs], [p for _, p in made])
+        if isinstance(plan, str) or any(p not in self.have[v] for v, p in zip(node.inputs, plan.operands)):
+            return None
+        assert node.op.decompose is not None
+        again = node.op.decompose(plan.attrs, *(self.have[v][p] for v, p in zip(node.inputs, plan.operands)))
+        again = again if isinstance(again, tuple) else (again,)
+        seen: set[tuple[Value, Value]] = set()
+        return plan if all(_same(a, b, seen) for (a, _), b in zip(made, again)) else None
+
+
+# -- where splits lead
+
+
+def _carried(node: Node, operand: int, split: Split, result: Value, ranks: int) -> Split | None:
+    """Where the parts of an operand of a core op lie in the result. None: it mixes them, or takes them apart."""
+    x = node.inputs[operand]
+    if node.op.kind is not Kind.VIEW:
+        found = carried(node, operand, Active(split.axis, 1, 1, 1), result)
+        return None if found is None else Split(found.axis, split.parts)
+    plain, size = contiguous_strides(x.shape.static), x.shape.static[split.axis]
+    layout = node.op.strided and node.op.strided(node.attrs, x.shape.static, result.shape.static, Layout(plain))
+    if layout is None or not x.shape.num_elements or not result.shape.num_elements:
+        return None
+    for axis, (step, d) in enumerate(zip(layout.strides, result.shape.static)):
+        if (step, d) == (plain[split.axis], size) and d > 1:
+            return Split(axis, split.parts)
+    if len(set(split.parts)) > 1:
+        return None
+    active = Active(split.axis, len(split.parts), ranks, split.parts[0] // ranks)
+    if (found := carried(node, operand, active, result)) is None:
+        return None
+    return Split(found.axis, (result.shape.static[found.axis] // found.outer,) * found.outer)
+
+
+def _beside(node: Node, operand: int, result: Split) -> Placement:
+    """Where another operand must be for that split of the (first) result."""
+    x = node.inputs[operand]
+    for axis, d in enumerate(x.shape.static):
+        if d == sum(result.parts) and d != 1:
+            found = carried(node, operand, Active(axis, 1, 1, 1), node.results[0])
+            if found is not None and found.axis == result.axis:
+                return Split(axis, result.parts)
+    return REPLICATED
+
+
+def _why(node: Node, operand: int, split: Split, ranks: int) -> str:
+    x, result = node.inputs[operand], node.results[0]
+    if node.op.kind is Kind.VIEW:
+        for d in result.shape.static:
+            if d % ranks and 1 < d < x.shape.static[split.axis] and not x.shape.static[split.axis] % d:
+                return f"{ranks} ranks cannot share the dim of {d} in its result equally ({d % ranks} left over)"
+        return f"the ranks' parts of axis {split.axis} of {x.shape} are not equal parts of a dim of {result.shape}"
+    return f"it mixes what lies along axis {split.axis} of operand {operand} ({x.shape})"
+
+
+def _with_dims(attrs: Attrs | None, dims: tuple[DimLike, ...]) -> Attrs | None:
+    """Attributes that are dims are those of the result."""
+    return attrs and replace(attrs, **dict.fromkeys(_dim_attributes(attrs), dims))  # type: ignore[type-var]
+
+
+def _dim_attributes(attrs: Attrs | None) -> list[str]:
+    return [n for n, hint in attribute_types(type(attrs)).items() if hint == tuple[DimLike, ...]] if attrs else []
+
+
+def _same(a: Value, b: Value, seen: set[tuple[Value, Value]]) -> bool:
+    """Whether two values are computed alike from the very same values."""
+    if a == b or (a, b) in seen:
+        return True
+    m, n = a.node, b.node
+    if (m.op, a.index, m.shapes, len(m.inputs)) != (n.op, b.index, n.shapes, len(n.inputs)):
+        return False
+    own = _dim_attributes(m.attrs)
+    if m.attrs != n.attrs and (not own or _with_dims(m.attrs, ()) != _with_dims(n.attrs, ())):
+        return False
+    seen.add((a, b))
+    return all(_same(x, y, seen) for x, y in zip(m.inputs, n.inputs))
+
+
+def _reached(roots: Iterable[Value], ends: Mapping[Value, Any]) -> set[Value]:
+    """Those of `ends` that the roots are made of."""
+    todo, done, out = list(roots), set(), set()
+    while todo:
+        if (v := todo.pop()) in ends:
+            out.add(v)
+        elif v not in done:
+            done.add(v)
+            todo += v.node.inputs
+    return out
+
+
+# -- collectives on an axis of several parts
+
+
+def _all_parts(x: Value, split: Split, ranks: int) -> Value:
+    """All of it, from one rank's share."""
+    out, axis = ops.all_gather(x, ranks=ranks, axis=split.axis), split.axis
+    lead, tail = out.dims[:axis], out.dims[axis + 1 :]
+    if len(split.parts) == 1:
+        return out
+    if len(set(split.parts)) == 1:  # [rank, part, element] -> [part, rank, element]
+        out = out.reshape(*lead, ranks, len(split.parts), split.parts[0] // ranks, *tail)
+        order = (*range(axis), axis + 1, axis, *range(axis + 2, out.rank))
+        return out.transpose(*order).reshape(*lead, sum(split.parts), *tail)
+    pieces, share, at = [], sum(split.parts) // ranks, 0
+    for part in split.parts:
+        pieces += [slice_axis(out, axis, r * share + at, r * share + at + part // ranks) for r in range(ranks)]
+        at += part // ranks
+    return ops.concat(*pieces, axis=axis)
+
+
+def _own_part(x: Value, split: Split, ranks: int) -> Value:
+    """One rank's share, from all of it."""
+    axis, lead, tail = split.axis, x.dims[: split.axis], x.dims[split.axis + 1 :]
+    if len(split.parts) == 1:
+        return ops.rank_slice(x, ranks=ranks, axis=axis)
+    if len(set(split.parts)) == 1:
+        apart = x.reshape(*lead, len(split.parts), split.parts[0], *tail)
+        return ops.rank_slice(apart, ranks=ranks, axis=axis + 1).reshape(*lead, sum(split.parts) // ranks, *tail)
+    ends = np.cumsum(split.parts).tolist()
+    pieces = [slice_axis(x, axis, end - part, end) for part, end in zip(split.parts, ends)]
+    return ops.concat(*(ops.rank_slice(p, ranks=ranks, axis=axis) for p in pieces), axis=axis)
