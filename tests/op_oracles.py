@@ -408,4 +408,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "rope": rope, "dequantize": dequantize, "pack_quant": pack_quant, "dequant_matmul": dequant_matmul,
     "threshold": threshold, "random_bits": random_numbers(lambda bits: bits),
     "random_uniform": random_numbers(lambda bits: (bits >> 8) / 2**24), "gumbel": random_numbers(gumbel),
+    # among one rank; among more: test_graph_collectives.py
+    "all_reduce": alone, "all_gather": alone, "reduce_scatter": alone, "broadcast_rank": alone, "all_to_all": alone,
+    "rank_slice": alone,
+    "exchange": lambda c, a, x: {"all_gather": x[None], "rank_part": x[0]}.get(a.what, x),
 }  # fmt: skip

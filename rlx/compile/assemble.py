@@ -124,7 +124,8 @@ def _reports(graph: Graph, target: Target, fusion: Fusion, lowered: dict[Group, 
     out = [report(d.node, d.how, why=d.why) for d in decisions(graph, target) if d.how == "decomposed"]
     for group in fusion.groups:
         kernel = lowered[group].kernel
-        how = "prepared" if group.static else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
+        native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
+        how = "prepared" if group.static else native
         out += [report(node, how, kernel.name, decide(node, target)[1]) for node in group.nodes]
     views = (n for n in fusion.graph.nodes() if n.op.kind is Kind.VIEW and n not in fusion.places.computed)
     return (*out, *(report(node, "view") for node in views))

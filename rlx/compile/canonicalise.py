@@ -105,7 +105,8 @@ def fold_constants(node: Node) -> Value | None:
     """An op over constants alone has the value that its reference gives. Without operands nothing is folded (iota is
     cheaper computed than read), nor where the result would be a large constant made of small ones."""
     operands = [x.node.attrs for x in node.inputs]
-    if not operands or not all(isinstance(a, ConstantAttrs) for a in operands) or not node.shapes[0].is_static:
+    known = node.op.ahead and all(isinstance(a, ConstantAttrs) for a in operands)
+    if not operands or not known or not node.shapes[0].is_static:
         return None
     data = [a.data for a in operands if isinstance(a, ConstantAttrs)]
     if node.shapes[0].size_bytes > max(FOLD_BYTES, sum(d.nbytes for d in data)):

@@ -21,6 +21,7 @@ from rlx.ir.target import Target
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
 MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
+_ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
 
 
@@ -110,6 +111,10 @@ class _Fuser:
         self.after = {u.result.node: u.readers for u in updates}  # nodes that run before this one for another reason
         self.updated = {n: u for u in updates for n in (u.result.node, u.undo.node)}
         self.nodes = self.in_order(graph, updates)
+        exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
+        if len(exchanges) > 1:  # each behind the one before, whatever is fused: the same order on every rank
+            self.after |= {b: {*self.after.get(b, ()), a} for a, b in zip(exchanges, exchanges[1:])}
+            self.nodes = self.in_order(graph, updates)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.static = static_nodes(self.nodes) - copies
         self.group_of: dict[Node, Group] = {}
@@ -158,7 +163,7 @@ class _Fuser:
     # -- placing one node
 
     def place(self, node: Node) -> None:
-        if node in self.natives or node in self.updated or node.op.kind in (Kind.KERNEL, Kind.CONTRACT):
+        if node in self.natives or node in self.updated or node.op.kind in _ANCHORS:
             self.start(node, node.shapes[0].static, anchor=node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)

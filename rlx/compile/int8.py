@@ -39,7 +39,7 @@ def in_int8(graph: Graph, target: Target, notes: list[NodeReport] | None = None)
         """Whether the value depends on params and constants alone."""
         node = value.node
         if node not in weights:
-            made = node.op.kind is not Kind.LEAF and all(map(known_before, node.inputs))
+            made = node.op.ahead and all(map(known_before, node.inputs))
             weights[node] = made or node.op in (PARAM, CONSTANT)
         return weights[node]
 

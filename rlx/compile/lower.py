@@ -71,9 +71,11 @@ class Lowered:
 def lower_group(group: Group, fusion: Fusion, natives: set[Node], active: Mapping[Value, Active]) -> Lowered:
     """The kernel of one group. `active`: rows past the extent of these values are not needed."""
     builder, anchor = KernelBuilder(group, fusion, active), group.anchor
+    exchanged = anchor is not None and anchor.op.kind is Kind.COLLECTIVE
     if anchor is None:
         grid, body = _Rows(builder).loops()
-    elif anchor in natives:
+    elif anchor in natives or exchanged:
+        builder.active = None if exchanged else builder.active  # all of it, on every rank
         grid, body = (), (builder.native(anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:
         builder.open_stores(anchor.results)
@@ -85,7 +87,7 @@ def lower_group(group: Group, fusion: Fusion, natives: set[Node], active: Mappin
     else:
         grid, body = _contract(builder, anchor)
     origin = tuple(n.op.name for n in group.nodes)
-    name = "_".join(dict.fromkeys(origin))[:60]
+    name = anchor.attrs.what if exchanged else "_".join(dict.fromkeys(origin))[:60]  # type: ignore[union-attr]
     buffers, kept, limits = tuple(builder.buffers.values()), tuple(builder.locals), tuple(builder.limits)
     kernel = K.Kernel(name, buffers, kept, tuple(grid), tuple(body), origin, limits)
     return Lowered(kernel, tuple(builder.buffers))

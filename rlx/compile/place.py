@@ -23,11 +23,16 @@ class Places:
         self.nodes = graph.nodes()
         self.computed: set[Node] = set(copies)
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
-        self._fixed = _under_views(graph.roots())
+        exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # on row-major memory alone
+        self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])
         self._memo: dict[Value, tuple[Value, Layout]] = {}
         for node in self.nodes:
             if node.op.kind is Kind.VIEW and node not in self.computed and not self._addressable(node):
                 self.computed.add(node)
+        for value in (v for n in exchanged for v in n.inputs):
+            if value.node.op.kind is Kind.VIEW and not self.is_row_major(value):
+                self.computed.add(value.node)
+                self._memo.clear()
 
     def locate(self, value: Value) -> tuple[Value, Layout]:
         """The base of `value`, and where its elements are in the base's buffer."""
@@ -110,6 +115,6 @@ def static_nodes(nodes: Iterable[Node]) -> set[Node]:
     """Nodes that depend on params and constants alone: computed when params are set, not at every run."""
     out: set[Node] = set()
     for node in nodes:
-        if node.op in (PARAM, CONSTANT) or (node.op.kind is not Kind.LEAF and all(v.node in out for v in node.inputs)):
+        if node.op in (PARAM, CONSTANT) or (node.op.ahead and all(v.node in out for v in node.inputs)):
             out.add(node)
     return out

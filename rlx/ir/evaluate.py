@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlx.errors import InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
+from rlx.errors import AttributeValueError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
+
+Arrays = Mapping[str, np.ndarray]  # by name
 
 
 def evaluate_node(node: Node, operands: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
@@ -27,11 +29,40 @@ def evaluate(
 
     Named dims take the sizes of the arrays given. A handle that is not given starts as zeros.
     """
-    values = _bind_leaves(graph, inputs, params or {}, handles or {})
+    return evaluate_ranks(graph, [inputs], [params or {}], [handles or {}])[0]
+
+
+def evaluate_ranks(
+    graph: Graph, inputs: Sequence[Arrays], params: Sequence[Arrays] | None = None, handles: Sequence[Arrays] | None = None
+) -> list[tuple[list[np.ndarray], dict[str, np.ndarray]]]:
+    """What every rank's `evaluate` gives where all run the graph together, each on arguments of its own: node by node, a
+    collective with the operands of all. The arguments are by rank; AttributeValueError: a collective of other than so many."""
+    groups = [group or [{}] * len(inputs) for group in (inputs, params, handles)]
+    ranks = [_bind_leaves(graph, *given) for given in zip(*groups, strict=True)]
     for node in graph.nodes():
-        if node.op.kind is Kind.LEAF and node.results[0] in values:
+        if node.op.kind is Kind.LEAF and node.results[0] in ranks[0]:
             continue
-        values.update(zip(node.results, evaluate_node(node, tuple(values[v] for v in node.inputs)), strict=True))
+        operands = [tuple(values[v] for v in node.inputs) for values in ranks]
+        together = node.op.collective is not None and len(ranks) > 1
+        results = _together(node, operands) if together else [evaluate_node(node, own) for own in operands]
+        for values, found in zip(ranks, results, strict=True):
+            values.update(zip(node.results, found, strict=True))
+    return [_results(graph, values) for values in ranks]
+
+
+def _together(node: Node, operands: Sequence[tuple[np.ndarray, ...]]) -> list[tuple[np.ndarray, ...]]:
+    """The results of a collective on every rank, rounded to its dtype once."""
+    if (wanted := getattr(node.attrs, "ranks", None)) not in (1, len(operands)):
+        raise AttributeValueError(f"{node.op.name} is of {wanted} ranks, and {len(operands)} were given")
+    if wanted == 1:
+        return [evaluate_node(node, own) for own in operands]
+    dtype = node.results[0].dtype
+    with np.errstate(all="ignore"):
+        made = node.op.collective(node.attrs, [x.astype(dtype.compute.numpy, copy=False) for (x,) in operands])  # type: ignore[misc]
+        return [(np.asarray(m).astype(dtype.numpy, copy=False),) for m in made]
+
+
+def _results(graph: Graph, values: Mapping[Value, np.ndarray]) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     outputs = [np.array(values[v], order="C") for v in graph.outputs]
     following = {h.name or "": values[h] for h in graph.handles} | {h.name or "": values[v] for h, v in graph.assigns}
     return outputs, {name: np.array(array, order="C") for name, array in following.items()}

@@ -9,6 +9,7 @@ Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer ar
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from rlx.ir.dtype import DType, bool_, i64
-from rlx.ir.op import Attrs
+from rlx.ir.op import OPS, Attrs
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
 #   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
@@ -196,13 +197,20 @@ class View:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Native:
-    """A whole op that the target claimed (Target.natives): the backend has a kernel of its own for it."""
+    """A whole op that the target claimed (Target.natives): the backend has a kernel of its own for it. Or a collective
+    (OpDef.collective) on contiguous operands, which a backend has the executable's transport do."""
 
     op: str
     attrs: Attrs | None
     inputs: tuple[View, ...]
     outputs: tuple[View, ...]
     axes: tuple[Var, ...] = ()  # the coordinates of the first output, where the kernel has limits
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of a collective: what each rank receives from others, at the least."""
+        (x,) = self.inputs
+        return self.attrs.moved(math.prod(x.dims) * x.buffer.dtype.itemsize)  # type: ignore[union-attr]
 
 
 Stmt = Let | Store | Loop | Check | Contract | Native
@@ -231,6 +239,12 @@ class Kernel:
 
     def __str__(self) -> str:
         return print_kernel(self)
+
+    @property
+    def collective(self) -> Native | None:
+        """The op in which all ranks take part that this is a step of."""
+        first = self.body[0] if self.body else None
+        return first if isinstance(first, Native) and first.op in OPS and OPS[first.op].collective else None
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rlx.ir.graph import Active
-from rlx.ir.kernel import Kernel, loaded_buffers
+from rlx.ir.kernel import Kernel, Native, loaded_buffers
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
@@ -112,6 +112,11 @@ class Program:
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
 
+    @cached_property
+    def collectives(self) -> tuple[Native, ...]:
+        """Of the steps, in order."""
+        return tuple(found for step in self.steps if (found := step.kernel.collective))
+
     @property
     def phases(self) -> dict[str, tuple[Step, ...]]:
         """The steps of each phase by its name."""
@@ -133,6 +138,12 @@ class NodeReport:
     why: str = ""  # a refusal's reason
 
 
+def _moved(kernel: Kernel) -> str:
+    """Of a collective: what it is, and how much each rank receives."""
+    native = kernel.collective
+    return f"{native.attrs}, {native.moved_bytes} bytes to each" if native else ""
+
+
 def print_program(program: Program) -> str:
     """Buffers with their places, then the steps of each phase."""
     lines = [f"program {program.name} for {program.target.name}, arena {program.plan.size_bytes} bytes"]
@@ -143,5 +154,5 @@ def print_program(program: Program) -> str:
         lines.append(f"{phase}:")
         for s in steps:
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
-            lines.append(f"  {s.kernel.name}({args})  # {' '.join(s.kernel.origin)}")
+            lines.append(f"  {s.kernel.name}({args})  # {_moved(s.kernel) or ' '.join(s.kernel.origin)}")
     return "\n".join(lines)

@@ -38,6 +38,16 @@ class ExchangeAttrs(Attrs):
     kind: ReduceName = "sum"
     root: int = 0
 
+    def moved(self, nbytes: int) -> int:
+        """Bytes that each rank has to receive, at the least, for an operand of `nbytes`."""
+        part = nbytes * (self.ranks - 1) // self.ranks
+        whole = {"all_reduce": 2 * part, "all_gather": nbytes * (self.ranks - 1), "rank_part": 0}
+        return whole.get(self.what, nbytes * (self.ranks > 1) if self.what == "broadcast" else part)
+
+    def __str__(self) -> str:
+        kind = f" {self.kind}" if "reduce" in self.what else f" from {self.root}" if self.what == "broadcast" else ""
+        return f"{self.what}{kind}, {self.ranks} ranks"
+
 
 def _ranks(ranks: int) -> int:
     if ranks < 1:
@@ -64,7 +74,11 @@ def combined(kind: str, arrays: Arrays) -> np.ndarray:
     """The elements of all ranks combined in their order: floats in their dtype, integers in 64 bits, wrapped at the end."""
     dtype = arrays[0].dtype
     wide = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}.get(dtype.kind, dtype)
-    combine = {"max": np.maximum, "min": np.minimum}.get(kind, np.add)
+    better = {"max": np.greater, "min": np.less}.get(kind)  # of two zeros the first stays, and NaN wins
+
+    def combine(total: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return total + x if better is None else np.where(better(x, total) | (x != x), x, total)
+
     total = functools.reduce(combine, (a.astype(wide) for a in arrays))
     if kind == "mean":
         count = wide.type(len(arrays))
@@ -103,7 +117,7 @@ exchange = op(
     "exchange", kind=Kind.COLLECTIVE, infer=_exchange_shape, attrs=ExchangeAttrs, dtypes=ANY, rows=_exchange_rows,
     collective=_exchanged, reference=_alone(_exchanged),
     samples=(
-        Sample(((3, 7),), {"what": "all_reduce", "ranks": 1, "kind": "mean"}),
+        Sample(((3, 7),), {"what": "broadcast", "ranks": 1}),
         Sample(((5,),), {"what": "all_gather", "ranks": 1}),
         Sample(((1, 9),), {"what": "all_to_all", "ranks": 1}), Sample(((1, 3),), {"what": "rank_part", "ranks": 1}),
     ),

@@ -1,0 +1,95 @@
+"""The collectives of one program in memory: its place in the heap, what all ranks must agree on, and its steps on arrays.
+
+A program uses the end of each rank's heap while a step runs, and nothing between steps: programs on one transport use the same
+bytes, one at a time. What a user puts into the heap belongs at its beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from rlx.driver.collective import ReduceKind, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from rlx.driver.symmetric import Call, SymmetricBuffer, SymmetricTransport
+from rlx.errors import CompileError, HeapBoundsError
+from rlx.ir.kernel import Native
+from rlx.ir.program import Program
+
+LOADED, RUNNING = 1001, 1002  # Call.what of the meetings when programs are loaded, and when runs begin
+ALIGNMENT = 64
+
+
+class Exchanges:
+    """What the ranks that loaded a program do together. `steps`: its collectives in order; `runs`: those that ended well."""
+
+    def __init__(self, program: Program, transport: SymmetricTransport | None) -> None:
+        """Meets the other ranks, if there are collectives. CompileError: there is no transport, or one of other ranks.
+        HeapBoundsError: the heap is too small. CallMismatchError: another rank has loaded other collectives."""
+        self.name, self.transport, self.runs = program.name, transport, 0
+        self.steps = tuple(s for s in program.collectives if s.attrs.ranks > 1)  # type: ignore[union-attr]
+        if not self.steps:
+            return
+        check_ranks(program.name, {s.attrs.ranks for s in self.steps}, transport)  # type: ignore[union-attr]
+        assert transport is not None
+        need = max(_nbytes(s) for s in self.steps)
+        offset = (transport.heap_size - need) // ALIGNMENT * ALIGNMENT
+        if offset < 0:
+            raise HeapBoundsError(
+                f"{program.name}: its collectives need {need} bytes of each rank's heap, which has {transport.heap_size}; "
+                f"make the transport with heap_size={need} or more"
+            )
+        self.scratch = SymmetricBuffer(transport.this_rank, offset, need)
+        text = repr([(str(s.attrs), s.inputs[0].buffer.dtype.name, s.inputs[0].buffer.size) for s in self.steps])
+        self._agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        transport.barrier(Call(LOADED, offset, need, self._agreed))
+
+    def begin(self) -> None:
+        """Before the steps of a run. CallMismatchError: another rank begins another program's run, or has done more of these.
+        TransportError."""
+        if self.steps and self.transport:
+            call = Call(RUNNING, self.scratch.offset, self.scratch.len, self._agreed + self.runs)
+            self.runs += 1
+            self.transport.barrier(call)
+
+    def failed(self) -> None:
+        """The run that began has not ended well: it does not count."""
+        self.runs -= bool(self.steps)
+
+    def perform(self, step: Native, source: np.ndarray, goal: np.ndarray) -> None:
+        """One collective: row-major, flat arrays of the operand and of the result, apart in memory."""
+        a: Any = step.attrs
+        if a.ranks == 1 or a.what in ("all_reduce", "broadcast"):
+            goal[:] = source
+        if a.ranks == 1 or not source.size:
+            return
+        assert self.transport is not None
+        buffer = SymmetricBuffer(self.scratch.rank, self.scratch.offset, source.nbytes)
+        parts, kind = source.reshape(a.ranks, -1) if source.size % a.ranks == 0 else source, ReduceKind[a.kind.upper()]
+        if a.what == "all_reduce":
+            all_reduce(self.transport, buffer, goal, kind)
+        elif a.what == "broadcast":
+            broadcast(self.transport, buffer, goal, a.root)
+        elif a.what == "reduce_scatter":
+            reduce_scatter(self.transport, buffer, parts, kind, goal.reshape(1, -1))
+        elif a.what == "rank_part":
+            goal[:] = parts[self.transport.this_rank.index]
+        elif a.what == "all_gather":
+            all_gather(self.transport, buffer, source, goal.reshape(a.ranks, -1))
+        else:
+            all_to_all(self.transport, buffer, parts, goal.reshape(a.ranks, -1))
+
+
+def check_ranks(name: str, ranks: set[int], transport: SymmetricTransport | None) -> None:
+    """CompileError unless collectives of these numbers of ranks can be done over the transport."""
+    wanted = ", ".join(map(str, sorted(ranks)))
+    if transport is None:
+        raise CompileError(f"graph {name!r} has collectives of {wanted} ranks: compile it with Session(device, transport=…)")
+    if ranks != {transport.num_ranks}:
+        raise CompileError(f"graph {name!r} has collectives of {wanted} ranks; the transport has {transport.num_ranks}")
+
+
+def _nbytes(step: Native) -> int:
+    (x,) = step.inputs
+    return x.buffer.size * x.buffer.dtype.itemsize
