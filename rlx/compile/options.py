@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from os import PathLike, fspath
 from types import NoneType
 from typing import Any
 
 from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
+from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "inplace", "reuse")  # the others are needed to get a program at all
+TUNE_SECONDS = 10.0  # of a compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 
@@ -27,6 +30,8 @@ class CompileOptions:
     the most it can be in a run. `handles`: states the caller will bind.
     `threads`: None: as many as the process may use. `checked`: raise NumericsError where a NaN appears. `debug`: guard
     stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
+    `tune`: True, or how many seconds a compile may spend on trying how kernels are best cut on this machine (see README); or
+    choices made before: a report's `tuning`, its `choices`, or the path of a file of them. Results are the same bits.
     """
 
     precision: str = "f32"
@@ -41,6 +46,7 @@ class CompileOptions:
     debug: bool = False
     verbose: bool = False
     dump: str | PathLike[str] | None = None
+    tune: bool | float | Choices | Tuning | Mapping[str, Mapping[str, int]] | str | PathLike[str] = 0.0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -60,6 +66,7 @@ class CompileOptions:
             "extent": _active(self.extent, self.dims),
             "handles": _handles(self.handles),
             "dump": None if self.dump is None else fspath(self.dump),
+            "tune": _tuned(self.tune),
         }
         vars(self).update(normal)  # frozen for everyone else
 
@@ -133,6 +140,17 @@ def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
     if upper < 1 or dict(dims).get(name, upper) != upper:
         raise OptionError(f"extent={extent}: " + ("a row at least" if upper < 1 else f"dims bind {name!r} to another value"))
     return name, upper
+
+
+def _tuned(tune: Any) -> float | Choices:
+    """Seconds to spend, or choices."""
+    if isinstance(tune, bool):
+        return TUNE_SECONDS * tune
+    if not isinstance(tune, (int, float)):
+        return Choices.of(tune)
+    if not 0 <= tune < inf:
+        raise OptionError(f"tune={tune!r}: give the seconds to spend, True for {TUNE_SECONDS:g}, or choices made before")
+    return float(tune)
 
 
 def _handles(handles: Any) -> tuple[BufferHandle, ...]:

@@ -10,8 +10,10 @@ import numpy as np
 
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
+from rlx.ir.tuning import Choice
 
 
 @runtime_checkable
@@ -58,6 +60,23 @@ class Storable(Protocol):
     def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> Artifact:
         """What to_parts was given. Anything that does not fit together is a ValueError, TypeError, KeyError or IndexError;
         none of it may be believed. `texts`: Artifact.texts of then."""
+        ...
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A Backend whose code for a kernel can be cut in several ways that compute the same bits."""
+
+    def axes(self, kernel: Kernel, target: Target) -> Mapping[str, tuple[int, ...]]:
+        """What a choice may say: name -> values, the usual one first. Empty: there is nothing to choose."""
+        ...
+
+    def machine(self) -> str:
+        """What measured times depend on besides kernel and target: the models of the processor and of the compiler."""
+        ...
+
+    def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> Artifact:
+        """As Backend.compile. `choices`: by Kernel.key, how to cut kernels that are not to be cut as usual."""
         ...
 
 

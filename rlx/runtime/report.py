@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rlx.ir.program import NodeReport, Program
+from rlx.ir.tuning import NOT_TUNED, Tuning
 from rlx.ir.work import ProgramWork
 
 
@@ -48,7 +49,8 @@ class CacheNote:
 @dataclass(frozen=True)
 class CompileReport:
     """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass;
-    `cache`: whether the code came from disk; `work`: bytes and FLOPs of a run, counted when someone looks."""
+    `cache`: whether the code came from disk; `tuning`: how steps were cut; `work`: bytes and FLOPs of a run, counted when someone
+    looks."""
 
     name: str
     device: str
@@ -59,6 +61,7 @@ class CompileReport:
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     stages: Mapping[str, str] = field(default_factory=dict, repr=False)
     cache: CacheNote = CacheNote()
+    tuning: Tuning = NOT_TUNED
     count: Callable[[], ProgramWork] = field(default=lambda: ProgramWork((), 0), repr=False, compare=False)
 
     @cached_property
@@ -73,7 +76,7 @@ class CompileReport:
         for n in self.nodes:
             where = f" in {n.kernel}" if n.kernel else ""
             lines.append(f"  {n.node:{width}}  {n.how}{where}{': ' + n.why if n.why else ''}")
-        return "\n".join([*lines, str(self.work)])
+        return "\n".join([*lines, *([f"  {self.tuning}"] if self.tuning.steps else []), str(self.work)])
 
 
 @dataclass(frozen=True)

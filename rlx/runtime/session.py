@@ -20,16 +20,20 @@ from rlx.ir.work import program_work
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, Place
+from rlx.runtime.tune import Progress, tune
 from rlx.runtime.weights import planned_bytes
 
 
 class Session:
     """Compiles graphs for one device. DeviceUnavailableError, at once, if the device cannot be used here."""
 
-    def __init__(self, device: Device | str = Device.CPU, threads: int | None = None) -> None:
-        """`threads`: default for compiles whose options do not say (None: as many as the process may use)."""
+    def __init__(
+        self, device: Device | str = Device.CPU, threads: int | None = None, progress: Progress | None = None
+    ) -> None:
+        """`threads`: default for compiles whose options do not say (None: as many as the process may use). `progress(done, total,
+        step)` is called while a compile measures steps (CompileOptions.tune)."""
         self.device = Device.parse(device)
-        self.threads = threads
+        self.threads, self._progress = threads, progress
         self._backend = backend_of(self.device)
 
     def compile(
@@ -81,18 +85,23 @@ class Session:
             if sum(planned_bytes(program).values()) >= ADDRESSES:
                 raise OutOfMemoryError(f"no memory has room for {_room(program)}")
             clock["lower"] = time.perf_counter()
-            artifact = self._backend.compile(program)
+            place.tuning, choices = tune(self._backend, self.device.index, program, options, self._progress)
+            clock |= {"tune": time.perf_counter()} if options.tune else {}
+            how = {"choices": choices} if choices else {}  # which a Tunable takes
+            artifact = self._backend.compile(program, **how)
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)
             clock["load"] = time.perf_counter()
-            place.write(artifact)
+            place.write(artifact, place.tuning)
         program, times = artifact.program, list(clock.values())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
         kernels = len({s.kernel.name for phase in program.phases.values() for s in phase})
         texts = Texts(artifact.texts)
-        made = seconds, texts, program.stages, place.note(cached=kept is not None), place.work or partial(program_work, program)
-        report = CompileReport(program.name, str(self.device), program.nodes, kernels, steps, *made)
+        report = CompileReport(
+            program.name, str(self.device), program.nodes, kernels, steps, seconds, texts, program.stages,
+            place.note(cached=kept is not None), place.tuning, place.work or partial(program_work, program),
+        )  # fmt: skip
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:
                 print(*shown, sep="\n")

@@ -29,11 +29,12 @@ from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+from rlx.ir.tuning import NOT_TUNED, TunedStep, Tuning
 from rlx.ir.work import KernelWork, ProgramWork, program_work
 from rlx.runtime.report import CacheNote
 from rlx.runtime.weights import planned_bytes
 
-FORMAT = 1  # of what is written here
+FORMAT = 2  # of what is written here
 ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
 TARGET = ("name", "features", "vector_bytes", "threads", "alignment", "level")  # what of a target determines code
 UNSEEN = ("debug", "verbose", "dump")  # options that change no code
@@ -49,6 +50,7 @@ class Place:
         self._disk, self._why = disk_cache()
         self.name = self._path = ""
         self.work: Callable[[], ProgramWork] | None = None  # of the program that was read
+        self.tuning = NOT_TUNED  # likewise
         if not isinstance(backend, Storable):
             self._disk, self._why = None, f"the device {backend.name} makes no code to keep"
         elif self._disk is not None and options.wants_text:
@@ -67,10 +69,10 @@ class Place:
             self._why = self._differences() if self._why == FRESH else self._why
             return None
         try:
-            given, artifact, work = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
+            given, artifact, work, tuning = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
             if given != self._given:
                 raise CorruptFileError("the entry is another compile's")
-            self.work = lambda: work
+            self.work, self.tuning = (lambda: work), tuning
             return artifact
         except CorruptFileError:
             return self.refuse()
@@ -79,9 +81,9 @@ class Place:
         """What was read cannot be loaded: it is made again."""
         self._why, self.work = DAMAGED, None
 
-    def write(self, artifact: Artifact) -> None:
+    def write(self, artifact: Artifact, tuning: Tuning) -> None:
         if self._disk is not None:
-            self._disk.put(self.name, pack(artifact, self._backend, self._given))  # type: ignore[arg-type]
+            self._disk.put(self.name, pack(artifact, self._backend, self._given, tuning))  # type: ignore[arg-type]
 
     def note(self, cached: bool) -> CacheNote:
         state = "off" if self._disk is None else "cached" if cached else "compiled"
@@ -130,8 +132,8 @@ def source_digest() -> str:
 # -- to bytes and back ---------------------------------------------------------------------------------------------
 
 
-def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str]) -> list[bytes]:
-    """Parts to write one after the other. `given`: what the program was made of."""
+def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning: Tuning = NOT_TUNED) -> list[bytes]:
+    """Parts to write one after the other. `given`: what the program was made of; `tuning`: how it was cut."""
     program = artifact.program
     texts = artifact.texts()
     different = list(dict.fromkeys(texts.values()))
@@ -143,20 +145,22 @@ def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str]) -> lis
     work = program_work(program)
     rows = [(w.kernel, w.read_bytes, w.written_bytes, w.least_bytes, w.flops) for w in work.kernels]
     head = {"given": dict(given), "program": _described(program), "code": code, "work": (work.least_bytes, rows)}
+    head["tuning"] = (tuning.why, [tuple(vars(s).values()) for s in tuning.steps])
     head["sizes"] = [len(p) for p in parts]
     text = json.dumps(head, separators=(",", ":")).encode()
     return [len(text).to_bytes(_LENGTH, "little"), text, *parts]
 
 
-def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact, ProgramWork]:
-    """What the program was made of, the artifact, and what work a run is. CorruptFileError: it does not fit together."""
+def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact, ProgramWork, Tuning]:
+    """What the program was made of, the artifact, what work a run is, and how it was cut. CorruptFileError: it does not fit
+    together."""
     head, parts = _split(content)
     try:
         program, rest = _program(head["program"], target, parts[1:])
         if sum(planned_bytes(program).values()) >= ADDRESSES or (bad := program_faults(program, replay=False)):
             raise CorruptFileError(f"the program has faults: {bad[0] if bad else 'no memory has room for it'}")
         artifact = backend.from_parts(program, head["code"], rest, partial(_texts, parts[0]))
-        return head["given"], artifact, _work(*head["work"])
+        return head["given"], artifact, _work(*head["work"]), _tuning(*head["tuning"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as fault:
         raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
 
@@ -252,6 +256,15 @@ def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
         sizes = map(_whole, (read, written, once))
         kernels.append(KernelWork(_text(name), *sizes, flops=None if flops is None else _whole(flops)))
     return ProgramWork(tuple(kernels), _whole(least))
+
+
+def _tuning(why: Any, rows: Sequence[Sequence[Any]]) -> Tuning:
+    steps = []
+    for key, how, *pairs, usual_ns, chosen_ns, tried in rows:
+        choice, usual = (tuple((_text(name), _whole(value)) for name, value in pair) for pair in pairs)
+        numbers = _ids((usual_ns, chosen_ns, tried))
+        steps.append(TunedStep(_text(key), _text(how), choice, usual, *numbers))
+    return Tuning(tuple(steps), _text(why))
 
 
 def _read_shape(given: Sequence[Any]) -> Shape:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rlx.backends.cpu.target import host_target
+from rlx.backends.cpu.target import host_target, processor
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
+from rlx.ir.tuning import Choice
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.emit import Rendered
@@ -54,17 +55,27 @@ class CpuBackend:
         first = FIRST_COMPILE * (_compiled.cache_info().misses == 0)
         return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
-    def compile(self, program: Program) -> CpuArtifact:
-        """Object code of every distinct kernel, made once in this process.
+    def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> CpuArtifact:
+        """Object code of every distinct kernel, made once in this process. `choices`: by Kernel.key, see `axes`.
 
         CompileError: LLVM refuses one, which is a fault of the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
-        jobs = {i: _Job(kernel.key, program.target, kernel) for i, kernel in kernels.items()}
+        keys = {i: kernel.key for i, kernel in kernels.items()}
+        chosen = {key: tuple(sorted(choice.items())) for key, choice in (choices or {}).items()}
+        jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
         made = {job: _compiled(job) for job in dict.fromkeys(jobs.values())}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
+
+    def axes(self, kernel: Kernel, target: Target) -> Mapping[str, tuple[int, ...]]:
+        from rlx.backends.cpu.render import axes
+
+        return axes(kernel, target)
+
+    def machine(self) -> str:
+        return f"{processor()}, {self.compiler()}"
 
     def compiler(self) -> str:
         from rlx.backends.cpu.jit import compiler_version
@@ -106,6 +117,7 @@ class _Job:
 
     key: str
     target: Target
+    choice: tuple[tuple[str, int], ...]
     kernel: Kernel = field(compare=False)
 
 
@@ -115,7 +127,8 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.render import render
     from rlx.backends.cpu.work import estimated_ns, may_fail
 
-    code = render(job.kernel, job.target, f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}")
+    symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
+    code = render(job.kernel, job.target, symbol, dict(job.choice))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
 

@@ -7,15 +7,16 @@ loop, so that its variable is never recovered by division; it becomes lanes wher
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from rlx.backends.cpu.crossing import Crossing, crossing, emit_tiles
 from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
-from rlx.backends.cpu.kernels import attention, contract, quant
+from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, other_tasks
 from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var, loaded_buffers
@@ -23,24 +24,36 @@ from rlx.ir.target import Target
 
 GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
-NATIVES = {"attention": attention.render, "attention_parts": attention.render, "dequant_matmul": quant.render}  # see backend.py
+NATIVES = {"attention": attention, "attention_parts": attention, "dequant_matmul": quant}  # see backend.py
 STREAMED_BYTES = 32 << 20  # of a result, from which on it is written past the caches: none would hold it until it is read
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
 Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
 
 
-def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
-    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.backends.cpu.emit.Rendered)."""
+def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
+    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.backends.cpu.emit.Rendered). `choice`: see `axes`."""
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract):
-        return contract.render(kernel, target, symbol)
+        return contract.render(kernel, target, symbol, choice)
     if isinstance(first, Native):
-        return NATIVES[first.op](kernel, target, symbol)
-    return _render_loops(kernel, target, symbol)
+        return NATIVES[first.op].render(kernel, target, symbol, choice)
+    return _render_loops(kernel, target, symbol, choice)
 
 
-def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
+def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
+    """What a choice may say of the kernel's code: name -> values, the usual one first. No choice changes a result."""
+    first = next(iter(kernel.body), None)
+    if isinstance(first, Contract):
+        return tiles.axes(kernel, first, target)
+    if isinstance(first, Native):
+        return NATIVES[first.op].axes(kernel, first, target)
+    usual = task_count(Space.of(kernel).weight_ns(target), target.threads)
+    others = [n for n in other_tasks(target.threads) if n != usual]
+    return {"tasks": (usual, *others)} if others and 0 not in Space.of(kernel).extents else {}
+
+
+def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int]) -> Rendered:
     module, e = Module(), Emitter()
     e.has_bf16 = "avx512bf16" in target.features
     pointers = {x: e.gep(SCRATCH, module.reserve(x.size * x.dtype.itemsize)) for x in kernel.locals}
@@ -52,7 +65,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str) -> Rendered:
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
-        wanted = task_count(space.weight_ns(target), target.threads)
+        wanted = choice.get("tasks", task_count(space.weight_ns(target), target.threads))
         tasks = _emit_tasks(space.tiled(kernel, target), scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # others go by plain stores in order, which these are not

@@ -51,6 +51,14 @@ def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[st
     return ("x86_64-unknown-linux-gnu", found) if flags else None
 
 
+@cache
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of this machine's CPU, as far as the system says."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
 def _asked_of_llvm() -> tuple[str, frozenset[str]]:
     import llvmlite.binding as llvm
 

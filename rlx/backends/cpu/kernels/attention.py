@@ -14,7 +14,7 @@ out at run time, so time is that of the keys that are seen, not of the capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, View
@@ -71,13 +72,28 @@ def split(node: Node, threads: int) -> Value | None:
     return in_parts(node, parts) if parts > 1 and least[parts] <= 0.8 * least[1] else None
 
 
-def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
+def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
     """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e], for some
     masks [b, h, m, n] (dims may be 1) and where positioned [] or [b], in any strides; o [b, h, m, e], which may share no
     memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
-    return _Attention(kernel, native, target).written(symbol)
+    return _Attention(kernel, native, target, choice).written(symbol)
+
+
+def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
+    """What a choice may say: `vectors` of query rows in a block, `tasks`. None where time depends on a position in the data."""
+    usual = _Attention(kernel, native, target, NO_CHOICE)
+    if usual.start is not None:
+        return {}
+
+    def cut(choice: Mapping[str, int]) -> tuple[int, int]:
+        made = _Attention(kernel, native, target, choice)
+        made = made if made.narrow or made.dots_apart == usual.dots_apart else usual
+        return 0 if made.narrow else made.vectors, made.tasks()
+
+    own = {"vectors": usual.vectors, "tasks": usual.tasks()}
+    return distinct(own, {"vectors": (1, 2), "tasks": other_tasks(target.threads)}, cut)
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ def mask_of(attrs: AttentionAttrs, keys: int) -> Mask:
 
 
 class _Attention(Module):
-    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
         super().__init__()
         self.batch, self.heads, self.rows, self.size = native.inputs[0].dims
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
@@ -141,7 +157,8 @@ class _Attention(Module):
         fits = [n for n in range(1, self.group + 1) if self.group % n == 0 and n * self.rows <= SHARED_ROWS]
         self.shared = max(fits, default=1) if self.narrow else 1
         half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
-        self.vectors = 1 if half_empty and self.rows < FEW_ROWS else 2
+        self.vectors = choice.get("vectors", 1 if half_empty and self.rows < FEW_ROWS else 2)
+        self.wanted = choice.get("tasks", 0)
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
         held = (self.registers - 16) // -(-self.size // self.lanes)  # narrow: rows that stay in registers
@@ -176,15 +193,28 @@ class _Attention(Module):
         self.sums_at = self.reserve(self.lanes * self.lanes * F32 if self.narrow else 0)
         self.places = query_at, score_at, mask_at, self.reserve(3 * self.tall * F32), self.reserve(self.tall * pitch * F32)
 
+    @property
+    def items(self) -> int:
+        return self.parts * self.batch * self.heads // self.shared * self.blocks
+
+    @property
+    def dots_apart(self) -> int:
+        """Sums apart that a score is added up in, wide, to hide the latency of one."""
+        sums = self.key_tile * self.vectors
+        return 1 if sums >= 8 else 2 if sums >= 4 else 4
+
+    def tasks(self) -> int:
+        items = self.items
+        work = items // self.parts * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
+        most = self.wanted or min(max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN))
+        heads = items // max(1, self.blocks)
+        if not self.wanted and heads >= 2 * TASKS_PER_THREAD * self.threads:
+            most = min(most, heads)  # who has read the keys of a head does all its rows
+        return 0 if 0 in (items, self.rows, self.width) else min(items, most)
+
     def written(self, symbol: str) -> Rendered:
         """A task is a range of items, each a block of rows of one query head (narrow: of the heads that share a key head)."""
-        items = self.parts * self.batch * self.heads // self.shared * self.blocks
-        work = items // self.parts * self.shared * min(self.rows, self.tall) * self.keys * (self.size + self.width)
-        tasks = max(1, min(items, max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN)))
-        heads = items // max(1, self.blocks)
-        if heads >= 2 * TASKS_PER_THREAD * self.threads:
-            tasks = min(tasks, heads)  # who has read the keys of a head does all its rows
-        tasks = 0 if 0 in (items, self.rows, self.width) else tasks
+        items, tasks = self.items, self.tasks()
         e = Emitter()
         if tasks:
             *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
@@ -345,9 +375,7 @@ class _Attention(Module):
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
         shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes, "held": self.held}
         dots = partial(parts.dots_function, source=source, rows=self.query, to=self.scores, **shape)
-        sums = have * self.vectors
-        unroll = 1 if sums >= 8 else 2 if sums >= 4 else 4  # sums apart that hide the latency of one
-        t = Tile(have, self.vectors, self.lanes, unroll, 0, f32, self.tall)
+        t = Tile(have, self.vectors, self.lanes, self.dots_apart, 0, f32, self.tall)
         tile = partial(tile_function, k=self.size, t=t, from_a=source, from_b=Layout(f32, self.tall))
         with e.loop(key0, stop, have, nonempty=True) as at:
             first = e.intrinsic("smin", at.index, latest)

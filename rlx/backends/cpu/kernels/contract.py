@@ -7,6 +7,7 @@ done, its rows get the statements `rows`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -21,7 +22,7 @@ from rlx.backends.cpu.kernels.tile import (
     tile_function,
     turn_function,
 )
-from rlx.backends.cpu.kernels.tiles import plan
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, plan
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.dtype import u8, u16, u32
@@ -29,20 +30,20 @@ from rlx.ir.kernel import Buffer, Contract, Kernel, Local
 from rlx.ir.target import Target
 
 
-def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
-    """A module for a kernel whose body is one Contract. Tasks, cuts and the order of every sum depend on the kernel and
-    the target alone."""
+def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
+    """A module for a kernel whose body is one Contract. The order of every sum depends on the kernel and the target alone;
+    tasks and cuts do but for what a choice says (see tiles.axes)."""
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
-    return _Contraction(kernel, contract, target).written(symbol)
+    return _Contraction(kernel, contract, target, choice).written(symbol)
 
 
 class _Contraction(Module):
-    def __init__(self, kernel: Kernel, contract: Contract, target: Target) -> None:
+    def __init__(self, kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> None:
         super().__init__()
         self.kernel, self.c = kernel, contract
         self.vector_bytes = target.vector_bytes
-        self.plan = p = plan(kernel, contract, target)
+        self.plan = p = plan(kernel, contract, target, choice)
         self.acc = contract.acc.dtype
         a, b = contract.a, contract.b
         self.limited = any(x.var is contract.i for x in kernel.limits)

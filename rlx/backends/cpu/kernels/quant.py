@@ -11,7 +11,7 @@ Without VNNI, chunks of a panel become f32 in scratch, for the register tile of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, tile_function
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.kernel import Kernel, Native, View
@@ -65,12 +66,23 @@ def packs(node: Node) -> Value:
     return pack_quant(node.inputs[1], format=node.attrs.format)  # type: ignore[union-attr, return-value]
 
 
-def render(kernel: Kernel, target: Target, symbol: str) -> Rendered:
+def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
     """A module for x [..., k], panels u8[panels, bytes], y [..., n]; x and y in any strides, apart in memory."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
+    return _made(kernel, native, target, choice).written(symbol)
+
+
+def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
+    """What a choice may say: `rows`, most of a tile with VNNI; `tasks`, to aim for."""
+    own = {"rows": ROWS, "tasks": _made(kernel, native, target, NO_CHOICE).wanted}
+    asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
+    return distinct(own, asked, lambda choice: _made(kernel, native, target, choice).cuts)
+
+
+def _made(kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> _Product:
     integer = target.vector_bytes == 64 and "avx512vnni" in target.features
-    return (_Integer if integer else _Float)(kernel, native, target).written(symbol)
+    return (_Integer if integer else _Float)(kernel, native, target, choice)
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class _Product(Module):
 
     tile_rows = 1
 
-    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
+    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
         super().__init__()
         x, packed = native.inputs
         (y,) = native.outputs
@@ -117,7 +129,7 @@ class _Product(Module):
         assert self.panel_bytes == self.k // self.p.block * self.p.panel_bytes and self.panels == -(-self.n // PANEL)
         self.lanes = target.vector_bytes // 4
         self.vectors = PANEL // self.lanes
-        self.threads = target.threads
+        self.threads, self.choice = target.threads, choice
 
     def cut(self, row_bytes: int) -> None:
         """Blocks of rows, whole tiles that fit scratch, and groups of panels."""
@@ -127,8 +139,9 @@ class _Product(Module):
         self.block_rows = -(-tiles // self.blocks) * self.tile_rows
         self.blocks = -(-self.m // self.block_rows)
         work = max(self.panels * self.panel_bytes // TASK_BYTES, self.m * self.n * self.k // GRAIN)
-        wanted = 1 if self.threads == 1 else min(work, self.threads * TASKS_PER_THREAD)
-        self.groups = max(1, min(self.panels, -(-wanted // self.blocks)))
+        self.wanted = self.choice.get("tasks", 1 if self.threads == 1 else min(work, self.threads * TASKS_PER_THREAD))
+        self.groups = max(1, min(self.panels, -(-self.wanted // self.blocks)))
+        self.cuts = self.tile_rows, self.block_rows, self.groups
 
     def written(self, symbol: str) -> Rendered:
         e = Emitter()
@@ -259,9 +272,9 @@ class _Integer(_Product):
     """x rounded to int8: `q` its integers, per run of STEP its `factors`, per group `shifts` (minus zero times the sum of the
     integers), per run `least` (minus their sum, scaled: what the mins are multiplied by)."""
 
-    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
-        super().__init__(kernel, native, target)
-        tiles = -(-self.m // ROWS)
+    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
+        super().__init__(kernel, native, target, choice)
+        tiles = -(-self.m // choice.get("rows", ROWS))
         self.tile_rows = -(-self.m // tiles)
         self.staged = tiles > DIRECT_TILES and self.p.low.bits < 8
         turns, self.groups_of_turn = self.k // STEP, STEP // self.p.group
@@ -420,8 +433,8 @@ class _Integer(_Product):
 class _Float(_Product):
     """Weights become f32 a chunk at a time; x is copied to scratch as f32."""
 
-    def __init__(self, kernel: Kernel, native: Native, target: Target) -> None:
-        super().__init__(kernel, native, target)
+    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
+        super().__init__(kernel, native, target, choice)
         registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.tile_rows = min(self.m, 8, max(1, (registers - 1 - self.vectors) // self.vectors))
         self.cut(4 * (self.k + PANEL))
@@ -460,13 +473,7 @@ class _Float(_Product):
         """The part of every row's sums that `length` elements give; `ones`: added to what is there."""
         self.call(e, f"decoded{length}", partial(self._decoded, length=length), weights, chunk)
         with e.loop(0, count, self.tile_rows, nonempty=True) as at:
-            args = [
-                self.line.at(e, x, at.index),
-                chunk,
-                self.sums.at(e, sums, at.index),
-                e.i64(length),
-                *([ones] if ones else []),
-            ]
+            args = [self.line.at(e, x, at.index), chunk, self.sums.at(e, sums, at.index), e.i64(length), *filter(None, [ones])]
             for rows in self.heights(e, count, at.index):
                 t = Tile(rows, self.vectors, self.lanes, 1, 0, f32, PANEL)
                 body = partial(tile_function, t=t, from_a=self.line, from_b=self.sums)

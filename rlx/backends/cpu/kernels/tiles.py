@@ -2,11 +2,13 @@
 
 A tile is `rows` x `vectors` accumulators held in registers while it runs over the whole k. The columns of one full-width
 tile are a panel. Tiles of one block of rows run over one group of panels: that is a task. Nothing here depends on time,
-on the machine at hand or on which thread runs what, so equal inputs give equal cuts, and equal cuts equal bits.
+on the machine at hand or on which thread runs what, so equal inputs give equal cuts, and equal cuts equal bits. A caller may
+choose otherwise among what `axes` lists, which is cut otherwise but adds in the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -26,6 +28,8 @@ IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it 
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
+LOW_ROWS = 3  # of the lowest tile that is worth choosing
+NO_CHOICE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Plan:
     `group`: so many of b's rows lie interleaved, for an instruction that adds so many products; a tile's steps are then groups.
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of groups, as it is (`stage_b`
     says how: "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen
-    in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the matrix unit (amx.py).
+    in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the matrix unit (amx.py). `ahead`: the
+    tiles of a panel fetch the next one meanwhile.
     """
 
     lanes: int
@@ -53,7 +58,8 @@ class Plan:
     stage_a: bool
     stage_b: str
     registers: int
-    matrix: bool = False
+    matrix: bool
+    ahead: bool
 
     @property
     def columns(self) -> int:
@@ -66,12 +72,6 @@ class Plan:
     def first_row(self, tile: int) -> int:
         """The row at which a row tile starts."""
         return tile * (self.rows - 1) + min(tile, self.tall)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the tiles of a panel fetch the next one meanwhile. Fewer rows wait for memory whatever they do, and longer if
-        they ask for more of it; of many rows only the first tile waits."""
-        return self.rows == MAX_ROWS and self.row_tiles <= AHEAD_TILES * self.blocks
 
     @property
     def block_rows(self) -> int:
@@ -87,15 +87,15 @@ class Plan:
         return steps
 
 
-def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
-    """The one table: how this contraction is cut up for this target."""
+def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] = NO_CHOICE) -> Plan:
+    """The one table: how this contraction is cut up for this target, but for what a choice says (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
     registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
     while c.b.panel % lanes:
         lanes //= 2
-    vectors = c.b.panel // lanes or _panel_vectors(c, registers)
+    vectors = c.b.panel // lanes or choice.get("vectors", _panel_vectors(c, registers))
     matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, c.b.group, c.k)
-    highest = 2 * amx.SIDE if matrix else max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
+    highest = choice.get("rows", _highest(vectors, registers, matrix))
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
@@ -107,14 +107,72 @@ def plan(kernel: Kernel, c: Contract, target: Target) -> Plan:
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
     row_bytes += c.k * (c.a.buffer if group > 1 else c.acc).dtype.itemsize if stage_a else 0
-    fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
+    block = choice.get("block", BLOCK_ROWS)
+    fit = min(block, SCRATCH // row_bytes if row_bytes else block)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
-    blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads)
+    wanted = choice.get("tasks", _wanted_tasks(c, batch, target.threads))
+    blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
+    # Fewer rows wait for memory whatever they do, and longer if they ask for more of it; of many only the first tile waits.
+    ahead = choice.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
-        matrix,
-    )
+        matrix, bool(ahead),
+    )  # fmt: skip
+
+
+def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ...]]:
+    """What a choice may say of this contraction, by name: the table's own value and others that add in the same order.
+
+    `rows`: most of a tile; `vectors`: of a panel that nobody packed; `block`: most rows that a task carries over its panels;
+    `tasks`: how many to aim for; `ahead`: whether the next panel is fetched meanwhile."""
+    usual = plan(kernel, c, target)
+    wanted = _wanted_tasks(c, usual.batch, target.threads)
+    highest = _highest(usual.vectors, usual.registers, usual.matrix)
+    tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
+    if c.b.panel:
+        tile = {"rows": (amx.SIDE,) if usual.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not usual.ahead,)}
+    asked = {**tile, "block": (64, 256, 512), "tasks": other_tasks(target.threads)}
+    own = {"rows": highest, "vectors": usual.vectors, "ahead": int(usual.ahead), "block": BLOCK_ROWS, "tasks": wanted}
+    order = _order(c, usual)
+
+    def cut(choice: Mapping[str, int]) -> Plan:
+        made = plan(kernel, c, target, choice)
+        one = len(order) == 1 or (made.rows, made.vectors) == (usual.rows, usual.vectors)  # else it depends on the row
+        return made if one and _order(c, made) == order else usual
+
+    return distinct(own, asked, cut) if usual.tasks else {}
+
+
+def distinct(
+    own: Mapping[str, int], asked: Mapping[str, Iterable[int]], cut: Callable[[Mapping[str, int]], Hashable]
+) -> dict[str, tuple[int, ...]]:
+    """Of the values asked for, those that cut otherwise than is usual, and than each other: name -> (its own value, these)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, values in asked.items():
+        different: dict[Hashable, int] = {}
+        for value in map(int, values):
+            different.setdefault(cut({name: value}), value)
+        different.pop(cut(NO_CHOICE), None)
+        if different:
+            found[name] = own[name], *different.values()
+    return found
+
+
+def other_tasks(threads: int) -> tuple[int, ...]:
+    """Other numbers of tasks that may be worth trying."""
+    return () if threads == 1 else (1, threads, 2 * threads, 4 * threads, 8 * threads)
+
+
+def _order(c: Contract, p: Plan) -> set[int]:
+    """Into how many sums, added at the end, tiles split k: the order in which the numbers of an element are added."""
+    heights = (p.rows, p.rows - 1)[: 1 + (p.tall < p.row_tiles)]
+    widths = {p.vectors if c.n >= p.columns else 0, -(-(c.n % p.columns) // p.lanes)} - {0}
+    return {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
+
+
+def _highest(vectors: int, registers: int, matrix: bool) -> int:
+    return 2 * amx.SIDE if matrix else max(1, min(MAX_ROWS, (registers - 1 - vectors) // vectors))
 
 
 def _panel_vectors(c: Contract, registers: int) -> int:
@@ -131,12 +189,17 @@ def _stage_b(b: Operand, c: Contract, tiles: int) -> str:
     return "columns" if b.row_stride == 1 or c.k == 1 else "any"
 
 
-def _tasks(c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int) -> tuple[int, int, int]:
+def _wanted_tasks(c: Contract, batch: int, threads: int) -> int:
+    worth = max(1, batch * c.m * c.n * max(1, c.k) // GRAIN)
+    return 1 if threads == 1 else min(worth, threads * TASKS_PER_THREAD)
+
+
+def _tasks(
+    c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int, wanted: int
+) -> tuple[int, int, int]:
     """(blocks of rows, groups of panels, groups of batch entries): at least `blocks`, and enough work for every thread."""
     if not (row_tiles and panels and batch):
         return 0, 0, 0
-    worth = max(1, batch * c.m * c.n * max(1, c.k) // GRAIN)
-    wanted = 1 if threads == 1 else min(worth, threads * TASKS_PER_THREAD)
     groups = 1
     if wanted > batch * blocks and not c.rows:
         groups = min(panels, -(-wanted // (batch * blocks)))

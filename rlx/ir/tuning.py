@@ -1,0 +1,121 @@
+"""Choices of how kernels are cut, as data: what was measured, what a file holds, what options ask for.
+
+A choice gives each name that a backend offers for a kernel (rlx.driver.backend.Tunable) one of its values. A step is known by a
+key made of what it computes, shapes, dtypes and target, so choices fit wherever the same step is compiled for the same target.
+No choice changes a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rlx.errors import OptionError
+from rlx.ir.kernel import Contract, Kernel, Native
+from rlx.ir.target import Target
+
+Choice = Mapping[str, int]
+HEAD = "rlx tuning"  # of a file: its format
+FORMAT = 1
+
+
+def step_key(kernel: Kernel, target: Target) -> str:
+    """The same for equal kernels on equal targets, on any machine: a few words for people, and a digest."""
+    what, first = "", next(iter(kernel.body), None)
+    if isinstance(first, Contract):
+        a, b, acc = first.a.buffer.dtype, first.b.buffer.dtype, first.acc.dtype
+        batch = prod(extent for _, extent in kernel.grid)
+        what = f"contract {f'{batch} x ' if batch > 1 else ''}{first.m}x{first.n}x{first.k} {a} {b} {acc}"
+    elif isinstance(first, Native):
+        what = f"{first.op} {' '.join('x'.join(map(str, v.dims)) for v in (*first.outputs, *first.inputs))}"
+    else:
+        what = f"loops {' '.join(f'{b.dtype}[{b.size}]' for b in kernel.buffers)}"
+    given = repr((target.name, target.features, target.vector_bytes, target.threads, kernel.key))
+    return f"{what}, {target.threads} threads, {hashlib.sha256(given.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, repr=False)
+class Choices:
+    """Step key -> choice, hashable, in order of keys."""
+
+    steps: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+    @staticmethod
+    def of(given: Any) -> Choices:
+        """From a Tuning, a mapping of mappings, or the path of a file that Tuning.save wrote. OptionError: it is none of them."""
+        if isinstance(given, Choices):
+            return given
+        if isinstance(given, (str, PathLike)):
+            return Choices.of(_read(Path(given)))
+        found = given.choices if isinstance(given, Tuning) else given
+        if not isinstance(found, Mapping) or not all(isinstance(c, Mapping) for c in found.values()):
+            raise OptionError(f"tune maps step keys to choices, as report().tuning.choices does; got {str(given)[:80]!r}")
+        for key, choice in found.items():
+            if not isinstance(key, str) or not all(isinstance(n, str) and type(v) is int for n, v in choice.items()):
+                raise OptionError(f"tune: a choice maps names to whole numbers; step {key!r} has {dict(choice)!r}")
+        return Choices(tuple((key, tuple(sorted(found[key].items()))) for key in sorted(found)))
+
+    def __repr__(self) -> str:
+        return f"<choices for {len(self.steps)} steps, {hashlib.sha256(repr(self.steps).encode()).hexdigest()[:16]}>"
+
+
+@dataclass(frozen=True)
+class TunedStep:
+    """What became of one step. `choice`: all that its code depends on; () where it is as usual and nothing was decided. `how`:
+    "measured", "kept" (measured by an earlier compile), "given", or why there was no choice. Nanoseconds of one step, 0: unknown;
+    `tried`: candidates that were measured."""
+
+    key: str
+    how: str
+    choice: tuple[tuple[str, int], ...] = ()
+    usual: tuple[tuple[str, int], ...] = ()
+    usual_ns: int = 0
+    chosen_ns: int = 0
+    tried: int = 0
+
+    def __str__(self) -> str:
+        changes = [f"{n} {value} for {old}" for (n, value), (_, old) in zip(self.choice, self.usual) if value != old]
+        what = ", ".join(changes) or "as usual"
+        times = f", {self.usual_ns / 1e3:.1f} -> {self.chosen_ns / 1e3:.1f} us" if changes and self.usual_ns else ""
+        return f"{self.key}: {what}{times} ({self.how}{f', {self.tried} tried' if self.tried else ''})"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the steps of a program were cut. `why`: nothing was tuned because of that; "" if it was."""
+
+    steps: tuple[TunedStep, ...] = ()
+    why: str = "not asked for"
+
+    @property
+    def choices(self) -> dict[str, dict[str, int]]:
+        """What was decided: CompileOptions(tune=…) takes it, for the same code at another time or on another machine."""
+        return {s.key: dict(s.choice) for s in self.steps if s.choice}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """The choices as a JSON file, whose path CompileOptions(tune=…) takes."""
+        Path(path).write_text(json.dumps({HEAD: FORMAT, "steps": self.choices}, indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        changed = sum(s.choice != s.usual for s in self.steps)
+        head = f"tuning: {self.why or f'{changed} of {len(self.steps)} different steps are not cut as usual'}"
+        return "\n".join([head, *(f"  {s}" for s in self.steps)])
+
+
+NOT_TUNED = Tuning()
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise OptionError(f"tune={str(path)!r}: cannot read choices from there: {e}") from e
+    if not isinstance(found, dict) or found.get(HEAD) != FORMAT or not isinstance(found.get("steps"), dict):
+        raise OptionError(f"tune={str(path)!r} is no file of choices, format {FORMAT}; report().tuning.save(path) writes one")
+    return found["steps"]

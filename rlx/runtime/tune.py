@@ -1,0 +1,267 @@
+"""The tuner: measures how else the steps of a program can be cut, and keeps what is faster on this machine.
+
+Each different step runs alone, on buffers of its own of the program's shapes, with the program's threads. Weights come in so many
+copies as make them as far away as in the program. Candidates take turns; one must beat the usual cut by MARGIN, and again in a
+second race, or the step stays as usual. What was found for a step is kept on disk as soon as it is, so an interrupted compile
+goes on where it stopped, and a later one measures nothing. Every candidate computes the same bits (rlx.driver.backend.Tunable).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from rlx.compile.options import CompileOptions
+from rlx.driver.backend import Backend, Executable, Tunable
+from rlx.driver.disk import DiskCache, disk_cache
+from rlx.driver.params import ParamStore
+from rlx.errors import OptionError, known
+from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step
+from rlx.ir.shape import Shape
+from rlx.ir.tuning import NOT_TUNED, Choice, Choices, TunedStep, Tuning, step_key
+from rlx.ir.work import program_work
+from rlx.runtime.stored import source_digest
+
+MARGIN = 0.03  # of the time, that a candidate must save: less is within what repeated measurements differ by
+ROUNDS, FINAL_ROUNDS = 5, 9
+SAMPLE = 0.002  # seconds of runs in a turn
+FAR = 64 << 20  # bytes of weights that no cache holds until they are read again
+COPIES = 32  # at most, of the weights of a step
+LASTING = (Region.PARAM, Region.PREPARED, Region.CONSTANT, Region.HANDLE)
+FORMAT = 1  # of what is kept on disk
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, the next one's key or ""
+Pairs = tuple[tuple[str, int], ...]
+
+
+class _OutOfTime(Exception): ...
+
+
+def tune(
+    backend: Backend, index: int, program: Program, options: CompileOptions, progress: Progress | None = None
+) -> tuple[Tuning, dict[str, Choice]]:
+    """How each different step of a run shall be cut, as `options.tune` says; and the same for Tunable.compile.
+
+    OptionError: given choices are for a step that is not in the program, or none that it has."""
+    if not (wanted := options.tune):
+        return NOT_TUNED, {}
+    if not isinstance(backend, Tunable):
+        if isinstance(wanted, Choices):
+            _refuse_unknown(wanted, {}, program)
+        return Tuning(why=f"the device {backend.name} has one way to cut each step"), {}
+    steps = {s.kernel.key: s for s in (*program.steps, *program.commit)}
+    keys = {step_key(s.kernel, program.target): text for text, s in steps.items()}
+    axes = {key: dict(backend.axes(steps[text].kernel, program.target)) for key, text in keys.items()}
+    if isinstance(wanted, Choices):
+        _refuse_unknown(wanted, axes, program)
+        found = [_given(key, axes[key], dict(choice)) for key, choice in wanted.steps]
+    else:
+        found = _Tuner(backend, index, program, options, progress).measured({k: steps[t] for k, t in keys.items()}, axes)
+    return Tuning(tuple(found), ""), {keys[s.key]: dict(s.choice) for s in found if s.choice != s.usual}
+
+
+def _refuse_unknown(given: Choices, axes: Mapping[str, Mapping[str, Sequence[int]]], program: Program) -> None:
+    if missing := [key for key, _ in given.steps if key not in axes]:
+        raise OptionError(
+            f"tune: {program.name!r} has no step {known(missing)}; choices fit the same graph, options, device and number of "
+            f"threads ({program.target.threads} here). Its steps: {known(axes)}"
+        )
+    for key, choice in given.steps:
+        for name, value in choice:
+            if value not in axes[key].get(name, ()):
+                offered = ", ".join(f"{n} of {known(values)}" for n, values in axes[key].items()) or "nothing"
+                raise OptionError(f"tune: step {key!r} cannot have {name}={value}; there is {offered} to choose")
+
+
+def _usual(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {name: values[0] for name, values in axes.items()}
+
+
+def _pairs(choice: Choice) -> Pairs:
+    return tuple(sorted(choice.items()))
+
+
+def _given(key: str, axes: Mapping[str, Sequence[int]], choice: Choice) -> TunedStep:
+    return TunedStep(key, "given", _pairs({**_usual(axes), **choice}), _pairs(_usual(axes)))
+
+
+class _Tuner:
+    def __init__(
+        self, backend: Any, index: int, program: Program, options: CompileOptions, progress: Progress | None
+    ) -> None:  # fmt: skip
+        self._backend, self._index, self._program = backend, index, program
+        self._deadline = time.perf_counter() + float(options.tune)  # type: ignore[arg-type]
+        self._extent = program.extent, options.extent[1] if options.extent else 0
+        self._progress = progress or (lambda done, total, what: None)
+        self._clock = time.thread_time if program.target.threads == 1 else time.perf_counter
+        used = {a for s in program.steps for a in s.args}
+        self._lasting = sum(b.nbytes for b in program.buffers if b.region in LASTING and b.id in used)
+
+    def measured(self, steps: Mapping[str, Step], axes: Mapping[str, Mapping[str, Sequence[int]]]) -> list[TunedStep]:
+        """All steps in order; those that take most of a run are measured first."""
+        disk, _ = disk_cache()
+        found = {key: TunedStep(key, "one way to cut it") for key in steps if not axes[key]}
+        found |= {key: kept for key in steps if axes[key] and (kept := self._kept(disk, key, axes[key]))}
+        weights = self._weights()
+        todo = sorted((key for key in steps if key not in found), key=lambda key: -weights[steps[key].kernel.key])
+        for at, key in enumerate(todo):
+            self._progress(at, len(todo), key)
+            try:
+                found[key] = _Trial(self, steps[key]).best(key, axes[key])
+            except _OutOfTime:
+                found[key] = TunedStep(key, "not measured: out of time")
+                continue
+            if disk is not None:
+                s = found[key]
+                content = json.dumps([s.choice, s.usual_ns, s.chosen_ns, s.tried])
+                disk.put(self._entry(key), [content.encode()], sync=False)
+        self._progress(len(todo), len(todo), "")
+        return [found[key] for key in steps]
+
+    def _weights(self) -> dict[str, float]:
+        """Kernel.key -> about how much of a run it is."""
+        weights: dict[str, float] = {}
+        for step, work in zip((*self._program.steps, *self._program.commit), program_work(self._program).kernels):
+            cost = (work.flops or 0) / 10 + work.read_bytes + work.written_bytes
+            weights[step.kernel.key] = weights.get(step.kernel.key, 0) + cost
+        return weights
+
+    def _entry(self, key: str) -> str:
+        given = repr((FORMAT, key, self._backend.machine(), source_digest()))
+        return f"tuning-{hashlib.sha256(given.encode()).hexdigest()}"
+
+    def _kept(self, disk: DiskCache | None, key: str, axes: Mapping[str, Sequence[int]]) -> TunedStep | None:
+        """What an earlier compile found; None if it is not there, or makes no sense."""
+        content, _ = disk.get(self._entry(key)) if disk is not None else (None, "")
+        try:
+            choice, *numbers = json.loads(content or b"")
+            choice = dict(choice)
+            sound = set(choice) == set(axes) and all(type(v) is int and v in axes[n] for n, v in choice.items())
+            if not sound or len(numbers) != 3 or not all(type(n) is int and n >= 0 for n in numbers):
+                return None
+            return replace(_given(key, axes, choice), how="kept", **dict(zip(("usual_ns", "chosen_ns", "tried"), numbers)))
+        except (ValueError, TypeError):
+            return None
+
+
+class _Trial:
+    """One step alone, in as many variants as are asked for."""
+
+    def __init__(self, tuner: _Tuner, step: Step) -> None:
+        self._tuner, self._step, self._params = tuner, step, ParamStore()
+        self._made: dict[Pairs, tuple[str, Executable]] = {}
+        self._copies = 1
+        self._alone = _alone(tuner._program, step, 1)
+        own = sum(b.nbytes for b in self._alone.buffers if b.region is Region.PARAM)
+        run = self._variant(()).run_steps
+        run()
+        if own and self._seconds(run, 1) < SAMPLE:
+            self._copies = min(COPIES, max(1, ceil(min(FAR, tuner._lasting) / own)))
+            self._alone, self._params = _alone(tuner._program, step, self._copies), ParamStore()
+        self._made.clear()
+        self.tried = 0
+
+    def best(self, key: str, axes: Mapping[str, Sequence[int]]) -> TunedStep:
+        """One name after the other, the others as they are best so far. _OutOfTime: no more of it."""
+        usual = best = _usual(axes)
+        for name, values in axes.items():
+            rivals = self._different([best | {name: v} for v in (best[name], *(v for v in values if v != best[name]))])
+            times = self._race(rivals, ROUNDS)
+            ratios = [_ratio(mine, times[0]) for mine in times]
+            self.tried += len(rivals) - 1
+            if min(ratios) < 1 - MARGIN:
+                best = rivals[ratios.index(min(ratios))]
+            self._made = {_pairs(c): self._made[_pairs(c)] for c in (usual, best) if _pairs(c) in self._made}
+        usual_ns = chosen_ns = 0
+        if best != usual:
+            times = self._race([usual, best], FINAL_ROUNDS)
+            usual_ns, chosen_ns = (round(median(t) * 1e9) for t in times)
+            best = best if _ratio(times[1], times[0]) < 1 - MARGIN else usual
+        return TunedStep(key, "measured", _pairs(best), _pairs(usual), usual_ns, chosen_ns, self.tried)
+
+    def _different(self, choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+        """Those that give different code, the first of each."""
+        texts: dict[str, dict[str, int]] = {}
+        for choice in choices:
+            self._variant(_pairs(choice))
+            texts.setdefault(self._made[_pairs(choice)][0], choice)
+        return list(texts.values())
+
+    def _variant(self, choice: Pairs) -> Executable:
+        if choice not in self._made:
+            if time.perf_counter() > self._tuner._deadline:
+                raise _OutOfTime
+            backend, kernel, fresh = self._tuner._backend, self._step.kernel, not self._params.entries
+            artifact = backend.compile(self._alone, {kernel.key: dict(choice)})
+            made = backend.load(artifact, self._params, self._tuner._index)
+            for b in self._alone.buffers:
+                if fresh or b.region is not Region.PARAM:
+                    extent, most = self._tuner._extent
+                    made.write(b.id, np.full((), most, np.int64) if b.name == f"{extent}" else _filled(b.shape))
+            self._made[choice] = artifact.texts()[kernel.name], made
+        return self._made[choice][1]
+
+    def _race(self, choices: Sequence[dict[str, int]], rounds: int) -> list[list[float]]:
+        """Seconds of a step, by round, of each of them; in each round they take turns from another one on."""
+        runs = [self._variant(_pairs(choice)).run_steps for choice in choices]
+        for run in runs:
+            run()
+        count = max(1, ceil(SAMPLE / max(self._seconds(runs[0], 1), 1e-7)))
+        times: list[list[float]] = [[] for _ in runs]
+        for n in range(rounds):
+            for at in (*range(n % len(runs), len(runs)), *range(n % len(runs))):
+                if time.perf_counter() > self._tuner._deadline:
+                    raise _OutOfTime
+                times[at].append(self._seconds(runs[at], count) / (count * self._copies))
+        return times
+
+    def _seconds(self, run: Callable[[], None], count: int) -> float:
+        begun = self._tuner._clock()
+        for _ in range(count):
+            run()
+        return self._tuner._clock() - begun
+
+
+def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(times, others))
+
+
+def _alone(program: Program, step: Step, copies: int) -> Program:
+    """The step so many times, each on lasting buffers of its own."""
+    decls, alignment = {b.id: b for b in program.buffers}, program.plan.alignment
+    buffers: list[BufferDecl] = []
+    shared: dict[int, int] = {}
+    offsets, steps, at = dict[int, int](), [], 0
+    for copy in range(copies):
+        own: dict[int, int] = {}
+        for arg in step.args:
+            lasting = decls[arg].region in LASTING
+            places = own if lasting else shared
+            if arg in places:
+                continue
+            places[arg] = id = len(buffers)
+            name = f"{copy} {arg}" if lasting else f"{arg}"
+            buffers.append(BufferDecl(id, Region.PARAM if lasting else Region.ARENA, decls[arg].shape, name))
+            if not lasting:
+                offsets[id], at = at, at + -(-buffers[id].nbytes // alignment) * alignment
+        steps.append(Step(step.kernel, tuple((shared | own)[arg] for arg in step.args)))
+    plan = ArenaPlan(offsets, at, alignment, at, at)
+    params = tuple(b.id for b in buffers if b.region is Region.PARAM)
+    return Program("tuning", program.target, tuple(buffers), (), tuple(steps), (), (), params, (), (), plan)
+
+
+def _filled(shape: Shape) -> np.ndarray:
+    """Data that takes as long as any: floats of common size, indices in range, masks that hide nothing."""
+    if shape.dtype.kind == "f":
+        some = np.random.default_rng(0).uniform(0.5, 1, 4093).astype(shape.dtype.numpy)
+        return np.resize(some, shape.static)
+    value = {"u8": 0x3C, "bool": 1}.get(shape.dtype.name, 0)  # of bytes that are packed weights: their floats are of common size
+    return np.full(shape.static, value, shape.dtype.numpy)

@@ -1,0 +1,380 @@
+"""The tuner: every candidate computes the same bits, what is chosen is kept and repeated, and nothing is measured unasked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rlx
+from rlx import knobs
+from rlx.backends import get
+from rlx.backends.cpu import backend, memory
+from rlx.compile import lower
+from rlx.driver import disk
+from rlx.errors import OptionError
+from rlx.ir.tuning import step_key
+from rlx.runtime import CompileOptions, Session, tune
+
+RNG = np.random.default_rng(11)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty cache in a folder of its own."""
+    with knobs.override(RLX_CACHE=1, RLX_CACHE_DIR=str(tmp_path / "kept")):
+        disk._opened.cache_clear()
+        yield tmp_path / "kept"
+    disk._opened.cache_clear()
+
+
+@pytest.fixture
+def unkept():
+    with knobs.override(RLX_CACHE=0):
+        yield
+
+
+def product(m: int, n: int, k: int, dtype=rlx.f32, batch: int = 0, weights: bool = True, rows: bool = False) -> rlx.Graph:
+    """gelu(x @ w + b), where asked for as softmax of its rows. Without `weights` nobody packs w."""
+    g = rlx.Graph("product")
+    x = g.input("x", (batch, m, k) if batch else (m, k), dtype)
+    dims = (batch, k, n) if batch else (k, n)
+    w = g.param("w", dims, dtype) if weights else g.input("w", dims, dtype)
+    y = rlx.gelu(rlx.cast(x @ w, rlx.f32) + g.input("b", (n,), rlx.f32))
+    g.set_outputs([rlx.softmax(y) if rows else y])
+    return g
+
+
+def attended(rows: int, keys: int, causal: bool = False) -> rlx.Graph:
+    g = rlx.Graph("attended")
+    q = g.input("x", (2, 6, rows, 24), rlx.f32)
+    k, v = g.input("k", (2, 3, keys, 24), rlx.f32), g.input("v", (2, 3, keys, 17), rlx.f32)
+    g.set_outputs([rlx.attention(q, k, v, mask="causal" if causal else "none")])
+    return g
+
+
+def blocks(m: int, n: int, k: int) -> rlx.Graph:
+    g = rlx.Graph("blocks")
+    packed = np.random.default_rng(3).integers(0, 255, (n, k // 32, 34), np.uint8)
+    packed[..., :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    g.set_outputs([rlx.dequant_matmul(g.input("x", (m, k), rlx.f32), rlx.constant(packed.reshape(n, -1)), format="q8_0")])
+    return g
+
+
+def chain(m: int, n: int) -> rlx.Graph:
+    g = rlx.Graph("chain")
+    x = g.input("x", (m, n), rlx.f32)
+    g.set_outputs([rlx.exp(-x) + rlx.sin(x), rlx.sum(x * x, axis=1)])
+    return g
+
+
+GRAPHS = {
+    "odd m, n, k": product(33, 91, 49), "tall": product(197, 257, 30), "two tails": product(49, 500, 91),
+    "low": product(5, 97, 64), "one row": product(1, 257, 91), "rows": product(37, 97, 33, rows=True),
+    "batch": product(13, 50, 9, batch=3), "unpacked": product(49, 197, 50, weights=False),
+    "unpacked batch": product(9, 33, 70, batch=2, weights=False), "bf16": product(50, 91, 64, rlx.bf16),
+    "attention": attended(49, 49), "causal": attended(65, 65, True), "few queries": attended(3, 197), "few keys": attended(40, 5),
+    "blocks": blocks(7, 91, 96), "many rows of blocks": blocks(40, 130, 256), "chain": chain(197, 1001),
+}  # fmt: skip
+
+
+def offered(graph: rlx.Graph, threads: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Step key -> what there is to choose."""
+    cpu = get("cpu")
+    program = lower(graph, cpu.target(0, threads), CompileOptions())
+    kernels = [s.kernel for s in (*program.steps, *program.commit)]
+    return {step_key(kernel, program.target): dict(cpu.axes(kernel, program.target)) for kernel in kernels}
+
+
+def data(graph: rlx.Graph) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    values = (*graph.inputs, *graph.params)
+    return {str(v.name): rng.standard_normal(v.shape.static).astype(v.dtype.numpy) for v in values}
+
+
+def outputs(graph: rlx.Graph, threads: int, **options) -> list[np.ndarray]:
+    compiled, given = Session(threads=threads).compile(graph, CompileOptions(**options)), data(graph)
+    for name in compiled.missing_params():
+        compiled.set_param(name, given[name])
+    compiled._executable.poison()
+    return compiled.run({str(v.name): given[str(v.name)] for v in graph.inputs})
+
+
+def expected(name: str, graph: rlx.Graph) -> np.ndarray | None:
+    """By numpy in double precision, for graphs of products."""
+    if graph.name != "product":
+        return None
+    from scipy.special import erf, softmax
+
+    x, w, b = (data(graph)[n].astype(np.float64) for n in "xwb")
+    y = x @ w + b
+    y = 0.5 * y * (1 + erf(y / np.sqrt(2)))
+    return softmax(y, -1) if name == "rows" else y
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_candidate_computes_the_same_bits(unkept, name, threads):
+    graph = GRAPHS[name]
+    usual, axes = outputs(graph, threads), offered(graph, threads)
+    right = expected(name, graph)
+    if right is not None:
+        tolerance = 0.05 if data(graph)["x"].dtype == ml_dtypes.bfloat16 else 2e-5
+        np.testing.assert_allclose(usual[0], right, rtol=tolerance, atol=tolerance)
+    assert threads == 1 or any(axes.values()), "several threads can always be given other tasks"
+    choices = [{key: {n: v}} for key, found in axes.items() for n, values in found.items() for v in values]
+    last = {key: {n: values[-1] for n, values in found.items()} for key, found in axes.items() if found}
+    for choice in [*choices, last]:
+        for one, other in zip(usual, outputs(graph, threads, tune=choice)):
+            assert one.tobytes() == other.tobytes(), choice
+
+
+def test_the_usual_value_comes_first_and_is_the_usual_code(unkept):
+    for graph, threads in itertools.product(GRAPHS.values(), (1, 2)):
+        first = {key: {n: values[0] for n, values in found.items()} for key, found in offered(graph, threads).items()}
+        assert all(len(set(values)) == len(values) > 1 for found in offered(graph, threads).values() for values in found.values())
+        assert code(graph, threads, tune=first) == code(graph, threads)
+
+
+# -- choosing, with races whose outcome is known ---------------------------------------------------------------------
+
+
+def compiled(graph: rlx.Graph, threads: int = 1, progress=None, **options) -> rlx.CompiledGraph:
+    return Session(threads=threads, progress=progress).compile(graph, CompileOptions(**options))
+
+
+def code(graph: rlx.Graph, threads: int = 1, **options) -> tuple[bytes, ...]:
+    return compiled(graph, threads, **options)._executable._code.artifact.objects
+
+
+class Races:
+    """Stands in for measurements: the time of a choice is what `time` says. `seen`: choices of each race."""
+
+    def __init__(self, monkeypatch, time=lambda choice: 1.0):
+        self.seen: list[list[dict[str, int]]] = []
+        self.time = time
+        monkeypatch.setattr(tune._Trial, "_race", lambda trial, choices, rounds: self.race(choices, rounds))
+
+    def race(self, choices, rounds):
+        self.seen.append([dict(c) for c in choices])
+        return [[self.time(c)] * rounds for c in choices]
+
+
+def lower_tiles(choice) -> float:
+    return 1.0 if choice.get("rows", 8) > 5 else 0.9
+
+
+GRAPH = GRAPHS["two tails"]
+
+
+def test_what_wins_is_chosen_and_reported(folder, monkeypatch):
+    Races(monkeypatch, lower_tiles)
+    (step,) = compiled(GRAPH, tune=30).report().tuning.steps
+    assert step.how == "measured" and dict(step.choice)["rows"] < dict(step.usual)["rows"] and step.tried >= 3
+    assert "contract 49x500x91 f32 f32 f32" in step.key and "rows 5 for 8" in str(step)
+    assert (step.usual_ns, step.chosen_ns) == (10**9, 9 * 10**8)
+    assert "rows 5 for 8" in str(compiled(GRAPH, tune=30).report())
+    assert code(GRAPH, tune=30) != code(GRAPH)
+
+
+@pytest.mark.parametrize("time", [lambda c: 1.0 if c["rows"] > 5 else 0.98, lambda c: 1.0])
+def test_what_gains_less_than_repeating_varies_is_not_chosen(folder, monkeypatch, time):
+    Races(monkeypatch, time)
+    tuned = compiled(GRAPH, tune=30)
+    assert tuned.report().tuning.steps[0].choice == tuned.report().tuning.steps[0].usual
+    assert tuned._executable._code.artifact.objects == code(GRAPH)
+
+
+def test_a_win_must_be_repeated(folder, monkeypatch):
+    races = Races(monkeypatch)
+    races.time = lambda choice: lower_tiles(choice) if len(races.seen[-1]) > 2 else 1.0  # of two: the final race
+    (step,) = compiled(GRAPH, tune=30).report().tuning.steps
+    assert step.choice == step.usual and len(races.seen[-1]) == 2
+
+
+def test_a_second_compile_measures_nothing_and_gives_the_same_code(folder, monkeypatch):
+    races = Races(monkeypatch, lower_tiles)
+    first = compiled(GRAPH, tune=30)
+    count = len(races.seen)
+    assert count and compiled(GRAPH, tune=30).report().cache.state == "cached"
+    assert compiled(GRAPH, tune=30).report().tuning == first.report().tuning
+    for entry in folder.glob("program-*"):
+        entry.unlink()
+    backend._compiled.cache_clear()
+    races.time = lambda choice: 1.0  # measuring again would choose otherwise
+    again = compiled(GRAPH, tune=30)
+    assert len(races.seen) == count and again.report().cache.state == "compiled"
+    assert [s.how for s in again.report().tuning.steps] == ["kept"]
+    assert again.report().tuning.choices == first.report().tuning.choices
+    assert again._executable._code.artifact.objects == first._executable._code.artifact.objects
+
+
+def spoil_bytes(entry: Path) -> None:
+    content = bytearray(entry.read_bytes())
+    content[-3] ^= 1
+    entry.write_bytes(content)
+
+
+def unknown_value(entry: Path) -> None:
+    disk.disk_cache()[0].put(entry.name, [json.dumps([[["rows", 99]], 1, 1, 1]).encode()])  # type: ignore[union-attr]
+
+
+def no_choice(entry: Path) -> None:
+    disk.disk_cache()[0].put(entry.name, [b'{"rows": [1'])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_choice])
+def test_a_damaged_choice_is_measured_again(folder, monkeypatch, spoil):
+    races = Races(monkeypatch, lower_tiles)
+    first = compiled(GRAPH, tune=30).report().tuning
+    (entry,) = folder.glob("tuning-*")
+    spoil(entry)
+    for other in folder.glob("program-*"):
+        other.unlink()
+    count = len(races.seen)
+    assert compiled(GRAPH, tune=30).report().tuning == first and len(races.seen) == 2 * count
+
+
+def test_choices_of_another_machine_are_not_used(folder, monkeypatch):
+    races = Races(monkeypatch)
+    compiled(GRAPH, tune=30)
+    count = len(races.seen)
+    monkeypatch.setattr(backend.CpuBackend, "machine", lambda self: "another")
+    compiled(GRAPH, tune=20)
+    assert len(races.seen) == 2 * count
+
+
+def test_choices_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tmp_path):
+    Races(monkeypatch, lower_tiles)
+    made = compiled(GRAPH, tune=30)
+    report = made.report().tuning
+    report.save(tmp_path / "choices.json")
+    for given in (report, report.choices, str(tmp_path / "choices.json"), tmp_path / "choices.json"):
+        again = compiled(GRAPH, tune=given)
+        assert again._executable._code.artifact.objects == made._executable._code.artifact.objects
+        assert [s.how for s in again.report().tuning.steps] == ["given"] and again.report().tuning.choices == report.choices
+    assert CompileOptions(tune=report) == CompileOptions(tune=report.choices) != CompileOptions(tune=30)
+    assert hash(CompileOptions(tune=report)) == hash(CompileOptions(tune=tmp_path / "choices.json"))
+    assert str(CompileOptions(tune=report)) == str(CompileOptions(tune=report.choices)) != str(CompileOptions(tune={}))
+
+
+def test_a_budget_that_is_spent_leaves_steps_as_usual(unkept):
+    for step in compiled(GRAPH, tune=1e-9).report().tuning.steps:
+        assert step.how == "not measured: out of time" and not step.choice
+    assert code(GRAPH, tune=1e-9) == code(GRAPH)
+
+
+def test_an_interrupted_compile_keeps_what_it_found(folder, monkeypatch):
+    races, g = Races(monkeypatch, lower_tiles), rlx.Graph("two")
+    x = g.input("x", (33, 91), rlx.f32)
+    g.set_outputs([rlx.gelu(x @ g.param("a", (91, 257), rlx.f32)) @ g.param("b", (257, 50), rlx.f32)])
+
+    def interrupt(done: int, total: int, step: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    compiled(GRAPH, tune=30)  # what stays, stays from here on
+    live, count = memory.allocations()["live_bytes"], len(races.seen)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(g, tune=30, progress=interrupt)
+    assert memory.allocations()["live_bytes"] <= live and len(races.seen) > count
+    steps = []
+    tuning = compiled(g, tune=30, progress=lambda done, total, step: steps.append((done, total))).report().tuning
+    assert sorted(s.how for s in tuning.steps) == ["kept", "measured"] and steps == [(0, 1), (1, 1)]
+
+
+def test_steps_are_really_measured(unkept):
+    seen = []
+    made = compiled(GRAPHS["two tails"], 2, lambda *args: seen.append(args), tune=20)
+    (step,) = made.report().tuning.steps
+    assert step.how == "measured" and step.tried > 2 and seen[0][:2] == (0, 1) and seen[-1] == (1, 1, "")
+    assert "tune" in made.report().seconds
+    usual = outputs(GRAPHS["two tails"], 2)[0]
+    assert outputs(GRAPHS["two tails"], 2, tune=made.report().tuning)[0].tobytes() == usual.tobytes()
+
+
+@pytest.mark.parametrize("name", ["attention", "blocks", "chain", "unpacked batch"])
+def test_every_kind_of_step_can_be_measured(unkept, name, monkeypatch):
+    races = Races(monkeypatch)  # the races alone are not run
+    compiled(GRAPHS[name], 2, tune=30)
+    assert races.seen
+
+
+def test_a_step_over_active_rows_is_measured_with_all_of_them(unkept):
+    g = rlx.Graph("rows")
+    g.set_outputs([rlx.gelu(g.input("x", ("seq", 91), rlx.f32) @ g.param("w", (91, 257), rlx.f32))])
+    options = CompileOptions().bind_extent("seq", 49).replace(tune=20)
+    program = lower(g, get("cpu").target(0, 1), options)
+    step = next(s for s in program.steps if program.extent in s.args)
+    trial = tune._Trial(tune._Tuner(get("cpu"), 0, program, options, None), step)
+    made = trial._variant(())
+    (place,) = (b.id for b in trial._alone.buffers if b.name == str(program.extent))
+    assert made.read(place) == 49
+
+
+# -- not asked for, or not possible --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+def test_without_tuning_nothing_is_measured(unkept, monkeypatch, value):
+    monkeypatch.setattr(tune, "_Trial", None)
+    tuning = compiled(GRAPH, tune=value).report().tuning
+    assert not tuning.steps and tuning.why == "not asked for" and "tune" not in compiled(GRAPH).report().seconds
+    assert CompileOptions(tune=value) == CompileOptions() and "tune" not in str(CompileOptions(tune=value))
+
+
+def test_true_is_a_budget():
+    assert CompileOptions(tune=True) == CompileOptions(tune=10) != CompileOptions(tune=11)
+    assert "tune=10.0" in str(CompileOptions(tune=True))
+
+
+@pytest.mark.parametrize("device", ["ref", "null"])
+def test_devices_without_choices_say_so(device):
+    graph = chain(3, 5)
+    tuning = Session(device).compile(graph, CompileOptions(tune=True)).report().tuning
+    assert tuning.why == f"the device {device} has one way to cut each step"
+    with pytest.raises(OptionError, match="'chain' has no step 'loops of old'"):
+        Session(device).compile(graph, CompileOptions(tune={"loops of old": {"tasks": 2}}))
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        (-1, "tune=-1: give the seconds to spend, True for 10, or choices"),
+        (float("nan"), "tune=nan: give the seconds"),
+        (float("inf"), "tune=inf: give the seconds"),
+        ([1], r"tune maps step keys to choices.*got '\[1\]'"),
+        (None, "tune maps step keys to choices"),
+        ({"step": 3}, "tune maps step keys to choices"),
+        ({"step": {"rows": 2.5}}, "a choice maps names to whole numbers; step 'step' has {'rows': 2.5}"),
+        ({3: {}}, "a choice maps names to whole numbers; step 3 has"),
+        ("no such file", "tune='no such file': cannot read choices from there"),
+    ],
+)
+def test_values_without_meaning_are_refused(value, says):
+    with pytest.raises(OptionError, match=says):
+        CompileOptions(tune=value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rlx tuning": 2, "steps": {}}', '{"rlx tuning": 1, "steps": 4}', "\udc80"])
+def test_files_that_hold_no_choices_are_refused(tmp_path, text):
+    path = tmp_path / "choices"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(OptionError, match="cannot read choices from there|is no file of choices, format 1"):
+        CompileOptions(tune=path)
+
+
+def test_choices_that_do_not_fit_are_refused_by_name(unkept):
+    ((key, axes),) = offered(GRAPH, 1).items()
+    others = offered(GRAPH, 2)
+    with pytest.raises(OptionError, match=r"'product' has no step 'contract 49x500x91 .*2 threads.*number of threads \(1 here\)"):
+        compiled(GRAPH, tune={k: {} for k in others})
+    with pytest.raises(OptionError, match=r"cannot have rows=99; there is rows of '"):
+        compiled(GRAPH, tune={key: {"rows": 99}})
+    with pytest.raises(OptionError, match="cannot have colour=1; there is"):
+        compiled(GRAPH, tune={key: {"colour": 1}})
+    assert axes["rows"][0] == 8
