@@ -47,7 +47,7 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     if isinstance(first, Contract):
         return tiles.axes(kernel, first, target)
     if isinstance(first, Native):
-        return NATIVES[first.op].axes(kernel, first, target)
+        return NATIVES[first.op].axes(kernel, first, target) if first.op in NATIVES else {}
     usual = task_count(Space.of(kernel).weight_ns(target), target.threads)
     others = [n for n in other_tasks(target.threads) if n != usual]
     return {"tasks": (usual, *others)} if others and 0 not in Space.of(kernel).extents else {}
