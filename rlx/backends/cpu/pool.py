@@ -26,7 +26,9 @@ from rlx.backends.cpu.target import host_target, usable_cpus
 from rlx.backends.cpu.walker import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step, module_text
 from rlx.errors import OptionError
 
-IDLE_SPIN_US, BUSY_SPIN_US = 100, 1000  # how long a thread spins between runs, and within one, before it sleeps
+# How long a thread spins before it sleeps, between runs and within one. A thread that spins uses up the share of the CPU that the
+# system grants it, and loses the CPU to other programs later, with a task in hand: no longer than waking it up takes.
+IDLE_SPIN_US, BUSY_SPIN_US = 100, 50
 YIELDS = 8  # sched_yield calls between spinning and sleeping
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
 
