@@ -4,4 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ["RLX_CACHE"] = "0"  # also of the processes that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=10, help="ranks that tests/test_ranks_shm.py kills at random moments")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlx.cli.generate import generate
+from rlx.cli.tuning import Tune, TuningBar
+from rlx.cli.launch import launch
 from rlx.errors import RlxError
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def embed(
     file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    tune: Annotated[float, Tune] = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Say where the time and the memory went.")] = False,
 ) -> None:
     """Turn texts into vectors, and show how alike a few of them are."""
@@ -71,10 +74,12 @@ def embed(
     import numpy as np
 
     from rlx.frontends.embedding import default_folder, load
-    from rlx.runtime import CompileOptions
+    from rlx.runtime import CompileOptions, Session
 
     imported = _seconds_since_start()
-    loaded = load(model or default_folder(), options=CompileOptions(threads=threads))
+    bar = TuningBar()
+    options, session = CompileOptions(threads=threads, tune=tune), Session(progress=bar.progress)
+    loaded = load(model or default_folder(), options=options, session=session)
     begun = time.perf_counter()
     vectors = _embed(loaded, lines)
     first = time.perf_counter() - begun
@@ -132,6 +137,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 
 
 app.command()(generate)
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 
 @app.command()

@@ -2,7 +2,29 @@
 
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
-from rlx.driver import Buffer, BufferHandle, CommandStream, Device, DeviceArena, HostArena, ParamStore, SyncStream
+from rlx.driver import (
+    Buffer,
+    BufferHandle,
+    CommandStream,
+    Device,
+    DeviceArena,
+    HostArena,
+    LocalTransport,
+    ParamStore,
+    Rank,
+    ReduceKind,
+    ShmTransport,
+    SymmetricBuffer,
+    SymmetricHeap,
+    SymmetricTransport,
+    SyncStream,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    connect,
+    reduce_scatter,
+)
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
@@ -11,6 +33,8 @@ from rlx.runtime.session import Session
 
 __all__ = [
     "Allocations", "BucketedCompileCache", "Buffer", "BufferHandle", "CommandStream", "CompileCache", "CompileOptions",
-    "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "MemoryPlan", "OutputView",
-    "ParamStore", "Session", "Snapshot", "SyncStream", "available", "is_available", "power_of_two_ladder",
+    "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "LocalTransport", "MemoryPlan",
+    "OutputView", "ParamStore", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap",
+    "SymmetricTransport", "SyncStream", "all_gather", "all_reduce", "all_to_all", "available", "broadcast", "connect",
+    "is_available", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

@@ -274,7 +274,10 @@ def path_of(name: str) -> str:
 def _opened(path: str, deadline: float) -> int:
     """The file, locked."""
     while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as fault:
+            raise TransportError(f"{path} cannot be opened: {fault.strerror}") from fault
         try:
             while not _locked(number):
                 if time.monotonic() > deadline:
@@ -331,13 +334,13 @@ def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -
 def _make(number: int, path: str, total: int, header: Header) -> None:
     try:
         os.posix_fallocate(number, 0, total)  # now: memory that is not there later would end the process
-    except OSError as fault:
+    except (OSError, OverflowError) as fault:
         os.unlink(path)
         folder = os.statvfs(FOLDER)
         free = folder.f_bavail * folder.f_frsize
         raise TransportError(
             f"{FOLDER} has {free} bytes free, {header.num_ranks} ranks with heaps of {header.heap_size} "
-            f"bytes need {total} ({fault.strerror}): ask for less, or enlarge it (mount -o remount,size=…; docker --shm-size)"
+            f"bytes need {total} ({fault}): ask for less, or enlarge it (mount -o remount,size=…; docker --shm-size)"
         ) from fault
     os.pwrite(number, bytes(header), 0)
 
@@ -363,6 +366,12 @@ def _forget(number: int, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.stat(path), os.fstat(number)):
             os.unlink(path)
+
+
+def remove(name: str) -> None:
+    """The file of ranks that have ended before all had joined, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path_of(name))
 
 
 def _sweep() -> None:

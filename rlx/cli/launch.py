@@ -1,0 +1,214 @@
+"""`rlx launch -n 4 script.py`: the ranks of one machine, each a process of the same script.
+
+They find one another through the environment (rlx.driver.connect reads it). When one fails, the others get some time to end by
+themselves, then they are ended. A process of its own removes the names of shared memory when this one is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from rlx import knobs
+from rlx.errors import RlxError
+
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}  # after which ranks are expected to end
+PR_SET_PDEATHSIG = 1
+
+
+def launch(
+    command: Annotated[list[str], typer.Argument(help="Python script, and what it is given.", metavar="SCRIPT [ARG]...")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=1024, help="Processes to start.", show_default=False)],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as of python -m.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Begin each line of output with its rank.")] = True,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds in which the others end when one has failed.")] = 10.0,
+) -> None:
+    """Start a script several times on this machine, as ranks that work together (rlx.driver.connect)."""
+    what, *args = command
+    if module and find_spec(what.partition(".")[0]) is None and not Path(what.replace(".", "/")).with_suffix(".py").is_file():
+        raise RlxError(f"there is no module {what}")
+    if not module and not Path(what).exists():
+        raise RlxError(f"there is no script {what}")
+    program = [sys.executable, *(["-m"] if module else []), what, *args]
+    with guard(job := f"{os.getpid()}-{secrets.token_hex(4)}"):
+        raise typer.Exit(Launched(program, ranks, job, prefix).wait(timeout))
+
+
+class Launched:
+    """Ranks at work. Made by the main thread, before others are: their processes are forks of it."""
+
+    def __init__(self, program: list[str], ranks: int, job: str, prefix: bool) -> None:
+        self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code; as they come
+        self.deadline: float | None = None  # when those who still run are ended
+        self._asked = False  # they have been sent SIGTERM
+        self._writing = threading.Lock()
+        self._pipes: list[threading.Thread] = []
+        shares = cpus_of(ranks)
+        prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, cpus in enumerate(shares):
+                self.processes.append(_start(program, rank, ranks, job, cpus, prefix, prctl))
+        except BaseException:
+            self.end(signal.SIGKILL)
+            raise
+        for rank, process in enumerate(self.processes):
+            threading.Thread(target=self._await, args=(rank, process), daemon=True).start()
+            for source, sink in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+                if source is not None:
+                    self._pipes.append(threading.Thread(target=self._copy, args=(rank, source, sink), daemon=True))
+                    self._pipes[-1].start()
+
+    def wait(self, timeout: float) -> int:
+        """Until all have ended: the exit code of the first that failed, else 0."""
+        failed = 0
+        with forwarding(lambda number: self._pass_on(number, timeout)):
+            for _ in self.processes:
+                rank, code = self._next(timeout)
+                if code and not failed:
+                    failed = code if code > 0 else 128 - code
+                    how = f"exit code {code}" if code > 0 else f"{signal.Signals(-code).name}"
+                    print(f"rlx: rank {rank} (process {self.processes[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
+                    self.deadline = self.deadline or time.monotonic() + timeout
+        for pipe in self._pipes:
+            pipe.join(1.0)  # what a rank started may live on and keep its output open
+        return failed
+
+    def end(self, number: int) -> None:
+        """Signal those who still run, and what they started."""
+        for process in self.processes:
+            if process.returncode is None:  # not waited for: the number is still its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _next(self, timeout: float) -> tuple[int, int]:
+        """The next that ends: by itself, or asked to at half the time after a failure, or killed at its end."""
+        while True:
+            left = 3600.0 if self.deadline is None else self.deadline - time.monotonic() - (0 if self._asked else timeout / 2)
+            try:
+                return self.ended.get(timeout=max(left, 0.01))
+            except queue.Empty:
+                if self.deadline is not None:
+                    self.end(signal.SIGKILL if self._asked else signal.SIGTERM)
+                    self._asked = True
+
+    def _pass_on(self, number: int, timeout: float) -> None:
+        self.end(number)
+        if number in ENDING:
+            self.deadline = self.deadline or time.monotonic() + timeout
+
+    def _await(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.ended.put((rank, process.wait()))
+
+    def _copy(self, rank: int, source: IO[bytes], sink: IO[bytes]) -> None:
+        """Line by line, each whole."""
+        for line in source:
+            with self._writing, contextlib.suppress(BrokenPipeError):  # nobody reads any more: the ranks go on
+                sink.write(b"[%d] %s%s" % (rank, line, b"" if line.endswith(b"\n") else b"\n"))
+                sink.flush()
+
+
+def _start(
+    program: list[str], rank: int, ranks: int, job: str, cpus: Sequence[int], prefix: bool, prctl: Any
+) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def before() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the launcher, however that ends
+        if os.getppid() != parent:
+            os._exit(1)
+        if len(cpus) > 1:  # threads are pinned to CPUs: those of two ranks must not choose the same ones
+            os.sched_setaffinity(0, cpus)
+
+    known = {
+        knobs.JOB.env: job, knobs.RANK.env: rank, knobs.RANKS.env: ranks, "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks, knobs.THREADS.env: knobs.THREADS.get() or max(len(cpus), 1),
+    }  # fmt: skip
+    if prefix:
+        known["PYTHONUNBUFFERED"] = 1  # lines come when they are printed
+    stream = subprocess.PIPE if prefix else None
+    reads = rank == 0 and not sys.stdin.isatty()  # a group of processes in the background may not read a terminal
+    return subprocess.Popen(
+        program, env=knobs.environment(**known), stdin=None if reads else subprocess.DEVNULL, stdout=stream, stderr=stream,
+        process_group=0, preexec_fn=before,
+    )  # fmt: skip
+
+
+def cpus_of(ranks: int) -> list[list[int]]:
+    """The CPUs that this process may use, shared out: neighbours go to one rank, a core's hardware threads together. Empty
+    lists where there are fewer CPUs than ranks."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[]] * ranks
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        where = [topology / name for name in ("physical_package_id", "core_id")]
+        package, core = (int(f.read_text()) if f.exists() else cpu for f in where)
+        return package, core, cpu
+
+    cpus = sorted(os.sched_getaffinity(0), key=place)
+    share = len(cpus) // ranks
+    return [cpus[rank * share : (rank + 1) * share] for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def forwarding(send: Any) -> Iterator[None]:
+    """Within the block signals to this process are given to `send`."""
+    numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
+    before = {number: signal.signal(number, lambda number, _: send(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def guard(job: str) -> Iterator[None]:
+    """When the block is left, or this process ends, a process of its own removes the job's shared memory."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(writing)
+            _outlive(reading, job)
+        finally:
+            os._exit(0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+
+
+def _outlive(reading: int, job: str) -> None:
+    from rlx.driver.transports.shm import remove
+
+    os.setsid()  # Ctrl-C is not for this process
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(quiet, stream)
+    os.read(reading, 1)  # returns when the launcher has gone
+    for _ in range(2):  # once more for a rank that is killed a moment later
+        remove(job)
+        time.sleep(0.05)
+
+
+__all__ = ["launch"]
