@@ -40,6 +40,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "autodiff": ARRAYS,
     "compile": ARRAYS,
     "driver": ARRAYS,
+    "driver/transports": ARRAYS | {"mpi4py"},
     "backends": ARRAYS,
     "backends/cpu": ARRAYS | {"llvmlite"},
     "runtime": ARRAYS,

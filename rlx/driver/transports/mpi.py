@@ -43,6 +43,8 @@ class MpiTransport:
         self._broken: str | None = None
         self._window: Any = None
         self._work: SimpleQueue[Any] = SimpleQueue()
+        self._idle = threading.Event()  # the thread is not in a call
+        self._idle.set()
         threading.Thread(target=_serve, args=(self._work,), daemon=True, name="rlx-mpi").start()
         self._peers = [r for r in range(self.num_ranks) if r != self.this_rank.index]
         self._comm = self._timed(comm.Dup, self._peers)
@@ -163,7 +165,7 @@ class MpiTransport:
         self._broken = why
         _LOST.append(self)
         self._last = np.array(Call(FAILED, detail=min(lost, default=self.this_rank.index)), np.int64)  # its sends may last
-        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:  # else not beside a thread that was left in a call
+        if self._idle.is_set():  # a thread that was left in a call of MPI may keep MPI's lock
             with suppress(self._mpi.Exception):  # those who are gone need not be told
                 self._farewell = [self._comm.Isend(self._last, r) for r in self._peers]
         raise TransportError(why)
@@ -190,11 +192,13 @@ class MpiTransport:
     def _timed(self, call: Callable[[], Any], whom: Iterable[int] = ()) -> Any:
         """What `call()` gives, made by the thread; after the timeout a TransportError, and the thread is left to itself."""
         answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._idle.clear()
         self._work.put((call, answer))
         try:
             value, error = answer.get(timeout=self.timeout)
         except Empty:
             self._fail(f"{self._names(whom)} did not answer within {self.timeout:g} s", whom)
+        self._idle.set()
         if error is not None:
             self._try(partial(_throw, error), whom)
         return value

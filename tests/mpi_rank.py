@@ -1,0 +1,109 @@
+"""One rank of tests/test_ranks_mpi.py, started by mpirun: CASE FOLDER. Writes what it found to FOLDER/<rank>."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from conformance import conform
+
+from rlx.driver import Rank, SymmetricBuffer
+from rlx.driver.symmetric import Call, SymmetricTransport
+from rlx.driver.transports.mpi import MpiTransport
+from rlx.errors import CollectiveError
+
+HEAP, TIMEOUT = 40 << 20, 2.0
+INDEX = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+
+
+def passed_on(t: SymmetricTransport) -> str:
+    """Every rank writes to the next one's heap and reads back; large copies go in pieces."""
+    me, n = t.this_rank.index, t.num_ranks
+    after = Rank((me + 1) % n)
+    for nbytes in (1, 8, 1023, 0, (33 << 20) + 5):
+        sent = np.random.default_rng([me, nbytes]).integers(0, 256, nbytes, np.uint8)
+        t.put(SymmetricBuffer(after, 3, nbytes), sent)
+        t.barrier()
+        own, theirs = (np.full(nbytes, 77, np.uint8) for _ in range(2))
+        t.get(SymmetricBuffer(t.this_rank, 3, nbytes), own)
+        t.get(SymmetricBuffer(after, 3, nbytes), theirs)
+        np.testing.assert_array_equal(own, np.random.default_rng([(me - 1) % n, nbytes]).integers(0, 256, nbytes, np.uint8))
+        np.testing.assert_array_equal(theirs, sent)
+        t.barrier()
+    for i in range(200):  # a rank that is ahead by one barrier is not mistaken for one that is not
+        if i % n == me:
+            time.sleep(0.001)
+        t.barrier(Call(1, i, 0, 0))
+    return "right"
+
+
+def refused(t: SymmetricTransport) -> str:
+    """Wrong places are refused before anything moves, and the transport goes on."""
+    found = []
+    for buffer, nbytes in (
+        (SymmetricBuffer(Rank(0), HEAP - 1, 2), 2),
+        (SymmetricBuffer(Rank(t.num_ranks), 0, 2), 2),
+        (SymmetricBuffer(Rank(0), 0, 2), 3),
+    ):
+        for copy in (t.put, t.get):
+            try:
+                copy(buffer, np.zeros(nbytes, np.uint8))
+            except CollectiveError as e:
+                found.append(type(e).__name__)
+    t.barrier()
+    return " ".join(found)
+
+
+def disagree(t: SymmetricTransport) -> str:
+    t.barrier(Call(1, 0, 8 + t.this_rank.index))
+    return "no error"
+
+
+def go_without(t: SymmetricTransport) -> str:
+    """Rank 1 is not there when the others meet: CASE says how."""
+    t.barrier()
+    if t.this_rank.index == 1:
+        if CASE == "silent":
+            time.sleep(2 * TIMEOUT)
+        elif CASE == "dead":
+            os.kill(os.getpid(), 9)
+        elif CASE == "closed":
+            t.close()
+        else:
+            sys.exit(3)
+    t.barrier()
+    return "no error"
+
+
+def until_cut(t: SymmetricTransport) -> str:
+    """Copies and meets until the link is cut."""
+    peer, data = Rank(1 - t.this_rank.index), np.zeros(1 << 20, np.uint8)
+    (FOLDER / f"started-{INDEX}").touch()
+    for _ in range(100_000):
+        t.put(SymmetricBuffer(peer, 0, data.nbytes), data)
+        t.barrier()
+        t.get(SymmetricBuffer(peer, 0, data.nbytes), data)
+        t.barrier()
+    return "no error"
+
+
+def collectives(t: SymmetricTransport) -> str:
+    conform(t, int(os.environ.get("RLX_TEST_COLLECTIVES", 60)), seed=5)
+    return "right"
+
+
+CASES = {f.__name__: f for f in (passed_on, refused, disagree, until_cut, collectives)}
+
+if __name__ == "__main__":
+    CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
+    try:
+        heap = HEAP + (CASE == "heaps" and INDEX == 1)
+        transport = MpiTransport(heap, timeout=30 if CASE in ("passed_on", "collectives") else TIMEOUT)
+        said = CASES.get(CASE, go_without)(transport)
+        transport.close()
+    except CollectiveError as e:
+        said = f"{type(e).__name__}: {e}"
+    (FOLDER / str(INDEX)).write_text(said)
