@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 from rlx.errors import PlanError
 from rlx.ir import kernel as K
 from rlx.ir.access import Access, accesses
 from rlx.ir.program import BufferDecl, Program, Region, Step
+from rlx.ir.shape import contiguous_strides
 
 IN_ARENA = frozenset({Region.ARENA, Region.INPUT, Region.OUTPUT})
 GIVEN = frozenset({Region.INPUT, Region.PARAM, Region.CONSTANT, Region.HANDLE})  # hold a value before anything runs
@@ -107,6 +109,8 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
     if len(step.args) != len(kernel.buffers):
         bad.append(f"{where}: {len(step.args)} arguments for {len(kernel.buffers)} buffers")
         return
+    if (op := kernel.collective) and not _is_contiguous(op):
+        bad.append(f"{where}: {op.attrs} is not from one whole buffer to another of the size that gives")
     bad.extend(f"{where}: touches {name!r}, which is not among its buffers" for name in facts.strangers)
     for arg, b in zip(step.args, kernel.buffers):
         decl = decls.get(arg)
@@ -122,6 +126,15 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
             bad.append(f"{where}: writes %{arg}, which is {decl.region.value}")
         if phase == "prepare" and b in facts.loaded and decl.region not in PREPARE_READS:
             bad.append(f"{where}: reads %{arg}, which is {decl.region.value}")
+
+
+def _is_contiguous(op: K.Native) -> bool:
+    """Whether a collective goes from one buffer to another of the right size, both of them whole and in order."""
+    views = (*op.inputs, *op.outputs)
+    sizes = [prod(v.dims) for v in views]
+    in_order = all(v.offset == 0 and v.strides == contiguous_strides(v.dims) for v in views)
+    whole = sizes == [v.buffer.size for v in views] and len({v.buffer.dtype for v in views}) == 1
+    return len(views) == 2 and in_order and whole and sizes[1] == op.attrs.elements(sizes[0])  # type: ignore[union-attr]
 
 
 # -- replay --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
@@ -39,9 +40,11 @@ class Backend(Protocol):
         ...
 
     def load(
-        self, artifact: Artifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
-    ) -> Executable:
-        """Allocate the regions, resolve every argument. `params`, `handles`: stores to share; None makes a new one."""
+        self, artifact: Artifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> Executable:  # fmt: skip
+        """Allocate the regions, resolve every argument. `params`, `handles`: stores to share; None makes a new one. `transport`:
+        by which this rank meets the others; passed only where a session has one."""
         ...
 
 
@@ -145,7 +148,7 @@ class Executable(Protocol):
         ...
 
     def run(self) -> None:
-        """All steps, then commit. Raises IndexRangeError, with every state as it was, if a Check failed."""
+        """All steps, then commit. With every state as it was: IndexRangeError, a Check failed; CollectiveError, a collective."""
         ...
 
     def run_steps(self) -> None:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from rlx.ir.dtype import DType, bool_, i64
-from rlx.ir.op import OPS, Attrs
+from rlx.ir.op import OPS, Attrs, Kind
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
 #   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
@@ -244,7 +244,7 @@ class Kernel:
     def collective(self) -> Native | None:
         """The op in which all ranks take part that this is a step of."""
         first = self.body[0] if self.body else None
-        return first if isinstance(first, Native) and first.op in OPS and OPS[first.op].collective else None
+        return first if isinstance(first, Native) and first.op in OPS and OPS[first.op].kind is Kind.COLLECTIVE else None
 
     @property
     def key(self) -> str:

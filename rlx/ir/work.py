@@ -38,6 +38,7 @@ class KernelWork:
     written_bytes: int
     least_bytes: int
     flops: int | None
+    received_bytes: int = 0  # from other ranks, at the least
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class ProgramWork:
         return sum(w.read_bytes + w.written_bytes for w in self.kernels)
 
     @cached_property
+    def received_bytes(self) -> int:
+        return sum(w.received_bytes for w in self.kernels)
+
+    @cached_property
     def flops(self) -> int:
         return sum(w.flops or 0 for w in self.kernels)
 
@@ -62,6 +67,9 @@ class ProgramWork:
         for w in self.kernels:
             numbers = map(str, (w.read_bytes, w.written_bytes, w.least_bytes))
             rows.append((w.kernel, *numbers, "?" if w.flops is None else str(w.flops)))
+        if self.received_bytes:
+            head += f"; {self.received_bytes} bytes come from other ranks"
+            rows = [(*row, str(n)) for row, n in zip(rows, ("from ranks", *(w.received_bytes for w in self.kernels)))]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(c.ljust(w) if at == 0 else c.rjust(w) for at, (c, w) in enumerate(zip(r, widths))) for r in rows]
         return "\n".join([head, *("  " + line for line in lines)])
@@ -84,7 +92,8 @@ def program_work(program: Program) -> ProgramWork:
             for what, n, counts in (("read", t.once, arg in outer), ("written", t.written, arg in kept)):
                 if counts:
                     needed[arg, what] = max(needed.get((arg, what), 0), n * size)
-        rows.append(KernelWork(step.kernel.name, read, written, least, operations))
+        received = op.moved_bytes if (op := step.kernel.collective) else 0
+        rows.append(KernelWork(step.kernel.name, read, written, least, operations, received))
     return ProgramWork(tuple(rows), sum(needed.values()))
 
 

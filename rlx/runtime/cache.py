@@ -38,6 +38,7 @@ class Key(NamedTuple):
     threads: int | None
     params: int | None  # identity of the store that the caller gave
     handles: int | None
+    transport: int | None
 
 
 class CompileCache:
@@ -122,7 +123,7 @@ class CompileCache:
 def _key(
     session: Session, graph: Graph, options: CompileOptions, params: ParamStore | None, handles: HandleStore | None
 ) -> Key:
-    stores = [None if s is None else id(s) for s in (params, handles)]
+    stores = [None if s is None else id(s) for s in (params, handles, session.transport)]
     return Key(graph.fingerprint(), options, str(session.device), session.threads, *stores)
 
 
@@ -131,7 +132,8 @@ def _differences(old: Key, new: Key) -> list[str]:
         f"option {name}: {a!r} -> {b!r}" for name, a in vars(old.options).items() if a != (b := getattr(new.options, name))
     ]
     changes += [f"{name}: {a} -> {b}" for name, a, b in zip(("device", "threads"), old[2:4], new[2:4]) if a != b]
-    return changes + [f"another store of {name}" for name, a, b in zip(("params", "handles"), old[4:], new[4:]) if a != b]
+    stores = zip(("store of params", "store of handles", "transport"), old[4:], new[4:])
+    return changes + [f"another {what}" for what, a, b in stores if a != b]
 
 
 def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:

@@ -13,9 +13,11 @@ from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
+from rlx.ir.verify import where
 from rlx.ir.work import program_work
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
@@ -28,12 +30,16 @@ class Session:
     """Compiles graphs for one device. DeviceUnavailableError, at once, if the device cannot be used here."""
 
     def __init__(
-        self, device: Device | str = Device.CPU, threads: int | None = None, progress: Progress | None = None
-    ) -> None:
+        self, device: Device | str = Device.CPU, threads: int | None = None, progress: Progress | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> None:  # fmt: skip
         """`threads`: default for compiles whose options do not say (None: as many as the process may use). `progress(done, total,
-        step)` is called while a compile measures steps (CompileOptions.tune)."""
+        step)` is called while a compile measures steps (CompileOptions.tune). `transport`: by which this rank meets the others in
+        graphs with collectives; all ranks then compile and run the same ones, in the same order."""
         self.device = Device.parse(device)
-        self.threads, self._progress = threads, progress
+        self.threads, self._progress, self.transport = threads, progress, transport
+        if transport is not None and not isinstance(transport, SymmetricTransport):
+            raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
 
     def compile(
@@ -46,7 +52,8 @@ class Session:
         """An executable of `graph`. `params`: weights shared with another compile (compiled.params); `handles`: states
         shared likewise (compiled.handles), InputShapeError if one of them has another shape there.
 
-        Raises VerifyError, CompileError, OptionError or UnboundDimError; the graph is left as it was.
+        Raises VerifyError, CompileError, OptionError or UnboundDimError; the graph is left as it was. With collectives it meets
+        the other ranks: CallMismatchError, another compiled other ones; TransportError; HeapBoundsError, their heap is too small.
         """
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
@@ -58,6 +65,7 @@ class Session:
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
+        _check_ranks(graph, self.transport)
         return self._build(graph, options, params, handles)
 
     def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
@@ -121,7 +129,8 @@ class Session:
 
     def _load(self, artifact: Artifact, params: ParamStore | None, handles: HandleStore | None) -> Executable:
         try:
-            return self._backend.load(artifact, params, self.device.index, handles)
+            ranks = {} if self.transport is None else {"transport": self.transport}
+            return self._backend.load(artifact, params, self.device.index, handles, **ranks)
         except (MemoryError, OSError) as e:
             raise OutOfMemoryError(f"{self.device} has no room for {_room(artifact.program)}: {e}") from e
 
@@ -129,6 +138,14 @@ class Session:
 def _room(program: Program) -> str:
     sizes = ", ".join(f"{what} {nbytes}" for what, nbytes in planned_bytes(program).items() if nbytes)
     return f"graph {program.name!r} (bytes: {sizes})"
+
+
+def _check_ranks(graph: Graph, transport: SymmetricTransport | None) -> None:
+    for node in graph.nodes() if transport else ():
+        if node.op.collective and (ranks := node.attrs.ranks) not in (1, transport.num_ranks):  # type: ignore[union-attr]
+            raise CompileError(
+                f"graph {graph.name!r}: {where(node)} is of {ranks} ranks, the session's transport has {transport.num_ranks}"  # type: ignore[union-attr]
+            )
 
 
 def _check_handles(graph: Graph, options: CompileOptions) -> None:

@@ -26,6 +26,7 @@ from rlx.errors import CorruptFileError, RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
+from rlx.ir.op import OPS, Kind
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
@@ -143,7 +144,7 @@ def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning
     written = zlib.compress(json.dumps([different, {name: where[t] for name, t in texts.items()}]).encode(), 1)
     parts = [written, *constants, *blobs]
     work = program_work(program)
-    rows = [(w.kernel, w.read_bytes, w.written_bytes, w.least_bytes, w.flops) for w in work.kernels]
+    rows = [(w.kernel, w.read_bytes, w.written_bytes, w.least_bytes, w.flops, w.received_bytes) for w in work.kernels]
     head = {"given": dict(given), "program": _described(program), "code": code, "work": (work.least_bytes, rows)}
     head["tuning"] = (tuning.why, [tuple(vars(s).values()) for s in tuning.steps])
     head["sizes"] = [len(p) for p in parts]
@@ -204,7 +205,9 @@ def _described(p: Program) -> dict[str, Any]:
 
 def _kernel_described(kernel: Kernel) -> tuple[Any, ...]:
     loaded = loaded_buffers(kernel)
-    return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers]
+    op = kernel.collective
+    together = None if op is None else (op.op, vars(op.attrs))  # which no machine code is made of
+    return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers], together
 
 
 def _shape(shape: Shape) -> tuple[Any, ...]:
@@ -242,19 +245,25 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
 _PHASES = ("prepare", "steps", "commit", "abort")
 
 
-def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]]) -> Kernel:
-    """A kernel of which only is known what it loads and stores."""
+def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], together: Any) -> Kernel:
+    """A kernel of which only is known what it loads and stores; a collective as it was."""
     buffers = tuple(Buffer(_text(n), DTYPES[dtype], _whole(size), writable is True) for n, dtype, size, writable, _ in rows)
     loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
     stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
-    return Kernel(_text(name), buffers, (), (), (Native("compiled", None, loaded, stored),), tuple(map(_text, origin)))
+    native = Native("compiled", None, loaded, stored)
+    if together is not None:
+        op = OPS[together[0]]
+        if op.kind is not Kind.COLLECTIVE or (len(loaded), len(stored)) != (1, 1):
+            raise ValueError(f"{together[0]} is no collective of one operand")
+        native = Native(op.name, op.make_attrs(together[1]), loaded, stored)
+    return Kernel(_text(name), buffers, (), (), (native,), tuple(map(_text, origin)))
 
 
 def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
     kernels = []
-    for name, read, written, once, flops in rows:
-        sizes = map(_whole, (read, written, once))
-        kernels.append(KernelWork(_text(name), *sizes, flops=None if flops is None else _whole(flops)))
+    for name, read, written, once, flops, received in rows:
+        counted = None if flops is None else _whole(flops)
+        kernels.append(KernelWork(_text(name), _whole(read), _whole(written), _whole(once), counted, _whole(received)))
     return ProgramWork(tuple(kernels), _whole(least))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.backends.cpu.target import host_target, processor
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 LLVM_LOADED = 38 << 20  # bytes of LLVM's library that are resident once it is loaded
 FIRST_COMPILE = 44 << 20  # bytes by which compiling a network makes a process grow: LLVM's library and heap, and graphs
+WAITING_NS = 1 << 40  # of a step that waits for other ranks: no run with one is short
 KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
 
 
@@ -102,13 +104,14 @@ class CpuBackend:
         return CpuArtifact(program, tuple(made), tuple(parts), coded, texts)
 
     def load(
-        self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
-    ) -> CpuExecutable:
+        self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> CpuExecutable:  # fmt: skip
         """DeviceUnavailableError: the code uses instructions that this CPU lacks, or `index` is not 0."""
         from rlx.backends.cpu.executable import CpuCode, CpuExecutable
 
         self.target(index)
-        return CpuExecutable(CpuCode(artifact), params or ParamStore(), handles or HandleStore())
+        return CpuExecutable(CpuCode(artifact), params or ParamStore(), handles or HandleStore(), transport)
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,13 @@ class _Job:
 
 @lru_cache(KEPT)
 def _compiled(job: _Job) -> tuple[Rendered, bytes]:
+    from rlx.backends.cpu.emit import Rendered
     from rlx.backends.cpu.jit import compile_object
     from rlx.backends.cpu.render import render
     from rlx.backends.cpu.work import estimated_ns, may_fail
 
+    if job.kernel.collective:  # the executable has a function for it; others need the GIL meanwhile
+        return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""
     symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
     code = render(job.kernel, job.target, symbol, dict(job.choice))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))

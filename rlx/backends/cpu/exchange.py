@@ -55,7 +55,6 @@ class ExchangeCalls:
 
     def error(self, where: str) -> BaseException:
         """What a step that failed left."""
-        self.exchanges.failed()
         error = self.errors.pop()
         self.errors.clear()
         if not isinstance(error, CollectiveError):
@@ -67,4 +66,4 @@ class ExchangeCalls:
 
 def _array(buffer: Buffer, address: int) -> np.ndarray:
     dtype = buffer.dtype.numpy
-    return np.frombuffer((ctypes.c_byte * (buffer.size * dtype.itemsize)).from_address(address), np.uint8).view(dtype)
+    return np.ctypeslib.as_array((ctypes.c_ubyte * (buffer.size * dtype.itemsize)).from_address(address)).view(dtype)

@@ -18,11 +18,14 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.emit import Rendered
+from rlx.backends.cpu.exchange import FAILED, ExchangeCalls
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
 from rlx.driver.calls import FastCall
+from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
 from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step
@@ -54,7 +57,8 @@ class CpuCode:
 
     def __init__(self, artifact: CpuArtifact) -> None:
         self.artifact = artifact
-        self.library = load(artifact.objects, [c.symbol for c in artifact.codes], artifact.program.target)
+        made = [(image, c.symbol) for image, c in zip(artifact.objects, artifact.codes) if image]  # collectives have no code
+        self.library = load([image for image, _ in made], [symbol for _, symbol in made], artifact.program.target)
         scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
         self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self.constants: dict[int, Memory] = {}
@@ -71,9 +75,12 @@ class CpuExecutable:
 
     Memory goes back when the last reference to it goes: this object's, a clone's, or that of a view."""
 
-    def __init__(self, code: CpuCode, params: ParamStore, handles: HandleStore) -> None:
+    def __init__(
+        self, code: CpuCode, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
+    ) -> None:
         program = code.artifact.program
         self.program, self.params, self.handles, self._code = program, params, handles, code
+        self._transport = transport
         self._decls = {b.id: b for b in program.buffers}
         self._views: dict[int, np.ndarray] = {}
         self._arena = memory.allocate(program.plan.size_bytes, max(program.plan.alignment, memory.ALIGNMENT))
@@ -86,6 +93,7 @@ class CpuExecutable:
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
         self._lay_out_params()
+        self._exchange = ExchangeCalls(Exchanges(program, transport)) if program.collectives else None
         self._whole = self._lasting("steps", "commit")
 
     # -- buffers
@@ -159,7 +167,7 @@ class CpuExecutable:
     # -- running
 
     def run(self) -> None:
-        """All steps, then commit. Raises IndexRangeError, with every state as it was, if a Check failed."""
+        """All steps, then commit. With every state as it was: IndexRangeError, a Check failed; CollectiveError, a collective."""
         status = self._whole.call()
         if status:
             self._settle(self._whole, status)
@@ -171,7 +179,9 @@ class CpuExecutable:
             self._settle(self._steps, status)
 
     def run_abort(self, failed: int | None = None) -> None:
-        """Put back what the steps before `failed` (None: all) changed in handles."""
+        """Put back what the steps before `failed` (None: all, and the run does not count) changed in handles."""
+        if failed is None and self._exchange:
+            self._exchange.exchanges.failed()
         coded = self._code.artifact.coded["abort"]
         undo = [c for c, (saved, _) in zip(coded, self.program.abort) if failed is None or saved < failed]
         if undo:
@@ -180,7 +190,7 @@ class CpuExecutable:
     def _settle(self, table: _Table, status: int) -> None:
         try:
             table.settle(status)
-        except IndexRangeError:
+        except BaseException:
             self.run_abort(table.failed)
             raise
 
@@ -223,7 +233,7 @@ class CpuExecutable:
 
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
-        other = CpuExecutable(self._code, self.params, self.handles.copy())
+        other = CpuExecutable(self._code, self.params, self.handles.copy(), self._transport)
         np.copyto(other._arena.data, self._arena.data)
         return other
 
@@ -286,14 +296,19 @@ class CpuExecutable:
 
         PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
         rows, addresses = [], []
+        exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
+        if exchange:
+            rows.append((exchange.begin(), 0, 1))
         for step, code in coded:
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
-            rows.append((self._code.library.address(code.symbol), len(addresses), code.tasks))
+            together = step.kernel.collective
+            function = exchange.step(together) if exchange and together else self._code.library.address(code.symbol)
+            rows.append((function, len(addresses), code.tasks))
             addresses += [(given or {}).get(a) or self.address(a) for a in step.args]
         surroundings = self._scratch, self._code.scratch_stride, self._pool
-        return _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings)
+        return _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings, exchange)
 
 
 class _Table:
@@ -303,8 +318,10 @@ class _Table:
 
     def __init__(
         self, program: str, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, int]], addresses: Sequence[int],
-        surroundings: tuple[Memory, int, pool.Pool | None],
+        surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
+        """`exchange`: keeps the functions of collectives; their meeting is then a row before the first step."""
+        self._exchange = exchange
         self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
         self.moving: list[tuple[int, int]] = []  # (place in `addresses`, buffer) of each argument that is a handle
         self._addresses = np.array(addresses, np.int64)
@@ -334,15 +351,20 @@ class _Table:
 
     @property
     def failed(self) -> int:
-        """The step at which the last run that failed stopped."""
-        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)
+        """The step at which the last run that failed stopped; -1: before the first."""
+        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step) - bool(self._exchange)
 
     def settle(self, status: int) -> None:
-        """What a run's status asks for. IndexRangeError: a Check failed."""
+        """What a run's status asks for. IndexRangeError: a Check failed; CollectiveError: a collective."""
         if status == pool.ATTEND and self._pool:
             return self._pool.attend()
-        kernel = self._kernels[self.failed]
+        kernel = self._kernels[max(self.failed, 0)]
         origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
+        if self._exchange:
+            self._exchange.exchanges.failed()
+        if status == FAILED and self._exchange:
+            where = kernel.name if self.failed >= 0 else "the meeting before the first step"
+            raise self._exchange.error(f"{self._program}: {where}")
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from rlx.driver.backend import KernelTexts
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, Unsupported
 from rlx.ir.dtype import DTYPES
 from rlx.ir.program import Program, Region, Step
@@ -51,8 +52,9 @@ class NullBackend:
         return KernelTexts(program)
 
     def load(
-        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
-    ) -> NullExecutable:
+        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> NullExecutable:  # fmt: skip
         return NullExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
 
 

@@ -14,9 +14,11 @@ import numpy as np
 
 from rlx.backends.ref.interpret import POISON, run_kernel
 from rlx.driver.backend import KernelTexts
+from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore, PlainMemory
 from rlx.driver.params import ParamStore
-from rlx.errors import DeviceUnavailableError, IndexRangeError
+from rlx.driver.symmetric import SymmetricTransport
+from rlx.errors import CollectiveError, DeviceUnavailableError, IndexRangeError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.kernel import STATUS
 from rlx.ir.program import BufferDecl, Program, Region, Step
@@ -56,16 +58,19 @@ class RefBackend:
         return KernelTexts(program)
 
     def load(
-        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None
-    ) -> RefExecutable:
-        return RefExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
+        self, artifact: KernelTexts, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> RefExecutable:  # fmt: skip
+        return RefExecutable(artifact.program, params or ParamStore(), handles or HandleStore(), transport)
 
 
 class RefExecutable:
     """Executable protocol (rlx.driver.backend) over host memory."""
 
-    def __init__(self, program: Program, params: ParamStore, handles: HandleStore) -> None:
-        self.program, self.params = program, params
+    def __init__(
+        self, program: Program, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
+    ) -> None:
+        self.program, self.params, self.exchanges = program, params, Exchanges(program, transport)
         self.decls = {b.id: b for b in program.buffers}
         self.arena = allocate(program.plan.size_bytes)
         self.memory_of = {b.id: self._place(b) for b in program.buffers if b.region is not Region.HANDLE}  # raw bytes
@@ -126,14 +131,18 @@ class RefExecutable:
         for b in self.program.buffers:
             if b.region in (Region.ARENA, Region.OUTPUT):
                 self.memory_of[b.id][:] = POISON
-        for at, step in enumerate(self.program.steps):
-            try:
+        done = 0
+        try:
+            self.exchanges.begin()
+            for step in self.program.steps:
                 self._run(step)
-            except IndexRangeError:
-                self.run_abort(at)
-                raise
+                done += 1
+        except (IndexRangeError, CollectiveError):
+            self.run_abort(done)
+            raise
 
     def run_abort(self, failed: int | None = None) -> None:
+        self.exchanges.failed()
         for at, step in self.program.abort:
             if failed is None or at < failed:
                 self._run(step)
@@ -143,12 +152,15 @@ class RefExecutable:
             self._run(step)
 
     def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
-        if status := run_kernel(step.kernel, [given[a].reshape(-1) if a in given else self.array(a) for a in step.args]):
+        arrays = [given[a].reshape(-1) if a in given else self.array(a) for a in step.args]
+        if step.kernel.collective:
+            self.exchanges.perform(step.kernel.collective, *arrays)
+        elif status := run_kernel(step.kernel, arrays):
             where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
 
     def clone(self) -> RefExecutable:
-        other = RefExecutable(self.program, self.params, self.handles.copy())
+        other = RefExecutable(self.program, self.params, self.handles.copy(), self.exchanges.transport)
         other.arena[:] = self.arena
         return other
 

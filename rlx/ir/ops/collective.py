@@ -30,6 +30,12 @@ Arrays = Sequence[np.ndarray]  # one of each rank
 # -- the core op ---------------------------------------------------------------------------------------------------
 
 
+def _ranks(ranks: int) -> int:
+    if ranks < 1:
+        raise AttributeValueError(f"ranks is at least 1, got {ranks}")
+    return ranks
+
+
 class ExchangeAttrs(Attrs):
     """`kind`: of the reductions. `root`: of broadcast."""
 
@@ -37,6 +43,15 @@ class ExchangeAttrs(Attrs):
     ranks: int
     kind: ReduceName = "sum"
     root: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.root < _ranks(self.ranks):
+            raise AttributeValueError(f"root is one of ranks 0 to {self.ranks - 1}, got {self.root}")
+
+    def elements(self, operand: int) -> int:
+        """Of the result, for an operand of so many."""
+        parts = operand // self.ranks
+        return {"all_gather": operand * self.ranks, "reduce_scatter": parts, "rank_part": parts}.get(self.what, operand)
 
     def moved(self, nbytes: int) -> int:
         """Bytes that each rank has to receive, at the least, for an operand of `nbytes`."""
@@ -49,18 +64,10 @@ class ExchangeAttrs(Attrs):
         return f"{self.what}{kind}, {self.ranks} ranks"
 
 
-def _ranks(ranks: int) -> int:
-    if ranks < 1:
-        raise AttributeValueError(f"ranks is at least 1, got {ranks}")
-    return ranks
-
-
 def _exchange_shape(attrs: ExchangeAttrs, x: Shape) -> Shape:
-    ranks = _ranks(attrs.ranks)
+    ranks = attrs.ranks
     if "reduce" in attrs.what and x.dtype.kind not in "fiu":
         raise DTypeError(f"the operand is {x.dtype}, a reduction takes floats and integers; cast it first")
-    if not 0 <= attrs.root < ranks:
-        raise AttributeValueError(f"root is one of ranks 0 to {ranks - 1}, got {attrs.root}")
     if attrs.what == "all_gather":
         return x.with_dims((ranks, *x.dims))
     if attrs.what in ("all_reduce", "broadcast"):
