@@ -53,9 +53,7 @@ def start_rlx(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
     import rlx
 
     imported = time.perf_counter()
-    import numpy as np
-
-    from rlx.frontends.embedding import _read_config, default_folder
+    from rlx.frontends.embedding import _read_config, default_folder, set_weights
     from rlx.frontends.models import bert
     from rlx.frontends.weights import read_weights
 
@@ -63,8 +61,7 @@ def start_rlx(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
     graph = bert.build(_read_config(default_folder()), 1, LENGTH)
     compiled = rlx.Session(threads=threads).compile(graph)
     before = time.perf_counter()
-    for name in compiled.missing_params():
-        compiled.set_param(name, np.asarray(weights[name], np.float32))
+    set_weights(compiled, weights)
     packed = time.perf_counter() - before
     ids, mask = ids_and_mask()
     (out,) = compiled.run({"input_ids": ids, "attention_mask": mask})

@@ -142,9 +142,10 @@ class Executable(Protocol):
         """Address of the buffer in the device's address space."""
         ...
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         """Run these steps of program.prepare, in this order. `given`: param buffers read from these C-contiguous host
-        arrays (of the buffer's shape and dtype) instead of from the store."""
+        arrays (of the buffer's shape and dtype) instead of from the store. `alone`: in this thread; others may prepare what has
+        nothing to do with it meanwhile."""
         ...
 
     def run(self) -> None:

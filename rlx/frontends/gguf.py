@@ -21,6 +21,7 @@ import numpy as np
 from rlx.errors import CorruptFileError, ModelError, RlxError, Unsupported, known
 from rlx.ir.dtype import DTYPES
 from rlx.ir.quant import FORMATS
+from rlx.runtime import map_file
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -76,7 +77,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         magic = f.read(4)
     if size < 24 or magic != b"GGUF":
         raise CorruptFileError(f"{path} is no GGUF file: it has {size} bytes and begins with {magic!r}")
-    head = _Head(path, np.memmap(path, np.uint8, mode="r").data)
+    head = _Head(path, map_file(path))
     version = head.number("<u4")
     if version in (2 << 24, 3 << 24):
         raise Unsupported(f"{path} is big-endian; rlx reads little-endian GGUF files: convert it again without --bigendian")

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, ModelError, known
 from rlx.ir.dtype import DTYPES, DType
+from rlx.runtime import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own reader sets
 _LENGTH_BYTES = 8
@@ -78,7 +79,7 @@ def read_file(path: str | Path) -> dict[str, np.ndarray]:
     start = _LENGTH_BYTES + header_bytes
     spans = [(name, *_span(path, name, entry)) for name, entry in header.items() if name != "__metadata__"]
     _check_cover(path, spans, size - start)
-    mapped = np.memmap(path, np.uint8, mode="r").data
+    mapped = map_file(path)
     return {name: np.ndarray(shape, dtype.numpy, buffer=mapped, offset=start + begin) for name, dtype, shape, begin, _ in spans}
 
 

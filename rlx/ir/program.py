@@ -123,6 +123,23 @@ class Program:
         undo = tuple(step for _, step in self.abort)
         return {"prepare": self.prepare, "steps": self.steps, "commit": self.commit, "abort": undo}
 
+    @cached_property
+    def sources(self) -> tuple[frozenset[str], ...]:
+        """Of each prepare step: the params it depends on."""
+        out: list[frozenset[str]] = []
+        feeds = {b.id: frozenset([b.name]) for b in self.buffers if b.region is Region.PARAM}
+        for step in self.prepare:
+            out.append(frozenset().union(*(feeds.get(id, ()) for id in step.reads)))
+            feeds.update(dict.fromkeys(step.writes, out[-1]))
+        return tuple(out)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Params whose own bytes must stay: read by a run, or prepared together with others."""
+        name = {id: self.buffers[id].name for id in self.params}
+        read = (name[id] for step in self.steps + self.commit for id in step.reads if id in name)
+        return frozenset(read).union(*(names for names in self.sources if len(names) > 1))
+
     def __str__(self) -> str:
         return print_program(self)
 

@@ -25,6 +25,7 @@ from rlx.driver import (
     connect,
     reduce_scatter,
 )
+from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
@@ -36,5 +37,5 @@ __all__ = [
     "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "LocalTransport", "MemoryPlan",
     "OutputView", "ParamStore", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap",
     "SymmetricTransport", "SyncStream", "all_gather", "all_reduce", "all_to_all", "available", "broadcast", "connect",
-    "is_available", "power_of_two_ladder", "reduce_scatter",
+    "is_available", "map_file", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

@@ -81,11 +81,21 @@ class CompiledGraph:
     def set_param(self, name: str, array: np.ndarray) -> None:
         """Copy a weight in; packed copies follow. `array`: the declared dims and dtype, any strides.
 
-        UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything.
+        UnknownNameError, InputShapeError, InputDTypeError; CorruptFileError: it lies in a mapped file that was cut off since.
+        None of them changes anything.
         """
+        self.set_params({name: array})
+
+    def set_params(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Set several weights at once: what depends on more than one is computed once, and threads share the work.
+
+        Errors are those of set_param; none of them changes anything, but for a file cut off while it is read: then the
+        params are missing (missing_params)."""
+        if not isinstance(arrays, Mapping):
+            raise BindingError(f"set_params takes {{name: array}}, got {type(arrays).__name__}")
         self._drain()  # queued runs are to use the weights as they were
         with self._lock, self._gate:
-            self._weights.set(name, array)
+            self._weights.set(arrays)
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
         """The same from raw little-endian bytes of exactly the param's size."""

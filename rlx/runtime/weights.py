@@ -1,21 +1,26 @@
 """Params of one executable: which are set, which prepared buffers they feed, and which must be computed anew.
 
 A param that only feeds one prepared buffer is read straight from the caller's array and not kept. One that a run reads,
-or that is prepared together with others, is kept, so that setting any of them again reaches every packed copy.
+or that is prepared together with others, is kept, so that setting any of them again reaches every packed copy. What lies in
+a mapped file is read from there (rlx.driver.files), by several threads if much is set at once.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
+from rlx.driver import files
 from rlx.driver.backend import Executable
 from rlx.driver.calls import Gate
 from rlx.errors import MissingParamError, UnknownNameError, known
 from rlx.ir.program import Program, Region
 from rlx.runtime.binding import fits
+
+IN_THREADS = 4 << 20  # bytes of params set at once from which on threads share the work
 
 
 class Weights:
@@ -25,34 +30,61 @@ class Weights:
         self.executable, self.store = executable, executable.params
         program = self.program = executable.program
         self.decls = {program.buffers[id].name: program.buffers[id] for id in program.params}
-        self.sources = _sources(program)
-        self.kept = _kept(program, self.sources)
+        self.sources, self.kept = program.sources, program.kept
         self._gate = gate
         gate.seen, gate.changes = -1, ctypes.addressof(self.store.changes)
 
-    def set(self, name: str, array: object) -> None:
-        """Copy a param in and recompute what depends on it. A wrong name, dims or dtype raises and changes nothing."""
+    def set(self, arrays: Mapping[str, object]) -> None:
+        """Copy params in and recompute, once, what depends on them. A wrong name, dims or dtype, or a file that is too short by
+        now, raises and changes nothing. CorruptFileError midway: they are missing."""
+        values = {name: self._checked(name, array) for name, array in arrays.items()}
+        self.store.kept -= values.keys()  # until all of it is there
+        self.run_constants()
+        there = values.keys() | self.store.kept
+        todo = [i for i, names in enumerate(self.sources) if names & values.keys() and names <= there]
+        jobs = _apart(values, {i: self.sources[i] for i in todo})
+        jobs.sort(key=lambda job: -sum(values[name].nbytes for name in job[0]))
+        several = len(jobs) > 1 and sum(v.nbytes for v in values.values()) >= IN_THREADS
+        threads = min(len(jobs), self.program.target.threads) if several else 1
+        try:
+            files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
+        finally:
+            for name in values:
+                self.store.changed(name)
+        self.store.kept |= values.keys() & self.kept
+        self._made(todo)
+        self._gate.seen = -1
+
+    def _checked(self, name: str, array: object) -> np.ndarray:
+        """The array as a param's bytes lie."""
         decl = self.decls.get(name)
         if decl is None:
             raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
-        value = np.ascontiguousarray(fits(f"param {name!r}", array, decl.shape)).reshape(decl.shape.static)
-        given = {} if name in self.kept else {decl.id: value}
-        if name in self.kept:
-            self.executable.write(decl.id, value)
-            self.store.kept.add(name)
-        self.store.changed(name)
-        todo = [i for i, names in enumerate(self.sources) if name in names and all(n in self.store.versions for n in names)]
-        self.run_constants()
-        self.run(todo, given)
-        self._gate.seen = -1
+        found = fits(f"param {name!r}", array, decl.shape)
+        files.check(found)
+        return np.ascontiguousarray(found).reshape(decl.shape.static)
+
+    def _set(self, names: Sequence[str], steps: Sequence[int], values: Mapping[str, np.ndarray], alone: bool) -> None:
+        given: dict[int, np.ndarray] = {}
+        for name in names:
+            if name in self.kept:
+                self.executable.write(self.decls[name].id, values[name])
+            else:
+                given[self.decls[name].id] = files.in_memory(values[name], 1 if alone else self.program.target.threads)
+        if steps:
+            self.executable.prepare(steps, given, alone)
 
     def run_constants(self) -> None:
         """What is prepared from constants alone, for the first time; the other steps may read it."""
-        self.run([i for i, names in enumerate(self.sources) if not names and self.is_stale(i)], {})
+        self.run([i for i, names in enumerate(self.sources) if not names and self.is_stale(i)])
 
-    def run(self, steps: list[int], given: Mapping[int, np.ndarray]) -> None:
+    def run(self, steps: list[int]) -> None:
         if steps:
-            self.executable.prepare(steps, given)
+            self.executable.prepare(steps)
+        self._made(steps)
+
+    def _made(self, steps: Sequence[int]) -> None:
+        """These prepare steps have run."""
         for i in steps:
             for id in self.program.prepare[i].writes:
                 self.store.sources[self.program.buffers[id].name] = self.versions(i)
@@ -85,7 +117,7 @@ class Weights:
         stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
         if missing := self.missing():
             raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
-        self.run(stale, {})
+        self.run(stale)
         self._gate.seen = changes
 
 
@@ -93,33 +125,17 @@ def planned_bytes(program: Program) -> dict[str, int]:
     """Bytes by purpose of an executable of `program` with all its params set; scratch and code are not known yet."""
     names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
     total = {"arena": program.plan.size_bytes} | dict.fromkeys(names.values(), 0)
-    kept = _kept(program, _sources(program))
     for b in program.buffers:
-        if b.region in names and (b.region is not Region.PARAM or b.name in kept):
+        if b.region in names and (b.region is not Region.PARAM or b.name in program.kept):
             total[names[b.region]] += b.nbytes
     return total
 
 
-def _sources(program: Program) -> list[frozenset[str]]:
-    """Of each prepare step: the params it depends on."""
-    region = [b.region for b in program.buffers]
-    out: list[frozenset[str]] = []
-    feeds: dict[int, frozenset[str]] = {}
-    for step in program.prepare:
-        names: frozenset[str] = frozenset()
-        for id in step.reads:
-            names |= feeds.get(id, frozenset()) if region[id] is not Region.PARAM else {program.buffers[id].name}
-        out.append(names)
-        for id in step.writes:
-            feeds[id] = names
-    return out
-
-
-def _kept(program: Program, sources: list[frozenset[str]]) -> frozenset[str]:
-    """Params whose own bytes must stay: read by a run, or prepared together with others."""
-    name = {id: program.buffers[id].name for id in program.params}
-    out = {name[id] for step in program.steps + program.commit for id in step.reads if id in name}
-    for names in sources:
-        if len(names) > 1:
-            out |= names
-    return frozenset(out)
+def _apart(names: Iterable[str], sources: Mapping[int, frozenset[str]]) -> list[tuple[list[str], list[int]]]:
+    """Params, with the prepare steps that depend on them, in groups that have nothing to do with each other."""
+    groups: list[tuple[list[str], list[int]]] = [([name], []) for name in names]
+    for step, needs in sources.items():
+        joined = [g for g in groups if not needs.isdisjoint(g[0])]
+        one = [n for g in joined for n in g[0]], sorted([i for g in joined for i in g[1]] + [step])
+        groups = [g for g in groups if g not in joined] + [one]
+    return groups

@@ -21,6 +21,7 @@ from rlx.backends.cpu.emit import Rendered
 from rlx.backends.cpu.exchange import FAILED, ExchangeCalls
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
+from rlx.driver import files
 from rlx.driver.calls import FastCall
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleEntry, HandleStore
@@ -113,7 +114,7 @@ class CpuExecutable:
     def write(self, buffer: int, array: np.ndarray) -> None:
         """Copy an array of the buffer's shape and dtype into it. InputShapeError: it has another."""
         _fits(self._decls[buffer], array)
-        np.copyto(self.view(buffer), array)
+        files.copy(self.view(buffer), array)
 
     def read(self, buffer: int) -> np.ndarray:
         return self.view(buffer).copy()
@@ -225,11 +226,13 @@ class CpuExecutable:
     def run_commit(self) -> None:
         self._commit()
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
-        """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers."""
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
+        """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers. `alone`: in this
+        thread, as others may meanwhile."""
         arrays = {i: _aligned(self._decls[i], array) for i, array in (given or {}).items()}
-        coded = self._code.artifact.coded["prepare"]
-        self._table([coded[i] for i in steps], {i: array.ctypes.data for i, array in arrays.items()})()
+        coded = [self._code.artifact.coded["prepare"][i] for i in steps]
+        own = memory.allocate(max(code.scratch_bytes for _, code in coded), SCRATCH_ALIGNMENT) if alone else None
+        self._table(coded, {i: array.ctypes.data for i, array in arrays.items()}, own)()
 
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
@@ -240,9 +243,10 @@ class CpuExecutable:
     # -- addresses and tables
 
     def _lay_out_params(self) -> None:
-        """One piece of memory for the params that runs read and that the store lacks, in order of use: on huge pages, which
+        """One piece of memory for the params that are kept and that the store lacks, in order of use: on huge pages, which
         small ones would not get alone (in pages of 4 KB, weights stream a third slower)."""
         used = dict.fromkeys(a for phase in ("steps", "commit") for s in self.program.phases[phase] for a in s.args)
+        used |= dict.fromkeys(id for id in self.program.params if self._decls[id].name in self.program.kept)
         new = [b for b in map(self._decls.__getitem__, used) if b.region in (Region.PARAM, Region.PREPARED)]
         new = [b for b in new if b.name not in self.params.entries]
         starts = [0, *accumulate(-(-b.nbytes // memory.ALIGNMENT) * memory.ALIGNMENT for b in new)]
@@ -291,8 +295,10 @@ class CpuExecutable:
         self._tables.add(table)
         return table
 
-    def _table(self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None) -> _Table:
-        """These steps, ready to run. `given`: addresses of buffers that lie elsewhere.
+    def _table(
+        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: Memory | None = None
+    ) -> _Table:
+        """These steps, ready to run. `given`: addresses of buffers that lie elsewhere. `scratch`: to run in one thread with it.
 
         PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
         rows, addresses = [], []
@@ -307,7 +313,7 @@ class CpuExecutable:
             function = exchange.step(together) if exchange and together else self._code.library.address(code.symbol)
             rows.append((function, len(addresses), code.tasks))
             addresses += [(given or {}).get(a) or self.address(a) for a in step.args]
-        surroundings = self._scratch, self._code.scratch_stride, self._pool
+        surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
         return _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings, exchange)
 
 

@@ -94,7 +94,7 @@ class NullExecutable:
     def _nothing(self, what: str) -> NoReturn:
         raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         self.uploads += [(self.decls[b].name, array.nbytes) for b, array in (given or {}).items()]
         for i in steps:
             self._record("prepare", self.program.prepare[i])

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from rlx.backends.ref.interpret import POISON, run_kernel
+from rlx.driver import files
 from rlx.driver.backend import KernelTexts
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore, PlainMemory
@@ -101,7 +102,7 @@ class RefExecutable:
     def write(self, buffer: int, array: np.ndarray) -> None:
         decl = self.decls[buffer]
         assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
-        self.array(buffer)[:] = array.reshape(-1)
+        files.copy(self.array(buffer), array.reshape(-1))
 
     def read(self, buffer: int) -> np.ndarray:
         return self.view(buffer).copy()
@@ -119,7 +120,7 @@ class RefExecutable:
     def arena_ptr(self) -> int:
         return self.arena.ctypes.data
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None) -> None:
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         for i in steps:
             self._run(self.program.prepare[i], given or {})
 
