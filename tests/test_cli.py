@@ -27,6 +27,25 @@ def rlx_command(*args: str, text: str | bytes | None = None, **env: str) -> subp
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+def on_a_terminal(*args: str, **env: str) -> tuple[int, str]:
+    """(exit code, what the command writes to stderr, which is a terminal)."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command, environment = [sys.executable, "-m", "rlx", *args], {**os.environ, "COLUMNS": "160", "TERM": "xterm", **env}
+        with subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env=environment) as process:
+            os.close(theirs)
+            shown = b""
+            while True:
+                try:
+                    part = terminal.read(4096)
+                except OSError:  # the other side is closed
+                    break
+                if not part:
+                    break
+                shown += part
+        return process.returncode, shown.decode()
+
+
 def exit_code(*args: str) -> int:
     """Of the command in this process."""
     try:
@@ -92,21 +111,8 @@ def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys):
     assert exit_code("embed", "--file", str(lines)) == 0
     shown_here = capsys.readouterr()
     assert shown_here.err == "" and "256 texts" in shown_here.out and "similarity" not in shown_here.out
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        command = [sys.executable, "-m", "rlx", "embed", "--file", str(lines)]
-        with subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"}) as process:
-            os.close(theirs)
-            shown = b""
-            while True:
-                try:
-                    part = terminal.read(4096)
-                except OSError:  # the other side is closed
-                    break
-                if not part:
-                    break
-                shown += part
-        assert process.returncode == 0 and b"embedding" in shown and b"100%" in shown
+    code, shown = on_a_terminal("embed", "--file", str(lines))
+    assert code == 0 and "embedding" in shown and "100%" in shown
 
 
 @pytest.mark.parametrize(
@@ -182,3 +188,15 @@ def test_cache(tmp_path):
     assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0.0 kB of", done.stdout)
     assert list((tmp_path / "kept").iterdir()) == []
     assert rlx_command("cache", "burn", **kept).returncode == 2
+
+
+def test_tuning_shows_a_bar_on_a_terminal_only(tmp_path):
+    args = "embed", "one text", "--tune", "2", "--threads", "1"
+    kept = {"RLX_CACHE": "1", "RLX_CACHE_DIR": str(tmp_path / "kept")}
+    code, shown = on_a_terminal(*args, **kept)
+    assert code == 0 and "tuning contract" in shown
+    assert "tuning" not in on_a_terminal(*args, **kept)[1]  # what was found is kept
+    done = rlx_command(*args, **kept)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"tuned steps: \d", rlx_command("cache", **kept).stdout)
+    assert rlx_command("embed", "one text", "--tune", "-1").returncode == 2

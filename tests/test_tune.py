@@ -76,9 +76,9 @@ GRAPHS = {
     "odd m, n, k": product(33, 91, 49), "tall": product(197, 257, 30), "two tails": product(49, 500, 91),
     "low": product(5, 97, 64), "one row": product(1, 257, 91), "rows": product(37, 97, 33, rows=True),
     "batch": product(13, 50, 9, batch=3), "unpacked": product(49, 197, 50, weights=False),
-    "unpacked batch": product(9, 33, 70, batch=2, weights=False), "bf16": product(50, 91, 64, rlx.bf16),
-    "attention": attended(49, 49), "causal": attended(65, 65, True), "few queries": attended(3, 197), "few keys": attended(40, 5),
-    "blocks": blocks(7, 91, 96), "many rows of blocks": blocks(40, 130, 256), "chain": chain(197, 1001),
+    "unpacked batch": product(33, 97, 130, batch=2, weights=False), "bf16": product(50, 91, 64, rlx.bf16),
+    "attention": attended(197, 197), "causal": attended(65, 65, True), "few queries": attended(3, 197),
+    "few keys": attended(40, 5), "blocks": blocks(7, 910, 960), "more blocks": blocks(40, 130, 256), "chain": chain(197, 1001),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlx.cli.tuning import Tune, TuningBar
 from rlx.errors import RlxError
 
 if TYPE_CHECKING:
@@ -32,18 +33,20 @@ def generate(
     capacity: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     cache: Annotated[str, typer.Option(help="How keys and values are kept: f32, bf16 or f16.")] = "f32",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    tune: Annotated[float, Tune] = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Say how fast it was and where the time and the memory went.")] = False,
 ) -> None:
     """Go on from a prompt, or answer a message, with a language model."""
     text = _standard_input() if prompt == "-" else prompt
     from rlx.frontends.generate import Generator, prepare
     from rlx.frontends.language import load
-    from rlx.runtime import CompileOptions
+    from rlx.runtime import CompileOptions, Session
 
     loading = _Loading()
     with loading:
-        options = CompileOptions(threads=threads)
-        loaded = load(model, capacity=capacity, cache=cache, options=options, progress=loading.progress)
+        options = CompileOptions(threads=threads, tune=tune)
+        how = {"options": options, "progress": loading.progress, "session": Session(progress=TuningBar().progress)}
+        loaded = load(model, capacity=capacity, cache=cache, **how)
         answer = Generator(
             loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
             seed=seed, on_text=_show, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

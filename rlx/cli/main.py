@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlx.cli.generate import generate
-from rlx.cli.tuning import Tune, TuningBar
 from rlx.cli.launch import launch
+from rlx.cli.tuning import Tune, TuningBar
 from rlx.errors import RlxError
 
 if TYPE_CHECKING:

@@ -81,7 +81,9 @@ def cache(clear: bool) -> None:
     programs = [e for e in entries if e.name.startswith("program-")]
     used = f"{_size(sum(e.nbytes for e in entries))} of {_size(kept.max_bytes)}"
     _out.print(_plain(kept.folder))
-    _out.print(_plain(f"programs: {len(programs)}, kernels: {len(entries) - len(programs)}, {used}"))
+    tuned = [e for e in entries if e.name.startswith("tuning-")]
+    kernels = f"kernels: {len(entries) - len(programs) - len(tuned)}{f', tuned steps: {len(tuned)}' if tuned else ''}"
+    _out.print(_plain(f"programs: {len(programs)}, {kernels}, {used}"))
 
 
 def knobs() -> None:

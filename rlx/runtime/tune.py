@@ -2,8 +2,9 @@
 
 Each different step runs alone, on buffers of its own of the program's shapes, with the program's threads. Weights come in so many
 copies as make them as far away as in the program. Candidates take turns; one must beat the usual cut by MARGIN, and again in a
-second race, or the step stays as usual. What was found for a step is kept on disk as soon as it is, so an interrupted compile
-goes on where it stopped, and a later one measures nothing. Every candidate computes the same bits (rlx.driver.backend.Tunable).
+second race, or the step stays as usual, as very short ones do. What was found for a step is kept on disk as soon as it is, so
+an interrupted compile goes on where it stopped, and a later one measures nothing. Every candidate computes the same bits
+(rlx.driver.backend.Tunable).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from rlx.runtime.stored import source_digest
 
 MARGIN = 0.03  # of the time, that a candidate must save: less is within what repeated measurements differ by
 ROUNDS, FINAL_ROUNDS = 5, 9
-SAMPLE = 0.002  # seconds of runs in a turn
+SAMPLE, LONGEST = 0.002, 0.008  # seconds of runs in a turn, at the least; of one run of all copies, at most
+SHORT = 5e-6  # seconds: how memory happens to lie, and the call, differ by more than cuts of such a step do
 FAR = 64 << 20  # bytes of weights that no cache holds until they are read again
 COPIES = 32  # at most, of the weights of a step
 LASTING = (Region.PARAM, Region.PREPARED, Region.CONSTANT, Region.HANDLE)
@@ -163,8 +165,10 @@ class _Trial:
         own = sum(b.nbytes for b in self._alone.buffers if b.region is Region.PARAM)
         run = self._variant(()).run_steps
         run()
-        if own and self._seconds(run, 1) < SAMPLE:
-            self._copies = min(COPIES, max(1, ceil(min(FAR, tuner._lasting) / own)))
+        self._once = max(min(self._seconds(run, 1) for _ in range(3)), 1e-7)
+        if own and self._once < SAMPLE:
+            far = ceil(min(FAR, tuner._lasting) / own)
+            self._copies = max(1, min(COPIES, far, ceil(LONGEST / self._once)))
             self._alone, self._params = _alone(tuner._program, step, self._copies), ParamStore()
         self._made.clear()
         self.tried = 0
@@ -172,7 +176,7 @@ class _Trial:
     def best(self, key: str, axes: Mapping[str, Sequence[int]]) -> TunedStep:
         """One name after the other, the others as they are best so far. _OutOfTime: no more of it."""
         usual = best = _usual(axes)
-        for name, values in axes.items():
+        for name, values in axes.items() if self._once > SHORT else ():
             rivals = self._different([best | {name: v} for v in (best[name], *(v for v in values if v != best[name]))])
             times = self._race(rivals, ROUNDS)
             ratios = [_ratio(mine, times[0]) for mine in times]
@@ -231,7 +235,8 @@ class _Trial:
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    return median(a / b for a, b in zip(times, others))
+    """By pairs and by medians, whichever says less for `times`: the first is sure against drift, the second against outliers."""
+    return max(median(a / b for a, b in zip(times, others)), median(times) / median(others))
 
 
 def _alone(program: Program, step: Step, copies: int) -> Program:

@@ -107,11 +107,15 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
     row_bytes += c.k * (c.a.buffer if group > 1 else c.acc).dtype.itemsize if stage_a else 0
-    block = choice.get("block", BLOCK_ROWS)
-    fit = min(block, SCRATCH // row_bytes if row_bytes else block)
+    fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = choice.get("tasks", _wanted_tasks(c, batch, target.threads))
-    blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
+    asked = min(row_tiles, choice.get("blocks", 0))
+    if asked and panels and batch:
+        blocks = max(asked, blocks if row_bytes else 1)
+        groups, batch_groups = 1, batch if blocks > 1 else min(batch, max(wanted, 1))
+    else:
+        blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
     # Fewer rows wait for memory whatever they do, and longer if they ask for more of it; of many only the first tile waits.
     ahead = choice.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
@@ -124,16 +128,17 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
 def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ...]]:
     """What a choice may say of this contraction, by name: the table's own value and others that add in the same order.
 
-    `rows`: most of a tile; `vectors`: of a panel that nobody packed; `block`: most rows that a task carries over its panels;
-    `tasks`: how many to aim for; `ahead`: whether the next panel is fetched meanwhile."""
+    `rows`: most of a tile; `vectors`: of a panel that nobody packed; `ahead`: whether the next panel is fetched meanwhile;
+    `tasks`: how many to aim for; `blocks`: that rows are cut into, columns not at all (0: as the table does)."""
     usual = plan(kernel, c, target)
     wanted = _wanted_tasks(c, usual.batch, target.threads)
     highest = _highest(usual.vectors, usual.registers, usual.matrix)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
     if c.b.panel:
         tile = {"rows": (amx.SIDE,) if usual.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not usual.ahead,)}
-    asked = {**tile, "block": (64, 256, 512), "tasks": other_tasks(target.threads)}
-    own = {"rows": highest, "vectors": usual.vectors, "ahead": int(usual.ahead), "block": BLOCK_ROWS, "tasks": wanted}
+    some = usual.blocks // 2, 2 * usual.blocks, 4 * usual.blocks
+    asked = {**tile, "tasks": other_tasks(target.threads), "blocks": {*some, *other_tasks(target.threads)} - {0}}
+    own = {"rows": highest, "vectors": usual.vectors, "ahead": int(usual.ahead), "tasks": wanted, "blocks": 0}
     order = _order(c, usual)
 
     def cut(choice: Mapping[str, int]) -> Plan:
@@ -151,7 +156,7 @@ def distinct(
     found: dict[str, tuple[int, ...]] = {}
     for name, values in asked.items():
         different: dict[Hashable, int] = {}
-        for value in map(int, values):
+        for value in sorted(map(int, values)):
             different.setdefault(cut({name: value}), value)
         different.pop(cut(NO_CHOICE), None)
         if different:
