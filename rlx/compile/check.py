@@ -132,7 +132,8 @@ def _is_contiguous(op: K.Native) -> bool:
     """Whether a collective goes from one buffer to another of the right size, both of them whole and in order."""
     views = (*op.inputs, *op.outputs)
     sizes = [prod(v.dims) for v in views]
-    in_order = all(v.offset == 0 and v.strides == contiguous_strides(v.dims) for v in views)
+    strides = [(n, have, want) for v in views for n, have, want in zip(v.dims, v.strides, contiguous_strides(v.dims))]
+    in_order = not any(v.offset for v in views) and (0 in sizes or all(n == 1 or have == want for n, have, want in strides))
     whole = sizes == [v.buffer.size for v in views] and len({v.buffer.dtype for v in views}) == 1
     return len(views) == 2 and in_order and whole and sizes[1] == op.attrs.elements(sizes[0])  # type: ignore[union-attr]
 

@@ -25,7 +25,6 @@ from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.kernel import Kernel, Native, View
-from rlx.ir.op import Kind
 from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing, pack_quant
 from rlx.ir.target import Target
 
@@ -58,7 +57,7 @@ def claim(node: Node) -> str | None:
 
 def _is_known(value: Value) -> bool:
     node = value.node
-    return node.op in (PARAM, CONSTANT) or (node.op.kind is not Kind.LEAF and all(map(_is_known, node.inputs)))
+    return node.op in (PARAM, CONSTANT) or (node.op.ahead and all(map(_is_known, node.inputs)))
 
 
 def packs(node: Node) -> Value:

@@ -1,0 +1,659 @@
+"""Collectives in graphs: every op on ranks that are threads, against evaluate_ranks; order, errors, states, derivatives."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends import get
+from rlx.compile import lower
+from rlx.compile.check import program_faults
+from rlx.driver.disk import disk_cache
+from rlx.driver.symmetric import LocalTransport
+from rlx.errors import (
+    AttributeValueError,
+    CallMismatchError,
+    CollectiveError,
+    CompileError,
+    DTypeError,
+    HeapBoundsError,
+    IndexRangeError,
+    NumericsError,
+    OptionError,
+    ShapeError,
+    TransportError,
+)
+from rlx.ir import ops
+from rlx.ir.dtype import as_dtype
+from rlx.ir.evaluate import evaluate, evaluate_ranks
+from rlx.ir.graph import Graph, Value
+from rlx.ir.op import OPS, Kind
+from rlx.ir.work import program_work
+
+HEAP = 1 << 20
+DTYPES = {"f": ("f32", "f64", "f16", "bf16"), "i": ("i8", "i64"), "u": ("u8", "u64"), "b": ("bool",), "c": ()}
+# op, attributes but ranks, dims with "n" for the number of ranks
+CASES: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
+    *(("all_reduce", {"kind": kind}, (3, 7)) for kind in ("sum", "mean", "max", "min")),
+    ("all_reduce", {}, ()), ("all_reduce", {}, (0, 3)), ("all_reduce", {}, (1037,)),
+    ("all_gather", {"axis": 0}, (5,)), ("all_gather", {"axis": -1}, (2, 3, 5)), ("all_gather", {"axis": 1}, (3, 1, 7)),
+    ("all_gather", {"axis": 1}, (3, 0)),
+    *(("reduce_scatter", {"kind": kind, "axis": 1}, (3, "n")) for kind in ("sum", "mean", "max", "min")),
+    ("reduce_scatter", {}, ("n", 5)), ("reduce_scatter", {"axis": -1}, (0, "n")),
+    ("broadcast_rank", {"root": 0}, (3, 7)), ("broadcast_rank", {"root": 1}, ()),
+    ("all_to_all", {"split_axis": 0, "concat_axis": 0}, ("n", 3)), ("all_to_all", {"split_axis": 1, "concat_axis": 0}, (3, "n")),
+    ("all_to_all", {"split_axis": 0, "concat_axis": 2}, ("n", 1, 5)),
+    ("rank_slice", {"axis": 0}, ("n", 3)), ("rank_slice", {"axis": -1}, (3, 1, "n")),
+]  # fmt: skip
+NAMES = sorted({name for name, _, _ in CASES})
+
+
+def together(transports: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+    """What `act` gives, or raises, on every rank."""
+    found: list[Any] = [None] * len(transports)
+
+    def rank(i: int) -> None:
+        try:
+            found[i] = act(transports[i])
+        except Exception as e:  # noqa: BLE001  for the caller
+            found[i] = e
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(transports))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not any(t.is_alive() for t in threads), "a rank hangs"
+    return found
+
+
+def good(found: list[Any]) -> list[Any]:
+    for f in found:
+        if isinstance(f, Exception):
+            raise f
+    return found
+
+
+def local(ranks: int, heap: int = HEAP, timeout: float = 20.0) -> list[LocalTransport]:
+    return LocalTransport.fan_out(ranks, heap, timeout)
+
+
+def compiled_on(transports: list[Any], graph: Graph, device: str = "cpu", **options: Any) -> list[Any]:
+    chosen = rlx.CompileOptions(**options)
+    return good(together(transports, lambda t: rlx.Session(device, threads=1, transport=t).compile(graph, chosen)))
+
+
+def run_all(transports: list[Any], compiled: list[Any], inputs: list[dict[str, np.ndarray]]) -> list[Any]:
+    return together(transports, lambda t: compiled[t.this_rank.index].run(inputs[t.this_rank.index]))
+
+
+def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: str) -> np.ndarray:
+    numpy = as_dtype(dtype).numpy
+    if dtype == "bool":
+        return np.asarray(rng.random(dims) < 0.5)
+    if numpy.kind in "iu":
+        limits = np.iinfo(numpy)
+        return np.asarray(rng.integers(limits.min, limits.max, dims, numpy, endpoint=True))
+    made = np.asarray(rng.standard_normal(dims) * 10)
+    if made.size > 2:
+        made.reshape(-1)[rng.integers(made.size, size=3)] = np.nan, np.inf, -0.0
+    return made.astype(numpy)
+
+
+def same(found: np.ndarray, want: np.ndarray, what: str = "") -> None:
+    assert (found.dtype, found.shape) == (want.dtype, want.shape), what
+    wide = (lambda a: a.astype(np.float64)) if want.dtype.kind not in "iub" else (lambda a: a)
+    np.testing.assert_array_equal(wide(found), wide(want), err_msg=what)
+
+
+def all_cases(name: str, ranks: int) -> tuple[Graph, list[dict[str, np.ndarray]], list[str]]:
+    """One graph with every case of an op in every dtype, and each rank's inputs."""
+    g, rng = Graph(f"every_{name}"), np.random.default_rng(len(name) * ranks)
+    inputs: list[dict[str, np.ndarray]] = [{} for _ in range(ranks)]
+    outputs, what = [], []
+    for case, (_, attrs, dims) in enumerate(c for c in CASES if c[0] == name):
+        sizes = tuple(3 * ranks if d == "n" else d for d in dims)
+        for dtype in (d for letter in OPS[name].dtypes for d in DTYPES[letter]):
+            x = g.input(f"x{case}_{dtype}", sizes, dtype)
+            outputs.append(getattr(ops, name)(x, ranks=ranks, **attrs))
+            what.append(f"{name} {attrs} {dtype}{list(sizes)}")
+            for rank in inputs:
+                rank[x.name] = draw(rng, sizes, dtype)
+    g.set_outputs(outputs)
+    return g, inputs, what
+
+
+def test_every_collective_is_tested() -> None:
+    assert {name for name, d in OPS.items() if d.collective} == {*NAMES, "exchange"}
+    assert {n for n, d in OPS.items() if d.kind is Kind.COLLECTIVE} == {"exchange"}
+
+
+# -- what they mean ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_evaluator_says_what_numpy_says(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    xs = [rng.integers(-9, 9, (2, 3 * ranks)).astype(np.float64) for _ in range(ranks)]
+    g = Graph("all")
+    x = g.input("x", xs[0].shape, "f64")
+    g.set_outputs([
+        *(ops.all_reduce(x, kind=kind, ranks=ranks) for kind in ("sum", "mean", "max", "min")),
+        ops.all_gather(x, axis=1, ranks=ranks), ops.reduce_scatter(x, axis=1, ranks=ranks),
+        ops.broadcast_rank(x, root=ranks - 1, ranks=ranks), ops.all_to_all(x, split_axis=1, concat_axis=0, ranks=ranks),
+        ops.rank_slice(x, axis=1, ranks=ranks),
+    ])  # fmt: skip
+    stacked = np.stack(xs)
+    for r, (found, _) in enumerate(evaluate_ranks(g, [{"x": x} for x in xs])):
+        part = np.s_[:, 3 * r : 3 * r + 3]
+        want = [
+            stacked.sum(0), stacked.mean(0), stacked.max(0), stacked.min(0), np.concatenate(xs, 1), stacked.sum(0)[part], xs[-1],
+            np.concatenate([x[part] for x in xs]), xs[r][part],
+        ]  # fmt: skip
+        for a, b in zip(found, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-15)
+
+
+def test_a_mean_of_integers_is_truncated_and_sums_wrap() -> None:
+    g = Graph("ints")
+    x = g.input("x", (4,), "i8")
+    g.set_outputs([ops.all_reduce(x, kind=kind, ranks=2) for kind in ("sum", "mean")])
+    xs = [np.array([127, -128, -3, 3], np.int8), np.array([127, -128, 0, 0], np.int8)]
+    (total, mean), _ = evaluate_ranks(g, [{"x": x} for x in xs])[1]
+    assert total.tolist() == [-2, 0, -3, 3] and mean.tolist() == [127, -128, -1, 1]
+
+
+def test_the_evaluator_refuses_other_numbers_of_ranks() -> None:
+    g = Graph("three")
+    g.set_outputs([ops.all_reduce(g.input("x", (2,), "f32"), ranks=3)])
+    with pytest.raises(AttributeValueError, match="all_reduce is of 3 ranks, and 2 were given"):
+        evaluate_ranks(g, [{"x": np.zeros(2, np.float32)}] * 2)
+    with pytest.raises(AttributeValueError, match="one operand for a collective of 3 ranks"):
+        evaluate(g, {"x": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize("build, error, why", [
+    (lambda x: ops.reduce_scatter(x, axis=1, ranks=2), ShapeError, "dim 1 is 5, which 2 ranks cannot share equally"),
+    (lambda x: ops.all_gather(x, axis=2, ranks=2), AttributeValueError, "axis 2 does not exist"),
+    (lambda x: ops.all_reduce(x, ranks=0), AttributeValueError, "ranks is at least 1, got 0"),
+    (lambda x: ops.all_reduce(x, kind="prod", ranks=2), AttributeValueError, "kind of all_reduce takes .*'prod'"),
+    (lambda x: ops.all_reduce(x < 0, ranks=2), DTypeError, "it takes floats, signed integers, unsigned integers"),
+    (lambda x: ops.broadcast_rank(x, root=2, ranks=2), AttributeValueError, "root is one of ranks 0 to 1, got 2"),
+    (lambda x: ops.exchange(x, what="all_to_all", ranks=2), ShapeError, "the first dim counts the ranks, 2"),
+    (lambda x: ops.exchange(x < 0, what="all_reduce", ranks=2), DTypeError, "a reduction takes floats and integers"),
+])  # fmt: skip
+def test_what_has_no_meaning_is_refused(build: Any, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        build(Graph("bad").input("x", (4, 5), "f32"))
+
+
+def test_named_dims_are_gathered_and_shared() -> None:
+    x = Graph("named").input("x", ("s", 6), "f32")
+    assert str(ops.all_gather(x, ranks=3).shape) == "f32[3*s,6]"
+    assert str(ops.reduce_scatter(ops.all_gather(x, ranks=4), ranks=2).shape) == "f32[2*s,6]"
+    with pytest.raises(ShapeError, match="dim 0 is s"):
+        ops.reduce_scatter(x, ranks=2)
+
+
+def test_text_keeps_them() -> None:
+    for name in NAMES:
+        text = str(all_cases(name, 2)[0])
+        assert str(Graph.parse(text)) == text
+
+
+# -- on devices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device, ranks", [("ref", 2), ("ref", 3), ("cpu", 2), ("cpu", 3), ("cpu", 4)])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_collective(name: str, device: str, ranks: int) -> None:
+    """All dtypes, odd and empty sizes, twice; the very bits, on every rank."""
+    g, inputs, what = all_cases(name, ranks)
+    transports = local(ranks)
+    compiled = compiled_on(transports, g, device)
+    for _ in range(2):
+        if device == "cpu":
+            for c in compiled:
+                c._executable.poison()
+        found = good(run_all(transports, compiled, inputs))
+        for rank, (want, _) in zip(found, evaluate_ranks(g, inputs), strict=True):
+            for a, b, text in zip(rank, want, what, strict=True):
+                same(a, b, f"{text} of {ranks} ranks on {device}")
+
+
+def mlp(ranks: int, rows: int = 3) -> Graph:
+    """A tensor-parallel block between pointwise ops, its result gathered and cut again."""
+    g = Graph("mlp")
+    x, w, v = g.input("x", (rows, 20), "f32"), g.param("w", (20, 24 // ranks), "f32"), g.param("v", (24 // ranks, 20), "f32")
+    bias = g.param("bias", (20,), "f32")
+    out = ops.all_reduce(ops.gelu(ops.silu(x) @ w + 0.5) @ v, ranks=ranks)
+    out = ops.rms_norm(x + ops.tanh(out + bias), g.param("scale", (20,), "f32"))
+    g.set_outputs([out, ops.all_gather(ops.relu(out * 2), axis=1, ranks=ranks) + 1])
+    return g
+
+
+@pytest.mark.parametrize("device, fused", [("ref", True), ("cpu", True), ("cpu", False)])
+def test_between_fused_neighbours(device: str, fused: bool) -> None:
+    ranks, rng = 2, np.random.default_rng(0)
+    g, transports = mlp(ranks), local(ranks)
+    whole = {"w": (20, 24), "v": (24, 20), "bias": (20,), "scale": (20,)}
+    whole = {n: rng.standard_normal(d).astype(np.float32) for n, d in whole.items()}
+    shards = [
+        {**whole, "w": whole["w"][:, 12 * r : 12 * r + 12], "v": whole["v"][12 * r : 12 * r + 12]} for r in range(ranks)
+    ]
+    x = {"x": rng.standard_normal((3, 20)).astype(np.float32)}
+    compiled = compiled_on(transports, g, device, disable=() if fused else ("fuse",))
+    for c, params in zip(compiled, shards):
+        for name, array in params.items():
+            c.set_param(name, array)
+    found = good(run_all(transports, compiled, [x] * ranks))
+    one = evaluate(mlp(1), x, whole)[0]
+    for rank, (want, _) in zip(found, evaluate_ranks(g, [x] * ranks, shards), strict=True):
+        for a, b in zip(rank, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(rank[0], one[0], rtol=1e-4, atol=1e-4)  # the unsplit network
+        np.testing.assert_array_equal(rank[0], found[0][0])
+
+
+def test_one_rank_needs_no_transport() -> None:
+    g = mlp(1)
+    core = ops.exchange(g.outputs[0], what="all_gather", ranks=1)
+    g.set_outputs([*g.outputs, core])
+    rng = np.random.default_rng(0)
+    arrays = {v.name: rng.standard_normal(v.shape.static).astype(np.float32) for v in (*g.inputs, *g.params)}
+    params = {v.name: arrays.pop(v.name) for v in g.params}
+    for device in ("ref", "cpu"):
+        compiled = rlx.Session(device).compile(g)
+        for name, array in params.items():
+            compiled.set_param(name, array)
+        for a, b in zip(compiled.run(arrays), evaluate(g, arrays, params)[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        assert [s.name for s in (s.kernel for s in compiled.program().steps)].count("all_gather") == 1  # the core op alone
+
+
+def test_every_way_to_run() -> None:
+    """run_slots, bound calls, queued runs, clones, checked mode: all of them meet."""
+    ranks, g = 2, Graph("ways")
+    x = g.input("x", (5,), "f32")
+    g.set_outputs([ops.all_reduce(x * 2, ranks=ranks) + 1])
+    transports = local(ranks)
+    compiled, checked = compiled_on(transports, g), compiled_on(transports, g, checked=True)
+    mine = [np.full(5, r + 1, np.float32) for r in range(ranks)]
+    want = np.full(5, 7, np.float32)
+
+    def ways(t: LocalTransport) -> None:
+        c, a = compiled[t.this_rank.index], mine[t.this_rank.index]
+        c.run_slots([a])
+        same(np.asarray(c.outputs_view()[0]), want)
+        call = c.bound([a])
+        for _ in range(3):
+            same(call()[0], want)
+        for (out,) in c.run_pipelined([{"x": a}] * 3):
+            same(out, want)
+        twin = c.clone()
+        same(twin.run({"x": a})[0], want)
+        same(c.run({"x": a})[0], want)
+        same(checked[t.this_rank.index].run({"x": a})[0], want)
+
+    good(together(transports, ways))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_pool_of_workers_meets_too(threads: int) -> None:
+    """Steps of many tasks around a collective, on ranks with workers of their own."""
+    ranks, rng = 2, np.random.default_rng(0)
+    g = Graph("wide")
+    x, w = g.input("x", (64, 256), "f32"), g.param("w", (256, 256), "f32")
+    g.set_outputs([ops.all_reduce(ops.tanh(x @ w), ranks=ranks) @ w])
+    transports = local(ranks)
+    compiled = good(together(transports, lambda t: rlx.Session("cpu", threads=threads, transport=t).compile(g)))
+    weights = {"w": (rng.standard_normal((256, 256)) / 16).astype(np.float32)}
+    inputs = [{"x": rng.standard_normal((64, 256)).astype(np.float32)} for _ in range(ranks)]
+    for c in compiled:
+        c.set_param("w", weights["w"])
+    want = evaluate_ranks(g, inputs, [weights] * ranks)
+    for _ in range(5):
+        for (a,), ((b,), _) in zip(good(run_all(transports, compiled, inputs)), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_an_active_extent() -> None:
+    """Rows past the extent are exchanged too, and never count."""
+    ranks, upper = 2, 8
+    g = Graph("rows")
+    x = g.input("x", ("s", 6), "f32")
+    y = ops.all_reduce(ops.softmax(x, axis=-1), ranks=ranks)
+    g.set_outputs([ops.all_gather(y, axis=1, ranks=ranks), ops.sum(y, axis=0)])
+    transports = local(ranks)
+    options = rlx.CompileOptions().bind_extent("s", upper)
+    compiled = good(together(transports, lambda t: rlx.Session("cpu", transport=t).compile(g, options)))
+    rng = np.random.default_rng(0)
+    for rows in (1, 5, 8):
+        inputs = [{"x": rng.standard_normal((upper, 6)).astype(np.float32)} for _ in range(ranks)]
+        for c in compiled:
+            c.set_active_extent((rows, upper))
+        found = good(run_all(transports, compiled, inputs))
+        want = evaluate_ranks(g, [{"x": i["x"][:rows]} for i in inputs])
+        for (a, b), ((c, d), _) in zip(found, want, strict=True):
+            np.testing.assert_allclose(a[:rows], c, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(b, d, rtol=1e-5, atol=1e-6)
+
+
+# -- how they are compiled -----------------------------------------------------------------------------------------
+
+
+def steps_of(g: Graph, **options: Any) -> list[str]:
+    program = lower(g, get("cpu").target(0, threads=1), rlx.CompileOptions(**options))
+    assert not any(s.kernel.collective for s in (*program.prepare, *program.commit))
+    return [str(op.attrs) for op in program.collectives]
+
+
+def test_they_keep_the_order_of_the_graph_and_are_never_done_twice() -> None:
+    """Whatever fuses around them; of equal ones one is left, of those that nothing needs none."""
+    g = Graph("order")
+    x, w = g.input("x", (4, 8), "f32"), g.param("w", (8, 8), "f32")
+    a, b = ops.all_reduce(x, kind="max", ranks=2), ops.all_reduce(x @ w, ranks=2)
+    again, unused = ops.all_reduce(x, kind="max", ranks=2), ops.all_reduce(x, kind="min", ranks=2)
+    c = ops.broadcast_rank(ops.exp(a) + b, ranks=2)
+    g.set_outputs([ops.sum(c, axis=1), ops.exp(b) + again, ops.all_gather(a, ranks=2)])
+    assert unused.node not in g.nodes()
+    found = steps_of(g)
+    want = ["all_gather", "all_reduce max", "all_reduce sum", "broadcast from 0"]
+    assert sorted(found) == [f"{text}, 2 ranks" for text in want]
+    assert found == steps_of(g, disable=("fuse",)) == steps_of(g, disable=("fuse", "inplace", "reuse"))
+
+
+def test_they_are_neither_folded_nor_done_ahead_of_a_run() -> None:
+    """A constant on every rank is no constant of all: ranks may have been compiled with others."""
+    g = Graph("ahead")
+    w = g.param("w", (4, 6), "f32")
+    g.set_outputs([ops.all_reduce(ops.iota(dims=(4,)).astype("f32") * 0 + np.float32(2), ranks=2), ops.all_gather(w.T, ranks=2)])
+    assert steps_of(g) == ["all_reduce sum, 2 ranks", "all_gather, 2 ranks"]
+    transports = local(2)
+    compiled = compiled_on(transports, g)
+    for r, c in enumerate(compiled):
+        c.set_param("w", np.full((4, 6), r, np.float32))
+    for total, gathered in good(run_all(transports, compiled, [{}] * 2)):
+        assert total.tolist() == [4.0] * 4 and gathered.shape == (12, 4) and gathered[:, 0].tolist() == [0.0] * 6 + [1.0] * 6
+
+
+def test_reports_say_what_moves() -> None:
+    program = lower(mlp(4), get("cpu").target(0, threads=1), rlx.CompileOptions())
+    assert "all_reduce(" in str(program) and "# all_reduce sum, 4 ranks, 360 bytes to each" in str(program)
+    work = program_work(program)
+    assert work.received_bytes == 2 * 3 * 20 * 4 * 3 // 4 + 3 * 3 * 20 * 4
+    assert f"; {work.received_bytes} bytes come from other ranks" in str(work) and "from ranks" in str(work)
+    assert {n.how for n in rlx.Session("null").compile(mlp(4)).report().nodes if n.op == "exchange"} == {"collective"}
+
+
+def test_the_null_device_records_them() -> None:
+    compiled = rlx.Session("null").compile(mlp(2))
+    for v in compiled.program().params:
+        decl = compiled.program().buffers[v]
+        compiled.set_param(decl.name, np.zeros(decl.shape.static, np.float32))
+    compiled._executable.run()
+    launched = [launch.kernel for launch in compiled._executable.launches]  # type: ignore[attr-defined]
+    assert launched.count("all_reduce") == launched.count("all_gather") == 1
+
+
+def test_the_judge_of_plans_knows_them() -> None:
+    program = lower(mlp(2), get("cpu").target(0, threads=1), rlx.CompileOptions())
+    at = next(i for i, s in enumerate(program.steps) if s.kernel.collective)
+    step = program.steps[at]
+    (op,) = step.kernel.body
+
+    def faults(**changes: Any) -> str:
+        kernel = replace(step.kernel, body=(replace(op, **changes),))  # type: ignore[type-var]
+        steps = (*program.steps[:at], replace(step, kernel=kernel), *program.steps[at + 1 :])
+        return "\n".join(program_faults(replace(program, steps=steps)))
+
+    view = op.inputs[0]  # type: ignore[union-attr]
+    assert not faults()
+    part = replace(view, dims=(view.dims[0] - 1, *view.dims[1:]))
+    for wrong in ({"inputs": (part,)}, {"inputs": (replace(view, strides=(1, 3)),)}, {"inputs": (replace(view, offset=1),)},
+                  {"attrs": replace(op.attrs, what="all_gather")}):  # type: ignore[union-attr]  # fmt: skip
+        assert "is not from one whole buffer to another" in faults(**wrong)
+    one = replace(program, steps=(*program.steps[:at], replace(step, args=(step.args[0],) * 2), *program.steps[at + 1 :]))
+    assert program_faults(one)
+
+
+def test_all_ranks_share_one_entry_on_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rank it is comes at load."""
+    monkeypatch.setenv("RLX_CACHE", "1")
+    monkeypatch.setenv("RLX_CACHE_DIR", str(tmp_path))
+    ranks, g = 3, Graph("parts")
+    x = g.input("x", (6, 4), "f32")
+    g.set_outputs([ops.rank_slice(x * 2, ranks=ranks), ops.all_reduce(x, kind="mean", ranks=ranks)])
+    arrays = [{"x": np.full((6, 4), r, np.float32) + np.arange(6, dtype=np.float32)[:, None]} for r in range(ranks)]
+    states = []
+    for _ in range(2):
+        transports = local(ranks)
+        compiled = compiled_on(transports, g)
+        states.append({c.report().cache.state for c in compiled})
+        for r, (a, b) in enumerate(good(run_all(transports, compiled, arrays))):
+            same(a, 2 * arrays[r]["x"][2 * r : 2 * r + 2])
+            same(b, arrays[1]["x"])
+        assert compiled[0].report().work.received_bytes == 2 * 6 * 4 * 4 * 2 // 3
+    disk, why = disk_cache()
+    assert disk is not None, why
+    assert states[1] == {"cached"} and len({c.report().cache.key for c in compiled}) == 1
+
+
+# -- states and errors ---------------------------------------------------------------------------------------------
+
+
+def counter(ranks: int, dims: int = 4) -> Graph:
+    """total += sum of all ranks' x[at]; and row 1 of a state that is written in place before they meet."""
+    g = Graph("counter")
+    total, rows = g.handle(rlx.BufferHandle("total", (dims,), rlx.f32)), g.handle(rlx.BufferHandle("rows", (3, dims), rlx.f32))
+    x, at = g.input("x", (5, dims), "f32"), g.input("at", (), "i64")
+    picked = ops.gather(x, at, axis=0)
+    written = ops.update_rows(rows, ops.reshape(picked, dims=(1, dims)), np.int64(1), axis=0)
+    g.assign(rows, written, in_place=True)
+    summed = ops.all_reduce(ops.sum(written, axis=0), ranks=ranks)  # behind the update
+    g.assign(total, total + summed)
+    g.set_outputs([ops.all_gather(total + picked, ranks=ranks)])
+    return g
+
+
+def asked(at: int, value: float) -> dict[str, np.ndarray]:
+    return {"x": np.full((5, 4), value, np.float32), "at": np.array(at)}
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_states_move_together(device: str) -> None:
+    transports = local(2)
+    compiled = compiled_on(transports, counter(2), device)
+    for n in range(1, 4):
+        good(run_all(transports, compiled, [asked(0, 1), asked(1, 2)]))
+        assert all(c.read_handle("total").tolist() == [3.0 * n] * 4 for c in compiled)
+    twins = good(together(transports, lambda t: compiled[t.this_rank.index].clone()))
+    good(run_all(transports, twins, [asked(0, 1), asked(1, 2)]))
+    assert twins[0].read_handle("total")[0] == 12 and compiled[0].read_handle("total")[0] == 9
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_a_rank_that_dies_in_a_run(device: str) -> None:
+    """The others get an error that names it and the step; no state has changed."""
+    transports = local(3, timeout=5)
+    compiled = compiled_on(transports, counter(3), device)
+    good(run_all(transports, compiled, [asked(0, 1)] * 3))
+
+    def act(t: LocalTransport) -> None:
+        if t.this_rank.index == 1:
+            t.close()
+        else:
+            compiled[t.this_rank.index].run(asked(0, 1))
+
+    for r, e in enumerate(together(transports, act)):
+        if r != 1:
+            assert isinstance(e, TransportError) and "rank 1 left" in str(e)
+            assert compiled[r].read_handle("total").tolist() == [3.0] * 4
+            assert device != "cpu" or "nothing was committed" in str(e)
+    assert all(isinstance(e, TransportError) for r, e in enumerate(run_all(transports, compiled, [asked(0, 1)] * 3)))
+
+
+def test_a_rank_that_dies_within_a_collective() -> None:
+    """Between two meetings of one run; the step is named."""
+    transports = local(2, timeout=5)
+    compiled = compiled_on(transports, counter(2))
+    meet, count = transports[1].barrier, [0]
+
+    def barrier(call: Any = None) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            transports[1].close()
+        meet(call)
+
+    transports[1].barrier = barrier  # type: ignore[method-assign]
+    found = run_all(transports, compiled, [asked(0, 1)] * 2)
+    assert all(isinstance(e, TransportError) for e in found)
+    assert re.search(r"counter: all_(reduce|gather): .*; nothing was committed", str(found[0]))
+    assert all(c.read_handle("total").tolist() == [0.0] * 4 for c in compiled)
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_a_check_that_fails_on_one_rank(device: str) -> None:
+    """That rank has its own error, the others are told that it does something else; then all are in step again."""
+    transports = local(2, timeout=20)
+    compiled = compiled_on(transports, counter(2), device)
+    good(run_all(transports, compiled, [asked(0, 1)] * 2))
+
+    def act(t: LocalTransport) -> list[Any]:
+        c, found = compiled[t.this_rank.index], []
+        for at in ([9, 0] if t.this_rank.index else [0]):
+            try:
+                found.append(c.run(asked(at, 1)))
+            except (IndexRangeError, CollectiveError) as e:
+                found.append(e)
+        return found
+
+    (waited,), (own, again) = good(together(transports, act))
+    assert isinstance(own, IndexRangeError) and isinstance(again, CallMismatchError) and isinstance(waited, CallMismatchError)
+    assert all(c.read_handle("total").tolist() == [2.0] * 4 for c in compiled)
+    good(run_all(transports, compiled, [asked(0, 1)] * 2))
+    assert all(c.read_handle("total").tolist() == [4.0] * 4 for c in compiled)
+
+
+def test_a_check_that_fails_on_all_ranks_alike() -> None:
+    transports = local(2)
+    compiled = compiled_on(transports, counter(2))
+    for at in (9, 0, 9, 0):
+        found = run_all(transports, compiled, [asked(at, 1)] * 2)
+        assert all(isinstance(f, IndexRangeError if at else list) for f in found), found
+    assert all(c.read_handle("total").tolist() == [4.0] * 4 for c in compiled)
+
+
+def test_a_nan_on_one_rank_alone() -> None:
+    """Checked mode: that rank has done one run less than the others, so that what follows is refused, and nothing mixed up."""
+    g = Graph("nan")
+    x = g.input("x", (2,), "f32")
+    g.set_outputs([x * 0, ops.all_reduce(ops.minimum(x, 1), ranks=2)])
+    transports = local(2)
+    compiled = compiled_on(transports, g, checked=True)
+    fine, bad = {"x": np.ones(2, np.float32)}, {"x": np.array([np.inf, 1], np.float32)}
+    found = run_all(transports, compiled, [fine, bad])
+    assert isinstance(found[0], list) and isinstance(found[1], NumericsError)
+    assert all(isinstance(e, CallMismatchError) for e in run_all(transports, compiled, [fine, fine]))
+
+
+def test_without_the_right_transport() -> None:
+    g = mlp(2)
+    for device in ("ref", "cpu"):
+        with pytest.raises(CompileError, match=r"collectives of 2 ranks: compile it with Session\(device, transport=…\)"):
+            rlx.Session(device).compile(g)
+        with pytest.raises(CompileError, match="all_reduce.* is of 2 ranks, the session's transport has 3"):
+            rlx.Session(device, transport=local(3)[0]).compile(g)
+    with pytest.raises(OptionError, match="transport is a SymmetricTransport, got list"):
+        rlx.Session("cpu", transport=local(2))  # type: ignore[arg-type]
+
+
+def test_the_heap_must_hold_the_largest_operand() -> None:
+    transports = local(2, heap=239)
+    for e in together(transports, lambda t: rlx.Session("cpu", transport=t).compile(mlp(2))):
+        assert isinstance(e, HeapBoundsError)
+        assert "need 240 bytes of each rank's heap, which has 239; make the transport with heap_size=240" in str(e)
+    compiled_on(local(2, heap=240), mlp(2))
+
+
+def test_ranks_that_loaded_different_collectives() -> None:
+    transports = local(2)
+    found = together(transports, lambda t: rlx.Session("cpu", transport=t).compile(mlp(2, rows=3 + t.this_rank.index)))
+    assert all(isinstance(e, CallMismatchError) for e in found)
+
+
+def test_ranks_that_run_different_programs() -> None:
+    transports = local(2)
+    both = [compiled_on(transports, mlp(2, rows)) for rows in (3, 4)]
+    for compiled in both:
+        for c in compiled:
+            for v in mlp(2).params:
+                c.set_param(v.name, np.zeros(v.shape.static, np.float32))
+    x = [np.zeros((3 + r, 20), np.float32) for r in range(2)]
+    found = together(transports, lambda t: both[t.this_rank.index][t.this_rank.index].run({"x": x[t.this_rank.index]}))
+    assert all(isinstance(e, CallMismatchError) and "the meeting before the first step" in str(e) for e in found)
+
+
+def test_nothing_keeps_an_executable() -> None:
+    transports = local(2)
+    compiled = compiled_on(transports, mlp(2))
+    dead = [weakref.ref(c._executable) for c in compiled]
+    gc.disable()
+    try:
+        compiled.clear()
+        assert [d() for d in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
+# -- derivatives ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, attrs, dims", [
+    ("all_reduce", {"kind": "sum"}, (2, 3)), ("all_reduce", {"kind": "mean"}, (2, 3)), ("all_reduce", {"kind": "max"}, (2, 3)),
+    ("all_reduce", {"kind": "min"}, (5,)), ("all_gather", {"axis": 1}, (2, 3)), ("reduce_scatter", {"axis": 1}, (2, 6)),
+    ("reduce_scatter", {"kind": "mean"}, (6,)), ("broadcast_rank", {"root": 1}, (4,)),
+    ("all_to_all", {"split_axis": 0, "concat_axis": 1}, (6, 2)), ("rank_slice", {"axis": 1}, (2, 6)),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_derivatives_by_differences(name: str, attrs: dict[str, Any], dims: tuple[int, ...], ranks: int) -> None:
+    """Of the sum over ranks of sum(c * result), by every element of every rank's operand."""
+    rng, forward, backward = np.random.default_rng(3), Graph("forward"), Graph("backward")
+    forward.set_outputs([getattr(ops, name)(forward.input("x", dims, "f64"), ranks=ranks, **attrs)])
+    x = backward.input("x", dims, "f64")
+    y = getattr(ops, name)(x, ranks=ranks, **attrs)
+    gradient: Value = y.node.op.vjp(y.node, backward.input("c", y.dims, "f64"))
+    assert gradient.shape == x.shape
+    backward.set_outputs([gradient])
+    xs = [rng.standard_normal(dims) for _ in range(ranks)]
+    cs = [rng.standard_normal(y.dims) for _ in range(ranks)]
+
+    def loss(arrays: list[np.ndarray]) -> float:
+        return sum(float((c * out[0]).sum()) for c, (out, _) in zip(cs, evaluate_ranks(forward, [{"x": a} for a in arrays])))
+
+    found = evaluate_ranks(backward, [{"x": a, "c": c} for a, c in zip(xs, cs)])
+    for r in range(ranks):
+        for at in np.ndindex(*dims):
+            moved = []
+            for step in (1e-6, -1e-6):
+                arrays = [a.copy() for a in xs]
+                arrays[r][at] += step
+                moved.append(loss(arrays))
+            np.testing.assert_allclose(found[r][0][0][at], (moved[0] - moved[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+
+
+def test_every_collective_has_a_derivative_or_says_why() -> None:
+    assert all(OPS[name].vjp for name in NAMES)
+    x = Graph("max").input("x", (4,), "f32")
+    y = ops.reduce_scatter(x, kind="max", ranks=2)
+    with pytest.raises(AttributeValueError, match="reduce_scatter of kind max has no derivative"):
+        y.node.op.vjp(y.node, y)
