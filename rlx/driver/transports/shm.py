@@ -83,6 +83,7 @@ class Meeting(ctypes.Structure):
         ("lines", P), ("stages", P), ("heaps", P), ("stride", I64),  # rank r's heap: heaps + r * stride
         ("rank", I64), ("ranks", I64), ("number", I64), ("what", I64), ("offset", I64), ("len", I64), ("detail", I64),
         ("spins", I64), ("yields", I64), ("seconds", I64), ("nanoseconds", I64), ("wait", P), ("sched_yield", P),
+        ("shut", I64),  # not 0: the transport is closed, or has failed; then nothing may begin
     ]  # fmt: skip
 
 
@@ -180,13 +181,16 @@ class ShmTransport:
 
     def close(self) -> None:
         self._leave()
-        self.broken = self.broken or f"rank {self.this_rank.index} left"
+        self._shut(self.broken or f"rank {self.this_rank.index} left")
+
+    def _shut(self, why: str) -> None:
+        self.broken, self.meeting.shut = why, 1
 
     def _look(self, deadline: float) -> None:
         """Raises if this meeting cannot take place, or should have."""
         refused = Header.from_buffer_copy(self._header)
         if refused.refused:
-            self.broken = _sizes(refused)
+            self._shut(_sizes(refused))
             raise CallMismatchError(self.broken)
         for rank, line in enumerate(self._lines):
             if fault := line.fault:
@@ -207,7 +211,7 @@ class ShmTransport:
         pid = self._lines[rank].pid if 0 <= rank < self.num_ranks else 0
         state, _ = process(pid) if pid else ("", 0)
         who = f"rank {rank} (process {pid}{STATES.get(state, '')})" if pid else f"rank {rank} (which has not joined)"
-        self.broken = f"{who} {WHY.get(why, 'failed')}{more}"
+        self._shut(f"{who} {WHY.get(why, 'failed')}{more}")
         return TransportError(self.broken)
 
 
