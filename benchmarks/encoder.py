@@ -23,8 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,11 +38,25 @@ from benchmarks.measure import fma_call, header
 from benchmarks.mkl import mkl_on_amd
 
 SHAPES = {"minilm": ("1x16", "1x128", "8x128", "32x128"), "bert-base": ("1x128", "8x512")}
-PACKAGES = {"rlx": "llvmlite", "OpenVINO": "openvino", "MAX": "max", "JAX": "jax", "torch": "torch", "torch.compile": "torch"}
+PACKAGES = {"OpenVINO": "openvino", "MAX": "max", "JAX": "jax", "torch": "torch", "torch.compile": "torch"}
+PACKAGES |= {"rlx": "llvmlite", "rlx, tuned": "llvmlite"}
 LIMITS = "limits"
 TURN = 0.3  # seconds of runs in a turn, at the least one run
 LONG = 0.5  # seconds of a run that warms up in itself
 TOLERANCE = 2e-4  # between unit vectors
+RESULTS = 2048  # numbers of a result that are compared
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a program measures: `shapes` of each model, `runners` by engine (of a task: what runs it once), `task` of (model,
+    batch, length, threads), which knows its `flops` and `threads`. `program`: the file, which each engine's process runs."""
+
+    program: str
+    title: str
+    shapes: Mapping[str, tuple[str, ...]]
+    runners: Mapping[str, Callable[[Any], Callable[[], np.ndarray]]]
+    task: Callable[[str, int, int, int], Any]
 
 
 def package(engine: str) -> str:
@@ -50,7 +66,7 @@ def package(engine: str) -> str:
 # -- a process of an engine ----------------------------------------------------------------------------------------
 
 
-def worker(engine: str, task: Task) -> None:
+def worker(engine: str, task: Any, runners: Mapping[str, Callable[[Any], Callable[[], np.ndarray]]]) -> None:
     """Answers each line on stdin with a turn's result."""
     answers, sys.stdout = sys.stdout, sys.stderr
     clock = time.process_time if task.threads == 1 else time.perf_counter
@@ -58,14 +74,14 @@ def worker(engine: str, task: Task) -> None:
         call, work = fma_call(steps=20_000)
         run, clock = (lambda: call() or np.array(work)), time.thread_time
     else:
-        run = RUNNERS[engine](task)
+        run = runners[engine](task)
 
     def timed() -> float:
         begun = clock()
         run()
         return clock() - begun
 
-    result = run().ravel()[: 4 * task.config.hidden_size].tolist()
+    result = run().ravel()[:RESULTS].tolist()
     once = timed()
     once = once if once > LONG else min(timed() for _ in range(3))
     count = max(1, int((TURN / 6 if engine == LIMITS else TURN) / once))
@@ -90,11 +106,11 @@ class Engine:
     turns: list[list[float]] = field(default_factory=list)
 
     @staticmethod
-    def start(name: str, model: str, shape: str, threads: int, interpreter: str) -> Engine:
+    def start(program: str, name: str, model: str, shape: str, threads: int, interpreter: str) -> Engine:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         if name.startswith("torch"):
             environment |= mkl_on_amd()
-        command = [interpreter, __file__, "--worker", name, model, shape, str(threads)]
+        command = [interpreter, program, "--worker", name, model, shape, str(threads)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return Engine(name, subprocess.Popen(command, **pipes, env=environment))
 
@@ -120,11 +136,13 @@ class Engine:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def compare(engines: list[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]) -> list[str]:
+def compare(
+    program: str, engines: list[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
+) -> list[str]:
     """Table rows of one shape. SystemExit: a peer's result is another."""
     running, said = [], {}
     for name in [*engines, LIMITS]:  # one after the other: some take a gigabyte and both cores to start
-        running.append(Engine.start(name, model, shape, threads, pythons.get(name, sys.executable)))
+        running.append(Engine.start(program, name, model, shape, threads, pythons.get(name, sys.executable)))
         said[name] = running[-1].ready()
     limits = running.pop()
     ours = np.array(said["rlx"]["result"])
@@ -157,12 +175,13 @@ def compare(engines: list[str], model: str, shape: str, threads: int, rounds: in
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=SHAPES)
+def main(w: Workload, about: str) -> None:
+    """The command. `about`: what it does, for --help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(w.shapes), choices=w.shapes)
     parser.add_argument("--shapes", nargs="+", help="batch x length, instead of the model's own")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--engines", nargs="+", default=list(RUNNERS), choices=RUNNERS)
+    parser.add_argument("--engines", nargs="+", default=list(w.runners), choices=w.runners)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--python", nargs="+", default=[], metavar="ENGINE=PATH", help="of another environment")
     parser.add_argument("--write", action="store_true", help="append the table to docs/benchmarks.md")
@@ -170,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         engine, model, shape, threads = args.worker
-        worker(engine, Task(model, *map(int, shape.split("x")), int(threads)))
+        worker(engine, w.task(model, *map(int, shape.split("x")), int(threads)), w.runners)
         return
     pythons = dict(pair.split("=", 1) for pair in args.python)
     there = [e for e in args.engines if e in pythons or importlib.util.find_spec(package(e))]
@@ -180,14 +199,14 @@ def main() -> None:
     heads = ["model", "threads", "engine", "median, ms", "p99, ms", "of the FMA limit", "rlx is faster by", "max abs difference"]
     head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     print(about, *head, sep="\n", flush=True)
-    jobs = [(m, s, t) for m in args.model for s in args.shapes or SHAPES[m] for t in args.threads]
-    rows = [row for job in jobs for row in compare(engines, *job, args.rounds, pythons)]
+    jobs = [(m, s, t) for m in args.model for s in args.shapes or w.shapes[m] for t in args.threads]
+    rows = [row for job in jobs for row in compare(w.program, engines, *job, args.rounds, pythons)]
     if args.write:
         path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        title = f"\n## Encoders, {time.strftime('%Y-%m-%d')}, `make bench`\n\n{about}\n\n"
+        title = f"\n## {w.title}, {time.strftime('%Y-%m-%d')}\n\n{about}\n\n"
         with path.open("a", encoding="utf-8") as f:
             f.write(title + "\n".join([*head, *rows]) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(Workload(__file__, "Encoders, `make bench`", SHAPES, RUNNERS, Task), __doc__ or "")

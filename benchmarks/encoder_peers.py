@@ -5,7 +5,7 @@ once and returns the normalised embeddings, f32 [batch, hidden]. Imports of a pe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,22 +127,20 @@ def run_torch_compile(task: Task) -> Run:
     return run_torch(task, compiled=True)
 
 
-def run_onnx(task: Task, fused: bool = False) -> Run:
+def onnx_session(made: Any, threads: int, inputs: Mapping[str, np.ndarray], output: tuple[str, tuple[int, ...]]) -> Run:
+    """An ONNX model in ONNX Runtime, bound to these inputs. `output`: its name and shape, f32."""
     import onnxruntime as ort
-
-    from benchmarks.encoder_onnx import onnx_model
 
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.intra_op_num_threads = task.threads
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    made = onnx_model(task.config, task.weights, task.ids.shape, fused).SerializeToString()
-    session = ort.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
-    out = ort.OrtValue.ortvalue_from_numpy(np.zeros((task.batch, task.config.hidden_size), np.float32))
-    for name, value in (("input_ids", task.ids), ("attention_mask", task.mask)):
+    out = ort.OrtValue.ortvalue_from_numpy(np.zeros(output[1], np.float32))
+    for name, value in inputs.items():
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
-    binding.bind_ortvalue_output("embedding", out)
+    binding.bind_ortvalue_output(output[0], out)
 
     def run() -> np.ndarray:
         session.run_with_iobinding(binding)
@@ -151,24 +149,35 @@ def run_onnx(task: Task, fused: bool = False) -> Run:
     return run
 
 
+def run_onnx(task: Task, fused: bool = False) -> Run:
+    from benchmarks.encoder_onnx import onnx_model
+
+    made = onnx_model(task.config, task.weights, task.ids.shape, fused)
+    inputs = {"input_ids": task.ids, "attention_mask": task.mask}
+    return onnx_session(made, task.threads, inputs, ("embedding", (task.batch, task.config.hidden_size)))
+
+
 def run_onnx_fused(task: Task) -> Run:
     return run_onnx(task, fused=True)
 
 
 def run_openvino(task: Task) -> Run:
+    from benchmarks.encoder_onnx import onnx_model
+
+    return openvino_request(onnx_model(task.config, task.weights, task.ids.shape, False), task.threads, [task.ids, task.mask])
+
+
+def openvino_request(made: Any, threads: int, inputs: Sequence[np.ndarray]) -> Run:
+    """An ONNX model in OpenVINO, bound to these inputs."""
     import io
 
     import openvino as ov
 
-    from benchmarks.encoder_onnx import onnx_model
-
     core = ov.Core()
-    made = onnx_model(task.config, task.weights, task.ids.shape, False).SerializeToString()
-    how = {"INFERENCE_NUM_THREADS": task.threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-    request = core.compile_model(core.read_model(io.BytesIO(made)), "CPU", how).create_infer_request()
-    inputs = [ov.Tensor(task.ids), ov.Tensor(task.mask)]
-    for i, tensor in enumerate(inputs):
-        request.set_input_tensor(i, tensor)
+    how = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    request = core.compile_model(core.read_model(io.BytesIO(made.SerializeToString())), "CPU", how).create_infer_request()
+    for i, array in enumerate(inputs):
+        request.set_input_tensor(i, ov.Tensor(array))
 
     def run() -> np.ndarray:
         request.infer()
