@@ -178,17 +178,18 @@ def test_when_nothing_is_kept(folder, tmp_path):
         assert note(two_layers()) == note(two_layers()) == ("compiled", FRESH)
 
 
-def test_a_start_from_disk_loads_no_compiler(folder):
+def test_a_start_from_disk_loads_neither_the_compiler_nor_what_writes_code(folder):
     script = (
         "import sys, numpy as np, rlx\nfrom tests.test_disk_cache import *\n"
         "for m in [m for m in sys.modules if m.startswith('llvmlite')]: del sys.modules[m]\n"
         "exe = compiled(two_layers(), threads=2); exe.run(X)\n"
-        "print(exe.report().cache.state, 'llvmlite' in sys.modules)"
+        "writers = [m for m in ('emit', 'walker', 'call_code', 'render') if f'rlx.backends.cpu.{m}' in sys.modules]\n"
+        "print(exe.report().cache.state, 'llvmlite' in sys.modules, len(writers))"
     )
     env = {**os.environ, "RLX_CACHE": "1", "RLX_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     run = {"env": env, "capture_output": True, "text": True, "check": True}
     said = [subprocess.run([sys.executable, "-c", script], **run).stdout for _ in range(2)]
-    assert said == ["compiled True\n", "cached False\n"]
+    assert said == ["compiled True 4\n", "cached False 0\n"]
 
 
 # -- damage --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from rlx import knobs
 
@@ -170,6 +170,23 @@ def _opened(folder: str, max_bytes: int) -> tuple[DiskCache | None, str]:
         _warn(folder, f"compiled code is not kept: {why}; RLX_CACHE_DIR names another folder, RLX_CACHE=0 keeps none")
         return None, f"{why}"
     return DiskCache(folder, max_bytes), ""
+
+
+@cache
+def source_digest() -> str:
+    """sha256 of the package's sources that make code of graphs: what another state of them made is not used."""
+    digest, folders = hashlib.sha256(), [(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")]
+    for folder, inside in folders:
+        for name in sorted(os.listdir(folder)):
+            path = f"{folder}/{name}"
+            if name.endswith(".py"):
+                number = os.open(path, os.O_RDONLY)
+                content = os.read(number, os.fstat(number).st_size + 1)
+                os.close(number)
+                digest.update(b"%s%s %d\n%s" % (inside.encode(), name.encode(), len(content), content))
+            elif name not in ("frontends", "cli", "__pycache__") and os.path.isdir(path):
+                folders.append((path, f"{inside}{name}/"))
+    return digest.hexdigest()[:32]
 
 
 _warned: set[str] = set()

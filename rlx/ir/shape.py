@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlx.errors import ShapeError, UnboundDimError
 from rlx.ir.dtype import DType, as_dtype
@@ -93,7 +94,7 @@ class Shape:
     def is_static(self) -> bool:
         return all(isinstance(d, int) for d in self.dims)
 
-    @property
+    @cached_property
     def static(self) -> tuple[int, ...]:
         """The dims as ints; raises if one is still a name."""
         for d in self.dims:
@@ -105,7 +106,7 @@ class Shape:
     def num_elements(self) -> int:
         return math.prod(self.static)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import numpy as np
 from rlx.compile.check import program_faults
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
-from rlx.driver.disk import DAMAGED, FRESH, disk_cache
+from rlx.driver.disk import DAMAGED, FRESH, disk_cache, source_digest
 from rlx.errors import CorruptFileError, RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
@@ -113,21 +111,6 @@ def given_to_compile(backend: Storable, graph: Graph, target: Target, options: C
     facts |= {"target dtypes": repr(sorted(target.dtypes)), "rlx": source_digest()}
     facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
     return {**facts, "compiler": backend.compiler(), "format": str(FORMAT)}
-
-
-@cache
-def source_digest() -> str:
-    """sha256 of the package's sources that make code of graphs: what another state of them made is not used."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(d for d in inner if d not in ("frontends", "cli", "__pycache__"))
-        for name in sorted(f for f in files if f.endswith(".py")):
-            path = os.path.join(folder, name)
-            with open(path, "rb") as f:
-                content = f.read()
-            digest.update(f"{os.path.relpath(path, root)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:32]
 
 
 # -- to bytes and back ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rlx.backends.cpu.blocks import Rendered as Rendered
 from rlx.ir.dtype import DType
 
 LLVM_TYPES = {  # bool as stored; as computed it is i1
@@ -288,22 +289,3 @@ def computed(dtype: DType) -> str:
 STREAMS = "!0 = !{i32 1}"  # among an Emitter's declarations if it stores past the caches
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """One kernel as LLVM IR: a whole module's text, the symbol to call, and what the runtime must give it.
-
-    ABI: void symbol(ptr args, i64 task, ptr scratch, ptr status). args[i] is the address of kernel.buffers[i]; task runs
-    over range(tasks), in any order, on any thread; scratch is private to the thread, 64-byte aligned, `scratch_bytes`
-    long; a failed Check stores its code in the i32 at status.
-
-    `work_ns`: roughly, of all tasks on one core. `may_fail`: 0 where no Check can.
-    """
-
-    symbol: str
-    text: str
-    tasks: int
-    scratch_bytes: int = 0
-    work_ns: int = 0
-    may_fail: int = 1

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.backends.cpu.link import Foreign, Image
 from rlx.backends.cpu.target import host_target, machine_of, missing_features
-from rlx.driver.disk import disk_cache
+from rlx.driver.disk import DiskCache, disk_cache, source_digest
 from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.ir.target import Target
 
@@ -46,9 +47,10 @@ def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
 def compiler_version() -> str:
     """llvmlite's, which fixes LLVM's; found without loading it where it is installed as usual."""
     spec = find_spec("llvmlite")
-    found = list(Path(spec.origin).parent.parent.glob("llvmlite-*.dist-info")) if spec and spec.origin else []
+    place = Path(spec.origin).parent.parent if spec and spec.origin else None
+    found = [n for n in os.listdir(place) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if place else []
     if len(found) == 1:
-        return found[0].name.removesuffix(".dist-info")
+        return found[0].removesuffix(".dist-info")
     import llvmlite
 
     return f"llvmlite-{llvmlite.__version__}"
@@ -62,11 +64,23 @@ def compile_object(text: str, target: Target, name: str = "", keep: bool = False
     disk, _ = disk_cache() if keep else (None, "")
     if disk is None:
         return _emit(text, target, name, lambda machine, module: machine.emit_object(module))
-    given = repr((compiler_version(), SETTINGS, machine_of(target), text))
+    return _kept(disk, text, target, lambda: compile_object(text, target, name))
+
+
+def kept_object(name: str, text: Callable[[], str], target: Target) -> bytes:
+    """Object code of a module that the package's sources, this Python and `name` determine: kept on disk, where it is found
+    without its text."""
+    disk, _ = disk_cache()
+    make = lambda: compile_object(text(), target, name)  # noqa: E731
+    return make() if disk is None else _kept(disk, f"{name} {source_digest()} {sys.version}", target, make)
+
+
+def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes]) -> bytes:
+    given = repr((compiler_version(), SETTINGS, machine_of(target), source))
     key = f"object-{hashlib.sha256(given.encode()).hexdigest()}"
     image, _ = disk.get(key)
     if image is None:
-        image = compile_object(text, target, name)
+        image = make()
         disk.put(key, [image], sync=False)  # 6 ms each on a busy disk, and there are many
     return image
 

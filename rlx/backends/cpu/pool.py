@@ -20,10 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlx.backends.cpu.jit import Library, compile_object
+from rlx.backends.cpu.blocks import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
+from rlx.backends.cpu.jit import Library, kept_object
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target, usable_cpus
-from rlx.backends.cpu.walker import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step, module_text
 from rlx.errors import OptionError
 
 # How long a thread spins before it sleeps, between runs and within one. A thread that spins uses up the share of the CPU that the
@@ -55,7 +55,14 @@ class MethodDef(ctypes.Structure):
 
 @cache
 def _made() -> tuple[Library, MethodDef]:
-    image = compile_object(module_text(platform.machine(), futex_call()), host_target(1), "worker pool", keep=True)
+    machine, futex = platform.machine(), futex_call()
+
+    def text() -> str:
+        from rlx.backends.cpu import walker  # not needed where its code is kept on disk
+
+        return walker.module_text(machine, futex)
+
+    image = kept_object(f"worker pool {machine} {futex}", text, host_target(1))
     library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     no_arguments = 4  # METH_NOARGS
     return library, MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")

@@ -19,47 +19,10 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from rlx.backends.cpu.blocks import ATTEND, BIAS, END, GENERATION, MAX_CPUS, Control, Run, Step
+from rlx.backends.cpu.blocks import I64 as I64  # for others
+from rlx.backends.cpu.blocks import P as P
 from rlx.backends.cpu.emit import Emitter, V
-
-MAX_THREADS = 1024
-MAX_TASKS = 1 << 31
-MAX_CPUS = 1024  # those with higher numbers are never marked as pinned
-ATTEND = -1  # what a run returns when all went well, but `Pool.attend` should be called before the next
-
-
-P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-
-
-class Step(ctypes.Structure):
-    """One kernel call: fn(args, task, scratch, status) for every task in range(tasks)."""
-
-    _fields_ = [("fn", P), ("args", P), ("tasks", I64)]
-
-
-class Run(ctypes.Structure):
-    """A table of steps [first, end) and its surroundings. `scratch`: `stride` bytes per thread. `control`: the pool's
-    block, or null to walk alone. `failed`: the last step begun when `status` became nonzero."""
-
-    _fields_ = [
-        ("first", P), ("end", P), ("scratch", P), ("stride", I64), ("control", P), ("failed", P), ("status", I32),
-    ]  # fmt: skip
-
-
-class Control(ctypes.Structure):
-    """A pool's shared words. All that changes in a run lies on one cache line; the rest is constant. `pinned`, by CPU:
-    ATTEND where a worker is pinned to it, else 0."""
-
-    _fields_ = [
-        ("ticket", I64), ("step", P), ("run", P), ("done", I32), ("sleepers", I32), ("lock", I32), ("workers", I32),
-        ("caller_asleep", I32), ("stop", I32), ("pad", I64 * 2),
-        ("idle_spins", I64), ("busy_spins", I64), ("yields", I64), ("wait", P), ("sched_yield", P), ("getcpu", P),
-        ("pinned", ctypes.c_int8 * MAX_CPUS),
-    ]  # fmt: skip
-
-
-BIAS = 1 << 16  # threads that come too late subtract from this; at most two per thread and generation
-END = 1 << 15  # low half between runs
-GENERATION = 1 << 32  # one of them, in the high half
 
 
 def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, int]]:
