@@ -22,7 +22,7 @@ from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var, loaded_buffers
 from rlx.ir.target import Target
 
-GRAIN_NS = 12_000  # estimated work of a task, at the least: waking a thread costs a few hundred ns, a sleeping one 47 µs
+GRAIN_NS = 6_000  # estimated work of a task, at the least: handing over takes 0.2 µs, 12 more where the other thread sleeps
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 NATIVES = {"attention": attention, "attention_parts": attention, "dequant_matmul": quant}  # see backend.py
 STREAMED_BYTES = 32 << 20  # of a result, from which on it is written past the caches: none would hold it until it is read
@@ -119,8 +119,9 @@ def _has_vector(stmts: Sequence[Stmt]) -> bool:
 
 
 def task_count(work_ns: float, threads: int) -> int:
-    """How many tasks to aim for: several per thread where there is work enough, each of GRAIN_NS at least."""
-    return 1 if threads == 1 else max(1, min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads))
+    """How many tasks to aim for: several per thread where there is work enough, as many for each, of about GRAIN_NS at least."""
+    tasks = min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads)
+    return 1 if threads == 1 or tasks < 2 else tasks if tasks < threads else -(-tasks // threads) * threads
 
 
 def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:

@@ -20,6 +20,7 @@ from rlx.ir.target import Target
 
 MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
 BLOCK_ROWS = 128  # rows that one task carries over its panels: their part of `a` stays in the second-level cache
+FEWEST_ROWS = 4  # fewer take about as long: what they wait for is `b`
 GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
@@ -195,7 +196,7 @@ def _stage_b(b: Operand, c: Contract, tiles: int) -> str:
 
 
 def _wanted_tasks(c: Contract, batch: int, threads: int) -> int:
-    worth = max(1, batch * c.m * c.n * max(1, c.k) // GRAIN)
+    worth = max(1, batch * max(c.m, FEWEST_ROWS) * c.n * max(1, c.k) // GRAIN)
     return 1 if threads == 1 else min(worth, threads * TASKS_PER_THREAD)
 
 
