@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 
 import rlx
 from rlx.backends import get
@@ -127,7 +130,7 @@ def all_cases(name: str, ranks: int) -> tuple[Graph, list[dict[str, np.ndarray]]
             outputs.append(getattr(ops, name)(x, ranks=ranks, **attrs))
             what.append(f"{name} {attrs} {dtype}{list(sizes)}")
             for rank in inputs:
-                rank[x.name] = draw(rng, sizes, dtype)
+                rank[str(x.name)] = draw(rng, sizes, dtype)
     g.set_outputs(outputs)
     return g, inputs, what
 
@@ -230,6 +233,72 @@ def test_every_collective(name: str, device: str, ranks: int) -> None:
                 same(a, b, f"{text} of {ranks} ranks on {device}")
 
 
+def every_case_here(transport: Any) -> list[Any]:
+    """In a process that is a rank: the outputs of every op, twice; and how the steps are carried out."""
+    found: list[Any] = []
+    for name in NAMES:
+        g, inputs, _ = all_cases(name, transport.num_ranks)
+        compiled = rlx.Session("cpu", threads=1, transport=transport).compile(g)
+        compiled._executable.poison()  # type: ignore[attr-defined]
+        compiled.run(inputs[transport.this_rank.index])
+        found.append(compiled.run(inputs[transport.this_rank.index]))
+    tables = compiled._executable._exchange.exchanges.tables.values()  # type: ignore[attr-defined]
+    return [found, {type(t).__name__ for t in tables if t}]
+
+
+def test_processes_over_shared_memory() -> None:
+    """In machine code, the same bits."""
+    count = 3
+    want = [evaluate_ranks(*all_cases(name, count)[:2]) for name in NAMES]
+    for r, (found, _) in enumerate(ranks.run(count, every_case_here, heap_size=HEAP)):
+        for name, outputs, each in zip(NAMES, found, want, strict=True):
+            for a, b, text in zip(outputs, each[r][0], all_cases(name, count)[2], strict=True):
+                same(a, b, f"{text}, rank {r} of {count}")
+
+
+def deep_here(transport: Any, ranks: int, dies: int | None) -> Any:
+    """Many small steps, and one larger than a stage; the rank `dies` is killed before its last run."""
+    g = Graph("deep")
+    x, total = g.input("x", (1, 5000), "f32"), g.handle(rlx.BufferHandle("total", (1, 5000), rlx.f32))
+    y = x
+    for _ in range(6):
+        y = ops.all_reduce(ops.tanh(y[:, :64]), ranks=ranks)
+    g.assign(total, total + ops.all_reduce(x, ranks=ranks))
+    g.set_outputs([y])
+    compiled = rlx.Session("cpu", threads=1, transport=transport).compile(g)
+    names = {type(t).__name__ for t in compiled._executable._exchange.exchanges.tables.values()}  # type: ignore[attr-defined]
+    call = compiled.bound([np.ones((1, 5000), np.float32)])
+    for _ in range(20):
+        out = call()[0].copy()
+    before = compiled.read_handle("total")
+    assert before is not None and (before == 20 * ranks).all()
+    if dies == transport.this_rank.index:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        call()
+    except TransportError as e:
+        after = compiled.read_handle("total")
+        return out, names, str(e), bool((after == before).all())
+    return out, names
+
+
+def test_machine_code_steps() -> None:
+    (a, names), (b, _) = ranks.run(2, deep_here, 2, None, heap_size=HEAP)
+    same(a, b)
+    assert names == {"Table"}
+    y = np.ones((1, 5000))
+    for _ in range(6):
+        y = 2 * np.tanh(y[:, :64])
+    np.testing.assert_allclose(a, y, rtol=1e-5)
+
+
+def test_a_process_that_is_killed() -> None:
+    found = ranks.start(3, deep_here, 3, 1, heap_size=HEAP, timeout=10.0).outcomes()
+    for r in (0, 2):
+        _, _, text, unchanged = found[r]
+        assert "rank 1" in text and "nothing was committed" in text and unchanged
+
+
 def mlp(ranks: int, rows: int = 3) -> Graph:
     """A tensor-parallel block between pointwise ops, its result gathered and cut again."""
     g = Graph("mlp")
@@ -269,8 +338,8 @@ def test_one_rank_needs_no_transport() -> None:
     core = ops.exchange(g.outputs[0], what="all_gather", ranks=1)
     g.set_outputs([*g.outputs, core])
     rng = np.random.default_rng(0)
-    arrays = {v.name: rng.standard_normal(v.shape.static).astype(np.float32) for v in (*g.inputs, *g.params)}
-    params = {v.name: arrays.pop(v.name) for v in g.params}
+    arrays = {str(v.name): rng.standard_normal(v.shape.static).astype(np.float32) for v in (*g.inputs, *g.params)}
+    params = {str(v.name): arrays.pop(str(v.name)) for v in g.params}
     for device in ("ref", "cpu"):
         compiled = rlx.Session(device).compile(g)
         for name, array in params.items():
@@ -476,6 +545,13 @@ def test_states_move_together(device: str) -> None:
     for n in range(1, 4):
         good(run_all(transports, compiled, [asked(0, 1), asked(1, 2)]))
         assert all(c.read_handle("total").tolist() == [3.0 * n] * 4 for c in compiled)
+    before = [c.snapshot_handles() for c in compiled]
+    stores = [c.fork_handles(1)[0] for c in compiled]
+    for c, store in zip(compiled, stores):
+        c.use_handles(store)
+    good(run_all(transports, compiled, [asked(0, 5), asked(1, 5)]))
+    assert compiled[0].read_handle("total")[0] == 19 and (compiled[0].read_handle("rows")[1] == 5).all()
+    good(together(transports, lambda t: compiled[t.this_rank.index].restore_handles(before[t.this_rank.index])))
     twins = good(together(transports, lambda t: compiled[t.this_rank.index].clone()))
     good(run_all(transports, twins, [asked(0, 1), asked(1, 2)]))
     assert twins[0].read_handle("total")[0] == 12 and compiled[0].read_handle("total")[0] == 9
@@ -499,7 +575,7 @@ def test_a_rank_that_dies_in_a_run(device: str) -> None:
             assert isinstance(e, TransportError) and "rank 1 left" in str(e)
             assert compiled[r].read_handle("total").tolist() == [3.0] * 4
             assert device != "cpu" or "nothing was committed" in str(e)
-    assert all(isinstance(e, TransportError) for r, e in enumerate(run_all(transports, compiled, [asked(0, 1)] * 3)))
+    assert all(isinstance(e, TransportError) for e in run_all(transports, compiled, [asked(0, 1)] * 3))
 
 
 def test_a_rank_that_dies_within_a_collective() -> None:

@@ -255,6 +255,8 @@ def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
     Judged by signatures: the position where all indices are 0, and the stride and extent of each grid and loop index.
     """
     kernel, accesses = facts.kernel, facts.accesses
+    if kernel.collective:
+        return kernel.collective.attrs.in_place  # type: ignore[union-attr]
     read, written = kernel.buffers[r], kernel.buffers[w]
     if read.dtype.itemsize != written.dtype.itemsize:
         return False

@@ -10,6 +10,7 @@ runs cannot change a result. The argument, for a read buffer r and a written one
 3. the load comes first: in the store's own statement, in an earlier one, or in an earlier loop beside the store's.
 
 So no element of r is read after it was overwritten, whatever the order of grid points. What is not proved is no pair.
+A collective says itself whether it works in place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class _Affine:
 
 def inplace_pairs(kernel: Kernel) -> frozenset[tuple[int, int]]:
     """(read argument, written argument) pairs that may share one memory. Arguments are positions in kernel.buffers."""
+    if kernel.collective:
+        return frozenset({(0, 1)} if kernel.collective.attrs.in_place else ())  # type: ignore[union-attr]
     found = accesses(kernel)
     opaque = {a.buffer for a in found if a.index is None}  # touched in a way that has no element-wise description
     pairs = set()

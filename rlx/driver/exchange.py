@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.driver.collective import ReduceKind, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from rlx.driver.collective import ReduceKind, Table
+from rlx.driver.collective import _of as of
+from rlx.driver.schedule import What
 from rlx.driver.symmetric import Call, SymmetricBuffer, SymmetricTransport
 from rlx.errors import CompileError, HeapBoundsError
 from rlx.ir.kernel import Native
@@ -29,6 +31,7 @@ class Exchanges:
         HeapBoundsError: the heap is too small. CallMismatchError: another rank has loaded other collectives."""
         self.name, self.transport, self.runs = program.name, transport, 0
         self.steps = tuple(s for s in program.collectives if s.attrs.ranks > 1)  # type: ignore[union-attr]
+        self.tables: dict[Native, Table | None] = {}
         if not self.steps:
             return
         check_ranks(program.name, {s.attrs.ranks for s in self.steps}, transport)  # type: ignore[union-attr]
@@ -44,6 +47,12 @@ class Exchanges:
         text = repr([(str(s.attrs), s.inputs[0].buffer.dtype.name, s.inputs[0].buffer.size) for s in self.steps])
         self._agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         transport.barrier(Call(LOADED, offset, need, self._agreed))
+        alike: dict[Any, Table | None] = {}
+        for step in self.steps:
+            key = step.attrs, step.inputs[0].buffer.dtype, step.inputs[0].buffer.size
+            if key not in alike:
+                alike[key] = self._table(step)
+            self.tables[step] = alike[key]
 
     def begin(self) -> None:
         """Before the steps of a run. CallMismatchError: another rank begins another program's run, or has done more of these.
@@ -58,27 +67,26 @@ class Exchanges:
         self.runs -= bool(self.steps)
 
     def perform(self, step: Native, source: np.ndarray, goal: np.ndarray) -> None:
-        """One collective: row-major, flat arrays of the operand and of the result, apart in memory."""
+        """One collective: row-major, flat arrays of the operand and of the result; both are one where it works in place."""
         a: Any = step.attrs
-        if a.ranks == 1 or a.what in ("all_reduce", "broadcast"):
+        if a.what == "rank_part" and self.transport:
+            source = source.reshape(a.ranks, -1)[self.transport.this_rank.index]
+        table = self.tables.get(step)
+        if table is None or a.in_place:
             goal[:] = source
-        if a.ranks == 1 or not source.size:
-            return
-        assert self.transport is not None
-        buffer = SymmetricBuffer(self.scratch.rank, self.scratch.offset, source.nbytes)
-        parts, kind = source.reshape(a.ranks, -1) if source.size % a.ranks == 0 else source, ReduceKind[a.kind.upper()]
-        if a.what == "all_reduce":
-            all_reduce(self.transport, buffer, goal, kind)
-        elif a.what == "broadcast":
-            broadcast(self.transport, buffer, goal, a.root)
-        elif a.what == "reduce_scatter":
-            reduce_scatter(self.transport, buffer, parts, kind, goal.reshape(1, -1))
-        elif a.what == "rank_part":
-            goal[:] = parts[self.transport.this_rank.index]
-        elif a.what == "all_gather":
-            all_gather(self.transport, buffer, source, goal.reshape(a.ranks, -1))
-        else:
-            all_to_all(self.transport, buffer, parts, goal.reshape(a.ranks, -1))
+        if table is not None:
+            table.run((goal if a.in_place else source).view(np.uint8), goal.view(np.uint8))
+
+    def _table(self, step: Native) -> Table | None:
+        """What carries a step out; None: nothing moves."""
+        a: Any = step.attrs
+        buffer = step.inputs[0].buffer
+        if a.what == "rank_part" or not buffer.size:
+            return None
+        scratch = SymmetricBuffer(self.scratch.rank, self.scratch.offset, _nbytes(step))
+        kind = ReduceKind[a.kind.upper()] if "reduce" in a.what else None
+        operand = np.broadcast_to(np.zeros((), buffer.dtype.numpy), buffer.size)
+        return of(self.transport)._prepare(What[a.what.upper()], scratch, operand, buffer.dtype, kind, a.root, None, False)
 
 
 def check_ranks(name: str, ranks: set[int], transport: SymmetricTransport | None) -> None:

@@ -288,10 +288,7 @@ class CpuExecutable:
 
     def _lasting(self, *phases: str, given: Mapping[int, int] | None = None) -> _Table:
         """A table of these phases that use_handles keeps current."""
-        coded = self._coded(*phases)
-        table = self._table(coded, given)
-        args = [a for step, _ in coded for a in step.args]
-        table.moving = [(at, a) for at, a in enumerate(args) if a in self._entries]
+        table = self._table(self._coded(*phases), given)
         self._tables.add(table)
         return table
 
@@ -301,7 +298,7 @@ class CpuExecutable:
         """These steps, ready to run. `given`: addresses of buffers that lie elsewhere. `scratch`: to run in one thread with it.
 
         PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
-        rows, addresses = [], []
+        rows, addresses, moving = [], [], []
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
         if exchange:
             rows.append((exchange.begin(), 0, 1))
@@ -309,12 +306,15 @@ class CpuExecutable:
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
-            together = step.kernel.collective
-            function = exchange.step(together) if exchange and together else self._code.library.address(code.symbol)
+            together = exchange and step.kernel.collective
+            function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
             rows.append((function, len(addresses), code.tasks))
-            addresses += [(given or {}).get(a) or self.address(a) for a in step.args]
+            moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self._entries]
+            addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
-        return _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings, exchange)
+        table = _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings, exchange)
+        table.moving = moving
+        return table
 
 
 class _Table:

@@ -48,6 +48,11 @@ class ExchangeAttrs(Attrs):
         if not 0 <= self.root < _ranks(self.ranks):
             raise AttributeValueError(f"root is one of ranks 0 to {self.ranks - 1}, got {self.root}")
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the result may lie where the operand lay."""
+        return self.what in ("all_reduce", "broadcast")
+
     def elements(self, operand: int) -> int:
         """Of the result, for an operand of so many."""
         parts = operand // self.ranks
