@@ -32,6 +32,7 @@ SCALAR_OPS: dict[str, int] = {
     "lt": 2, "le": 2, "eq": 2, "ne": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "bitcast": 1,
 }  # fmt: skip
+RUNNING = frozenset({"add", "mul", "max", "min", "and", "or"})
 COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
 
 
@@ -110,6 +111,13 @@ class Carry:
     init: Expr
     next: Expr
 
+    @property
+    def added(self) -> Expr | None:
+        """Of a running total, which becomes op(var, added); None: it is none."""
+        if not isinstance(self.next, Alu) or self.next.op not in RUNNING or self.next.args[0] is not self.var:
+            return None
+        return self.next.args[1]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Let:
@@ -142,8 +150,8 @@ STATUS = {1: "index out of range"}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Loop:
-    """for var in range(extent). `vector`: iterations are independent but for the reductions, so a renderer may run
-    lanes side by side (reductions may be reassociated, always in the same way)."""
+    """for var in range(extent). `vector`: iterations are independent but for the reductions and carries, so a renderer may
+    run lanes side by side if it can (`in_lanes`; reductions and running totals may be reassociated, always in the same way)."""
 
     var: Var
     extent: int
@@ -151,6 +159,12 @@ class Loop:
     vector: bool = False
     reduces: tuple[Reduce, ...] = ()
     carries: tuple[Carry, ...] = ()
+
+    @property
+    def in_lanes(self) -> bool:
+        """Whether iterations may run side by side: every carry is a running total of what depends on no carry."""
+        carried = {c.var for c in self.carries}
+        return self.vector and all(c.added is not None and carried.isdisjoint(walk(c.added)) for c in self.carries)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -268,8 +282,8 @@ def alu(op: str, *args: Expr, dtype: DType | None = None) -> Expr:
 
 
 def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
-    if all(isinstance(a, Const) for a in args) and op in _FOLD:
-        return const(_FOLD[op](*(a.value for a in args)))  # type: ignore[union-attr]
+    if all(isinstance(a, Const) for a in args) and op in FOLD:
+        return const(FOLD[op](*(a.value for a in args)))  # type: ignore[union-attr]
     if len(args) != 2:
         return None
     for a, b in (args, args[::-1]):  # sub, div and rem have a neutral right operand only
@@ -286,7 +300,7 @@ def _quotient(a: int, b: int) -> int:
     return size if (a < 0) == (b < 0) else -size
 
 
-_FOLD: dict[str, Callable[..., int]] = {
+FOLD: dict[str, Callable[..., int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
     "div": _quotient, "rem": lambda a, b: a - b * _quotient(a, b) if b else 0,
 }  # fmt: skip
@@ -370,6 +384,21 @@ def _inner(kind: type) -> tuple[str, ...] | None:
         return None
     plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")
     return tuple(f.name for f in fields(kind) if f.type not in plain)
+
+
+def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
+    """All that the statements evaluate, for themselves or in loops; not in loops that never run."""
+    for s in stmts:
+        if isinstance(s, Store):
+            yield from (s.index, s.value) if s.guard is None else (s.index, s.value, s.guard)
+        elif isinstance(s, (Check, Let)):
+            yield s.ok if isinstance(s, Check) else s.value
+        elif isinstance(s, Loop):
+            yield from (c.init for c in s.carries)
+            if s.extent:
+                yield from expressions(s.body)
+                yield from (r.value for r in s.reduces)
+                yield from (c.next for c in s.carries)
 
 
 def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:

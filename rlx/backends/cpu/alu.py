@@ -7,6 +7,7 @@ operand, as rlx.ir.kernel states them; LLVM's are not, so they are guarded here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from math import inf
 
@@ -44,7 +45,8 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     if dtype in (f8e4m3, f8e5m2):
         return math.f8_bits(e, value, dtype == f8e4m3)
     if dtype == bf16:
-        return math.bf16_bits(e, value) if value.lanes == 1 or not e.has_bf16 else math.bf16_bits_by_hardware(e, value)
+        by_hardware = value.lanes > 1 and "avx512bf16" in e.features
+        return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)
     if dtype == f16:
         return e.convert("bitcast", e.convert("fptrunc", value, "half"), "i16")
     if dtype.kind == "b":
@@ -274,12 +276,25 @@ def combine(e: Emitter, op: str, dtype: DType, a: V, b: V) -> V:
     return OPS[op](e, dtype, a, b)
 
 
-def across(e: Emitter, op: str, dtype: DType, v: V) -> V:
-    """The lanes of `v` reduced to a scalar: halves onto halves, always in the same order."""
-    lanes = v.lanes
+def best_number(e: Emitter, op: str, a: V, b: V) -> V:
+    """max or min of floats of which the first is a number; where the other is none it stays."""
+    return e.select(e.cmp("ogt" if op == "max" else "olt", b, a), b, a)
+
+
+def across(e: Emitter, op: str, dtype: DType, v: V, step: Callable[[V, V], V] | None = None) -> V:
+    """The lanes of `v` reduced to a scalar, by `step` or as `combine` does: halves onto halves, always in the same order."""
+    step, lanes = step or partial(combine, e, op, dtype), v.lanes
     while lanes > 1:
         lanes //= 2
-        pick = lambda first: f"<{lanes} x i32> <" + ", ".join(f"i32 {first + i}" for i in range(lanes)) + ">"  # noqa: B023, E731
-        low, high = (e.op(f"<{lanes} x {v.scalar}>", f"shufflevector {v}, {v.ty} poison, {pick(at)}") for at in (0, lanes))
-        v = combine(e, op, dtype, low, high)
+        v = step(e.shuffle(v, range(lanes)), e.shuffle(v, range(lanes, 2 * lanes)))
     return e.op(v.scalar, f"extractelement {v}, i64 0") if v.ty[0] == "<" else v
+
+
+def prefixes(e: Emitter, op: str, dtype: DType, v: V) -> V:
+    """In each lane the reduction of the lanes up to it, in log2(lanes) steps: the upper half of every group takes in the last
+    lane of the lower one (J. Sklansky, 1960). Other schemes shift all lanes, for which x86 has no single instruction."""
+    neutral, step = identity(e, op, dtype, v.lanes), 1
+    while step < v.lanes:
+        lower = e.shuffle(neutral, [v.lanes + (i & -step) - 1 if i & step else i for i in range(v.lanes)], v)
+        v, step = combine(e, op, dtype, lower, v), 2 * step
+    return v

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
-from rlx.backends.cpu.loops import emit_statements, expressions, lanes_of
+from rlx.backends.cpu.loops import emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, address, distinct
-from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient
+from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 TILES = 4  # of a block
 Rest = Callable[[Scope, tuple[V, V] | None], None]  # all of the last dimension, or a part, at the point that the scope says
@@ -46,7 +46,7 @@ def crossing(dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], vector_byt
         return None
     loop = Loop(*dims[-1], body, vector=True)
     loads = [x for x in distinct(expressions(body)) if isinstance(x, Load)]
-    across = tuple(x for x in loads if coefficient(x.index, loop.var) not in (0, 1))
+    across = tuple(x for x in loads if coefficient(x.index, loop.var) not in (0, 1, -1))
     rows = [(v, n) for v, n in dims[:-1] if all(coefficient(x.index, v) == 1 for x in across)]
     size = lanes_of(loop, vector_bytes)
     simple = all(x.guard is None and coefficient(x.index, loop.var) is not None for x in across)
@@ -109,12 +109,8 @@ def _turned(e: Emitter, rows: list[V]) -> list[V]:
         high = [j + step if not j & step else n + j for j in range(n)]
         for r in (r for r in range(n) if not r & step):
             a, b = rows[r], rows[r + step]
-            rows[r], rows[r + step] = (_shuffled(e, a, b, picks) for picks in (low, high))
+            rows[r], rows[r + step] = (e.shuffle(a, picks, b) for picks in (low, high))
     return rows
-
-
-def _shuffled(e: Emitter, a: V, b: V, picks: Sequence[int]) -> V:
-    return e.op(a.ty, f"shufflevector {a}, {b}, <{len(picks)} x i32> <{', '.join(f'i32 {i}' for i in picks)}>")
 
 
 __all__ = ["Crossing", "crossing", "emit_tiles"]

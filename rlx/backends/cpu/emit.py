@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,13 +56,13 @@ def sanitised(name: str) -> str:
 
 
 class Emitter:
-    """The body of one function. `block` is the label being written; phis name it."""
+    """The body of one function. `block` is the label being written; phis name it. `features`: of the Target."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: Collection[str] = ()) -> None:
         self.lines: list[str] = []
         self.declarations: dict[str, None] = {}
         self.block = "entry"
-        self.has_bf16 = False  # whether float vectors may become bf16 by an instruction
+        self.features = features
         self._count = 0
 
     # -- text
@@ -154,6 +154,12 @@ class Emitter:
         ty = vector(a.ty, lanes)
         one = self.op(ty, f"insertelement {ty} poison, {a}, i64 0")
         return self.op(ty, f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer")
+
+    def shuffle(self, a: V, picks: Sequence[int], b: V | None = None) -> V:
+        """Lanes of `a`, then of `b` (zeros where it is not given), by their numbers."""
+        indices = ", ".join(f"i32 {i}" for i in picks)
+        other = b or V("zeroinitializer", a.ty)
+        return self.op(f"<{len(picks)} x {a.scalar}>", f"shufflevector {a}, {other}, <{len(picks)} x i32> <{indices}>")
 
     def iota(self, lanes: int, scalar: str = "i64") -> V:
         """<0, 1, 2, …>"""

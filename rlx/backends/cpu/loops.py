@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import V, vector
+from rlx.backends.cpu.ranges import parts
 from rlx.backends.cpu.scope import Scope, access, check, distinct, expr, operands, value_to_store
 from rlx.errors import CompileError
 from rlx.ir.dtype import i64
-from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient
+from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 MAX_LANES = 16
 UNROLLED = 4  # serial loops of at most this many iterations, if small, become straight code
@@ -57,21 +60,6 @@ def _write_if_read(parts: Iterable[Expr], held: Held, scope: Scope) -> None:
     """Write what is held where one of the expressions that come next loads from a buffer of it."""
     if held and frozenset().union(*map(scope.names_in, parts)) & {s.buffer for s, _, _ in held}:
         _write(held)
-
-
-def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
-    """All that the statements evaluate, for themselves or in loops; not in loops that never run."""
-    for s in stmts:
-        if isinstance(s, Store):
-            yield from (s.index, s.value) if s.guard is None else (s.index, s.value, s.guard)
-        elif isinstance(s, (Check, Let)):
-            yield s.ok if isinstance(s, Check) else s.value
-        elif isinstance(s, Loop):
-            yield from (c.init for c in s.carries)
-            if s.extent:
-                yield from expressions(s.body)
-                yield from (r.value for r in s.reduces)
-                yield from (c.next for c in s.carries)
 
 
 def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
@@ -128,7 +116,7 @@ def _weight_of(node: Expr) -> int:
 
 def emit_loop(loop: Loop, scope: Scope) -> None:
     """A loop, its iterations in lanes where it may and nothing around it is vectorised already."""
-    if loop.vector and not loop.carries and scope.lanes == 1 and loop.extent > 1 and not prefers_inner(loop):
+    if loop.in_lanes and scope.lanes == 1 and loop.extent > 1 and not prefers_inner(loop):
         emit_vector_loop(loop, scope)
     else:
         emit_serial_loop(loop, scope)
@@ -136,7 +124,7 @@ def emit_loop(loop: Loop, scope: Scope) -> None:
 
 def prefers_inner(loop: Loop) -> bool:
     """Whether a vector loop inside reads and writes memory in longer runs than this one would."""
-    inner = [s for s in nested(loop.body) if isinstance(s, Loop) and s.vector and not s.carries and s.extent > 1]
+    inner = [s for s in nested(loop.body) if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
     return bool(inner) and max(map(_contiguity, inner)) > _contiguity(loop)
 
 
@@ -145,14 +133,20 @@ def _contiguity(loop: Loop) -> int:
     indices = [s.index for s in stores([loop])]
     indices += [node.index for node in distinct(expressions([loop])) if isinstance(node, Load)]
     steps = [coefficient(index, loop.var) for index in indices]
-    return sum(1 if step == 1 else 0 if step == 0 else -1 for step in steps)
+    return sum(0 if step == 0 else 1 if step in (1, -1) else -1 for step in steps)
+
+
+def _totals(loop: Loop) -> list[Expr]:
+    """What the loop reduces, or adds to running totals."""
+    return [*(r.value for r in loop.reduces), *(c.next for c in loop.carries)]
 
 
 def lanes_of(loop: Loop, vector_bytes: int) -> int:
     """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
     dtypes = [node.dtype for node in distinct(expressions([loop])) if node.dtype.is_float]
-    dtypes += [s.buffer.dtype for s in stores([loop])] + [r.value.dtype for r in loop.reduces]
-    lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
+    dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
+    width = min(vector_bytes, 32) if loop.carries else vector_bytes  # prefixes of short vectors take fewer steps
+    lanes = min(MAX_LANES, width // max((d.compute.itemsize for d in dtypes), default=1))
     while lanes >= 2 * loop.extent:
         lanes //= 2
     return max(lanes, 2)
@@ -202,8 +196,13 @@ class VectorLoop:
         self.unroll = self._unroll()
         self.outer = scope.child(lanes=self.lanes)
         hoist([loop], self.outer)
+        self.everywhere = self.outer.memo
         self.neutral = [alu.identity(self.em, r.op, r.value.dtype, self.lanes) for r in loop.reduces]
         self.totals = self.neutral * self.unroll  # [copy * reductions + reduction]
+        # of the greatest or least float: in which lanes there was a NaN, found for two values at once, and not in every step
+        extremes = [n for n, r in enumerate(loop.reduces) if r.op in ("max", "min") and r.value.dtype.is_float]
+        self.nans = {n: self.em.const(vector("i1", self.lanes), False) for n in extremes}
+        self.before = [self.em.splat(expr(c.init, scope), self.lanes) for c in loop.carries]  # running totals, in every lane
 
     def _unroll(self) -> int:
         work = weight([self.loop]) // self.loop.extent
@@ -214,25 +213,56 @@ class VectorLoop:
             most //= 2
         return most
 
+    def know(self, truths: Mapping[int, bool]) -> None:
+        """What is true and false in all iterations from here on."""
+        constants = {e: self.em.const(vector("i1", self.lanes), value) for e, value in truths.items()}
+        self.outer.memo = {**self.everywhere, **constants}
+
     def vectors(self, base: int | V, copies: int = 1, mask: V | None = None) -> None:
         """`copies` vectors of iterations from `base` on; copy c adds to accumulator c. All copies load before any of them
         stores, where reductions do not read what is stored: a store may hold up the loads after it (addresses that agree
         in their low 12 bits), and iterations are independent."""
         held: Held = []
+        found: list[list[V]] = [[] for _ in self.loop.reduces]
         for c in range(copies):
             at = c * self.lanes
             first = base + at if isinstance(base, int) else self.em.bin("add nsw", base, at) if c else base
             inner = self.outer.child(vector=self.loop.var, base=self.em.i64(first), mask=mask)
+            self.scan(inner, held)
             held += _emit(self.loop.body, inner)
-            values = [r.value for r in self.loop.reduces]
-            _write_if_read(values, held, inner)
+            _write_if_read([r.value for r in self.loop.reduces], held, inner)
             for n, r in enumerate(self.loop.reduces):
                 value = expr(r.value, inner)
                 if mask is not None:
                     value = self.em.select(mask, value, self.neutral[n])
-                slot = c * len(values) + n
-                self.totals[slot] = alu.combine(self.em, r.op, r.value.dtype, self.totals[slot], value)
+                slot = c * len(self.neutral) + n
+                self.totals[slot] = self.combine(n, self.totals[slot], value)
+                found[n].append(value)
+        for n, before in self.nans.items():
+            for a, b in zip(found[n][::2], found[n][1::2] + found[n][-1:]):
+                before = self.em.bin("or", before, self.em.cmp("uno", a, b))
+            self.nans[n] = before
         _write(held)
+
+    def combine(self, n: int, a: V, b: V) -> V:
+        """One step of reduction number n."""
+        r = self.loop.reduces[n]
+        return alu.best_number(self.em, r.op, a, b) if n in self.nans else alu.combine(self.em, r.op, r.value.dtype, a, b)
+
+    def scan(self, inner: Scope, held: Held) -> None:
+        """Give the carries their values in each lane: prefixes of the vector, after the total of those before it."""
+        em, last = self.em, [self.lanes - 1] * self.lanes
+        for n, c in enumerate(self.loop.carries):
+            assert isinstance(c.next, Alu) and c.added is not None
+            op, value, dtype = c.next.op, c.added, c.var.dtype
+            _write_if_read([value], held, inner)
+            own = expr(value, inner)
+            if inner.mask is not None:
+                own = em.select(inner.mask, own, alu.identity(em, op, dtype, self.lanes))
+            own, before = alu.prefixes(em, op, dtype, own), self.before[n]
+            inner.memo[id(c.next)] = up_to = alu.combine(em, op, dtype, before, own)
+            inner.bind(c.var, em.shuffle(before, range(self.lanes - 1, 2 * self.lanes - 1), up_to))
+            self.before[n] = alu.combine(em, op, dtype, before, em.shuffle(own, last))
 
     def run(self, start: int | V, stop: int | V, copies: int, *, last: V | None = None) -> None:
         """Vectors from start up to stop, `copies` a round. With `last` they are masked to lanes before it."""
@@ -242,41 +272,59 @@ class VectorLoop:
                 self.vectors(start, copies)
             return
         active = copies * len(self.neutral)
-        with self.em.loop(start, stop, step, carried=self.totals[:active]) as state:
-            self.totals[:active] = state.carried
+        with self.em.loop(start, stop, step, carried=self.state(active)) as state:
+            self.keep(state.carried, active)
             mask = None
             if last is not None:
                 left = self.em.splat(self.em.bin("sub nsw", last, state.index), self.lanes)
                 mask = self.em.cmp("slt", self.em.iota(self.lanes), left)
             self.vectors(state.index, copies, mask)
-            state.next = self.totals[:active]
-        self.totals[:active] = state.results
+            state.next = self.state(active)
+        self.keep(state.results, active)
+
+    def state(self, active: int) -> list[V]:
+        return [*self.before, *self.nans.values(), *self.totals[:active]]
+
+    def keep(self, values: Iterable[V], active: int) -> None:
+        values = iter(values)
+        self.before = [next(values) for _ in self.before]
+        self.nans = {n: next(values) for n in self.nans}
+        self.totals[:active] = values
 
     def finish(self) -> None:
-        """Bind the reductions' results."""
+        """Bind the results of carries and reductions."""
+        for c, total in zip(self.loop.carries, self.before):
+            self.scope.bind(c.var, self.em.op(total.scalar, f"extractelement {total}, i64 0"))
         for n, r in enumerate(self.loop.reduces):
             parts = self.totals[n :: len(self.neutral)]
             while len(parts) > 1:
-                parts = [alu.combine(self.em, r.op, r.value.dtype, a, b) for a, b in zip(parts[::2], parts[1::2])]
-            self.scope.bind(r.result, alu.across(self.em, r.op, r.value.dtype, parts[0]))
+                parts = [self.combine(n, a, b) for a, b in zip(parts[::2], parts[1::2])]
+            total = alu.across(self.em, r.op, r.value.dtype, parts[0], partial(self.combine, n))
+            if n in self.nans:
+                total = self.em.select(self.em.intrinsic("vector.reduce.or", self.nans[n], returns="i1"), math.nan, total)
+            self.scope.bind(r.result, total)
 
 
 def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None) -> None:
     """All iterations, or those in `bounds` = [start, stop), in lanes: full vectors, then what is left under a mask."""
     state = VectorLoop(loop, scope)
     lanes, unroll, em = state.lanes, state.unroll, scope.e
-    if bounds is not None:
-        start, stop = bounds
-        whole = em.bin("and", em.bin("sub nsw", stop, start), -lanes * unroll)
-        middle = em.bin("add nsw", start, whole)
-        state.run(start, middle, unroll)
-        state.run(middle, stop, 1, last=stop)
-    else:
-        full = loop.extent // lanes * lanes
-        rounds = full // (lanes * unroll) * lanes * unroll
-        state.run(0, rounds, unroll)
+    for first, end, known in parts(loop, lanes, scope):
+        state.know(known)
+        if bounds is not None:
+            start = em.intrinsic("smax", bounds[0], em.i64(first)) if first else bounds[0]
+            stop = em.intrinsic("smin", bounds[1], em.i64(end)) if end < loop.extent else bounds[1]
+            stop = em.intrinsic("smax", start, stop) if known else stop  # the bounds may lie elsewhere
+            whole = em.bin("and", em.bin("sub nsw", stop, start), -lanes * unroll)
+            middle = em.bin("add nsw", start, whole)
+            state.run(start, middle, unroll)
+            state.run(middle, stop, 1, last=stop)
+            continue
+        full = end // lanes * lanes
+        rounds = first + (full - first) // (lanes * unroll) * lanes * unroll
+        state.run(first, rounds, unroll)
         state.run(rounds, full, 1)
-        if full < loop.extent:
-            on = ", ".join(f"i1 {'true' if full + i < loop.extent else 'false'}" for i in range(lanes))
+        if full < end:
+            on = ", ".join(f"i1 {'true' if full + i < end else 'false'}" for i in range(lanes))
             state.vectors(full, mask=V(f"<{on}>", vector("i1", lanes)))
     state.finish()

@@ -141,6 +141,13 @@ def _power_of_two(e: Emitter, n: V) -> V:
     return _float(e, e.bin("add", e.bin("shl", n, 23), 0x3F800000))
 
 
+def _scaled(e: Emitter, x: V, n: V) -> V:
+    """x 2^n of a whole n, rounded once, by AVX-512's instruction: the same as two products, the first of which is exact."""
+    whole, mask = x.lanes * 32, f"i{max(x.lanes, 8)}"
+    rounding = [V("4", "i32")] if whole == 512 else []  # as the control register says
+    return e.external(f"llvm.x86.avx512.mask.scalef.ps.{whole}", x.ty, x, n, V("zeroinitializer", x.ty), V("-1", mask), *rounding)
+
+
 def _split(e: Emitter, x: V) -> tuple[V, V]:
     """x = 2^n m, both positive, sqrt(1/2) <= m < sqrt(2): (n, an integer, m)."""
     bits = _bits(e, x)
@@ -172,6 +179,8 @@ def libm(e: Emitter, name: str, *args: V) -> V:
 
 def exp(e: Emitter, x: V) -> V:
     shifted, r = _by_ln2(e, _within(e, x, -105.0, 89.0))
+    if x.lanes in (4, 8, 16) and {"avx512f", "avx512vl"} <= {*e.features}:
+        return _scaled(e, polynomial(e, r, EXP), e.bin("fsub", _float(e, shifted), SHIFT))
     n = e.bin("sub", shifted, _bits(e, e.const(x.ty, SHIFT)))
     half = e.bin("ashr", n, 1)  # two steps: 2^n alone may overflow or be denormal
     near = e.bin("fmul", polynomial(e, r, EXP), _power_of_two(e, half))

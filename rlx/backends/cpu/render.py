@@ -25,7 +25,8 @@ from rlx.ir.target import Target
 GRAIN_NS = 6_000  # estimated work of a task, at the least: handing over takes 0.2 µs, 12 more where the other thread sleeps
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 NATIVES = {"attention": attention, "attention_parts": attention, "dequant_matmul": quant}  # see backend.py
-STREAMED_BYTES = 32 << 20  # of a result, from which on it is written past the caches: none would hold it until it is read
+STREAMED_BYTES = 32 << 20  # touched by a kernel, from which on results are written past the caches: they would not stay there
+STREAMED_SHARE = 8  # and if what it touches is at most this many times a result's size
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
 Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
@@ -54,11 +55,12 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
 
 
 def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int]) -> Rendered:
-    module, e = Module(), Emitter()
-    e.has_bf16 = "avx512bf16" in target.features
+    module, e = Module(), Emitter(target.features)
     pointers = {x: e.gep(SCRATCH, module.reserve(x.size * x.dtype.itemsize)) for x in kernel.locals}
     scope = Scope(e, {**pointers, **argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=target.vector_bytes)
-    large = {b for b in kernel.buffers if b.writable and b.size * b.dtype.itemsize >= STREAMED_BYTES}
+    nbytes = {b: b.size * b.dtype.itemsize for b in kernel.buffers}
+    touched = sum(nbytes.values())
+    large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
     scope.streams = frozenset(large - loaded_buffers(kernel))
     space = Space.of(kernel)
     tasks = 1
@@ -115,7 +117,7 @@ class Space:
 
 
 def _has_vector(stmts: Sequence[Stmt]) -> bool:
-    return any(isinstance(s, Loop) and s.vector and s.extent > 1 for s in nested(stmts))
+    return any(isinstance(s, Loop) and s.in_lanes and s.extent > 1 for s in nested(stmts))
 
 
 def task_count(work_ns: float, threads: int) -> int:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
-from rlx.ir.dtype import bool_, i64
-from rlx.ir.kernel import Carry, Load, Loop, Store, Var, const, k
+from rlx.ir.dtype import bool_, i32, i64
+from rlx.ir.kernel import Carry, Load, Loop, Reduce, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape
+
+BLOCK = 128  # elements whose best is found before any position is looked at
+LANES = 16  # a loop of fewer iterations is left to those around it
 
 
 def _is_nan(x: Any) -> Any:
@@ -51,20 +54,64 @@ def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
     return None if axis == at else axis - (axis > at and not attrs.keepdims)
 
 
-def _arg(name: str, reference: Any, better: Any, fill: str, doc: str) -> Any:
+def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
+    def better(value: Any, best: Any) -> Any:
+        """Of a later element. NaN is better than all, and stays."""
+        worse = k.le(value, best) if op_name == "max" else k.le(best, value)
+        return k.and_(k.not_(worse), k.eq(best, best)) if value.dtype.kind == "f" else k.not_(worse)
+
+    def blocks(ctx: Any, x: Any, length: int, at: Any) -> tuple[Any, Any]:
+        """The best of each block in lanes; then the first place in the best block that holds it."""
+        size, dtype = min(length, BLOCK), x.dtype.compute
+        block, i, j, found = Var("block"), Var("i"), Var("j"), Var("found", i32)
+        parts, best, which = [], ctx.element(x, at(const(0))), const(0)
+        for first, count, n in ((0, length // size, size), (length // size, 1, length % size)):
+            if n:
+                top, carried, held = Var("top", dtype), Var("best", dtype), Var("which")
+                here = k.add(const(first), block)
+                value = ctx.element(x, at(k.add(k.mul(here, const(size)), i)))
+                inner = Loop(i, n, (), vector=True, reduces=(Reduce(top, op_name, value),))
+                take = better(top, carried)
+                parts.append(Loop(block, count, (inner,), carries=(
+                    Carry(carried, best, k.select(take, top, carried)), Carry(held, which, k.select(take, here, held)),
+                )))  # fmt: skip
+                best, which, block, i = carried, held, Var("block"), Var("i")
+        start = k.mul(which, const(size))
+        inside = k.lt(k.add(start, j), k.const(length))
+        value = ctx.element(x, at(k.add(start, j)), inside if length % size else None)
+        match = k.or_(k.eq(value, best), _is_nan(value))  # a NaN is only where the best one is
+        place = k.select(k.and_(match, inside) if length % size else match, k.cast(j, i32), const(size - 1, i32))
+        parts.append(Loop(j, size, (), vector=True, reduces=(Reduce(found, "min", place),)))
+        return parts, k.add(start, k.cast(found, i64))
+
     def kernel(ctx: Any, node: Any) -> Any:
         x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
-        grid, at = lines(ctx.dims(x), axis)
-        i, best, found = Var("i"), Var("best", x.dtype.compute), Var("found")
+        dims, length = ctx.dims(x), ctx.dims(x)[axis]
+        grid, at = lines(dims, axis)
+        to, dtype, i = at(const(0) if node.attrs.keepdims else None), x.dtype.compute, Var("i")
+        if axis == x.rank - 1 and length >= 2 * LANES:
+            parts, found = blocks(ctx, x, length, at)
+            return grid, (*parts, ctx.store(0, to, found))
+        if axis < x.rank - 1 and dims[-1] >= LANES and length < 1 << 31:  # row after row; the best of all columns are kept
+            grid, (column, width) = grid[:-1], grid[-1]
+            bests, places = ctx.local(dtype, width), ctx.local(i32, width)
+            first = (Store(bests, column, ctx.element(x, at(const(0)))), Store(places, column, const(0, i32)))
+            row, here = k.add(i, const(1)), Load(places, column)
+            value, best = ctx.element(x, at(row)), Load(bests, column)
+            take = better(value, best)
+            step = (
+                Store(bests, column, k.select(take, value, best)), Store(places, column, k.select(take, k.cast(row, i32), here)),
+            )  # fmt: skip
+            over = lambda *body: Loop(column, width, body, vector=True)  # noqa: E731
+            return grid, (over(*first), Loop(i, length - 1, (over(*step),)), over(ctx.store(0, to, k.cast(here, i64))))
+        best, found = Var("best", dtype), Var("found")
         value = ctx.element(x, at(i))
         take = better(value, best)
-        if x.dtype.kind == "f":  # the first NaN stays
-            take = k.and_(k.or_(take, _is_nan(value)), k.not_(_is_nan(best)))
-        loop = Loop(i, ctx.dims(x)[axis], (), carries=(
+        loop = Loop(i, length, (), carries=(
             Carry(best, ctx.element(x, at(const(0))), k.select(take, value, best)),
             Carry(found, const(0), k.select(take, i, found)),
         ))  # fmt: skip
-        return grid, (loop, ctx.store(0, at(const(0) if node.attrs.keepdims else None), found))
+        return grid, (loop, ctx.store(0, to, found))
 
     def padded(p: Any, attrs: ArgAttrs, x: Any) -> Any:
         axis = axis_of(attrs.axis, x.rank)
@@ -85,8 +132,8 @@ def _arg(name: str, reference: Any, better: Any, fill: str, doc: str) -> Any:
 
 
 _ARG = "Position (i64) of the {} element along `axis`: the first of equals, the first NaN if there is one."
-argmax = _arg("argmax", np.argmax, lambda x, best: k.lt(best, x), "least", _ARG.format("greatest"))
-argmin = _arg("argmin", np.argmin, lambda x, best: k.lt(x, best), "greatest", _ARG.format("least"))
+argmax = _arg("argmax", np.argmax, "max", "least", _ARG.format("greatest"))
+argmin = _arg("argmin", np.argmin, "min", "greatest", _ARG.format("least"))
 
 
 # -- cumsum --------------------------------------------------------------------------------------------------------
@@ -129,13 +176,23 @@ def _cumsum_partitioned(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
 
 def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     x, attrs = node.inputs[0], node.attrs
-    axis = axis_of(attrs.axis, x.rank)
-    grid, coords = lines(ctx.dims(x), axis)
-    length, i, total = ctx.dims(x)[axis], Var("i"), Var("total", x.dtype.compute)
+    dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
+    grid, coords = lines(dims, axis)
+    length, dtype, i = dims[axis], x.dtype.compute, Var("i")
     at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
+    if axis < x.rank - 1 and dims[-1] >= LANES:  # row after row; the totals of all columns are kept
+        grid, (column, width) = grid[:-1], grid[-1]
+        kept = ctx.local(dtype, width)
+        total = Load(kept, column)
+        following = k.add(total, ctx.element(x, at))
+        row = (ctx.store(0, at, total if attrs.exclusive else following), Store(kept, column, following))
+        clear = Loop(column, width, (Store(kept, column, const(0, dtype)),), vector=True)
+        return grid, (clear, Loop(i, length, (Loop(column, width, row, vector=True),)))
+    total = Var("total", dtype)
     following = k.add(total, ctx.element(x, at))
     store = ctx.store(0, at, total if attrs.exclusive else following)
-    return grid, (Loop(i, length, (store,), carries=(Carry(total, const(0, x.dtype.compute), following),)),)
+    carries = (Carry(total, const(0, dtype), following),)
+    return grid, (Loop(i, length, (store,), vector=length >= LANES, carries=carries),)
 
 
 cumsum = op(

@@ -151,7 +151,7 @@ class _Attention(Module):
         self.scale, self.cap = native.attrs.scale or self.size**-0.5, native.attrs.cap
         self.scale /= self.cap or 1
         self.group = self.heads // max(1, self.key_heads)
-        self.threads, self.lanes = target.threads, target.vector_bytes // F32
+        self.threads, self.lanes, self.features = target.threads, target.vector_bytes // F32, target.features
         self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
         fits = [n for n in range(1, self.group + 1) if self.group % n == 0 and n * self.rows <= SHARED_ROWS]
@@ -215,7 +215,7 @@ class _Attention(Module):
     def written(self, symbol: str) -> Rendered:
         """A task is a range of items, each a block of rows of one query head (narrow: of the heads that share a key head)."""
         items, tasks = self.items, self.tasks()
-        e = Emitter()
+        e = Emitter(self.features)
         if tasks:
             *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
             asked, blocks = e.i64(self.rows), self.blocks

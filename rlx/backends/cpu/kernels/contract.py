@@ -42,7 +42,7 @@ class _Contraction(Module):
     def __init__(self, kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> None:
         super().__init__()
         self.kernel, self.c = kernel, contract
-        self.vector_bytes = target.vector_bytes
+        self.vector_bytes, self.features = target.vector_bytes, target.features
         self.plan = p = plan(kernel, contract, target, choice)
         self.acc = contract.acc.dtype
         a, b = contract.a, contract.b
@@ -65,7 +65,7 @@ class _Contraction(Module):
         self.local_at = {x: self.reserve((block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
 
     def written(self, symbol: str) -> Rendered:
-        e, p = Emitter(), self.plan
+        e, p = Emitter(self.features), self.plan
         if p.tasks:  # else no rows or no columns: nothing to compute
             group, rest = divided(e, TASK, p.groups)
             block, batch_group = divided(e, rest, p.blocks)

@@ -44,7 +44,7 @@ class Module:
         """A call of the internal function `name`, whose code `body(emitter, *parameters)` writes on the first call; what it
         returns is what the function returns."""
         if name not in self._returns:
-            inner, params = Emitter(), [V(f"%p{n}", a.ty) for n, a in enumerate(args)]
+            inner, params = Emitter(e.features), [V(f"%p{n}", a.ty) for n, a in enumerate(args)]
             result = body(inner, *params)
             inner.ret(result)
             returns = self._returns[name] = result.ty if result else "void"

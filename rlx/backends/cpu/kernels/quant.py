@@ -128,7 +128,7 @@ class _Product(Module):
         assert self.panel_bytes == self.k // self.p.block * self.p.panel_bytes and self.panels == -(-self.n // PANEL)
         self.lanes = target.vector_bytes // 4
         self.vectors = PANEL // self.lanes
-        self.threads, self.choice = target.threads, choice
+        self.threads, self.choice, self.features = target.threads, choice, target.features
 
     def cut(self, row_bytes: int) -> None:
         """Blocks of rows, whole tiles that fit scratch, and groups of panels."""
@@ -143,7 +143,7 @@ class _Product(Module):
         self.cuts = self.tile_rows, self.block_rows, self.groups
 
     def written(self, symbol: str) -> Rendered:
-        e = Emitter()
+        e = Emitter(self.features)
         group, block = divided(e, TASK, self.groups)
         first = e.bin("mul", block, e.i64(self.block_rows))
         rows, dims = e.i64(self.m), self.y.view.dims

@@ -32,8 +32,7 @@ SYMBOL = "rank_reduce"
 
 def module_text(form: Form, target: Target) -> str:
     """The function as LLVM IR."""
-    e = Emitter()
-    e.has_bf16 = "avx512bf16" in target.features
+    e = Emitter(target.features)
     wide = accumulator(form.dtype)
     if not (form.carried or form.carries) and form.dtype.is_int and form.kind != ReduceKind.MEAN:
         wide = form.dtype  # what wraps at the end may wrap all the way

@@ -1,0 +1,132 @@
+"""Ops along an axis in lanes: cumsum, argmax and argmin, and loops cut where an operand of a concat or a padding ends."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends.cpu.emit import Emitter, V
+from rlx.backends.cpu.ranges import parts
+from rlx.backends.cpu.scope import Scope
+from rlx.backends.cpu.target import host_target
+from rlx.ir.kernel import Buffer, Load, Loop, Store, Var, const, k
+from tests.test_crossing import run as compiled
+
+KINDS = {d.numpy.name: d for d in (rlx.f32, rlx.f64, rlx.f16, rlx.i8, rlx.i32, rlx.i64, rlx.u8)}
+SHAPES = [((3, 17), 1), ((3, 1000), 1), ((2, 9, 65), 1), ((70, 33), 0), ((257,), 0), ((3, 129), -1), ((5, 3), 0), ((1, 1), 1)]
+RNG = np.random.default_rng(3)
+
+
+def run(make, *arrays: np.ndarray, threads: int = 1) -> np.ndarray:
+    g = rlx.Graph("t")
+    g.set_outputs([make(*(g.input(f"x{i}", a.shape, KINDS[a.dtype.name]) for i, a in enumerate(arrays)))])
+    c = rlx.Session().compile(g, rlx.CompileOptions(threads=threads))
+    c._executable.poison()  # type: ignore[attr-defined]
+    return c.run({f"x{i}": a for i, a in enumerate(arrays)})[0]
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("exclusive, reverse", list(itertools.product((False, True), repeat=2)))
+def test_cumsum(dtype: str, exclusive: bool, reverse: bool) -> None:
+    for dims, axis in [*SHAPES, ((0, 3), 1), ((3, 0), 1)]:
+        x = (RNG.standard_normal(dims) * 3).astype(dtype)
+        got = run(lambda v, axis=axis: rlx.cumsum(v, axis=axis, exclusive=exclusive, reverse=reverse), x, threads=2)
+        wide = (np.flip(x, axis) if reverse else x).astype(np.float64 if x.dtype.kind == "f" else x.dtype)
+        wanted = np.cumsum(wide, axis=axis, dtype=wide.dtype)
+        if exclusive and x.size:
+            wanted = wanted - wide
+        wanted = np.flip(wanted, axis) if reverse else wanted
+        if x.dtype.kind == "f":
+            slack = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
+            np.testing.assert_allclose(got, wanted, rtol=slack, atol=slack * 20)
+        else:
+            np.testing.assert_array_equal(got, wanted)  # they wrap
+
+
+def test_cumsum_goes_by_shuffles_and_lets_no_value_back() -> None:
+    """What is not a number or infinite stays behind where it stood."""
+    x = np.ones((2, 100), np.float32)
+    x[0, 37], x[1, 50], x[1, 70] = np.nan, np.inf, -np.inf
+    got = run(lambda v: rlx.cumsum(v), x)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got, np.cumsum(x, axis=1))
+    got, text = compiled(lambda v: rlx.cumsum(v), x)
+    assert host_target(1).vector_bytes < 32 or "shufflevector" in text
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("kind", ["normal", "ties", "nan", "infinite", "zeros"])
+def test_arg(dtype: str, kind: str) -> None:
+    """The first of equals, -0 and 0 among them; the first NaN."""
+    if np.dtype(dtype).kind != "f" and kind in ("nan", "infinite", "zeros"):
+        return
+    for dims, axis in [*SHAPES, ((2, 128), 1), ((2, 384), 1), ((1, 100), 0), ((1, 40), 1)]:
+        x = RNG.integers(0, 3, dims).astype(dtype) if kind == "ties" else (RNG.standard_normal(dims) * 3).astype(dtype)
+        flat = x.reshape(-1)
+        if kind == "nan":
+            flat[RNG.integers(0, flat.size, 3)] = np.nan
+        elif kind == "infinite":
+            flat[...] = -np.inf
+            flat[RNG.integers(0, flat.size, 2)] = np.inf
+        elif kind == "zeros":
+            flat[...] = np.where(RNG.integers(0, 2, flat.size), 0.0, -0.0)
+        for op, reference in ((rlx.argmax, np.argmax), (rlx.argmin, np.argmin)):
+            for keepdims in (False, True):
+                got = run(lambda v, op=op, axis=axis, keep=keepdims: op(v, axis=axis, keepdims=keep), x, threads=2)
+                np.testing.assert_array_equal(got, reference(x, axis=axis, keepdims=keepdims), f"{dims} {axis}")
+
+
+@pytest.mark.parametrize("dims", [(4, 300), (3, 16), (2, 1025), (5, 7)])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_the_greatest_and_least_let_nan_through(dims: tuple[int, int], op: str) -> None:
+    x = RNG.standard_normal(dims).astype(np.float32)
+    x[0, -1], x[1, 0], x[-1, 2] = np.nan, np.inf, -np.inf
+    got = run(lambda v: getattr(rlx, op)(v, axis=1), x)
+    np.testing.assert_array_equal(got, getattr(np, op)(x, axis=1))
+    for at in range(dims[1]):
+        x[1, :] = -np.inf
+        x[1, at] = np.nan
+        if at % 37 < 3:
+            assert np.isnan(run(lambda v: getattr(rlx, op)(v, axis=1), x)[1])
+
+
+SIZES = [(1000, 1000), (1000, 1001, 3), (64, 64), (7, 300, 5), (64, 0, 128), (100,) * 9, (33, 500), (300,) * 8, (16,) * 4]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_concat(sizes: tuple[int, ...], threads: int) -> None:
+    for dtype in ("float32", "int8", "float64"):
+        for rows in (1, 3):
+            xs = [RNG.integers(0, 100, (rows, n)).astype(dtype) for n in sizes]
+            np.testing.assert_array_equal(run(lambda *v: rlx.concat(*v, axis=1), *xs, threads=threads), np.concatenate(xs, 1))
+        flat = [x[0] for x in xs]
+        np.testing.assert_array_equal(run(lambda *v: rlx.concat(*v, axis=0) * 2, *flat), np.concatenate(flat) * 2)
+
+
+def test_where_a_loop_is_cut() -> None:
+    """At whole vectors; what changes inside one is not known there."""
+    i, x, y = Var("i"), Buffer("x", rlx.f32, 400), Buffer("y", rlx.f32, 400, True)
+    early, late = k.lt(i, const(128)), k.le(const(250), i)
+    loop = Loop(i, 400, (Store(y, i, k.select(early, Load(x, i), k.select(late, Load(x, i), const(0, rlx.f32)))),), vector=True)
+    scope = Scope(Emitter(), {}, V("null", "ptr"), vector_bytes=64)
+    true_false = [(True, False), (False, False), (False, None), (False, True)]
+    edges = [(0, 128), (128, 240), (240, 256), (256, 400)]
+    found = [(a, b, (known.get(id(early)), known.get(id(late)))) for a, b, known in parts(loop, 16, scope)]
+    assert found == [(*edge, known) for edge, known in zip(edges, true_false)]
+    assert parts(replace(loop, extent=128), 16, scope) == [(0, 128, {})]
+
+
+@pytest.mark.parametrize("low, high", [(5, 0), (0, 700), (64, 64), (3, 500), (0, 0)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pad(low: int, high: int, threads: int) -> None:
+    for n in (1000, 100_003):
+        x = RNG.standard_normal((2, n)).astype(np.float32)
+        got = run(lambda v: rlx.pad(v, (0, low), (1, high), 7.0), x, threads=threads)
+        np.testing.assert_array_equal(got, np.pad(x, ((0, 1), (low, high)), constant_values=7))
+        got = run(lambda v: rlx.pad(v, (low,), (high,)), x[0], threads=threads)
+        np.testing.assert_array_equal(got, np.pad(x[0], (low, high)))
