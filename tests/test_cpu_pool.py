@@ -122,13 +122,14 @@ def library() -> Library:
 
 
 class Table:
-    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints."""
+    """Steps (kernel name, tasks, arguments) as the pool walks them; arguments are arrays or ints. `after`: of each, see Step."""
 
-    def __init__(self, steps, threads: int) -> None:
+    def __init__(self, steps, threads: int, after=()) -> None:
         self.pool = pools.pool(threads) if threads > 1 else None
         self.keep = [np.array([a.ctypes.data if isinstance(a, np.ndarray) else a for a in args], np.int64) for *_, args in steps]
         self.arrays = [a for *_, args in steps for a in args]
-        rows = [pools.Step(library().address(n), a.ctypes.data, tasks) for (n, tasks, _), a in zip(steps, self.keep)]
+        after = after or [0] * len(steps)
+        rows = [pools.Step(library().address(n), a.ctypes.data, t, f) for (n, t, _), a, f in zip(steps, self.keep, after)]
         self.steps = (pools.Step * len(rows))(*rows)
         base = ctypes.addressof(self.steps)
         self.scratch = np.zeros(64 * threads, np.uint8)
@@ -170,6 +171,48 @@ def test_every_task_runs_once_and_steps_are_in_order(threads, runs):
             assert table.run() == 0
         for width, count in zip(widths, counts):
             assert (count[:width] == runs // 10).all() and not count[width:].any()
+
+
+def grouped(groups, threads: int) -> tuple[Table, list[np.ndarray]]:
+    """Groups of counting steps (their tasks), each of which checks that all of the group before is done."""
+    counts = [np.zeros(max(sum(widths), 1), np.int64) for widths in groups]
+    steps, after, before, n = [], [], counts[0], 0
+    for widths, mine in zip(groups, counts):
+        for i, width in enumerate(widths):
+            steps.append(("count", width, (mine[sum(widths[:i]) :], before, n)))
+            after.append(sum(widths[i + 1 :]))
+        if sum(widths):
+            before, n = mine, sum(widths)
+    return Table(steps, threads, after), counts
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_groups_do_every_task_once_and_are_in_order(threads):
+    rng = np.random.default_rng(threads)
+    for _ in range(20):
+        groups = [rng.choice([0, 1, 1, 2, 5], size=rng.integers(1, 5)).tolist() for _ in range(rng.integers(1, 6))]
+        table, counts = grouped(groups, threads)
+        for _ in range(1000):
+            assert table.run() == 0
+        for widths, count in zip(groups, counts):
+            assert (count[: sum(widths)] == 1000).all() and not count[sum(widths) :].any()
+
+
+def test_steps_of_a_group_run_at_once():
+    met = np.zeros(3, np.int64)
+    table = Table([("meet", 1, (met,)), ("meet", 1, (met,))], 2, after=[1, 0])  # each waits until two are in
+    for _ in range(20):
+        met[0] = 0
+        assert table.run() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_failure_in_a_group_ends_the_run_after_it(threads):
+    first, last = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    steps = [("fail", 1, (first,)), ("count", 4, (first, first, 0)), ("count", 4, (last, last, 0))]
+    table = Table(steps, threads, after=[4, 0, 0])
+    assert table.run() == 5 and not last.any()
+    assert table.failed == (0 if threads == 1 else 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

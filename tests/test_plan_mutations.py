@@ -4,7 +4,7 @@ Sound means well defined: the same results in the mutant's own plan and in one w
 arena holds before the run. (A mutant may compute something else than its original; that is not the plan's business.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -17,7 +17,9 @@ from rlx.backends.ref import backend as ref
 from rlx.compile import CompileOptions, check, lower
 from rlx.compile.check import program_faults
 from rlx.compile.memory import plan_arena
+from rlx.ir import ops
 from rlx.ir.dtype import i32
+from rlx.ir.graph import Graph
 from rlx.ir.program import OutputDecl, Program, Region, Step
 
 PHASES = ("prepare", "steps", "commit")
@@ -219,6 +221,66 @@ def test_the_oracle_itself_sees_harm(monkeypatch):
 
 def max_end(p: Program) -> int:
     return max(at + p.buffers[b].nbytes for b, at in p.plan.offsets.items())
+
+
+# -- groups: running one step after the other cannot show harm, so the bytes that steps touch decide ------------------
+
+
+@cache
+def branches(threads: int) -> Program:
+    """Two chains of small steps that meet at the end."""
+    g = Graph("branches")
+    x, y = g.input("x", (4, 8), "f32"), g.input("y", (4, 8), "f32")
+    for i in range(3):
+        x, y = (ops.softmax(v @ g.param(f"{name}{i}", (8, 8), "f32"), axis=1) for name, v in (("wx", x), ("wy", y)))
+    g.set_outputs([x, y, x + y])
+    return lower(g, replace(TARGET, threads=threads), CompileOptions())
+
+
+def bytes_of(p: Program, buffers: Iterable[int]) -> set[tuple[int, int]]:
+    """(memory, byte) of each: the arena is memory -1."""
+    at = p.plan.offsets
+    return {(-1, at[b] + n) if b in at else (b, n) for b in buffers for n in range(p.buffers[b].nbytes)}
+
+
+def clashes(p: Program) -> bool:
+    """Whether a step writes a byte that another one of its group touches."""
+    groups: list[list[Step]] = []
+    for step in p.steps:
+        groups = [*groups[:-1], [*groups[-1], step]] if step.beside and groups else [*groups, [step]]
+    return any(
+        bytes_of(p, a.writes) & bytes_of(p, b.reads | b.writes) for group in groups for a in group for b in group if a is not b
+    )
+
+
+def steps_beside(p: Program) -> Iterator[Program]:
+    for i in range(1, len(p.steps)):
+        for last in range(i, min(i + 3, len(p.steps))):
+            yield replace(p, steps=tuple(replace(s, beside=True) if i <= n <= last else s for n, s in enumerate(p.steps)))
+
+
+def test_a_group_is_refused_where_its_steps_touch_what_one_writes(program):
+    for base in (program, branches(1), branches(2)):
+        mutants = list(steps_beside(base))
+        assert [bool(program_faults(m)) for m in mutants] == [clashes(m) for m in mutants]
+        assert any(map(clashes, mutants))
+
+
+def test_a_compiled_group_may_not_lose_its_places():
+    """Buffers that keep apart because two branches run at once, put onto each other."""
+    p = branches(2)
+    assert sum(s.beside for s in p.steps) >= 3 and not any(s.beside for s in branches(1).steps)
+    assert program_faults(p) == [] and not clashes(p)
+    mutants = [m for mutate in (buffer_onto_another, buffer_shifted, step_moved, argument_replaced) for m in mutate(p)]
+    harmful = [m for m in mutants if m.plan.size_bytes >= max_end(m) and clashes(m)]
+    assert len(harmful) > 20 and all(map(program_faults, harmful))
+
+
+def test_only_steps_of_a_run_have_a_step_before_them():
+    program = sample_program().program()
+    for phase in PHASES:
+        first = replace(getattr(program, phase)[0], beside=True)
+        assert any("is beside the step before" in f for f in program_faults(with_step(program, phase, 0, first)))
 
 
 # -- marks and rules that the mutations above cannot reach -----------------------------------------------------------

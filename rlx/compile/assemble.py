@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
+from rlx.compile.beside import side_by_side
 from rlx.compile.check import check_program
 from rlx.compile.fuse import Fusion, Group, fuse
 from rlx.compile.inplace import inplace_pairs
@@ -51,10 +53,13 @@ class _Assembler:
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
         undo = {u.undo.node: u for u in self.fusion.updates}
         groups = [g for g in self.fusion.groups if g.anchor not in undo]
-        prepare, steps = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
+        prepare, made = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
+        order = side_by_side(made, 1 if "beside" in self.options.disable else self.target.threads)
+        steps = tuple(replace(made[i], beside=beside) for i, beside in order)
         copied = [(h, v) for h, v in graph.assigns if self.fusion.memory(v) is v]
         commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in copied)
         run = [g for g in groups if not g.static]
+        run = [run[i] for i, _ in order]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.fusion.groups if g.anchor in undo)
         active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)

@@ -47,6 +47,8 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
         for at, step in enumerate(steps):
             if step.kernel not in facts:
                 facts[step.kernel] = _Facts(step.kernel)
+            if step.beside and (phase != "steps" or not at):
+                bad.append(f"{phase}[{at}] {step.kernel.name}: is beside the step before, and there is none of a run")
             _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
     if replay and not bad:  # it needs places and arguments that make sense
         _Replay(program, facts, bad).run()
@@ -149,6 +151,7 @@ class _Replay:
     facts: dict[K.Kernel, _Facts]
     bad: list[str]
     written: set[int] = field(default_factory=set)
+    group: list[tuple[str, Step, set[int]]] = field(default_factory=list)  # (where, step, what it reads) of one group so far
     proofs: dict[tuple[K.Kernel, int, int], bool] = field(default_factory=dict)  # by kernel, argument read, argument written
 
     def run(self) -> None:
@@ -172,6 +175,8 @@ class _Replay:
                     self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
                 if phase == "prepare" and (both := reads & step.writes):
                     self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
+                self.group = [*self.group, (where, step, reads)] if step.beside else [(where, step, reads)]
+                self.beside(where, step, reads)
                 self.step(where, step, reads)
                 if phase == "commit":
                     committed |= step.writes
@@ -181,6 +186,15 @@ class _Replay:
             self.expect(f"output {out.name!r}", out.buffer)
         for id in p.inputs:
             self.expect("at the end", id)
+
+    def beside(self, where: str, step: Step, reads: set[int]) -> None:
+        """No other step of its group touches what this one writes, nor writes what this one reads."""
+        for other, its, read in self.group[:-1]:
+            clashes = [(a, b) for a in step.writes for b in its.writes | read if self.together(a, b)]
+            clashes += [(b, a) for a in reads for b in its.writes if self.together(a, b)]
+            if clashes:
+                written, used = min(clashes)
+                self.bad.append(f"{where}: runs beside {other}, and one of them writes %{written} where the other uses %{used}")
 
     def own(self, id: int) -> None:
         for s in self.segments.get(id, ()):

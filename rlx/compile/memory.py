@@ -6,9 +6,11 @@ within a step is told by `pairs`. rlx/compile/check.py judges the result and sha
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import ArenaPlan, BufferDecl, Region, Step
@@ -24,7 +26,7 @@ def no_pairs(kernel: Kernel) -> AbstractSet[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Steps at which a buffer's bytes matter: `first` to `last`, both included. first > last: never."""
+    """Moments at which a buffer's bytes matter: `first` to `last`, both included. first > last: never."""
 
     first: int
     last: int
@@ -42,6 +44,11 @@ class _Slot:
     life: Lifetime
 
 
+def moments(steps: Iterable[Step]) -> list[int]:
+    """When each step runs: those of a group at once."""
+    return list(accumulate((not s.beside for s in steps), initial=-1))[1:]
+
+
 def lifetimes(
     buffers: Iterable[BufferDecl], steps: Sequence[Step], outputs: Collection[int], reuse: bool = True
 ) -> dict[int, Lifetime]:
@@ -51,7 +58,7 @@ def lifetimes(
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for at, step in enumerate(steps):
+    for at, step in zip(moments(steps), steps):
         for arg in step.args:
             first.setdefault(arg, at)
             last[arg] = at
@@ -101,7 +108,10 @@ def plan_arena(
 def _take_overs(decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict[int, Lifetime], pairs: Pairs) -> dict[int, int]:
     """written buffer -> the buffer whose place it takes: one that dies at the step which first writes it."""
     found: dict[int, int] = {}
-    for at, step in enumerate(steps):
+    when = moments(steps)
+    for at, step in zip(when, steps):
+        if bisect_right(when, at) - bisect_left(when, at) > 1:
+            continue  # another step of its group may read it meanwhile
         gone: set[int] = set()
         allowed: AbstractSet[tuple[int, int]] | None = None
         for w, written in enumerate(step.args):

@@ -56,10 +56,12 @@ class BufferDecl:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel call. `args[i]` is the buffer behind kernel.buffers[i], which says by `writable` what it writes."""
+    """One kernel call. `args[i]` is the buffer behind kernel.buffers[i], which says by `writable` what it writes. `beside`: it is
+    in the group of the step before; steps of a group need not wait for one another."""
 
     kernel: Kernel
     args: tuple[int, ...]
+    beside: bool = False
 
     @cached_property
     def reads(self) -> frozenset[int]:
@@ -171,5 +173,5 @@ def print_program(program: Program) -> str:
         lines.append(f"{phase}:")
         for s in steps:
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
-            lines.append(f"  {s.kernel.name}({args})  # {_moved(s.kernel) or ' '.join(s.kernel.origin)}")
+            lines.append(f"  {'| ' * s.beside}{s.kernel.name}({args})  # {_moved(s.kernel) or ' '.join(s.kernel.origin)}")
     return "\n".join(lines)

@@ -171,8 +171,8 @@ def _texts(compressed: bytes) -> dict[str, str]:
 
 
 def _described(p: Program) -> dict[str, Any]:
-    kernels: dict[Kernel, int] = {}
-    phases = {name: [(kernels.setdefault(s.kernel, len(kernels)), s.args) for s in steps] for name, steps in p.phases.items()}
+    kernels = {kernel: i for i, kernel in enumerate(dict.fromkeys(s.kernel for steps in p.phases.values() for s in steps))}
+    phases = {name: [(kernels[s.kernel], s.args, s.beside) for s in steps] for name, steps in p.phases.items()}
     return {
         "name": p.name,
         "buffers": [(b.region.value, _shape(b.shape), b.name, b.data is not None) for b in p.buffers],
@@ -206,7 +206,10 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
         array = np.frombuffer(next(data, b""), made.dtype.numpy).reshape(made.static) if constant else None
         buffers.append(BufferDecl(i, Region(region), made, _text(name), array))
     kernels = [_kernel(*row) for row in d["kernels"]]
-    phases = {name: tuple(Step(kernels[_whole(k)], _ids(args)) for k, args in d["phases"][name]) for name in _PHASES}
+    phases = {
+        name: tuple(Step(kernels[_whole(k)], _ids(args), beside is True) for k, args, beside in d["phases"][name])
+        for name in _PHASES
+    }
     size, alignment, unshared, bound = map(_whole, d["plan"])
     plan = ArenaPlan(dict(_ids(pair) for pair in d["offsets"]), size, alignment, unshared, bound)  # type: ignore[arg-type]
     outputs = [(_text(n), _whole(b), _read_shape(s), tuple(Active(*_ids(a)) for a in active)) for n, b, s, active in d["outputs"]]

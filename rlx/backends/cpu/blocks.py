@@ -18,9 +18,10 @@ P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Step(ctypes.Structure):
-    """One kernel call: fn(args, task, scratch, status) for every task in range(tasks)."""
+    """One kernel call: fn(args, task, scratch, status) for every task in range(tasks). `after`: tasks of the steps that follow it
+    in its group."""
 
-    _fields_ = [("fn", P), ("args", P), ("tasks", I64)]
+    _fields_ = [("fn", P), ("args", P), ("tasks", I64), ("after", I64)]
 
 
 class Run(ctypes.Structure):

@@ -32,6 +32,7 @@ from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step
 
 SCRATCH_ALIGNMENT = 128  # bytes between the scratch of two threads: no shared line, nor a prefetched neighbour
+SHARED_NS = 20_000  # of estimated work of a group of single tasks, from which on several threads do it: some may have to be woken
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 
 
@@ -90,7 +91,8 @@ class CpuExecutable:
         self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
         self._entries = self._entries_in(handles)
         self._tables: WeakSet[_Table] = WeakSet()  # that stay
-        threads = program.target.threads if any(c.tasks > 1 for c in code.artifact.codes) else 1
+        shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_beside(code.artifact.coded["steps"]))
+        threads = program.target.threads if shared else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
         self._lay_out_params()
@@ -301,14 +303,14 @@ class CpuExecutable:
         rows, addresses, moving = [], [], []
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
         if exchange:
-            rows.append((exchange.begin(), 0, 1))
-        for step, code in coded:
+            rows.append((exchange.begin(), 0, 1, False))
+        for (step, code), beside in zip(coded, _beside(coded)):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
-            rows.append((function, len(addresses), code.tasks))
+            rows.append((function, len(addresses), code.tasks, beside))
             moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self._entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
@@ -318,25 +320,30 @@ class CpuExecutable:
 
 
 class _Table:
-    """Steps as machine code walks them: `rows` of (function, place of its first argument in `addresses`, tasks).
+    """Steps as machine code walks them: `rows` of (function, place of its first argument in `addresses`, tasks, whether it is in
+    the group of the row before).
 
     `call()` runs them all and returns 0, or what `settle` makes good or raises. It keeps the scratch, but no buffer."""
 
     def __init__(
-        self, program: str, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, int]], addresses: Sequence[int],
-        surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
+        self, program: str, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, int, bool]],
+        addresses: Sequence[int], surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
         """`exchange`: keeps the functions of collectives; their meeting is then a row before the first step."""
         self._exchange = exchange
         self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
         self.moving: list[tuple[int, int]] = []  # (place in `addresses`, buffer) of each argument that is a handle
         self._addresses = np.array(addresses, np.int64)
-        self._steps = np.array(rows, np.int64).reshape(-1, 3)  # pool.Step
-        if (self._steps[:, 2] > pool.MAX_TASKS).any():
-            raise PlanError(f"{program}: a step of {self._steps[:, 2].max()} tasks; the walker counts to {pool.MAX_TASKS}")
+        self._steps = np.array(rows, np.int64).reshape(-1, 4)  # pool.Step
+        after = 0
+        for step in self._steps[::-1]:
+            beside, step[3] = step[3], after
+            after = step[2] + after if beside else 0
+        most = self._steps[:, 2:].sum(axis=1).max(initial=0)
+        if most > pool.MAX_TASKS:
+            raise PlanError(f"{program}: a group of {most} tasks; the walker counts to {pool.MAX_TASKS}")
         self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
-        shared = self._pool and (self._steps[:, 2] > 1).any()
-        first, control = self._steps.ctypes.data, self._pool.address if self._pool and shared else None
+        first, control = self._steps.ctypes.data, self._pool.address if self._pool and most > 1 else None
         self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
         self.call = pool.callable_of(self._run)
 
@@ -372,6 +379,15 @@ class _Table:
             where = kernel.name if self.failed >= 0 else "the meeting before the first step"
             raise self._exchange.error(f"{self._program}: {where}")
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
+
+
+def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
+    """Which steps are in the group of the one before: those of the compiler's groups that are worth sharing."""
+    groups: list[list[Rendered]] = []
+    for step, code in coded:
+        groups = [*groups[:-1], [*groups[-1], code]] if step.beside and groups else [*groups, [code]]
+    worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
+    return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
 
 
 def _allocate(nbytes: int) -> tuple[Memory, int]:

@@ -1,9 +1,10 @@
 """The walker: compiled code that takes a flat table of steps, alone or together with threads that stay inside it.
 
-A run offers its table to whoever is awake. One word, the ticket, holds a generation (high half) and how many tasks of the
-current step are left (low half, above BIAS); taking a task is one atomic subtraction. Nobody waits for a thread that
-has no task: a step ends when its tasks are done, and the thread that did the last one takes the next step. It runs
-steps of one task itself and publishes the others with a new generation. A worker that comes late, or never, costs
+A run offers its table to whoever is awake. Steps that need not wait for one another form a group: it is done as one step, whose
+tasks are theirs, one step's after another's. One word, the ticket, holds a generation (high half) and how many tasks of the
+current group are left (low half, above BIAS); taking a task is one atomic subtraction. Nobody waits for a thread that
+has no task: a group ends when its tasks are done, and the thread that did the last one takes the next group. It runs
+groups of one task itself and publishes the others with a new generation. A worker that comes late, or never, costs
 nothing but its help, so a run is right with any number of workers, down to none.
 
 Who holds no task touches only the Control block, which lives as long as the process; so a table may be freed as soon
@@ -145,11 +146,39 @@ def module_text(machine: str, futex: int) -> str:
 # -- steps and tasks -----------------------------------------------------------------------------------------------
 
 
+def _tasks(e: Body, step: V) -> V:
+    """From this step on to the end of its group."""
+    return e.bin("add", e.get(step, "tasks"), e.get(step, "after"))
+
+
 def _kernel(e: Body, run: V, step: V, tid: V) -> Callable[[V], V]:
     """What writes a call of the step's function for a task, on the scratch of thread `tid`."""
     fn, args, status = e.get(step, "fn"), e.get(step, "args"), e.at(run, "status")
     scratch = e.gep(e.get(run, "scratch"), e.bin("mul", e.get(run, "stride"), tid))
     return lambda task: e.call(fn, "void", args, task, scratch, status)
+
+
+@_native("void", run="ptr", step="ptr", tid="i64", task="i64")
+def perform(e: Body, run: V, step: V, tid: V, task: V) -> None:
+    """A task of the group that starts with this step."""
+    with e.loop(0, None, STEP_BYTES, carried=[task]) as each:
+        here, (task,) = e.gep(step, each.index), each.carried
+        tasks = e.get(here, "tasks")
+        with e.when(e.cmp("slt", task, tasks)):
+            _kernel(e, run, here, tid)(task)
+            e.ret()
+        each.next = [e.bin("sub", task, tasks)]
+    e.do("unreachable")
+
+
+@_native("ptr", step="ptr")
+def last_of(e: Body, step: V) -> None:
+    """The last step of this one's group."""
+    with e.loop(0, None, STEP_BYTES) as each:
+        here = e.gep(step, each.index)
+        with e.when(e.cmp("eq", e.get(here, "after"), 0)):
+            e.ret(here)
+    e.do("unreachable")
 
 
 @_native("void", c="ptr", low="i64")
@@ -166,7 +195,7 @@ def publish(e: Body, c: V, low: V) -> None:
 
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
 def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
-    """All tasks of `done` are done: go on. Runs steps of one task here (all steps where `c` is null). True: a larger step
+    """All tasks up to `done`'s are done: go on. Runs groups of one task here (all steps where `c` is null). True: a larger group
     is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
     pooled = e.cmp("ne", c, NULL)
     end = e.get(run, "end")
@@ -179,7 +208,7 @@ def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
         step = e.gep(last, STEP_BYTES)
         with e.when(e.cmp("eq", step, end)):
             e.branch(each.done)
-        tasks = e.get(step, "tasks")
+        tasks = _tasks(e, step)
         with e.when(e.bin("and", pooled, e.cmp("sgt", tasks, 1))):
             e.put(c, "step", step)
             e.put(c, "done", 0)
@@ -193,7 +222,7 @@ def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
                 e.futex(c, WAKE, called)
             e.ret(e.const("i1", True))
         call = _kernel(e, run, step, tid)
-        with e.loop(0, tasks) as task:
+        with e.loop(0, e.get(step, "tasks")) as task:
             call(task.index)
     with e.when(pooled):
         publish(e, c, e.i64(END))
@@ -224,13 +253,13 @@ def wait(e: Body, c: V, tid: V, ticket: V) -> None:
 
 @_native("i64", c="ptr", tid="i64")
 def take(e: Body, c: V, tid: V) -> None:
-    """Wait for a task of a published step: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
+    """Wait for a task of a published group: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
     with e.loop(0, None):
         ticket = e.get(c, "ticket", "seq_cst")
         with e.when(e.cmp("sgt", e.tasks_left(ticket), 0)):
             left = e.tasks_left(e.change("sub", c, "ticket", 1))
             with e.when(e.cmp("sgt", left, 0)):
-                e.ret(e.bin("sub", e.get(e.get(c, "step"), "tasks"), left))
+                e.ret(e.bin("sub", _tasks(e, e.get(c, "step")), left))
         stopped = e.cmp("ne", e.get(c, "stop", "seq_cst"), 0)
         with e.when(e.select(e.cmp("eq", tid, 0), e.between_runs(ticket), stopped)):
             e.ret(e.i64(-1))
@@ -240,13 +269,12 @@ def take(e: Body, c: V, tid: V) -> None:
 
 @_native("i64", c="ptr", tid="i64", first="i64")
 def work(e: Body, c: V, tid: V, first: V) -> None:
-    """Do task `first` of the published step, and more as long as there are some. Returns the next task to do, as `take`."""
+    """Do task `first` of the published group, and more as long as there are some. Returns the next task to do, as `take`."""
     run, step = e.get(c, "run"), e.get(c, "step")
-    tasks = e.get(step, "tasks")
-    call = _kernel(e, run, step, tid)
+    tasks = _tasks(e, step)
     with e.loop(0, None, carried=[first]) as each:
         (task,) = each.carried
-        call(task)
+        perform(e, run, step, tid, task)
         with e.when(e.cmp("eq", e.bin("add", task, 1), tasks)):
             e.branch(each.done)
         left = e.tasks_left(e.change("sub", c, "ticket", 1))
@@ -255,7 +283,7 @@ def work(e: Body, c: V, tid: V, first: V) -> None:
         each.next = [e.bin("sub", tasks, left)]
     mine = e.convert("trunc", e.bin("add", each.index, 1), "i32")
     all_done = e.bin("add", e.change("add", c, "done", mine), mine)
-    with e.when(e.cmp("eq", all_done, e.convert("trunc", tasks, "i32"))), e.when(advance(e, c, run, step, tid)):
+    with e.when(e.cmp("eq", all_done, e.convert("trunc", tasks, "i32"))), e.when(advance(e, c, run, last_of(e, step), tid)):
         e.ret(e.i64(0))
     e.ret(take(e, c, tid))
 
