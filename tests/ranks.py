@@ -53,7 +53,8 @@ class Started:
 class Server:
     def __init__(self) -> None:
         mine, its = socket.socketpair()
-        env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OPENBLAS_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
+        env = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, __file__, str(its.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env, stdin=subprocess.DEVNULL, cwd=HERE)
         its.close()
@@ -88,8 +89,9 @@ def run(n: int, function: Callable[..., Any], *args: Any, **how: Any) -> list[An
     """What `start` started returns, by rank. Raises the first rank's exception."""
     found = start(n, function, *args, **how).outcomes()
     for rank, outcome in enumerate(found):
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, Exception):
             raise outcome
+        assert not isinstance(outcome, BaseException), f"{outcome!r} {outcome.__notes__}"
         assert not isinstance(outcome, Ended), f"rank {rank} ended with {outcome.code}"
     return found
 

@@ -225,7 +225,8 @@ def interrupted(t: ShmTransport) -> str:
         return "interrupted"
     while not t._lines[0].epoch > t.meeting.number:  # it waits
         time.sleep(0.001)
-    os.kill(t._lines[0].pid, signal.SIGINT)
+    if t.this_rank.index == 1:
+        os.kill(t._lines[0].pid, signal.SIGINT)
     while not t._lines[0].fault:
         time.sleep(0.001)
     if t.this_rank.index == 1:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -40,7 +40,7 @@ def launch(
 ) -> None:
     """Start a script several times on this machine, as ranks that work together (rlx.driver.connect)."""
     what, *args = command
-    if module and find_spec(what.partition(".")[0]) is None and not Path(what.replace(".", "/")).with_suffix(".py").is_file():
+    if module and PathFinder.find_spec(what.partition(".")[0], [os.getcwd(), *sys.path]) is None:
         raise RlxError(f"there is no module {what}")
     if not module and not Path(what).exists():
         raise RlxError(f"there is no script {what}")
@@ -143,7 +143,7 @@ def _start(
     if prefix:
         known["PYTHONUNBUFFERED"] = 1  # lines come when they are printed
     stream = subprocess.PIPE if prefix else None
-    reads = rank == 0 and not sys.stdin.isatty()  # a group of processes in the background may not read a terminal
+    reads = rank == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a group of processes in the background may not read a terminal
     return subprocess.Popen(
         program, env=knobs.environment(**known), stdin=None if reads else subprocess.DEVNULL, stdout=stream, stderr=stream,
         process_group=0, preexec_fn=before,

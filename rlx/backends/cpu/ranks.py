@@ -16,12 +16,10 @@ from rlx.backends.cpu import walker
 from rlx.backends.cpu.emit import V
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.pool import MethodDef, address_of, builtin, futex_call
-from rlx.backends.cpu.target import host_target, usable_cpus
+from rlx.backends.cpu.target import host_target
 from rlx.backends.cpu.walker import EVERYBODY, NULL, Functions, fields_of
 from rlx.driver.transports.shm import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
 
-SPINS, YIELDS = 2000, 16  # turns (some 20 to 60 ns each) before a thread yields, and yields before it sleeps
-CROWDED_SPINS = 50  # where there are more ranks than CPUs: whoever is waited for needs the one that we are on
 WAIT, WAKE = 0, 1  # futex operations, across processes
 
 
@@ -126,10 +124,8 @@ def meet_address() -> int:
 
 
 def meet_of(meeting: Meeting) -> Callable[[], int]:
-    """rlx_ranks_meet for a Meeting, which must outlive the function and is told here how to wait."""
+    """rlx_ranks_meet for a Meeting, which must outlive the function and is told here how to sleep."""
     libc = ctypes.CDLL(None)
-    meeting.spins = SPINS if meeting.ranks <= usable_cpus() else CROWDED_SPINS
-    meeting.yields = YIELDS
     meeting.wait = address_of(libc.syscall if futex_call() else libc.usleep)
     meeting.sched_yield = address_of(libc.sched_yield)
     return builtin(_library()[1], ctypes.addressof(meeting))
