@@ -42,8 +42,18 @@ from rlx.ir.dtype import (
 from rlx.ir.graph import Graph, Node, Value, constant
 from rlx.ir.op import OPS
 from rlx.ir.ops import *  # noqa: F403  the op functions; a few have names of builtins, so this file uses none of those
+from rlx.ir.placement import Split
 from rlx.ir.shape import Dim, Shape
-from rlx.runtime import BucketedCompileCache, CompileCache, CompiledGraph, CompileOptions, Session, power_of_two_ladder
+from rlx.runtime import (
+    BucketedCompileCache,
+    CompileCache,
+    CompiledGraph,
+    CompileOptions,
+    Partitioned,
+    Session,
+    partition,
+    power_of_two_ladder,
+)
 
 if TYPE_CHECKING:
     from rlx import models
@@ -59,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
-    "DType", "Device", "Dim", "Graph", "Node", "RlxError", "Session", "Shape", "Value", "as_dtype", "bf16", "bool_", "c64",
-    "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "is_available", "models", "ops",
-    "power_of_two_ladder", "u16", "u32", "u64", "u8",
+    "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
+    "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8",
+    "is_available", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ CompileError naming the node.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ import numpy as np
 import rlx.ir.ops as ops
 from rlx.compile.legalise import expand
 from rlx.compile.padding import carried
+from rlx.compile.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
 from rlx.ir.graph import CONSTANT, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import Attrs, Kind, attribute_types
-from rlx.ir.ops.view import slice_axis
 from rlx.ir.placement import REPLICATED, Partial, Placement, Replicated, Split
 from rlx.ir.program import Layout
 from rlx.ir.shape import DimLike, contiguous_strides
@@ -64,9 +65,12 @@ class PartitionReport:
 
     def __str__(self) -> str:
         lines = [f"{self.name} over {self.ranks} ranks: each sends {self.nbytes} bytes per run"]
-        lines += [f"  {name}: {split}" for name, split in self.marks.items()]
-        lines += [f"  {name}: {split}, as what reads it" for name, split in self.inferred.items()]
-        lines += [f"  {m.what} of {m.value} for {m.reader}: {m.nbytes} bytes" for m in self.moves]
+        for splits, how in ((self.marks, ""), (self.inferred, ", as what reads it")):
+            for split in dict.fromkeys(splits.values()):
+                lines.append(f"  {split}{how}: {known(n for n, s in splits.items() if s == split)}")
+        for move, times in Counter(self.moves).items():
+            what = move.what + (f" ({times} times)" if times > 1 else "")
+            lines.append(f"  {what} of {move.value} for {move.reader}: {times * move.nbytes} bytes")
         return "\n".join([*lines, *(f"  {why}" for why in self.gathered)])
 
 
@@ -91,11 +95,11 @@ class Partitioned:
         return {name: self.shard(name, array, rank) for name, array in arrays.items()}
 
 
-def partition(graph: Graph, marks: Mapping[str, int | Split], ranks: int) -> Partitioned:
+def partition(graph: Graph, marks: Mapping[str, int | Split | None], ranks: int) -> Partitioned:
     """`graph` as each of `ranks` runs it, where they share the marked leaves: {"w1": 1, "w2": 0} says along which axis.
 
-    A marked output stays split, the others are whole on every rank. Handles that are not marked are whole. The graph itself
-    stays as it was.
+    A marked output stays split, the others are whole on every rank. Handles that are not marked are whole. A node's name marked
+    None: what it gives is made whole at once. The graph itself stays as it was.
 
     OptionError: a mark names nothing, or no axis. CompileError: ranks cannot share an axis equally, or a param would have to
     be gathered at every run; it names the node and says why.
@@ -106,10 +110,13 @@ def partition(graph: Graph, marks: Mapping[str, int | Split], ranks: int) -> Par
             raise UnboundDimError(f"graph {graph.name!r}: {where(node)} has named dims; partition takes a graph of known sizes")
         if node.op.collective is not None:
             raise CompileError(f"graph {graph.name!r}: {where(node)} is a collective already; partition a graph without any")
-    given = {name: _checked(graph, name, mark, ranks) for name, mark in marks.items()}
+    names = {n.name for n in graph.nodes()}
+    if lost := [n for n, mark in marks.items() if mark is None and n not in names]:
+        raise OptionError(f"graph {graph.name!r} has no node called {lost[0]!r}")
+    given = {name: _checked(graph, name, mark, ranks) for name, mark in marks.items() if mark is not None}
     inferred: dict[str, Split] = {}
     while True:
-        made = _Partition(graph, {**given, **inferred}, ranks)
+        made = _Partition(graph, {**given, **inferred}, ranks, {n for n, mark in marks.items() if mark is None})
         out = made.run()
         found = {name: s for name, (s, *more) in ((n, [*a]) for n, a in made.asked.items()) if not more and isinstance(s, Split)}
         if not found:
@@ -161,6 +168,7 @@ class _Partition:
     graph: Graph
     marks: Mapping[str, Split]
     ranks: int
+    joined: set[str]  # names of nodes whose results are made whole
     have: dict[Value, dict[Placement, Value]] = field(default_factory=dict)
     home: dict[Value, Placement] = field(default_factory=dict)
     asked: dict[str, dict[Placement, None]] = field(default_factory=dict)  # of params that are not marked: by their readers
@@ -243,7 +251,7 @@ class _Partition:
     def moved(self, value: Value, home: Placement, to: Placement) -> Value:
         local, n = self.have[value][home], self.ranks
         if isinstance(home, Replicated) and isinstance(to, Split):
-            return self.note("rank_slice", value, 0, _own_part(local, to, n))
+            return self.note("rank_slice", value, 0, own_part(local, to, n))
         nbytes = int(self.cost(value, to))
         if isinstance(to, Split) and self.direct(home, to):
             if isinstance(home, Partial):
@@ -252,11 +260,11 @@ class _Partition:
             assert isinstance(home, Split)
             return self.note("all_to_all", value, nbytes, ops.all_to_all(local, n, to.axis, home.axis))
         if isinstance(to, Split):
-            return _own_part(self.at(value, REPLICATED), to, n)
+            return own_part(self.at(value, REPLICATED), to, n)
         if isinstance(home, Partial):
             return self.note("all_reduce", value, nbytes, ops.all_reduce(local, kind=home.kind, ranks=n))
         assert isinstance(home, Split)
-        return self.note("all_gather", value, nbytes, _all_parts(local, home, n))
+        return self.note("all_gather", value, nbytes, all_parts(local, home, n))
 
     def note(self, what: str, value: Value, nbytes: int, made: Value) -> Value:
         self.moves.append(Move(what, f"{value.name or value.node.op.name} {value.shape}", self.reader, nbytes))
@@ -289,6 +297,8 @@ class _Partition:
             made = self.composite(node) if node.op.kind is Kind.COMPOSITE else self.apply(node, self.core(node))
         for value, (local, placement) in zip(node.results, made, strict=True):
             self.put(value, local, placement)
+            if node.name in self.joined:
+                self.put(value, self.at(value, REPLICATED), REPLICATED)
 
     def apply(self, node: Node, plan: Plan) -> list[tuple[Value, Placement]]:
         if node.op.kind is Kind.LEAF:
@@ -479,36 +489,3 @@ def _reached(roots: Iterable[Value], ends: Mapping[Value, Any]) -> set[Value]:
             done.add(v)
             todo += v.node.inputs
     return out
-
-
-# -- collectives on an axis of several parts
-
-
-def _all_parts(x: Value, split: Split, ranks: int) -> Value:
-    """All of it, from one rank's share."""
-    out, axis = ops.all_gather(x, ranks=ranks, axis=split.axis), split.axis
-    lead, tail = out.dims[:axis], out.dims[axis + 1 :]
-    if len(split.parts) == 1:
-        return out
-    if len(set(split.parts)) == 1:  # [rank, part, element] -> [part, rank, element]
-        out = out.reshape(*lead, ranks, len(split.parts), split.parts[0] // ranks, *tail)
-        order = (*range(axis), axis + 1, axis, *range(axis + 2, out.rank))
-        return out.transpose(*order).reshape(*lead, sum(split.parts), *tail)
-    pieces, share, at = [], sum(split.parts) // ranks, 0
-    for part in split.parts:
-        pieces += [slice_axis(out, axis, r * share + at, r * share + at + part // ranks) for r in range(ranks)]
-        at += part // ranks
-    return ops.concat(*pieces, axis=axis)
-
-
-def _own_part(x: Value, split: Split, ranks: int) -> Value:
-    """One rank's share, from all of it."""
-    axis, lead, tail = split.axis, x.dims[: split.axis], x.dims[split.axis + 1 :]
-    if len(split.parts) == 1:
-        return ops.rank_slice(x, ranks=ranks, axis=axis)
-    if len(set(split.parts)) == 1:
-        apart = x.reshape(*lead, len(split.parts), split.parts[0], *tail)
-        return ops.rank_slice(apart, ranks=ranks, axis=axis + 1).reshape(*lead, sum(split.parts) // ranks, *tail)
-    ends = np.cumsum(split.parts).tolist()
-    pieces = [slice_axis(x, axis, end - part, end) for part, end in zip(split.parts, ends)]
-    return ops.concat(*(ops.rank_slice(p, ranks=ranks, axis=axis) for p in pieces), axis=axis)

@@ -20,6 +20,7 @@ from rlx.frontends.models.families import config_of, config_of_gguf, param_name
 from rlx.frontends.models.llama import DecoderConfig, build
 from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.dtype import DTYPES, as_dtype
+from rlx.ir.placement import Split
 from rlx.ir.quant import FORMATS
 
 FLOATS = ("f32", "bf16", "f16")
@@ -35,12 +36,14 @@ class Checkpoint:
     config: DecoderConfig
     gguf: GgufFile | None = None
 
-    def __init__(self, path: str | Path, weights: str | None = None) -> None:
-        """`weights`: one of KEPT for every matrix; None: each as it is stored.
+    def __init__(self, path: str | Path, weights: str | None = None, ranks: int = 1, rank: int = 0) -> None:
+        """`weights`: one of KEPT for every matrix; None: each as it is stored. `ranks`, `rank`: who shares the params that are
+        read split, and who of them this is.
 
         Raises ModelError (CorruptFileError) saying what is missing, unsupported, or of the wrong shape.
         """
-        self.path = model_path(path)
+        self.path, self.weights, self.ranks, self.rank = model_path(path), weights, ranks, rank
+        self.nbytes = 0  # of the files, read so far
         if weights is not None and weights not in KEPT:
             raise ModelError(f"weights={weights!r}: choose one of {known(KEPT)}, or None to keep them as stored")
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
@@ -50,28 +53,53 @@ class Checkpoint:
         self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
         self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
         self._parts = {name: [name] for name in found}  # param -> the tensors that it is made of, one below the other
-        for fused, parts in FUSED.items():
+        alike = self.config.num_key_value_heads % ranks == 0  # else keys and values are not shared as queries are
+        for fused, parts in FUSED.items() if alike else list(FUSED.items())[1:]:
             for i in range(self.config.num_hidden_layers):
                 prefix, _, joined = f"model.layers.{i}.{fused}".rpartition(".")
                 self._fuse(f"{prefix}.{joined}", [f"{prefix}.{p}" for p in parts])
         self._check()
 
-    def read(self, name: str) -> np.ndarray:
-        """The param in its declared dims and dtype."""
+    def read(self, name: str, split: Split | None = None) -> np.ndarray:
+        """The param in its declared dims and dtype; with `split`, what this rank holds of it, and nothing else is read."""
         form = self.formats.get(name, "f32")
-        tensors = [self._tensors[part] for part in self._parts[name]]
-        first, packed = tensors[0], FORMATS.get(form)
-        if len(tensors) == 1 and first.type == form:
-            return np.ascontiguousarray(first.data)
-        width = (packed.row_bytes(first.shape[-1]),) if packed else first.shape[1:]
-        out, at = _empty((sum(t.shape[0] for t in tensors), *width), np.uint8 if packed else DTYPES[form].numpy), 0
-        for t in tensors:
+        pieces = self._pieces(name, split)
+        packed = FORMATS.get(form)
+        if len(pieces) == 1 and pieces[0].type == form:
+            self.nbytes += pieces[0].data.nbytes
+            return np.ascontiguousarray(pieces[0].data)
+        width = (packed.row_bytes(pieces[0].shape[-1]),) if packed else pieces[0].shape[1:]
+        out, at = _empty((sum(t.shape[0] for t in pieces), *width), np.uint8 if packed else DTYPES[form].numpy), 0
+        for t in pieces:
             step = max(1, CHUNK // max(1, math.prod(t.shape[1:])))
             for start in range(0, t.shape[0], step):
                 rows = t.data[start : start + step]
                 out[at : at + len(rows)] = _converted(rows, t, form)
                 at += len(rows)
+                self.nbytes += rows.nbytes
                 self.release()
+        return out
+
+    def block(self, name: str) -> int:
+        """Elements that stay together where rows of a param are cut: whole blocks as it is stored, and as it is kept."""
+        forms = {self.formats.get(name, "f32"), *(self._tensors[part].type for part in self._parts[name])}
+        return math.lcm(*(FORMATS[f].block for f in forms if f in FORMATS))
+
+    def _pieces(self, name: str, split: Split | None) -> list[GgufTensor]:
+        """Windows on the files that make up the param, or this rank's share of it, one below the other."""
+        tensors = [self._tensors[part] for part in self._parts[name]]
+        if split is None:
+            return tensors
+        if split.axis == 1:
+            return [_columns(t, *(t.shape[1] * r // self.ranks for r in (self.rank, self.rank + 1))) for t in tensors]
+        out = []
+        for start, stop in split.ranges(self.ranks, self.rank):
+            top = 0
+            for t in tensors:
+                low, high = max(start - top, 0), min(stop - top, t.shape[0])
+                if low < high:
+                    out.append(GgufTensor((high - low, *t.shape[1:]), t.type, t.data[low:high]))
+                top += t.shape[0]
         return out
 
     def release(self) -> None:
@@ -156,6 +184,13 @@ def _converted(rows: np.ndarray, tensor: GgufTensor, form: str) -> np.ndarray:
         return rows
     floats = FORMATS[tensor.type].decode_rows(rows, tensor.shape[-1]) if tensor.type in FORMATS else rows
     return FORMATS[form].encode(floats) if form in FORMATS else floats.astype(DTYPES[form].numpy)
+
+
+def _columns(t: GgufTensor, low: int, high: int) -> GgufTensor:
+    """Some columns of a matrix, whole blocks where it is packed."""
+    packed = FORMATS.get(t.type)
+    at = [x // packed.block * packed.nbytes if packed else x for x in (low, high)]
+    return GgufTensor((t.shape[0], high - low), t.type, t.data[:, at[0] : at[1]])
 
 
 def _mapping(array: np.ndarray) -> mmap.mmap | None:

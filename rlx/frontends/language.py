@@ -19,11 +19,23 @@ from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
+from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.weights import model_path
 from rlx.ir.graph import Graph
-from rlx.runtime import CompiledGraph, CompileOptions, HandleStore, ParamStore, Session
+from rlx.ir.placement import Split
+from rlx.runtime import (
+    CompiledGraph,
+    CompileOptions,
+    HandleStore,
+    ParamStore,
+    Partitioned,
+    Session,
+    SymmetricTransport,
+    agreed,
+    partition,
+)  # fmt: skip
 
 LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size that is used is compiled once
 DEFAULT_CAPACITY = 4096  # positions, where the model allows as many
@@ -45,18 +57,23 @@ class LanguageModel:
         session: Session | None = None,
         options: CompileOptions | None = None,
         progress: Callable[[int, int], None] | None = None,
+        transport: SymmetricTransport | None = None,
     ) -> None:
         """`weights`: how matrices are kept: "f32", "bf16", "f16", "int8", "int4", or None: as they are stored. `capacity`:
         positions, prompt and answer together. `batch`: sequences that step together. `cache`: how keys and values are kept,
         "f32", or rounded to "bf16" or "f16", which halves what a step reads of them. `progress(done, total)` counts bytes of
-        weights as they are read.
+        weights as they are read. `transport`: to the ranks that share the model, each of which makes one and then calls the same
+        methods with the same arguments; each reads its part of the weights, holds its part of the state, and gets the whole
+        results. `session` is then made with it.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
         self.seconds = Seconds()  # where the time went, by phase
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
         with self.seconds.spent("read model"):
-            self.checkpoint = Checkpoint(path, weights)
+            self.transport, self.ranks = transport, transport.num_ranks if transport is not None else 1
+            rank = transport.this_rank.index if transport is not None else 0
+            self.checkpoint = Checkpoint(path, weights, self.ranks, rank)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
         self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else whole("capacity", capacity, 1)
@@ -67,7 +84,11 @@ class LanguageModel:
         self.cache = cache
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; shared likewise
-        self._session, self._options, self._progress = session or Session(), options or CompileOptions(), progress
+        session = session or (Session() if transport is None else Session(transport=transport))
+        self._session, self._options, self._progress = session, options or CompileOptions(), progress
+        self.splits: dict[str, Split] = {}  # of params and states, where ranks share them
+        if self.ranks > 1:
+            self.splits = self.partitioned(self.whole_graph(1)).splits
         self._compiled: dict[tuple[int, Steps], CompiledGraph] = {}
         self._codec: TextCodec | None = None
         self._answer: Choices | None = None  # that the state belongs to
@@ -133,6 +154,10 @@ class LanguageModel:
         """The tokens of one answer, chosen on the device."""
         return Choices(self, how, seed)
 
+    def agreed(self, seed: int, *what: object) -> int:
+        """Rank 0's seed. CallMismatchError: `what` the ranks are about to do is not the same."""
+        return seed if self.transport is None or self.ranks == 1 else agreed(self.transport, seed, *what)
+
     def reset(self) -> None:
         """Forget every token."""
         self._answer = None
@@ -172,7 +197,16 @@ class LanguageModel:
     def graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
         """A graph of `tokens` positions over this model's weights and state (see llama.build); add to it what you need, then
         `compile` it."""
+        graph = self.whole_graph(tokens, all_logits, steps)
+        return graph if self.ranks == 1 else self.partitioned(graph).graph
+
+    def whole_graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
+        """The same, not yet parted among ranks."""
         return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache, steps)
+
+    def partitioned(self, graph: Graph) -> Partitioned:
+        """A whole graph over this model's weights and state as its ranks run it; `.report` says what they exchange."""
+        return partition(graph, decoder_marks(graph, self.config, self.ranks, self.checkpoint.block), self.ranks)
 
     def executable(self, tokens: int, steps: Steps = None) -> CompiledGraph:
         """The executable for a chunk of that many tokens, which gives logits or, by `steps` (Sampling.steps), the next token;
@@ -200,7 +234,7 @@ class LanguageModel:
         missing, done = compiled.missing_params(), 0
         total = sum(sizes[name] for name in missing)
         for name in sorted(missing, key=lambda n: -sizes[n]):  # what a large one takes while it is packed is free again later
-            compiled.set_param(name, self.checkpoint.read(name))
+            compiled.set_param(name, self.checkpoint.read(name, self.splits.get(name)))
             self.checkpoint.release()
             done += sizes[name]
             if self._progress is not None:
@@ -247,6 +281,7 @@ class Choices:
         """The token after the prompt; the model forgets what it held."""
         model, tokens = self._model, self._model._checked(prompt)
         with model._lock:
+            self._seed = model.agreed(self._seed, self._how, tokens.tolist())
             model.reset()
             runs = model._chunks(tokens, self._steps)
             compiled = next(runs)  # before the last run: what chunks before that chose is undone by a beginning

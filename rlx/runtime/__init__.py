@@ -2,6 +2,7 @@
 
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
+from rlx.compile.partition import Partitioned, partition
 from rlx.driver import (
     Buffer,
     BufferHandle,
@@ -27,6 +28,7 @@ from rlx.driver import (
 )
 from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
+from rlx.runtime.agree import agreed
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
@@ -35,7 +37,7 @@ from rlx.runtime.session import Session
 __all__ = [
     "Allocations", "BucketedCompileCache", "Buffer", "BufferHandle", "CommandStream", "CompileCache", "CompileOptions",
     "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "LocalTransport", "MemoryPlan",
-    "OutputView", "ParamStore", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap",
-    "SymmetricTransport", "SyncStream", "all_gather", "all_reduce", "all_to_all", "available", "broadcast", "connect",
-    "is_available", "map_file", "power_of_two_ladder", "reduce_scatter",
+    "OutputView", "ParamStore", "Partitioned", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer",
+    "SymmetricHeap", "SymmetricTransport", "SyncStream", "agreed", "all_gather", "all_reduce", "all_to_all", "available",
+    "broadcast", "connect", "is_available", "map_file", "partition", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

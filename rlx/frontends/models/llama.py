@@ -21,6 +21,7 @@ from rlx.ir.handle import BufferHandle
 from rlx.ir.quant import FORMATS
 
 Formats = Mapping[str, str] | str
+EMBEDDED = "embedded"  # name of the node that looks up the rows of the embedding table
 
 @dataclass(frozen=True)
 class Rope:
@@ -169,7 +170,7 @@ class _Network:
     def embed(self, ids: Value) -> Value:
         c, n = self.config, self.batch * self.tokens
         table, form = self.matrix("model.embed_tokens", c.vocab_size, c.hidden_size)
-        rows = ops.gather(table, ids.reshape(n), axis=0)
+        rows = ops.gather(table, ids.reshape(n), axis=0, name=EMBEDDED)
         x = ops.dequantize(rows, format=form, columns=c.hidden_size) if form in FORMATS else rows.astype("f32")
         x = x * c.embedding_scale if c.embedding_scale != 1 else x
         if c.learned_positions:

@@ -1,0 +1,56 @@
+"""Models over several ranks: which axis of each weight and cache they share.
+
+Tensor-parallel decoders as in Shoeybi et al. 2019 (Megatron-LM): projections into heads and into the MLP's width are split by
+rows of their [out, in] matrices, the ones back by columns, so that a layer needs two all_reduces; keys and values by head; the
+embedding table and the logits' matrix by vocabulary, or by width where the ranks cannot share the vocabulary equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlx.errors import ModelError
+from rlx.frontends.models.llama import EMBEDDED, DecoderConfig
+from rlx.ir.graph import Graph
+from rlx.ir.placement import Split
+
+Marks = dict[str, Split | None]
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callable[[str], int]) -> Marks:
+    """The marks of a graph of llama.build. `block(param)`: elements of the blocks in which its rows are kept.
+
+    ModelError: the ranks cannot share heads, the MLP's width, or whole blocks of a quantised row equally.
+    """
+    heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    for what, found in (("num_attention_heads", heads), ("intermediate_size", config.intermediate_size)):
+        if found % ranks:
+            raise ModelError(f"{ranks} ranks cannot share {what}={found} equally: {found % ranks} would be left over")
+    if shared % ranks and shared > 1:
+        raise ModelError(f"{ranks} ranks cannot share num_key_value_heads={shared} equally: {shared % ranks} would be left over")
+    own = not shared % ranks  # else there is one head of keys, which every rank computes
+    width, kv, inner = heads * size, shared * size, config.intermediate_size
+    by_rows = {"q_proj": (width,), "gate_proj": (inner,), "up_proj": (inner,), "gate_up_proj": (inner, inner)}
+    by_rows |= {"k_proj": (kv,), "v_proj": (kv,), "qkv_proj": (width, kv, kv)} if own else {}
+
+    def columns(name: str, count: int) -> Marks:
+        """By columns, if they can share whole blocks."""
+        return {name: Split(1)} if not count % (block(name) * ranks) else {}
+
+    marks: Marks = {str(h.name): Split(1) for h in graph.handles if h.rank == 4 and own}
+    for p in graph.params:
+        name = str(p.name)
+        *_, layer, kind = ["", *name.split(".")]
+        if name in TABLES:
+            by_width = config.vocab_size % ranks != 0
+            marks |= columns(name, config.hidden_size) if by_width else {name: Split(0)}  # or all of it on each
+            marks |= {EMBEDDED: None} if by_width else {}
+        elif layer in by_rows:
+            marks[name] = Split(0, by_rows[layer])
+        elif layer in ("o_proj", "down_proj") and kind == "weight":
+            if not (split := columns(name, count := width if layer == "o_proj" else inner)):
+                whole = f"rows of {count} elements, in whole blocks of {block(name)}"
+                raise ModelError(f"{ranks} ranks cannot share {name!r}, {whole}, equally")
+            marks |= split
+    return marks
