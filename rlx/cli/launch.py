@@ -143,7 +143,8 @@ def _start(
     if prefix:
         known["PYTHONUNBUFFERED"] = 1  # lines come when they are printed
     stream = subprocess.PIPE if prefix else None
-    reads = rank == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a group of processes in the background may not read a terminal
+    # Groups of processes in the background may not read a terminal.
+    reads = rank == 0 and sys.stdin is not None and not sys.stdin.isatty()
     return subprocess.Popen(
         program, env=knobs.environment(**known), stdin=None if reads else subprocess.DEVNULL, stdout=stream, stderr=stream,
         process_group=0, preexec_fn=before,
