@@ -20,6 +20,7 @@ BACKENDS = {
 }
 
 offer("ranks", lambda: import_module("rlx.backends.cpu.ranks").meet_of)
+offer("collectives", lambda: import_module("rlx.backends.cpu.rank_walk"))
 
 
 @cache

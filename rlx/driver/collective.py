@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from statistics import median
@@ -24,8 +25,22 @@ import numpy as np
 
 from rlx.driver.arena import convert
 from rlx.driver.native import native
-from rlx.driver.schedule import ALGORITHMS, MINE, SMALL, Algorithm, Figures, Job, Place, Step, What, choose, possible, schedule
-from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricTransport, check_place
+from rlx.driver.schedule import (
+    ALGORITHMS,
+    MINE,
+    OUT,
+    SMALL,
+    Algorithm,
+    Figures,
+    Job,
+    Place,
+    Step,
+    What,
+    choose,
+    possible,
+    schedule,
+)
+from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
 from rlx.errors import CallMismatchError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype, i64, u64
 from rlx.ir.ops.elementwise import divide_array
@@ -53,18 +68,26 @@ class Form(NamedTuple):
 Reduction = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # (out, sources): bytes, contiguous
 
 
+class Table(Protocol):
+    def run(self, array: np.ndarray, out: np.ndarray) -> None:
+        """A plan's steps on these bytes."""
+        ...
+
+
+class Memory(Protocol):
+    """Calls of all_reduce over one transport: `function` (buffer, array, kind) knows those that were remembered."""
+
+    function: Callable[..., None]
+
+    def remember(self, buffer: SymmetricBuffer, kind: ReduceKind, array: np.ndarray, table: Table) -> None: ...
+
+
 class Native(Protocol):
-    """What machine code does of this."""
+    """What machine code does of this (rlx.backends.cpu.rank_walk). `table`, `memory`: None for transports it does not know."""
 
     def reduction(self, form: Form) -> Reduction: ...
-
-    def walk(self, transport: Any, plan: Plan) -> Callable[[np.ndarray, np.ndarray], None] | None:
-        """What performs the plan's steps on (array, out); None: not over this transport."""
-        ...
-
-    def fast(self, transport: Any, slow: Callable[..., Any]) -> Any:
-        """A function of (buffer, array, kind) for all_reduce, with `remember(buffer, kind, array, plan)`; None: not here."""
-        ...
+    def table(self, transport: Any, plan: Plan) -> Table | None: ...
+    def memory(self, transport: Any, slow: Callable[..., None]) -> Memory | None: ...
 
 
 def machine_code() -> Native | None:
@@ -119,11 +142,15 @@ def reduction(form: Form) -> Reduction:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Plan:
-    """A collective on arrays of one size and dtype, ready to be run."""
+    """A collective on arrays of one size and dtype: what is to be done. `call`: what all ranks must come with."""
 
-    def __init__(self, call: Call, steps: Sequence[Step], dtype: DType, kind: ReduceKind | None, job: Job) -> None:
-        self.call, self.steps, self.dtype, self.kind, self.job = call, steps, dtype, kind, job
+    call: Call
+    steps: Sequence[Step]
+    dtype: DType
+    kind: ReduceKind | None
+    job: Job
 
     def form(self, step: Step) -> Form:
         assert self.kind is not None
@@ -136,6 +163,46 @@ class Plan:
         return wide if step.op == "carry" else step.nbytes, sources
 
 
+class Steps:
+    """A plan's steps by put, get and barrier; in place where the heaps lie in this memory (`heap`)."""
+
+    def __init__(self, transport: SymmetricTransport, heap: SymmetricHeap | None, plan: Plan) -> None:
+        self.transport, self.heap, self.plan = transport, heap, plan
+
+    def run(self, array: np.ndarray, out: np.ndarray) -> None:
+        own = {MINE: array, OUT: out}
+        for step in self.plan.steps:
+            if step.op == "meet":
+                self.transport.barrier(self.plan.call)
+                continue
+            nbytes, sizes = self.plan.sizes(step)
+            inputs = [self._read(source, size, own) for source, size in zip(step.sources, sizes)]
+            goal = self._place(step.out, nbytes, own)
+            result = np.empty(nbytes, np.uint8) if goal is None else goal
+            if step.op == "copy":
+                result[...] = inputs[0]
+            else:
+                reduction(self.plan.form(step))(result, inputs)
+            if goal is None:
+                self.transport.put(self._buffer(step.out, nbytes), result)
+
+    def _buffer(self, place: Place, nbytes: int) -> SymmetricBuffer:
+        return SymmetricBuffer(Rank(place.where), self.plan.call.offset + place.at, nbytes)
+
+    def _place(self, place: Place, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray | None:
+        """The bytes themselves; None: in a heap that lies elsewhere."""
+        if place.where < 0:
+            return own[place.where][place.at : place.at + nbytes]
+        return self.heap.bytes(self._buffer(place, nbytes)) if self.heap else None
+
+    def _read(self, place: Place, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray:
+        found = self._place(place, nbytes, own)
+        if found is None:
+            found = np.empty(nbytes, np.uint8)
+            self.transport.get(self._buffer(place, nbytes), found)
+        return found
+
+
 class Collectives:
     """What is known of one transport: its figures, plans, and code. Kept in its attribute `collectives`."""
 
@@ -143,18 +210,19 @@ class Collectives:
         self.transport, self.me, self.ranks = transport, transport.this_rank.index, transport.num_ranks
         self.heap = transport.heap if isinstance(transport, SharedMemory) else None
         self.figures: Figures | None = None
-        self.plans: OrderedDict[Any, tuple[Plan, Callable[[np.ndarray, np.ndarray], None]]] = OrderedDict()
+        self.plans: OrderedDict[Any, Table] = OrderedDict()
         code = machine_code()
-        self.fast = (code and code.fast(transport, self.all_reduce)) or self.all_reduce
+        self.memory = code.memory(transport, self.all_reduce) if code else None
+        self.fast = self.memory.function if self.memory else self.all_reduce
 
     def all_reduce(self, buffer: Any, array: Any, kind: Any, algorithm: Algorithm | None = None) -> None:
-        plan = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
-        if self.fast != self.all_reduce and not algorithm and not plan.job.in_place:
-            self.fast.remember(buffer, kind, array, plan)
+        table = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
+        if self.memory and not algorithm and not self._is_scratch(buffer, array):
+            self.memory.remember(buffer, kind, array, table)
 
     def run(
         self, what: What, buffer: Any, array: Any, out: Any, kind: Any = None, root: int = 0, algorithm: Algorithm | None = None
-    ) -> Plan:
+    ) -> Table:
         dtype = self._check(buffer, array, kind, root, what)
         in_place = self._is_scratch(buffer, array)
         if what not in IN_PLACE:
@@ -165,8 +233,8 @@ class Collectives:
             found = self.plans[key] = self._prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
             if len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
-        found[1](array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
-        return found[0]
+        found.run(array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
+        return found
 
     # -- what was passed
 
@@ -210,7 +278,7 @@ class Collectives:
     def _prepare(
         self, what: What, buffer: SymmetricBuffer, array: np.ndarray, dtype: DType, kind: Any, root: int, algorithm: Any,
         in_place: bool,
-    ) -> tuple[Plan, Callable[[np.ndarray, np.ndarray], None]]:  # fmt: skip
+    ) -> Table:  # fmt: skip
         wide = accumulator(dtype).itemsize if kind else dtype.itemsize
         job = Job(what, self.ranks, self.me, array.size, dtype.itemsize, wide, root, in_place)
         way = 1 + list(ALGORITHMS).index(algorithm) if algorithm in ALGORITHMS else 0
@@ -225,41 +293,7 @@ class Collectives:
         algorithm = algorithm or choose(job, self.figures if job.nbytes > SMALL else None, shared)
         plan = Plan(call, schedule(job, algorithm, shared), dtype, kind, job)
         code = machine_code()
-        walk = code.walk(self.transport, plan) if code else None
-        return plan, walk or (lambda mine, out: self._walk(plan, mine, out))
-
-    def _walk(self, plan: Plan, mine: np.ndarray, out: np.ndarray) -> None:
-        """The plan's steps by put, get and barrier; where heaps lie in this memory, in place."""
-        for step in plan.steps:
-            if step.op == "meet":
-                self.transport.barrier(plan.call)
-                continue
-            nbytes, sizes = plan.sizes(step)
-            inputs = [self._read(source, size, plan, mine, out) for source, size in zip(step.sources, sizes)]
-            goal = self._place(step.out, nbytes, plan, mine, out)
-            result = np.empty(nbytes, np.uint8) if goal is None else goal
-            if step.op == "copy":
-                result[...] = inputs[0]
-            else:
-                reduction(plan.form(step))(result, inputs)
-            if goal is None:
-                self.transport.put(self._buffer(step.out, result.nbytes, plan), result)
-
-    def _buffer(self, place: Place, nbytes: int, plan: Plan) -> SymmetricBuffer:
-        return SymmetricBuffer(Rank(place.where), plan.call.offset + place.at, nbytes)
-
-    def _place(self, place: Place, nbytes: int, plan: Plan, mine: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-        """The bytes themselves; None: in a heap that lies elsewhere."""
-        if place.where < 0:
-            return (mine if place.where == MINE else out)[place.at : place.at + nbytes]
-        return self.heap.bytes(self._buffer(place, nbytes, plan)) if self.heap else None
-
-    def _read(self, place: Place, nbytes: int, plan: Plan, mine: np.ndarray, out: np.ndarray) -> np.ndarray:
-        found = self._place(place, nbytes, plan, mine, out)
-        if found is None:
-            found = np.empty(nbytes, np.uint8)
-            self.transport.get(self._buffer(place, nbytes, plan), found)
-        return found
+        return (code and code.table(self.transport, plan)) or Steps(self.transport, self.heap, plan)
 
     # -- figures
 
@@ -283,7 +317,7 @@ class Collectives:
             source = SymmetricBuffer(Rank((self.me + by) % self.ranks), 0, into.nbytes)
             return took(lambda: get(source, into))
 
-        delay = read(1, few)
+        delay = 0.0 if self.heap else read(1, few)  # what lies in this memory is read without a message
         near, far = ((read(by, whole) - delay) / size for by in (1, max(1, self.ranks // 2)))
         found = np.array([took(lambda: barrier(call)), delay, max(near, 1e-13), max(far, 1e-13)])
         first = SymmetricBuffer(Rank(0), scratch.offset, found.nbytes)
@@ -304,11 +338,10 @@ def _described(array: Any) -> str:
 
 
 def _of(transport: Any) -> Collectives:
-    try:
-        return transport.collectives
-    except AttributeError:
-        transport.collectives = found = Collectives(transport)
-        return found
+    found = getattr(transport, "collectives", None)
+    if found is None:
+        found = transport.collectives = Collectives(transport)
+    return found
 
 
 # -- what people call ----------------------------------------------------------------------------------------------
@@ -325,8 +358,8 @@ def all_reduce(
         try:
             fast = transport.collectives.fast  # pyright: ignore
         except AttributeError:
-            fast = _of(transport).fast
-        fast(buffer, array, kind)
+            fast = None  # the first one
+        (fast or _of(transport).fast)(buffer, array, kind)
     else:
         _of(transport).all_reduce(buffer, array, kind, algorithm)
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 MINE, OUT = -1, -2  # places that are no rank's scratch: the caller's array, and the one for the result
 SMALL = 4096  # bytes up to which everyone reads everyone, whatever the figures
 # Bytes of a piece, from measurements (benchmarks/collectives.py): two of all ranks fit a shared cache; or hide a link's delay
-PIECE = MappingProxyType({"shared": 256 << 10, "remote": 4 << 20, "ring": 256 << 10})
+PIECE = MappingProxyType({"shared": 1 << 20, "remote": 4 << 20, "ring": 256 << 10})
 
 
 class What(IntEnum):
@@ -75,6 +75,11 @@ def _copy(out: Place, source: Place, nbytes: int) -> Iterator[Step]:
         yield Step("copy", out, (source,), nbytes)
 
 
+def _of_all(job: Job, at: int, own: Place) -> tuple[Place, ...]:
+    """A place of every rank's scratch, in order; this rank's own where it came from: lines that others read as well are slow."""
+    return tuple(own if r == job.me else Place(r, at) for r in range(job.ranks))
+
+
 def _pieces(job: Job, rows: int, piece: int) -> Iterator[tuple[int, int, list[int]]]:
     """Pieces of `rows` equal parts of the array: (first byte in the part, bytes, where each row lies in the scratch)."""
     size, width = job.nbytes // rows, max(piece // rows // 64 * 64, 64)
@@ -99,8 +104,8 @@ def one_shot(job: Job, piece: int) -> Iterator[Step]:
         yield MEETING
         mine = at[me] if parts else at[0]
         if job.what in (What.ALL_REDUCE, What.REDUCE_SCATTER):
-            goal = MINE if job.what == What.ALL_REDUCE else OUT
-            yield Step("reduce", Place(goal, first), tuple(Place(r, mine) for r in range(job.ranks)), nbytes)
+            goal, own = MINE if job.what == What.ALL_REDUCE else OUT, Place(MINE, (me * size if parts else 0) + first)
+            yield Step("reduce", Place(goal, first), _of_all(job, mine, own), nbytes)
         elif job.what == What.BROADCAST:
             yield from _copy(Place(MINE, first), Place(job.root, mine), nbytes if me != job.root else 0)
         else:
@@ -122,7 +127,7 @@ def two_shot(job: Job, piece: int) -> Iterator[Step]:
             yield from _copy(Place(me, at), Place(MINE, first), nbytes)
         yield MEETING
         if reduces and own:
-            yield Step("reduce", Place(me, at + start), tuple(Place(r, at + start) for r in range(job.ranks)), own)
+            yield Step("reduce", Place(me, at + start), _of_all(job, at + start, Place(MINE, first + start)), own)
         elif not reduces:
             yield from _copy(Place(me, at + start), Place(job.root, at + start), own if me != job.root else 0)
         yield MEETING

@@ -1,0 +1,338 @@
+"""Collectives where every rank's heap lies in this process's memory (rlx.driver.transports.shm), as machine code: the steps of a
+plan (rlx.driver.schedule) as a table that is walked without a step of the interpreter, and all_reduce as a built-in function
+that finds the table by what it is passed.
+
+What fits a stage (two of each rank, by turns) is exchanged there and not in the scratch: then one meeting is enough, since who
+fills a stage again has come to another meeting in between. Where a meeting is not over at once, Python settles it
+(ShmTransport.settle: who died, who is late) and the walk goes on behind it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rlx.backends.cpu import calls
+from rlx.backends.cpu.calls import DATA, DESCR, DIMS, FLAGS, NDIM
+from rlx.backends.cpu.emit import V
+from rlx.backends.cpu.jit import Library, compile_object
+from rlx.backends.cpu.kernels import rank_reduce
+from rlx.backends.cpu.pool import MethodDef, builtin
+from rlx.backends.cpu.ranks import meet_address
+from rlx.backends.cpu.target import host_target
+from rlx.backends.cpu.walker import I64, NULL, Body, Functions, P, fields_of
+from rlx.driver.collective import Form, Plan, Reduction
+from rlx.driver.schedule import MINE, OUT, Place
+from rlx.driver.transports.shm import STAGE_BYTES, Meeting, ShmTransport
+
+ENTRIES = 32  # calls of all_reduce that a transport's function remembers
+USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
+STAGED = 1 << 14  # of Call.detail
+COPY, REDUCE, MEET = 0, 1, 2
+
+
+class Row(ctypes.Structure):
+    """A step. Addresses count from 0, from the array or from the result's array, as `out_from` and `source_from` say (their place
+    in Walk.bases). Of a reduction `source` is a table of `sources` addresses; the one at `own`, if any, is that much into
+    the array: `own_at`."""
+
+    _fields_ = [
+        ("op", I64), ("goal", I64), ("goal_from", I64), ("source", I64), ("source_from", I64), ("amount", I64), ("sources", I64),
+        ("own", I64), ("own_at", I64), ("divisor", I64), ("fn", P),
+    ]  # fmt: skip
+
+
+class Walk(ctypes.Structure):
+    """The steps of a plan, in two tables where stages are used: for meetings of even and of odd numbers. `next`: the row to
+    go on with."""
+
+    _fields_ = [
+        ("even", P), ("odd", P), ("end", I64), ("next", P), ("until", P), ("zero", P), ("array", P), ("result", P),
+        ("meeting", P), ("meet", P), ("call", I64 * 4),
+    ]  # fmt: skip
+
+
+class Entry(ctypes.Structure):
+    """A call that is known: what was passed (objects, by address), and its walk."""
+
+    _fields_ = [("buffer", P), ("kind", P), ("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("walk", P)]
+
+
+class Known(ctypes.Structure):
+    """What the built-in function of a transport looks at. [low, high): the heaps."""
+
+    _fields_ = [
+        ("entries", P), ("known", I64), ("low", P), ("high", P), ("at_meeting", P), ("slow", P), ("settle", P), ("none", P),
+        ("array_type", P),
+    ]  # fmt: skip
+
+
+class WalkBody(Body):
+    fields = {
+        **fields_of(Row, Walk, Entry, Known),
+        **{k: v for k, v in fields_of(Meeting).items() if k in ("number", "what", "shut")},
+    }
+
+
+_functions = Functions()
+_native = _functions.native
+
+
+@_native("i64", w="ptr")
+def rlx_ranks_walk(e: WalkBody, w: V) -> None:
+    """Go on from row `next`. 0: done; else what a meeting returned; the rows behind it are next."""
+    meeting, until, bases = e.get(w, "meeting"), e.get(w, "until"), e.at(w, "zero")
+
+    def based(address: V, base: V) -> V:
+        return e.gep(e.load("ptr", e.op("ptr", f"getelementptr ptr, {bases}, {base}"), 8), address)
+
+    with e.loop(0, None, carried=[e.get(w, "next")]) as each:
+        (row,) = each.carried
+        with e.when(e.cmp("eq", row, until)):
+            e.ret(e.i64(0))
+        following, op = e.gep(row, ctypes.sizeof(Row)), e.get(row, "op")
+        each.next = [following]
+        with e.when(e.cmp("eq", op, MEET)):
+            e.put(meeting, "number", e.bin("add", e.get(meeting, "number"), 1))
+            size = ctypes.sizeof(ctypes.c_int64 * 4)
+            e.intrinsic("memcpy", e.at(meeting, "what"), e.at(w, "call"), e.i64(size), e.const("i1", False),
+                        suffix=("ptr", "ptr", "i64"), returns="void")  # fmt: skip
+            code = e.call(e.get(w, "meet"), "i64", meeting)
+            with e.when(e.cmp("ne", code, 0)):
+                e.put(w, "next", following)
+                e.ret(code)
+        with e.when(e.cmp("ne", op, MEET)):
+            goal, amount = based(e.get(row, "goal"), e.get(row, "goal_from")), e.get(row, "amount")
+            with e.when(e.cmp("eq", op, COPY)):
+                source = based(e.get(row, "source"), e.get(row, "source_from"))
+                e.intrinsic("memcpy", goal, source, amount, e.const("i1", False), suffix=("ptr", "ptr", "i64"), returns="void")
+            with e.when(e.cmp("eq", op, REDUCE)):
+                table, own = e.gep(NULL, e.get(row, "source")), e.get(row, "own")
+                with e.when(e.cmp("sge", own, 0)):
+                    place = e.op("ptr", f"getelementptr ptr, {table}, {own}")
+                    e.store(e.gep(e.get(w, "array"), e.get(row, "own_at")), place, 8)
+                e.call(e.get(row, "fn"), "void", goal, table, e.get(row, "sources"), amount, e.get(row, "divisor"))
+    e.do("unreachable")
+
+
+@_native("i64", w="ptr", array="ptr", result="ptr")
+def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
+    """Walk from the first row on."""
+    number = e.get(e.get(w, "meeting"), "number")
+    first = e.select(e.cmp("eq", e.bin("and", number, 1), 0), e.get(w, "odd"), e.get(w, "even"))  # the next one counts
+    e.put(w, "next", first)
+    e.put(w, "until", e.gep(first, e.get(w, "end")))
+    e.put(w, "array", array)
+    e.put(w, "result", result)
+    e.ret(rlx_ranks_walk(e, w))
+
+
+@_native("i1", one="ptr", k="ptr", args="ptr")
+def is_known(e: WalkBody, one: V, k: V, args: V) -> None:
+    """Whether (buffer, array, kind) are those of the entry; the array's address may be another."""
+
+    def unless(condition: V) -> None:
+        with e.when(e.bin("xor", condition, True)):
+            e.ret(e.const("i1", False))
+
+    unless(e.cmp("eq", e.get(one, "buffer"), e.load("ptr", args, 8)))
+    unless(e.cmp("eq", e.get(one, "kind"), e.load("ptr", e.gep(args, 16), 8)))
+    array = e.load("ptr", e.gep(args, 8), 8)
+    unless(e.cmp("eq", e.load("ptr", e.gep(array, calls.OB_TYPE), 8), e.get(k, "array_type")))
+    unless(e.cmp("eq", e.load("ptr", e.gep(array, DESCR), 8), e.get(one, "descr")))
+    unless(e.cmp("eq", e.bin("and", e.load("i32", e.gep(array, FLAGS), 4), USABLE), USABLE))
+    ndim = e.get(one, "ndim")
+    unless(e.cmp("eq", e.convert("zext", e.load("i32", e.gep(array, NDIM), 4), "i64"), ndim))
+    found, wanted = e.load("ptr", e.gep(array, DIMS), 8), e.get(one, "dims")
+    with e.loop(0, ndim) as each:
+        at = e.bin("mul", each.index, 8)
+        unless(e.cmp("eq", e.load("i64", e.gep(found, at), 8), e.load("i64", e.gep(wanted, at), 8)))
+    data = e.load("ptr", e.gep(array, DATA), 8)
+    before = e.cmp("ule", e.gep(data, e.get(one, "nbytes")), e.get(k, "low"))
+    e.ret(e.bin("or", before, e.cmp("uge", data, e.get(k, "high"))))
+
+
+@_native("ptr", self="ptr", args="ptr", count="i64")
+def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
+    """(buffer, array, kind) -> None, as a function of CPython; `self` is an int, the address of a Known."""
+    k = e.python("PyLong_AsVoidPtr", "ptr", self)
+    sound = e.cmp("eq", e.get(e.get(k, "at_meeting"), "shut"), 0)
+    with e.when(e.bin("and", sound, e.cmp("eq", count, 3))):
+        known, entries = e.get(k, "known"), e.get(k, "entries")
+        with e.loop(0, known) as each:
+            entry = e.gep(entries, e.bin("mul", each.index, ctypes.sizeof(Entry)))
+            with e.when(is_known(e, entry, k, args)):
+                walk = e.get(entry, "walk")
+                data = e.load("ptr", e.gep(e.load("ptr", e.gep(args, 8), 8), DATA), 8)
+                thread = e.python("PyEval_SaveThread", "ptr")
+                code = rlx_ranks_begin(e, walk, data, data)
+                e.python("PyEval_RestoreThread", "void", thread)
+                with e.when(e.cmp("ne", code, 0)):
+                    e.ret(settled(e, k, walk, code))
+                none = e.get(k, "none")
+                e.python("Py_IncRef", "void", none)
+                e.ret(none)
+    e.ret(e.python("PyObject_Vectorcall", "ptr", e.get(k, "slow"), args, count, NULL))
+
+
+@_native("ptr", k="ptr", walk="ptr", code="i64")
+def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
+    """Have Python settle the meeting and go on: None, or null where it raised."""
+    address = e.python("PyLong_FromVoidPtr", "ptr", walk)
+    number = e.python("PyLong_FromLong", "ptr", code)
+    args = e.op("ptr", "alloca ptr, i64 2, align 8")
+    for i, value in enumerate((address, number)):
+        e.store(value, e.gep(args, 8 * i), 8)
+    result = e.python("PyObject_Vectorcall", "ptr", e.get(k, "settle"), args, e.i64(2), NULL)
+    for value in (address, number):
+        e.python("Py_DecRef", "void", value)
+    e.ret(result)
+
+
+# -- making them ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _library() -> Library:
+    symbols = ("rlx_ranks_walk", "rlx_ranks_begin", "rlx_all_reduce")
+    return Library([compile_object(_functions.module_text(WalkBody), host_target(1), "collectives", keep=True)], symbols)
+
+
+@cache
+def _functions_of() -> tuple[Callable[..., int], Callable[..., int], MethodDef]:
+    """rlx_ranks_begin and rlx_ranks_walk, which let other Python threads go on, and what the built-in function is made of."""
+    begin = _library().function("rlx_ranks_begin", I64, P, P, P)
+    document = b"all_reduce($self, buffer, array, kind, /)\n--\n\nEvery rank's array combined, in place."
+    definition = MethodDef(b"all_reduce", _library().address("rlx_all_reduce"), calls.METH_FASTCALL, document)
+    return begin, _library().function("rlx_ranks_walk", I64, P), definition
+
+
+_making = threading.Lock()
+
+
+def _made() -> tuple[Callable[..., int], Callable[..., int], MethodDef]:
+    """One of each for the life of the process."""
+    with _making:
+        return _functions_of()
+
+
+class Table:
+    """A plan over one transport as rows. Keeps all that they point to."""
+
+    def __init__(self, transport: Any, plan: Plan) -> None:
+        self.transport, self.plan, self.kept = transport, plan, []
+        steps, staged = plan.steps, self._may_be_staged()
+        if staged:
+            steps = steps[:-1]  # nobody's scratch was touched
+            plan.call = plan.call._replace(detail=plan.call.detail | STAGED)
+        self.steps = steps
+        tables = [self._rows(half if staged else None) for half in (0, 1)] if staged else [self._rows(None)] * 2
+        self.walk = Walk(even=ctypes.addressof(tables[0]), odd=ctypes.addressof(tables[1]), end=ctypes.sizeof(tables[0]))
+        self.walk.meeting, self.walk.meet = ctypes.addressof(transport.meeting), meet_address()
+        self.walk.call[:] = list(plan.call)
+        self.kept += [tables, transport.meeting]
+        self.address = ctypes.addressof(self.walk)
+        self._begin, self._go_on, _ = _made()
+
+    def run(self, array: np.ndarray, out: np.ndarray) -> None:
+        """`array`, `out`: their bytes."""
+        if self.transport.broken:
+            self.transport.barrier()  # says why
+        self.settle(self._begin(self.address, array.ctypes.data, out.ctypes.data))
+
+    def settle(self, code: int) -> None:
+        while code:
+            self.transport.settle(code)
+            code = self._go_on(self.address)
+
+    def _may_be_staged(self) -> bool:
+        steps = self.plan.steps
+        return self.plan.job.nbytes <= STAGE_BYTES and [s.op for s in steps].count("meet") == 2 and not self.plan.job.in_place
+
+    def _rows(self, half: int | None) -> Any:
+        m = self.transport.meeting
+
+        def address(place: Place) -> int:
+            if place.where < 0:
+                return place.at
+            if half is None:
+                return m.heaps + place.where * m.stride + self.plan.call.offset + place.at
+            return m.stages + (2 * place.where + half) * STAGE_BYTES + place.at
+
+        rows = (Row * len(self.steps))()
+        for row, step in zip(rows, self.steps):
+            row.op = {"meet": MEET, "copy": COPY}.get(step.op, REDUCE)
+            row.goal, row.goal_from, row.amount, row.own = address(step.out), _base(step.out), step.nbytes, -1
+            if row.op == COPY:
+                row.source, row.source_from = address(step.sources[0]), _base(step.sources[0])
+            elif row.op == REDUCE:
+                table = (P * len(step.sources))(*(None if s.where < 0 else address(s) for s in step.sources))
+                for i, s in enumerate(step.sources):
+                    if s.where < 0:
+                        row.own, row.own_at = i, s.at
+                library = rank_reduce.library(form := self.plan.form(step))
+                row.source, row.sources, row.amount = ctypes.addressof(table), len(table), step.nbytes // self.plan.job.itemsize
+                row.divisor, row.fn = form.ranks, library.address(rank_reduce.SYMBOL)
+                self.kept += [table, library]
+        return rows
+
+
+def _base(place: Place) -> int:
+    return {MINE: 1, OUT: 2}.get(place.where, 0)
+
+
+class Remembered:
+    """all_reduce of one transport as a function that knows the calls it was told of; others go to `slow`."""
+
+    def __init__(self, transport: Any, slow: Callable[..., Any]) -> None:
+        self.entries, self.tables, self.count = (Entry * ENTRIES)(), [None] * ENTRIES, 0
+        m, total = transport.meeting, transport.num_ranks * transport.meeting.stride
+        known = Known(entries=ctypes.addressof(self.entries), low=m.heaps, high=m.heaps + total, at_meeting=ctypes.addressof(m))
+        settle = self._settle
+        known.slow, known.settle, known.none, known.array_type = id(slow), id(settle), id(None), id(np.ndarray)
+        self.known = known
+        definition = _made()[2]
+        kept = calls._Kept(known, self, slow, settle, m, _library())
+        self.function = builtin(definition, ctypes.addressof(known), kept)
+
+    def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Any) -> None:
+        if not isinstance(table, Table):
+            return
+        at = self.count % ENTRIES
+        dims = (I64 * max(1, array.ndim))(*array.shape)
+        self.tables[at] = (table, buffer, kind, array.dtype, dims)  # before what pointed to the last one's is overwritten
+        entry = self.entries[at]
+        entry.buffer, entry.kind, entry.descr, entry.ndim = id(buffer), id(kind), id(array.dtype), array.ndim
+        entry.dims, entry.nbytes, entry.walk = ctypes.addressof(dims), array.nbytes, table.address
+        self.count += 1
+        self.known.known = min(self.count, ENTRIES)
+
+    def _settle(self, walk: int, code: int) -> None:
+        table = next(kept[0] for kept in self.tables if kept and kept[0].address == walk)
+        table.settle(code)
+
+
+# -- what the driver is given --------------------------------------------------------------------------------------
+
+
+def reduction(form: Form) -> Reduction:
+    function, itemsize = rank_reduce.function(form), form.dtype.itemsize
+
+    def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
+        table = (P * len(sources))(*(s.ctypes.data for s in sources))
+        function(out.ctypes.data, ctypes.addressof(table), len(sources), sources[-1].nbytes // itemsize, form.ranks)
+
+    return run
+
+
+def table(transport: Any, plan: Plan) -> Table | None:
+    return Table(transport, plan) if isinstance(transport, ShmTransport) else None
+
+
+def memory(transport: Any, slow: Callable[..., None]) -> Remembered | None:
+    return Remembered(transport, slow) if isinstance(transport, ShmTransport) and calls.refusal() is None else None
