@@ -363,6 +363,11 @@ def threshold(case: Any, attrs: Any, x: np.ndarray, amount: np.ndarray) -> np.nd
     return np.array(rows).reshape(x.shape[:-1])
 
 
+def alone(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
+    """A collective among one rank."""
+    return x
+
+
 ORACLES: dict[str, Callable[..., Any]] = {
     "neg": plain(torch.neg), "abs": plain(torch.abs), "sqrt": plain(torch.sqrt), "rsqrt": plain(torch.rsqrt),
     "reciprocal": plain(torch.reciprocal), "exp": plain(torch.exp), "log": plain(torch.log), "sin": plain(torch.sin),

@@ -21,7 +21,7 @@ from rlx.driver.exchange import Exchanges
 from rlx.errors import CollectiveError
 from rlx.ir.kernel import Buffer, Native
 
-FAILED = 1 << 16  # status of a step whose error waits in `errors`
+FAILED = 1 << 16  # ExchangeCalls.FAILED
 FUNCTION = ctypes.CFUNCTYPE(None, P, I64, P, P)
 SETTLE = ctypes.CFUNCTYPE(ctypes.c_int32, I64)
 
@@ -62,6 +62,8 @@ def _library() -> Library:
 
 class ExchangeCalls:
     """Functions for the collectives of one executable. They live as long as this object."""
+
+    FAILED = FAILED  # the status of a step that leaves an error for `error`
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
@@ -108,7 +110,7 @@ class ExchangeCalls:
 
         settle, x = SETTLE(partial(_guarded, self.errors, table.settle)), step.inputs[0].buffer
         copied = x.size * x.dtype.itemsize if step.attrs.in_place else 0  # type: ignore[union-attr]
-        begin = rank_walk._library().address("rlx_ranks_begin")
+        begin = rank_walk.begin_address()
         block = Block(walk=table.address, begin=begin, settle=_address(settle), copied=copied)
         return _library().address("rlx_exchange"), ctypes.addressof(block), (block, settle, table, _library())
 

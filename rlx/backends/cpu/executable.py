@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.blocks import Rendered
-from rlx.backends.cpu.exchange import FAILED, ExchangeCalls
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
 from rlx.driver import files
@@ -30,6 +29,9 @@ from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
 from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step
+
+if TYPE_CHECKING:
+    from rlx.backends.cpu.exchange import ExchangeCalls
 
 SCRATCH_ALIGNMENT = 128  # bytes between the scratch of two threads: no shared line, nor a prefetched neighbour
 SHARED_NS = 20_000  # of estimated work of a group of single tasks, from which on several threads do it: some may have to be woken
@@ -96,7 +98,7 @@ class CpuExecutable:
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
         self._lay_out_params()
-        self._exchange = ExchangeCalls(Exchanges(program, transport)) if program.collectives else None
+        self._exchange = _exchange_calls(program, transport) if program.collectives else None
         self._whole = self._lasting("steps", "commit")
 
     # -- buffers
@@ -375,7 +377,7 @@ class _Table:
         origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
         if self._exchange:
             self._exchange.exchanges.failed()
-        if status == FAILED and self._exchange:
+        if self._exchange and status == self._exchange.FAILED:
             where = kernel.name if self.failed >= 0 else "the meeting before the first step"
             raise self._exchange.error(f"{self._program}: {where}")
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
@@ -388,6 +390,12 @@ def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
         groups = [*groups[:-1], [*groups[-1], code]] if step.beside and groups else [*groups, [code]]
     worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
     return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
+
+
+def _exchange_calls(program: Program, transport: SymmetricTransport | None) -> ExchangeCalls:
+    from rlx.backends.cpu.exchange import ExchangeCalls  # writes code, which most programs do not need
+
+    return ExchangeCalls(Exchanges(program, transport))
 
 
 def _allocate(nbytes: int) -> tuple[Memory, int]:
