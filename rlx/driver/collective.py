@@ -230,7 +230,7 @@ class Collectives:
         key = what, buffer.offset, array.shape, dtype, kind, root, algorithm, in_place
         found = self.plans.get(key)
         if found is None:
-            found = self.plans[key] = self._prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
+            found = self.plans[key] = self.prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
             if len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
         found.run(array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
@@ -275,7 +275,7 @@ class Collectives:
 
     # -- plans
 
-    def _prepare(
+    def prepare(
         self, what: What, buffer: SymmetricBuffer, array: np.ndarray, dtype: DType, kind: Any, root: int, algorithm: Any,
         in_place: bool,
     ) -> Table:  # fmt: skip
@@ -337,7 +337,8 @@ def _described(array: Any) -> str:
     return f"one of strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
 
 
-def _of(transport: Any) -> Collectives:
+def collectives_of(transport: Any) -> Collectives:
+    """What is known of the transport; made when first asked for."""
     found = getattr(transport, "collectives", None)
     if found is None:
         found = transport.collectives = Collectives(transport)
@@ -359,9 +360,9 @@ def all_reduce(
             fast = transport.collectives.fast  # pyright: ignore
         except AttributeError:
             fast = None  # the first one
-        (fast or _of(transport).fast)(buffer, array, kind)
+        (fast or collectives_of(transport).fast)(buffer, array, kind)
     else:
-        _of(transport).all_reduce(buffer, array, kind, algorithm)
+        collectives_of(transport).all_reduce(buffer, array, kind, algorithm)
 
 
 def all_gather(
@@ -369,7 +370,7 @@ def all_gather(
 ) -> np.ndarray:
     """Every rank's array, [ranks, *array.shape], on every rank. `out`: where to put it, instead of a fresh array."""
     out = _result(array, (transport.num_ranks, *np.shape(array)), out)
-    _of(transport).run(What.ALL_GATHER, buffer, array, out)
+    collectives_of(transport).run(What.ALL_GATHER, buffer, array, out)
     return out
 
 
@@ -380,7 +381,7 @@ def reduce_scatter(
     """This rank's part of what all_reduce gives: [ranks * d, …] -> [d, …], part r for rank r."""
     dims = _parted(transport.num_ranks, array)
     out = _result(array, (dims[0] // transport.num_ranks, *dims[1:]), out)
-    _of(transport).run(What.REDUCE_SCATTER, buffer, array, out, kind)
+    collectives_of(transport).run(What.REDUCE_SCATTER, buffer, array, out, kind)
     return out
 
 
@@ -389,7 +390,7 @@ def broadcast(
     algorithm: Algorithm | None = None,
 ) -> None:  # fmt: skip
     """The array of rank `root`, in place, on every rank. `array` may be the scratch itself; `algorithm` as of all_reduce."""
-    _of(transport).run(What.BROADCAST, buffer, array, array, None, root.__index__(), algorithm)
+    collectives_of(transport).run(What.BROADCAST, buffer, array, array, None, root.__index__(), algorithm)
 
 
 def all_to_all(
@@ -398,7 +399,7 @@ def all_to_all(
     """[ranks * d, …] -> the same shape: part r goes to rank r, and of the result part r came from rank r."""
     _parted(transport.num_ranks, array)
     out = _result(array, np.shape(array), out)
-    _of(transport).run(What.ALL_TO_ALL, buffer, array, out)
+    collectives_of(transport).run(What.ALL_TO_ALL, buffer, array, out)
     return out
 
 

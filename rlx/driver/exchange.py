@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.driver.collective import ReduceKind, Table
-from rlx.driver.collective import _of as of
+from rlx.driver.collective import ReduceKind, Table, collectives_of
 from rlx.driver.schedule import What
 from rlx.driver.symmetric import Call, SymmetricBuffer, SymmetricTransport
 from rlx.errors import CompileError, HeapBoundsError
@@ -86,7 +85,8 @@ class Exchanges:
         scratch = SymmetricBuffer(self.scratch.rank, self.scratch.offset, _nbytes(step))
         kind = ReduceKind[a.kind.upper()] if "reduce" in a.what else None
         operand = np.broadcast_to(np.zeros((), buffer.dtype.numpy), buffer.size)
-        return of(self.transport)._prepare(What[a.what.upper()], scratch, operand, buffer.dtype, kind, a.root, None, False)
+        what, known = What[a.what.upper()], collectives_of(self.transport)
+        return known.prepare(what, scratch, operand, buffer.dtype, kind, a.root, None, False)
 
 
 def check_ranks(name: str, ranks: set[int], transport: SymmetricTransport | None) -> None:

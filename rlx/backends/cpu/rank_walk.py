@@ -197,28 +197,32 @@ def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
 # -- making them ---------------------------------------------------------------------------------------------------
 
 
+Made = tuple[Callable[..., int], Callable[..., int], MethodDef, Library]
+
+
 @cache
-def _library() -> Library:
+def _make() -> Made:
     symbols = ("rlx_ranks_walk", "rlx_ranks_begin", "rlx_all_reduce")
-    return Library([compile_object(_functions.module_text(WalkBody), host_target(1), "collectives", keep=True)], symbols)
-
-
-@cache
-def _functions_of() -> tuple[Callable[..., int], Callable[..., int], MethodDef]:
-    """rlx_ranks_begin and rlx_ranks_walk, which let other Python threads go on, and what the built-in function is made of."""
-    begin = _library().function("rlx_ranks_begin", I64, P, P, P)
+    library = Library([compile_object(_functions.module_text(WalkBody), host_target(1), "collectives", keep=True)], symbols)
     document = b"all_reduce($self, buffer, array, kind, /)\n--\n\nEvery rank's array combined, in place."
-    definition = MethodDef(b"all_reduce", _library().address("rlx_all_reduce"), calls.METH_FASTCALL, document)
-    return begin, _library().function("rlx_ranks_walk", I64, P), definition
+    definition = MethodDef(b"all_reduce", library.address("rlx_all_reduce"), calls.METH_FASTCALL, document)
+    begin, walk = library.function("rlx_ranks_begin", I64, P, P, P), library.function("rlx_ranks_walk", I64, P)
+    return begin, walk, definition, library
 
 
 _making = threading.Lock()
 
 
-def _made() -> tuple[Callable[..., int], Callable[..., int], MethodDef]:
-    """One of each for the life of the process."""
+def _made() -> Made:
+    """rlx_ranks_begin and rlx_ranks_walk, which let other Python threads go on, and what built-in functions are made of: one of
+    each for the life of the process."""
     with _making:
-        return _functions_of()
+        return _make()
+
+
+def begin_address() -> int:
+    """Of rlx_ranks_begin: i64 (ptr walk, ptr array, ptr result); what it returns other than 0 is for Table.settle."""
+    return _made()[3].address("rlx_ranks_begin")
 
 
 class Table:
@@ -237,7 +241,7 @@ class Table:
         self.walk.call[:] = list(plan.call)
         self.kept += [tables, transport.meeting]
         self.address = ctypes.addressof(self.walk)
-        self._begin, self._go_on, _ = _made()
+        self._begin, self._go_on, *_ = _made()
 
     def run(self, array: np.ndarray, out: np.ndarray) -> None:
         """`array`, `out`: their bytes."""
@@ -297,7 +301,7 @@ class Remembered:
         known.slow, known.settle, known.none, known.array_type = id(slow), id(settle), id(None), id(np.ndarray)
         self.known = known
         definition = _made()[2]
-        kept = calls._Kept(known, self, slow, settle, m, _library())
+        kept = calls._Kept(known, self, slow, settle, m, definition)
         self.function = builtin(definition, ctypes.addressof(known), kept)
 
     def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Any) -> None:
