@@ -20,6 +20,7 @@ from rlx.ir.target import Target
 
 MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
 BLOCK_ROWS = 128  # rows that one task carries over its panels: their part of `a` stays in the second-level cache
+LINE = 64  # bytes that threads pass to each other at a time
 FEWEST_ROWS = 4  # fewer take about as long: what they wait for is `b`
 GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
@@ -207,7 +208,10 @@ def _tasks(
     if not (row_tiles and panels and batch):
         return 0, 0, 0
     groups = 1
-    if wanted > batch * blocks and not c.rows:
+    shares = c.n * c.acc.dtype.itemsize % LINE != 0  # lines of the result, which two groups of columns would write
+    if shares and wanted > batch * blocks and row_tiles >= 8 * threads:
+        blocks = -(-max(blocks, 2 * threads) // threads) * threads
+    elif wanted > batch * blocks and not c.rows:
         groups = min(panels, -(-wanted // (batch * blocks)))
     if wanted > batch * blocks * groups:  # whole rows in one task, or few columns: lower blocks
         most = max(threads, row_tiles // 4)
