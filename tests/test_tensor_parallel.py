@@ -11,9 +11,11 @@ import pytest
 from local_ranks import on_ranks
 
 import rlx
-from rlx.errors import CallMismatchError, ModelError
+from rlx.driver import LocalTransport
+from rlx.errors import CallMismatchError, ModelError, OptionError
 from rlx.frontends.beams import beam_search
 from rlx.frontends.checkpoint import Checkpoint
+from rlx.frontends.embedding import EmbeddingModel, default_folder
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.sampling import Sampling
 
@@ -164,3 +166,31 @@ def test_beams(folder: Any) -> None:
         return [b.tokens for b in beam_search(model, PROMPT, beams=3, max_new_tokens=8, ends=())]
 
     assert on_ranks(2, run) == [run(None)] * 2
+
+
+# -- encoders: the batch is split
+
+
+TEXTS = ["a", "two words", "the third text is longer than the two before it", "", "another one", "six", "and the seventh"]
+
+
+def test_embeddings_of_a_split_batch() -> None:
+    """One row for each rank and fillers for the rest; every rank gets all of them, as one gets alone."""
+    folder = default_folder()
+    want = EmbeddingModel(folder, options=ONE).embed(TEXTS, batch_size=4)
+
+    def run(transport: Any) -> np.ndarray:
+        model = EmbeddingModel(folder, options=ONE, transport=transport)
+        found = model.embed(TEXTS, batch_size=4)
+        assert all(rows % 3 == 0 for rows, _ in model.shapes)
+        return found
+
+    for found in on_ranks(3, run):
+        np.testing.assert_allclose(found, want, atol=1e-5)
+    with pytest.raises(CallMismatchError):
+        on_ranks(2, lambda t: EmbeddingModel(folder, transport=t).embed(TEXTS[t.this_rank.index :]))
+
+
+def test_a_session_has_its_own_transport() -> None:
+    with pytest.raises(OptionError, match="not the session's"):
+        EmbeddingModel(default_folder(), session=rlx.Session(), transport=LocalTransport.fan_out(1, 0)[0])

@@ -40,16 +40,19 @@ def generate(
     text = _standard_input() if prompt == "-" else prompt
     from rlx.frontends.generate import Generator, prepare
     from rlx.frontends.language import load
-    from rlx.runtime import CompileOptions, Session
+    from rlx.runtime import CompileOptions, Session, connect
 
-    loading = _Loading()
+    transport, loading = connect(), _Loading()  # of several ranks the first one shows what they made together
+    first = transport.this_rank.index == 0
     with loading:
         options = CompileOptions(threads=threads, tune=tune)
-        how = {"options": options, "progress": loading.progress, "session": Session(progress=TuningBar().progress)}
-        loaded = load(model, capacity=capacity, cache=cache, **how)
+        session = Session(progress=TuningBar().progress, transport=transport)
+        loaded = load(
+            model, capacity=capacity, cache=cache, options=options, progress=loading.progress, session=session
+        )  # fmt: skip
         answer = Generator(
             loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
-            seed=seed, on_text=_show, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            seed=seed, on_text=_show if first else None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
         prepare(answer)
@@ -59,9 +62,11 @@ def generate(
         answer.finish = "interrupted"
         raise typer.Exit(ETX) from None
     finally:
-        print(flush=True)
-        if stats:
+        if first:
+            print(flush=True)
+        if first and stats:
             _account(loaded, answer)
+        transport.close()
 
 
 def _standard_input() -> str:

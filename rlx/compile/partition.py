@@ -114,9 +114,10 @@ def partition(graph: Graph, marks: Mapping[str, int | Split | None], ranks: int)
     if lost := [n for n, mark in marks.items() if mark is None and n not in names]:
         raise OptionError(f"graph {graph.name!r} has no node called {lost[0]!r}")
     given = {name: _checked(graph, name, mark, ranks) for name, mark in marks.items() if mark is not None}
+    joined = {n for n, mark in marks.items() if mark is None}
     inferred: dict[str, Split] = {}
     while True:
-        made = _Partition(graph, {**given, **inferred}, ranks, {n for n, mark in marks.items() if mark is None})
+        made = _Partition(graph, {**given, **inferred} if ranks > 1 else {}, ranks, joined)
         out = made.run()
         found = {name: s for name, (s, *more) in ((n, [*a]) for n, a in made.asked.items()) if not more and isinstance(s, Split)}
         if not found:

@@ -20,11 +20,21 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known, whole
 from rlx.frontends.models import bert
+from rlx.frontends.parallel import shared_session, together
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
 from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.graph import Value
-from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session
+from rlx.runtime import (
+    CompiledGraph,
+    CompileOptions,
+    ParamStore,
+    Partitioned,
+    Session,
+    SymmetricTransport,
+    agreed,
+    partition,
+)
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; a model's own maximum ends the ladder
 MAX_COMPILED = 16  # (batch, length) shapes kept ready; the least recently used one goes first
@@ -64,7 +74,14 @@ def _rung(tokens: int, max_length: int) -> int:
 class EmbeddingModel:
     """Made by `load`. One thread at a time runs it; others wait."""
 
-    def __init__(self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> None:  # fmt: skip
+        """`transport` (or the session's own): to ranks that share the work. Each makes a model and calls the same methods with
+        the same arguments; it runs its part of each batch, and gets the whole result."""
+        self._session = shared_session(session, transport)
+        self.transport, self.ranks, self.rank = together(self._session)
         self.seconds = Seconds()  # where the time went, by phase
         self.folder = model_path(folder)
         with self.seconds.spent("read model"):
@@ -74,9 +91,8 @@ class EmbeddingModel:
             self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
         if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
             raise ModelError(f"{self.folder}: tokenizer.json has {have} tokens, the network's vocab_size is {room}")
-        self._session = session or Session()
         self._options = options or CompileOptions()
-        self._compiled: OrderedDict[tuple[int, int], CompiledGraph] = OrderedDict()
+        self._compiled: OrderedDict[tuple[int, int], tuple[CompiledGraph, Partitioned | None]] = OrderedDict()
         self._params: ParamStore | None = None  # shared by every shape
         self._lock = threading.RLock()
 
@@ -101,6 +117,8 @@ class EmbeddingModel:
         with self._lock:
             with self.seconds.spent("tokenize"):
                 tokens = self._tokenizer(texts)
+            if self.transport is not None:
+                agreed(self.transport, 0, batch_size, tokens)
             out = np.empty((len(tokens), self.dim), np.float32)
             done = 0
             for batch in plan_batches([len(t) for t in tokens], batch_size, self.max_length):
@@ -122,33 +140,38 @@ class EmbeddingModel:
         """
         length = self.max_length if length is None else whole("length", length, 1)
         with self._lock:
-            compiled = self._compile(whole("batch", batch, 1), _rung(min(length, self.max_length), self.max_length))
+            compiled, _ = self._compile(whole("batch", batch, 1), _rung(min(length, self.max_length), self.max_length))
         return dict(compiled.memory_plan().regions)
 
     def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
-        ids = np.full((batch.rows, batch.length), self.config.pad_token_id, np.int32)
-        mask = np.zeros((batch.rows, batch.length), np.bool_)
+        compiled, parts = self._compile(batch.rows, batch.length)
+        rows = -(-batch.rows // self.ranks) * self.ranks
+        ids = np.full((rows, batch.length), self.config.pad_token_id, np.int32)
+        mask = np.zeros((rows, batch.length), np.bool_)
         mask[:, 0] = True  # a row with nothing to attend to has no softmax; fillers and empty texts see one padding token
         for row, text in enumerate(tokens):
             ids[row, : len(text)] = text
             mask[row, : len(text)] = True
-        compiled = self._compile(batch.rows, batch.length)
+        inputs = {"input_ids": ids, "attention_mask": mask}
         with self.seconds.spent("run"):
-            (out,) = compiled.run({"input_ids": ids, "attention_mask": mask})
+            (out,) = compiled.run(inputs if parts is None else parts.shards(inputs, self.rank))
         return out[: len(tokens)]
 
-    def _compile(self, rows: int, length: int) -> CompiledGraph:
-        """The executable for this shape, from the cache or made now."""
+    def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
+        """The executable for this shape, from the cache or made now; and how ranks share its rows, filled up to a multiple."""
+        rows = -(-rows // self.ranks) * self.ranks
         if (key := (rows, length)) not in self._compiled:
             with self.seconds.spent("build graph"):
-                graph = bert.build(self.config, rows, length)
-            compiled = self._session.compile(graph, self._options, params=self._params)
+                graph, parts = bert.build(self.config, rows, length), None
+                if self.ranks > 1:
+                    parts = partition(graph, dict.fromkeys((str(v.name) for v in graph.inputs), 0), self.ranks)
+            compiled = self._session.compile(parts.graph if parts else graph, self._options, params=self._params)
             for stage, seconds in compiled.report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
             with self.seconds.spent("set weights"):
                 set_weights(compiled, self.weights)
                 self._params = compiled.params
-            self._compiled[key] = compiled
+            self._compiled[key] = compiled, parts
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -158,8 +181,8 @@ class EmbeddingModel:
 def load(folder: str | Path, **how: Any) -> EmbeddingModel:
     """The embedding model in a Hugging Face folder.
 
-    `session`, `options`: where and how to compile. Raises ModelError (CorruptFileError for a damaged file) saying what is
-    missing or unsupported.
+    `session`, `options`, `transport`: where and how to compile, and with whom. Raises ModelError (CorruptFileError for a damaged
+    file) saying what is missing or unsupported.
     """
     return EmbeddingModel(folder, **how)
 

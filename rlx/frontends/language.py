@@ -19,7 +19,7 @@ from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.models.llama import build
-from rlx.frontends.parallel import decoder_marks
+from rlx.frontends.parallel import decoder_marks, shared_session, together
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.weights import model_path
@@ -62,17 +62,17 @@ class LanguageModel:
         """`weights`: how matrices are kept: "f32", "bf16", "f16", "int8", "int4", or None: as they are stored. `capacity`:
         positions, prompt and answer together. `batch`: sequences that step together. `cache`: how keys and values are kept,
         "f32", or rounded to "bf16" or "f16", which halves what a step reads of them. `progress(done, total)` counts bytes of
-        weights as they are read. `transport`: to the ranks that share the model, each of which makes one and then calls the same
-        methods with the same arguments; each reads its part of the weights, holds its part of the state, and gets the whole
-        results. `session` is then made with it.
+        weights as they are read. `transport` (or the session's own): to ranks that share the model. Each makes one, and then
+        calls the same methods with the same arguments; it reads its part of the weights, holds its part of the state, and gets
+        the whole results.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
         self.seconds = Seconds()  # where the time went, by phase
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
+        self._session = shared_session(session, transport)
+        self.transport, self.ranks, rank = together(self._session)
         with self.seconds.spent("read model"):
-            self.transport, self.ranks = transport, transport.num_ranks if transport is not None else 1
-            rank = transport.this_rank.index if transport is not None else 0
             self.checkpoint = Checkpoint(path, weights, self.ranks, rank)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
@@ -84,8 +84,7 @@ class LanguageModel:
         self.cache = cache
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; shared likewise
-        session = session or (Session() if transport is None else Session(transport=transport))
-        self._session, self._options, self._progress = session, options or CompileOptions(), progress
+        self._options, self._progress = options or CompileOptions(), progress
         self.splits: dict[str, Split] = {}  # of params and states, where ranks share them
         if self.ranks > 1:
             self.splits = self.partitioned(self.whole_graph(1)).splits
@@ -156,7 +155,7 @@ class LanguageModel:
 
     def agreed(self, seed: int, *what: object) -> int:
         """Rank 0's seed. CallMismatchError: `what` the ranks are about to do is not the same."""
-        return seed if self.transport is None or self.ranks == 1 else agreed(self.transport, seed, *what)
+        return seed if self.transport is None else agreed(self.transport, seed, *what)
 
     def reset(self) -> None:
         """Forget every token."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlx.errors import ModelError
+from rlx.errors import ModelError, OptionError
 from rlx.frontends.models.llama import EMBEDDED, DecoderConfig
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
+from rlx.runtime import Session, SymmetricTransport
 
 Marks = dict[str, Split | None]
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -54,3 +55,19 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
                 raise ModelError(f"{ranks} ranks cannot share {name!r}, {whole}, equally")
             marks |= split
     return marks
+
+
+def shared_session(session: Session | None, transport: SymmetricTransport | None) -> Session:
+    """The session of a model that was given one, or a transport, or neither. OptionError: both, not belonging together."""
+    session = session or Session(transport=transport)
+    if transport is not None and session.transport is not transport:
+        raise OptionError("the transport is not the session's: give it to the session alone, Session(transport=…)")
+    return session
+
+
+def together(session: Session) -> tuple[SymmetricTransport | None, int, int]:
+    """(transport, ranks, this rank); None: there is no other rank."""
+    transport = session.transport
+    if transport is None or transport.num_ranks == 1:
+        return None, 1, 0
+    return transport, transport.num_ranks, transport.this_rank.index
