@@ -20,7 +20,7 @@ import pytest
 import ranks
 from ranks import Ended
 
-from rlx.driver import LocalTransport, Rank, ShmTransport, SymmetricBuffer, connect, native
+from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect, native
 from rlx.driver.symmetric import Call, SharedMemory, SymmetricTransport
 from rlx.driver.transports import shm
 from rlx.errors import CallMismatchError, HeapBoundsError, OptionError, TransportError, UnknownRankError
@@ -390,10 +390,13 @@ def test_native_words_are_where_others_expect_them():
 # -- killed at random moments
 
 
-def until_an_error(name: str, rank: int, n: int) -> str:
+def until_an_error(name: str, rank: int, n: int, collectives: bool) -> str:
     try:
         t = ShmTransport(name, rank, n, 1 << 16, timeout=3.0)
+        small, large = np.ones(16, np.float32), np.ones(1 << 14, np.float32)
         for i in range(1 << 30):
+            for x in (small, large) if collectives else ():
+                all_reduce(t, SymmetricBuffer(t.this_rank, 0, x.nbytes), x, ReduceKind.MAX)
             t.put(SymmetricBuffer(Rank((rank + 1) % n), i % 4096, 4096), np.full(4096, i % 256, np.uint8))
             t.barrier(Call(1, i))
     except TransportError as e:
@@ -407,7 +410,7 @@ def test_killed_at_random_moments(pytestconfig):
     for i in range(pytestconfig.getoption("--kills")):
         n = chance.choice((2, 3, 4))
         name, who = ranks.fresh_name(), i % n
-        started = ranks.start(n, until_an_error, connect=False, name=name)
+        started = ranks.start(n, until_an_error, bool(i % 2), connect=False, name=name)
         time.sleep(chance.choice((0.0, 0.005, 0.02, 0.05)) * chance.random())
         os.kill(started.pids[who], signal.SIGKILL)
         found = started.outcomes()

@@ -128,7 +128,8 @@ class ShmTransport:
         stages, heaps, _ = layout(self.num_ranks, self.heap_size)
         self._header = Header.from_buffer(memory)
         self._lines = lines_of(memory, self.num_ranks)
-        self._leave = weakref.finalize(self, _leave, self._lines[rank], os.getpid())  # at exit, too
+        self._leave = weakref.finalize(self, _leave, self._lines[rank], os.getpid())
+        self._leave.atexit = False  # who ends without closing has died, when it is dead: the others end after it, not before
         self.heap = SymmetricHeap(self.num_ranks, self.heap_size, np.frombuffer(memory, np.uint8)[heaps:])
         base = ctypes.addressof(self._header)
         self.meeting = Meeting(
