@@ -95,13 +95,26 @@ def collectives(t: SymmetricTransport) -> str:
     return "right"
 
 
-CASES = {f.__name__: f for f in (passed_on, refused, disagree, until_cut, collectives)}
+def graphs(t: SymmetricTransport) -> str:
+    """Every collective op in compiled graphs, against the evaluator."""
+    from test_graph_collectives import NAMES, all_cases, every_case_here, same
+
+    from rlx.ir.evaluate import evaluate_ranks
+
+    for name, outputs in zip(NAMES, every_case_here(t)[0], strict=True):
+        g, inputs, what = all_cases(name, t.num_ranks)
+        for found, want, text in zip(outputs, evaluate_ranks(g, inputs)[t.this_rank.index][0], what, strict=True):
+            same(found, want, text)
+    return "right"
+
+
+CASES = {f.__name__: f for f in (passed_on, refused, disagree, until_cut, collectives, graphs)}
 
 if __name__ == "__main__":
     CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
     try:
         heap = HEAP + (CASE == "heaps" and INDEX == 1)
-        transport = MpiTransport(heap, timeout=30 if CASE in ("passed_on", "collectives") else TIMEOUT)
+        transport = MpiTransport(heap, timeout=30 if CASE in ("passed_on", "collectives", "graphs") else TIMEOUT)
         said = CASES.get(CASE, go_without)(transport)
         transport.close()
     except CollectiveError as e:

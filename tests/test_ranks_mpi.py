@@ -76,6 +76,10 @@ def test_collectives_conform(ranks: int, tmp_path: Path) -> None:
     assert mpirun("collectives", ranks, tmp_path) == (dict.fromkeys(range(ranks), "right"), 0)
 
 
+def test_collectives_in_graphs(tmp_path: Path) -> None:
+    assert mpirun("graphs", 2, tmp_path) == ({0: "right", 1: "right"}, 0)
+
+
 # -- two hosts: network namespaces of this machine, each with addresses, a host name and a /dev/shm of its own
 
 HOSTS = {"10.79.0.1": ("rlx-test-a", "10.77.0.1"), "10.79.0.5": ("rlx-test-b", "10.77.0.2")}  # control -> name, data
