@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #   count(mine, before, n): mine[task] += 1; status 7 unless before[0..n) all equal the new value: the step before is done
 #   fail(x): status 5.   hold(flags): flags[1] = 1, then waits for flags[0]
 #   meet(x): x[1 + task] = address of its scratch; x[0] += 1 and waits until that is 2: two threads are in at once
+#   crowd(x): x[0] threads are in now, x[1] the most that were at once
 #   relay(flags): task 0 waits for flags[1], which task 1 sets before it waits for flags[0]
 KERNELS = """
 define void @count(ptr %args, i64 %task, ptr %scratch, ptr %status) {
@@ -96,6 +97,24 @@ wait:
 out:
   ret void
 }
+define void @crowd(ptr %args, i64 %task, ptr %scratch, ptr %status) {
+entry:
+  %p = load ptr, ptr %args
+  %most = getelementptr i64, ptr %p, i64 1
+  %old = atomicrmw add ptr %p, i64 1 seq_cst
+  %now = add i64 %old, 1
+  %x = atomicrmw max ptr %most, i64 %now seq_cst
+  br label %stay
+stay:
+  %i = phi i64 [0, %entry], [%i.next, %stay]
+  %i.next = add i64 %i, 1
+  %v = load atomic i64, ptr %p seq_cst, align 8
+  %more = icmp slt i64 %i.next, 3000
+  br i1 %more, label %stay, label %out
+out:
+  %y = atomicrmw sub ptr %p, i64 1 seq_cst
+  ret void
+}
 define void @relay(ptr %args, i64 %task, ptr %scratch, ptr %status) {
 entry:
   %p = load ptr, ptr %args
@@ -118,7 +137,7 @@ out:
 
 @cache
 def library() -> Library:
-    return Library([compile_object(KERNELS, host_target(1))], ("count", "fail", "meet", "hold", "relay"))
+    return Library([compile_object(KERNELS, host_target(1))], ("count", "crowd", "fail", "meet", "hold", "relay"))
 
 
 class Table:
@@ -315,6 +334,25 @@ def test_two_python_threads_run_at_once():
     for t in threads:
         t.join()
     assert results == {i: ({0}, [5000] * 4, [5000] * 4) for i in range(3)}
+
+
+@pytest.mark.parametrize("callers", [1, 2, 4])
+def test_several_runs_at_once_share_the_workers(callers):
+    """However many threads run tables of their own, what helps them is one worker: never a team for each."""
+    seen, statuses = np.zeros(2, np.int64), []
+
+    def work():
+        table = Table([("crowd", 8, (seen,)), ("crowd", 1, (seen,)), ("crowd", 5, (seen,))], 2)
+        statuses.extend(table.run() for _ in range(100))
+
+    threads = [threading.Thread(target=work) for _ in range(callers)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert statuses == [0] * 100 * callers and seen[0] == 0
+    assert 1 <= seen[1] <= callers + 1, "threads in kernels at once: the callers' and one worker's"
+    assert len(pools.pool(2).workers) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")

@@ -34,12 +34,13 @@ class Run(ctypes.Structure):
 
 
 class Control(ctypes.Structure):
-    """A pool's shared words. All that changes in a run lies on one cache line; the rest is constant. `pinned`, by CPU:
+    """A pool's shared words. All that changes in a run lies on one cache line; the rest is constant. `alone`: runs at the moment
+    besides the one that has the workers. `pinned`, by CPU:
     ATTEND where a worker is pinned to it, else 0."""
 
     _fields_ = [
         ("ticket", I64), ("step", P), ("run", P), ("done", I32), ("sleepers", I32), ("lock", I32), ("workers", I32),
-        ("caller_asleep", I32), ("stop", I32), ("pad", I64 * 2),
+        ("caller_asleep", I32), ("stop", I32), ("alone", I32), ("pad", I32 * 3),
         ("idle_spins", I64), ("busy_spins", I64), ("yields", I64), ("wait", P), ("sched_yield", P), ("getcpu", P),
         ("pinned", ctypes.c_int8 * MAX_CPUS),
     ]  # fmt: skip

@@ -193,12 +193,16 @@ def publish(e: Body, c: V, low: V) -> None:
         attempt.next = [found]
 
 
+def _workers_are_free(e: Body, c: V) -> V:
+    """Whether fewer runs go on beside this one than there are workers: else their callers have a use for the CPUs."""
+    return e.cmp("slt", e.get(c, "alone", "monotonic"), e.get(c, "workers"))
+
+
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
 def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
     """All tasks up to `done`'s are done: go on. Runs groups of one task here (all steps where `c` is null). True: a larger group
     is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
-    pooled = e.cmp("ne", c, NULL)
-    end = e.get(run, "end")
+    pooled, end = e.cmp("ne", c, NULL), e.get(run, "end")
     address = lambda pointer: e.op("i64", f"ptrtoint {pointer} to i64")  # noqa: E731
     with e.loop(address(done), address(end), STEP_BYTES) as each:
         last = e.op("ptr", f"inttoptr {each.index} to ptr")  # the last step that is done
@@ -209,7 +213,7 @@ def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
         with e.when(e.cmp("eq", step, end)):
             e.branch(each.done)
         tasks = _tasks(e, step)
-        with e.when(e.bin("and", pooled, e.cmp("sgt", tasks, 1))):
+        with e.when(e.bin("and", pooled, e.cmp("sgt", tasks, 1))), e.when(_workers_are_free(e, c)):
             e.put(c, "step", step)
             e.put(c, "done", 0)
             rest = e.bin("sub", tasks, 1)
@@ -311,7 +315,7 @@ def together(e: Body, c: V, run: V, before: V) -> None:
     with e.when(e.cmp("ne", status, 0)):
         e.ret(status)
     getcpu = e.get(c, "getcpu")
-    with e.when(e.bin("and", helped, e.cmp("ne", getcpu, NULL))):
+    with e.when(e.bin("and", _workers_are_free(e, c), e.cmp("ne", getcpu, NULL))):  # then there are some
         cpu = e.convert("zext", e.call(getcpu, "i32"), "i64")
         with e.when(e.cmp("ult", cpu, MAX_CPUS)):
             pinned = e.load("i8", e.gep(e.at(c, "pinned"), cpu), 1)
@@ -332,6 +336,10 @@ def rlx_run(e: Body, run: V) -> None:
         _, free = e.exchange_if(e.at(c, "lock"), e.const("i32", 0), e.const("i32", 1))
         with e.when(free):
             e.ret(together(e, c, run, before))
+        e.change("add", c, "alone", 1)
+        advance(e, NULL, run, before, e.i64(0))
+        e.change("sub", c, "alone", 1)
+        e.ret(e.get(run, "status"))
     advance(e, NULL, run, before, e.i64(0))
     e.ret(e.get(run, "status"))
 
