@@ -153,7 +153,7 @@ def test_copies_of_views_and_parts(path, arrays, monkeypatch):
         goal = np.full(source.shape, np.nan, F)
         files.copy(goal, source)
         np.testing.assert_array_equal(goal, arrays["q"][part])
-    monkeypatch.setattr(files, "PART", 1000)
-    for threads in (1, 3):
-        np.testing.assert_array_equal(files.in_memory(mapped["k"], threads), arrays["k"])
+    np.testing.assert_array_equal(files.in_memory(mapped["k"]), arrays["k"])
+    monkeypatch.setattr(files, "SMALL", arrays["k"].nbytes - 1)
+    assert files.in_memory(mapped["k"]) is mapped["k"]
     assert files.in_memory(arrays["k"]) is arrays["k"]

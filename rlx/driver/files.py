@@ -1,7 +1,8 @@
 """Files mapped into memory, and copies of what lies in them that do not touch the mapping.
 
 A mapped page that another program has cut off since kills the process that touches it; a read of it only comes back short.
-A read also leaves no page of the file resident here. So what is copied out of arrays over mapped files is read.
+A read also leaves no page of the file resident here. So what is copied out of arrays over mapped files is read, and what is only
+packed from there is read first where that costs nothing: larger arrays would go through memory twice, and are used in place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from rlx.errors import CorruptFileError
 
 READ = 1 << 30  # bytes that one call reads; Linux stops at 2 GiB
-PART = 4 << 20  # bytes that threads take at a time
+SMALL = 8 << 20  # bytes of an array whose copy stays in a cache until it is packed
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,12 @@ def copy(goal: np.ndarray, source: np.ndarray) -> None:
         at += count
 
 
-def in_memory(array: np.ndarray, threads: int = 1) -> np.ndarray:
-    """The array; or a copy, if it lies in a mapped file. CorruptFileError as `copy` says."""
-    if _place(array) is None:
+def in_memory(array: np.ndarray) -> np.ndarray:
+    """The array; or a copy, if it is SMALL and lies in a mapped file. CorruptFileError as `copy` says."""
+    if array.nbytes > SMALL or _place(array) is None:
         return array
     made = np.empty_like(array)
-    goal, source = made.reshape(-1), array.reshape(-1)
-    step = max(1, PART // array.itemsize)
-    parts = [slice(at, at + step) for at in range(0, array.size, step)]
-    in_threads([partial(copy, goal[part], source[part]) for part in parts], min(threads, len(parts)))
+    copy(made, array)
     return made
 
 

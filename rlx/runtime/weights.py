@@ -70,7 +70,7 @@ class Weights:
             if name in self.kept:
                 self.executable.write(self.decls[name].id, values[name])
             else:
-                given[self.decls[name].id] = files.in_memory(values[name], 1 if alone else self.program.target.threads)
+                given[self.decls[name].id] = files.in_memory(values[name])
         if steps:
             self.executable.prepare(steps, given, alone)
 
