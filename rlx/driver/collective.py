@@ -79,7 +79,7 @@ class Memory(Protocol):
 
     function: Callable[..., None]
 
-    def remember(self, buffer: SymmetricBuffer, kind: ReduceKind, array: np.ndarray, table: Table) -> None: ...
+    def remember(self, buffer: SymmetricBuffer, kind: ReduceKind, array: np.ndarray, table: Any) -> None: ...
 
 
 class Native(Protocol):
@@ -217,7 +217,7 @@ class Collectives:
 
     def all_reduce(self, buffer: Any, array: Any, kind: Any, algorithm: Algorithm | None = None) -> None:
         table = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
-        if self.memory and not algorithm and not self._is_scratch(buffer, array):
+        if self.memory and not algorithm and not self._is_scratch(buffer, array):  # it knows all tables of its transport
             self.memory.remember(buffer, kind, array, table)
 
     def run(
@@ -293,7 +293,7 @@ class Collectives:
         algorithm = algorithm or choose(job, self.figures if job.nbytes > SMALL else None, shared)
         plan = Plan(call, schedule(job, algorithm, shared), dtype, kind, job)
         code = machine_code()
-        return (code and code.table(self.transport, plan)) or Steps(self.transport, self.heap, plan)
+        return (code.table(self.transport, plan) if code else None) or Steps(self.transport, self.heap, plan)
 
     # -- figures
 

@@ -201,7 +201,8 @@ def possible(job: Job) -> list[Algorithm]:
         return ["one_shot"]
     if job.in_place:  # the others write to the array before everybody has read it
         return ["two_shot"]
-    return ["one_shot", "two_shot"] + (["ring"] if job.ranks > 1 and _ring_piece(job, PIECE["ring"]) else [])
+    chain: list[Algorithm] = ["ring"] if job.ranks > 1 and _ring_piece(job, PIECE["ring"]) else []
+    return ["one_shot", "two_shot", *chain]
 
 
 def schedule(job: Job, algorithm: Algorithm, shared: bool) -> list[Step]:

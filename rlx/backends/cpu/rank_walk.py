@@ -230,6 +230,7 @@ class Table:
 
     def __init__(self, transport: Any, plan: Plan) -> None:
         self.transport, self.plan, self.kept = transport, plan, []
+        self.seen: Any = None  # the buffer of the last call
         steps, staged = plan.steps, self._may_be_staged()
         if staged:
             steps = steps[:-1]  # nobody's scratch was touched
@@ -294,7 +295,8 @@ class Remembered:
     """all_reduce of one transport as a function that knows the calls it was told of; others go to `slow`."""
 
     def __init__(self, transport: Any, slow: Callable[..., Any]) -> None:
-        self.entries, self.tables, self.count = (Entry * ENTRIES)(), [None] * ENTRIES, 0
+        self.entries, self.count = (Entry * ENTRIES)(), 0
+        self.tables: list[Any] = [None] * ENTRIES
         m, total = transport.meeting, transport.num_ranks * transport.meeting.stride
         known = Known(entries=ctypes.addressof(self.entries), low=m.heaps, high=m.heaps + total, at_meeting=ctypes.addressof(m))
         settle = self._settle
@@ -304,17 +306,20 @@ class Remembered:
         kept = calls._Kept(known, self, slow, settle, m, definition)
         self.function = builtin(definition, ctypes.addressof(known), kept)
 
-    def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Any) -> None:
-        if not isinstance(table, Table):
+    def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Table) -> None:
+        """From its second time on: who makes a buffer for each call would drive out all others."""
+        if table.seen is not buffer:
+            table.seen = buffer
             return
         at = self.count % ENTRIES
         dims = (I64 * max(1, array.ndim))(*array.shape)
-        self.tables[at] = (table, buffer, kind, array.dtype, dims)  # before what pointed to the last one's is overwritten
-        entry = self.entries[at]
+        entry, last = self.entries[at], self.tables[at]
+        self.tables[at] = (table, buffer, kind, array.dtype, dims)
         entry.buffer, entry.kind, entry.descr, entry.ndim = id(buffer), id(kind), id(array.dtype), array.ndim
         entry.dims, entry.nbytes, entry.walk = ctypes.addressof(dims), array.nbytes, table.address
         self.count += 1
         self.known.known = min(self.count, ENTRIES)
+        del last  # only now nothing points to it
 
     def _settle(self, walk: int, code: int) -> None:
         table = next(kept[0] for kept in self.tables if kept and kept[0].address == walk)
