@@ -77,3 +77,14 @@ def test_extremes_with_constants_let_nan_through(name: str, wanted: np.ufunc) ->
     for constant in (0.0, 1.5, np.inf, np.nan):
         for make in (lambda v, c=constant: getattr(rlx, name)(v, c), lambda v, c=constant: getattr(rlx, name)(c, v)):
             np.testing.assert_array_equal(compiled(make, x.shape).run({"x0": x})[0], wanted(x, np.float32(constant)))
+
+
+@pytest.mark.parametrize("dims", [(5, 100), (3, 64), (1, 33)])
+def test_rows_fetched_ahead(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]) -> None:
+    """The next row is asked for while the second of three passes computes; past the last one that does no harm."""
+    x = np.random.default_rng(2).standard_normal(dims).astype(np.float32)
+    monkeypatch.setattr(render, "FETCHED_BYTES", 1)
+    c = compiled(rlx.softmax, dims)
+    assert ("prefetch" in "".join(c.report().texts.values())) == (dims[0] > 1)
+    e = np.exp(x - x.max(-1, keepdims=True))
+    np.testing.assert_allclose(c.run({"x0": x})[0], e / e.sum(-1, keepdims=True), rtol=1e-5)

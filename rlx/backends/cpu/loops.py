@@ -9,7 +9,7 @@ from functools import partial
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import V, vector
 from rlx.backends.cpu.ranges import parts
-from rlx.backends.cpu.scope import Scope, access, check, distinct, expr, operands, value_to_store
+from rlx.backends.cpu.scope import Scope, access, address, check, distinct, expr, operands, value_to_store
 from rlx.errors import CompileError
 from rlx.ir.dtype import i64
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
@@ -229,6 +229,7 @@ class VectorLoop:
             first = base + at if isinstance(base, int) else self.em.bin("add nsw", base, at) if c else base
             inner = self.outer.child(vector=self.loop.var, base=self.em.i64(first), mask=mask)
             self.scan(inner, held)
+            self.fetch(inner)
             held += _emit(self.loop.body, inner)
             _write_if_read([r.value for r in self.loop.reduces], held, inner)
             for n, r in enumerate(self.loop.reduces):
@@ -248,6 +249,14 @@ class VectorLoop:
         """One step of reduction number n."""
         r = self.loop.reduces[n]
         return alu.best_number(self.em, r.op, a, b) if n in self.nans else alu.combine(self.em, r.op, r.value.dtype, a, b)
+
+    def fetch(self, inner: Scope) -> None:
+        """What comes after, where this loop is the one during which it is fetched."""
+        if (ahead := inner.ahead) and ahead.during is self.loop:
+            at = self.scope.child({ahead.var: inner.scalar.bindings[self.loop.var]})
+            for load, nbytes in ahead.loads:
+                place = self.em.gep(address(load.buffer, load.index, at), nbytes)
+                self.em.intrinsic("prefetch", place, *(V(x, "i32") for x in "031"), suffix=("p0",), returns="void")
 
     def scan(self, inner: Scope, held: Held) -> None:
         """Give the carries their values in each lane: prefixes of the vector, after the total of those before it."""

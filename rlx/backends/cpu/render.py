@@ -17,15 +17,25 @@ from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import NO_CHOICE, other_tasks
-from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, nested, prefers_inner, weight
-from rlx.backends.cpu.scope import Scope, expr, limit_of
-from rlx.ir.kernel import Contract, Kernel, Loop, Native, Stmt, Var, loaded_buffers
+from rlx.backends.cpu.loops import (
+    emit_serial_loop,
+    emit_statements,
+    emit_vector_loop,
+    hoist,
+    nested,
+    prefers_inner,
+    stores,
+    weight,
+)
+from rlx.backends.cpu.scope import Ahead, Scope, distinct, expr, limit_of
+from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Loop, Native, Stmt, Var, coefficient, expressions, loaded_buffers
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # estimated work of a task, at the least: handing over takes 0.2 µs, 12 more where the other thread sleeps
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
 NATIVES = {"attention": attention, "attention_parts": attention, "dequant_matmul": quant}  # see backend.py
 STREAMED_BYTES = 32 << 20  # touched by a kernel, from which on results are written past the caches: they would not stay there
+FETCHED_BYTES = 1 << 20  # of an operand, from which on a core's own caches do not hold it
 STREAMED_SHARE = 8  # and if what it touches is at most this many times a result's size
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
@@ -63,6 +73,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[s
     large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
     scope.streams = frozenset(large - loaded_buffers(kernel))
     space = Space.of(kernel)
+    scope.ahead = fetched(space.body, space.vars[-1]) if space.vars and not space.vector else None
     tasks = 1
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
@@ -114,6 +125,21 @@ class Space:
         work = weight([s for s in self.body if not isinstance(s, Loop)])
         work += sum(weight([s]) / (lanes if _has_vector([s]) else 1) for s in loops)
         return math.prod(self.extents) * work / (lanes if self.vector else 1) * WEIGHT_NS
+
+
+def fetched(body: Sequence[Stmt], row: Var) -> Ahead | None:
+    """Of passes over a row: what the first one reads of a large buffer is fetched for the row after it during the second,
+    if that one, which finds its own in a cache, leaves memory idle."""
+    passes = [s for s in body if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
+    if len(passes) < 2 or any(isinstance(s.buffer, Buffer) for s in stores([passes[1]])):
+        return None
+    first, loads = passes[0], []
+    for x in distinct(expressions([first])):
+        if isinstance(x, Load) and isinstance(x.buffer, Buffer) and x.guard is None and coefficient(x.index, first.var) == 1:
+            nbytes = (coefficient(x.index, row) or 0) * x.buffer.dtype.itemsize
+            if nbytes > 0 and x.buffer.size * x.buffer.dtype.itemsize >= FETCHED_BYTES:
+                loads.append((x, nbytes))
+    return Ahead(passes[1], first.var, tuple(loads)) if loads else None
 
 
 def _has_vector(stmts: Sequence[Stmt]) -> bool:

@@ -8,14 +8,25 @@ becomes a contiguous vector access.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
-from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Store, Var, coefficient
+from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
 
 Pointers = Mapping[Buffer | Local, V]
 Bindings = Mapping[Var, V]
 Names = frozenset[Var | Buffer | Local]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the next point will read first, and may be fetched while `during` computes: `loads` of a loop over `var`, so many
+    bytes on."""
+
+    during: Loop
+    var: Var
+    loads: tuple[tuple[Load, int], ...]
 
 
 class Scope:
@@ -37,6 +48,7 @@ class Scope:
         self.memo: dict[int, V] = {}
         self.names: dict[int, Names] = {}
         self.streams: frozenset[Buffer] = frozenset()  # too large to stay in a cache, and only written
+        self.ahead: Ahead | None = None
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
         for var, value in (bindings or {}).items():
             self.bind(var, value)
@@ -53,7 +65,7 @@ class Scope:
         out = Scope(self.e, places, self.status, lanes=lanes, vector_bytes=self.vector_bytes)
         out.vector, out.mask = self.vector, mask or self.mask
         out.names = out.scalar.names = self.names
-        out.streams = self.streams
+        out.streams, out.ahead = self.streams, self.ahead
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
             out.memo, out.bindings = dict(self.memo), dict(self.bindings)
