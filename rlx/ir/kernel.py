@@ -9,7 +9,6 @@ Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer ar
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -211,20 +210,13 @@ class View:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Native:
-    """A whole op that the target claimed (Target.natives): the backend has a kernel of its own for it. Or a collective
-    (OpDef.collective) on contiguous operands, which a backend has the executable's transport do."""
+    """A whole op that the backend has a kernel of its own for (Target.natives), or a collective on contiguous operands."""
 
     op: str
     attrs: Attrs | None
     inputs: tuple[View, ...]
     outputs: tuple[View, ...]
     axes: tuple[Var, ...] = ()  # the coordinates of the first output, where the kernel has limits
-
-    @property
-    def moved_bytes(self) -> int:
-        """Of a collective: what each rank receives from others, at the least."""
-        (x,) = self.inputs
-        return self.attrs.moved(math.prod(x.dims) * x.buffer.dtype.itemsize)  # type: ignore[union-attr]
 
 
 Stmt = Let | Store | Loop | Check | Contract | Native
@@ -257,8 +249,8 @@ class Kernel:
     @property
     def collective(self) -> Native | None:
         """The op in which all ranks take part that this is a step of."""
-        first = self.body[0] if self.body else None
-        return first if isinstance(first, Native) and first.op in OPS and OPS[first.op].kind is Kind.COLLECTIVE else None
+        own = (s for s in self.body[:1] if isinstance(s, Native) and s.op in OPS)  # there is one, if any
+        return next((s for s in own if OPS[s.op].kind is Kind.COLLECTIVE), None)
 
     @property
     def key(self) -> str:
@@ -304,8 +296,6 @@ FOLD: dict[str, Callable[..., int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
     "div": _quotient, "rem": lambda a, b: a - b * _quotient(a, b) if b else 0,
 }  # fmt: skip
-
-
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 

@@ -157,10 +157,16 @@ class NodeReport:
     why: str = ""  # a refusal's reason
 
 
+def received_bytes(kernel: Kernel) -> int:
+    """What each rank receives from others, at the least, if it is a collective."""
+    if not (op := kernel.collective):
+        return 0
+    x = op.inputs[0].buffer
+    return op.attrs.moved(x.size * x.dtype.itemsize)  # type: ignore[union-attr]
+
+
 def _moved(kernel: Kernel) -> str:
-    """Of a collective: what it is, and how much each rank receives."""
-    native = kernel.collective
-    return f"{native.attrs}, {native.moved_bytes} bytes to each" if native else ""
+    return f"{kernel.collective.attrs}, {received_bytes(kernel)} bytes to each" if kernel.collective else ""
 
 
 def print_program(program: Program) -> str:

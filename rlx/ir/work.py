@@ -15,7 +15,7 @@ from functools import cached_property
 from rlx.ir.access import accesses
 from rlx.ir.kernel import COMPARISONS, Alu, Buffer, Check, Contract, Expr, Kernel, Let, Loop, Native, Stmt, Store, Var, walk
 from rlx.ir.op import OPS
-from rlx.ir.program import Program, Region
+from rlx.ir.program import Program, Region, received_bytes
 
 FREE = COMPARISONS | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
 
@@ -92,8 +92,7 @@ def program_work(program: Program) -> ProgramWork:
             for what, n, counts in (("read", t.once, arg in outer), ("written", t.written, arg in kept)):
                 if counts:
                     needed[arg, what] = max(needed.get((arg, what), 0), n * size)
-        received = op.moved_bytes if (op := step.kernel.collective) else 0
-        rows.append(KernelWork(step.kernel.name, read, written, least, operations, received))
+        rows.append(KernelWork(step.kernel.name, read, written, least, operations, received_bytes(step.kernel)))
     return ProgramWork(tuple(rows), sum(needed.values()))
 
 
