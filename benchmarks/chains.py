@@ -9,6 +9,7 @@ double precision first.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import math
 import os
@@ -27,6 +28,7 @@ import rlx
 from benchmarks.chains_peers import Jax, Numpy, Onnx, Rlx, Torch
 from benchmarks.measure import Call, header, interleaved, share, table
 from rlx.backends.cpu import jit, pool
+from rlx.backends.cpu.blocks import Step
 from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
@@ -222,11 +224,11 @@ def _stream(reads: int, writes: int, nbytes: int, threads: int, streaming: bool)
     library = jit.load([jit.compile_object(text, target)], ["stream"], target)
     memory, scratch = allocate(stride * (reads + writes)), allocate(128 * threads)
     memory.data[...] = 1
-    steps = np.array([[library.address("stream"), memory.address, tasks]], np.int64)
+    step = Step(library.address("stream"), memory.address, tasks)
     control = pool.pool(threads).address if threads > 1 else None
-    run = pool.Run(steps.ctypes.data, steps.ctypes.data + steps.nbytes, scratch.address, 128, control)
+    run = pool.Run(ctypes.addressof(step), ctypes.addressof(step) + ctypes.sizeof(step), scratch.address, 128, control)
     call = pool.callable_of(run)
-    return lambda keep=(library, memory, scratch, steps, run): call()
+    return lambda keep=(library, memory, scratch, step, run): call()
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
