@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from rlx.errors import (
     CallMismatchError,
     CollectiveError,
     CompileError,
+    CorruptFileError,
     DTypeError,
     HeapBoundsError,
     IndexRangeError,
@@ -41,6 +43,7 @@ from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op import OPS, Kind
 from rlx.ir.work import program_work
+from rlx.runtime import stored
 
 HEAP = 1 << 20
 DTYPES = {"f": ("f32", "f64", "f16", "bf16"), "i": ("i8", "i64"), "u": ("u8", "u64"), "b": ("bool",), "c": ()}
@@ -515,6 +518,28 @@ def test_all_ranks_share_one_entry_on_disk(tmp_path: Any, monkeypatch: pytest.Mo
     disk, why = disk_cache()
     assert disk is not None, why
     assert states[1] == {"cached"} and len({c.report().cache.key for c in compiled}) == 1
+
+
+def test_a_spoilt_entry_on_disk_is_refused() -> None:
+    """None of what is read is believed: a collective that fits nothing is no program."""
+    backend, g = get("cpu"), Graph("kept")
+    g.set_outputs([ops.all_gather(g.input("x", (6, 4), "f32"), ranks=2)])
+    program = lower(g, backend.target(0, threads=1), rlx.CompileOptions())
+    _, text, *parts = stored.pack(backend.compile(program), backend, {})  # type: ignore[arg-type]
+
+    def read(**changes: Any) -> Any:
+        head = json.loads(text)
+        (kernel,) = head["program"]["kernels"]
+        kernel[3] = [changes.pop("op", kernel[3][0]), {**kernel[3][1], **changes}]
+        made = json.dumps(head).encode()
+        content = b"".join([len(made).to_bytes(4, "little"), made, *parts])
+        return stored.unpack(content, backend, program.target)[1]  # type: ignore[arg-type]
+
+    assert [str(op.attrs) for op in read().program.collectives] == ["all_gather, 2 ranks"]
+    for wrong in ({"op": "all_gather"}, {"op": "abs"}, {"op": "none"}, {"what": "all_reduce"}, {"what": "x"}, {"ranks": 3},
+                  {"ranks": 0}, {"ranks": "2"}, {"root": 2}, {"root": -1}, {"kind": 1}, {"more": 1}):  # fmt: skip
+        with pytest.raises(CorruptFileError):
+            read(**wrong)
 
 
 # -- states and errors ---------------------------------------------------------------------------------------------

@@ -196,7 +196,8 @@ class CpuExecutable:
         try:
             table.settle(status)
         except BaseException:
-            self.run_abort(table.failed)
+            if status != pool.ATTEND:
+                self.run_abort(table.failed)
             raise
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
