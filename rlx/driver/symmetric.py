@@ -190,7 +190,8 @@ class LocalTransport:
                 raise TransportError(m.broken)
             generation, m.calls[me] = m.generation, call
             if all(c is not None for c in m.calls):
-                m.met, m.calls, m.generation = [c for c in m.calls if c], [None] * self.num_ranks, generation + 1
+                m.met, m.generation = [c for c in m.calls if c], generation + 1
+                m.calls[:] = [None] * self.num_ranks
                 m.condition.notify_all()
             while m.generation == generation and not m.broken:
                 if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
