@@ -251,6 +251,24 @@ def mismatches(transport: Any) -> None:
         assert (y == sum(range(1, transport.num_ranks + 1))).all()
 
 
+def prepared_calls_disagree(transport: Any) -> None:
+    """The same of calls that were made before, and may be known to machine code."""
+    last = transport.this_rank.index == transport.num_ranks - 1
+    x, y = np.ones(64, np.float32), np.ones(64, np.int32)
+    scratch = SymmetricBuffer(transport.this_rank, 0, 256)
+    calls = [(x, ReduceKind.SUM), (x, ReduceKind.MAX), (y, ReduceKind.MIN)]
+    for _ in range(3):
+        for array, kind in calls:
+            all_reduce(transport, scratch, array, kind)
+    before = x.copy(), y.copy()
+    for mine, theirs in ((0, 1), (1, 2), (2, 0)):
+        array, kind = calls[theirs if last else mine]
+        refused(CallMismatchError, lambda a=array, k=kind: all_reduce(transport, scratch, a, k), "disagree")
+        assert same_bits(x, before[0]) and same_bits(y, before[1])
+        all_reduce(transport, scratch, x, ReduceKind.MAX)
+    assert same_bits(x, before[0])
+
+
 def repeated(transport: Any) -> None:
     """The same call again and again, by turns with others: what was prepared for it is used, and stays right."""
     me, n = transport.this_rank.index, transport.num_ranks
@@ -280,6 +298,7 @@ def conform(transport: Any, count: int = 100, seed: int = 0) -> None:
     repeated(transport)
     if transport.num_ranks > 1:
         mismatches(transport)
+        prepared_calls_disagree(transport)
     random_collectives(transport, count, seed)
 
 
