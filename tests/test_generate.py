@@ -453,6 +453,16 @@ def test_command(folder, model):
     assert (quiet.returncode, quiet.stderr) == (0, b"")
 
 
+def test_command_on_two_ranks(folder, model):
+    """The first one shows what both made."""
+    how = ["generate", str(folder[0]), "-", "--max-new-tokens=40", "--temperature=0.8", "--seed=3", "--threads=1", "--stats"]
+    launch = [sys.executable, "-m", "rlx", "launch", "-n", "2", "--no-prefix", "-m", "rlx"]
+    done = subprocess.run([*launch, *how], input=b"the cat", capture_output=True, check=False)  # only one of them gets it
+    assert done.returncode == 0, done.stderr.decode()
+    want = model.generate("the cat", max_new_tokens=40, temperature=0.8, seed=3)
+    assert done.stdout.decode() == want.text + "\n" and done.stderr.decode().count("answer: ") == 1
+
+
 @pytest.mark.parametrize(
     "args, text",
     [

@@ -37,13 +37,14 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Say how fast it was and where the time and the memory went.")] = False,
 ) -> None:
     """Go on from a prompt, or answer a message, with a language model."""
-    text = _standard_input() if prompt == "-" else prompt
     from rlx.frontends.generate import Generator, prepare
     from rlx.frontends.language import load
-    from rlx.runtime import CompileOptions, Session, connect
+    from rlx.runtime import CompileOptions, Session, connect, of_first
 
     transport, loading = connect(), _Loading()  # of several ranks the first one shows what they made together
-    first = transport.this_rank.index == 0
+    first, text = transport.this_rank.index == 0, prompt
+    if prompt == "-":
+        text = of_first(transport, _standard_input().encode() if first else b"").decode()
     with loading:
         options = CompileOptions(threads=threads, tune=tune)
         session = Session(progress=TuningBar().progress, transport=transport)

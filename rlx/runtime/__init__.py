@@ -28,7 +28,7 @@ from rlx.driver import (
 )
 from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
-from rlx.runtime.agree import agreed
+from rlx.runtime.agree import agreed, of_first
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
@@ -39,5 +39,5 @@ __all__ = [
     "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "LocalTransport", "MemoryPlan",
     "OutputView", "ParamStore", "Partitioned", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer",
     "SymmetricHeap", "SymmetricTransport", "SyncStream", "agreed", "all_gather", "all_reduce", "all_to_all", "available",
-    "broadcast", "connect", "is_available", "map_file", "partition", "power_of_two_ladder", "reduce_scatter",
+    "broadcast", "connect", "is_available", "map_file", "of_first", "partition", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

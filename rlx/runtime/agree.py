@@ -20,3 +20,12 @@ def agreed(transport: SymmetricTransport, number: int, *what: object) -> int:
     found = np.array([number], np.uint64)
     broadcast(transport, SymmetricBuffer(transport.this_rank, 0, found.nbytes), found, Rank(0))
     return int(found[0])
+
+
+def of_first(transport: SymmetricTransport, data: bytes) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    found = np.zeros(agreed(transport, len(data), "bytes"), np.uint8)
+    if transport.this_rank.index == 0:
+        found[:] = np.frombuffer(data, np.uint8)
+    broadcast(transport, SymmetricBuffer(transport.this_rank, 0, found.nbytes), found, Rank(0))
+    return found.tobytes()
