@@ -56,7 +56,7 @@ SHARE = {1: 0.05, 2: 0.35, 3: 0.25, 4: 0.25, 8: 0.1}  # of the random collective
 @pytest.mark.parametrize("n", SHARE)
 def test_threads_conform(n, request):
     count = round(request.config.getoption("--collectives") * SHARE[n])
-    raise_first(on_threads(n, lambda t: conforms(t, count, n)))
+    raise_first(on_threads(n, lambda t: conformance.conform(t, count, n)))
 
 
 @pytest.mark.parametrize("n", SHARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "ranks.md"
 def test_page_runs(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(program(PAGE.read_text()))
-    done = subprocess.run([sys.executable, *launcher, str(script)], cwd=PAGE.parent.parent, capture_output=True, text=True)
+    root = PAGE.parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, *launcher, str(script)], cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks" in done.stdout
     if launcher:

@@ -82,11 +82,14 @@ def test_collectives_in_graphs(tmp_path: Path) -> None:
 
 # -- two hosts: network namespaces of this machine, each with addresses, a host name and a /dev/shm of its own
 
-HOSTS = {"10.79.0.1": ("rlx-test-a", "10.77.0.1"), "10.79.0.5": ("rlx-test-b", "10.77.0.2")}  # control -> name, data
+# Addresses and names of this process's own: several may run these tests at once. Control address -> host name, address for data
+NET, TAG = f"10.79.{os.getpid() % 256}", os.getpid() % 100_000
+HOSTS = {f"{NET}.1": (f"rlx-{TAG}-a", "10.77.0.1"), f"{NET}.5": (f"rlx-{TAG}-b", "10.77.0.2")}
+A, B = (name for name, _ in HOSTS.values())
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -106,27 +109,28 @@ def hosts(tmp_path: Path) -> Iterator[list[str]]:
     )
     shell.chmod(0o755)
     try:
-        names = [name for name, _ in HOSTS.values()]
-        for name in names:
+        for name in (A, B):
             _ip("netns", "add", name)
-        _ip("link", "add", "data", "netns", names[0], "type", "veth", "peer", "name", "data", "netns", names[1])
+        _ip("link", "add", "data", "netns", A, "type", "veth", "peer", "name", "data", "netns", B)
         for i, (control, (name, data)) in enumerate(HOSTS.items()):
             outside = control.rsplit(".", 1)[0] + f".{4 * i + 2}"
-            _ip("link", "add", f"rlxctl{i}", "type", "veth", "peer", "name", "control", "netns", name)
-            _ip("addr", "add", f"{outside}/30", "dev", f"rlxctl{i}")
-            _ip("link", "set", f"rlxctl{i}", "up")
+            _ip("link", "add", f"rlx{TAG}c{i}", "type", "veth", "peer", "name", "control", "netns", name)
+            _ip("addr", "add", f"{outside}/30", "dev", f"rlx{TAG}c{i}")
+            _ip("link", "set", f"rlx{TAG}c{i}", "up")
             for device, address in (("control", f"{control}/30"), ("data", f"{data}/24")):
                 _ip("-n", name, "addr", "add", address, "dev", device)
                 _ip("-n", name, "link", "set", device, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "route", "add", "default", "via", outside)
-        launcher = ["-launcher", "ssh", "-launcher-exec", str(shell), "-localhost", "10.79.0.2"]
+        while not all("state UP" in _ip("-n", name, "link", "show", "data") for name in (A, B)):  # MPI looks for it once
+            time.sleep(0.05)
+        launcher = ["-launcher", "ssh", "-launcher-exec", str(shell), "-localhost", f"{NET}.2"]
         yield [*launcher, "-hosts", ",".join(HOSTS), "-ppn", "1"]
     finally:
         for name, _ in HOSTS.values():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         for i, _ in enumerate(HOSTS):  # else it goes when the last process inside has gone
-            subprocess.run(["ip", "link", "del", f"rlxctl{i}"], capture_output=True)
+            subprocess.run(["ip", "link", "del", f"rlx{TAG}c{i}"], capture_output=True)
 
 
 def _received(host: str) -> int:
@@ -137,7 +141,7 @@ def _received(host: str) -> int:
 
 def test_two_hosts_give_the_bits_of_numpy(hosts: list[str], tmp_path: Path) -> None:
     assert mpirun("collectives", 2, tmp_path / "two", *hosts) == ({0: "right", 1: "right"}, 0)
-    assert _received("rlx-test-b") > 100_000, "the data did not go over the link"
+    assert _received(B) > 100_000, "the data did not go over the link"
 
 
 def test_a_link_that_is_cut_ends_in_errors(hosts: list[str], tmp_path: Path) -> None:
@@ -150,7 +154,7 @@ def test_a_link_that_is_cut_ends_in_errors(hosts: list[str], tmp_path: Path) -> 
             assert job.poll() is None
             time.sleep(0.05)
         time.sleep(0.3)
-        _ip("-n", "rlx-test-a", "link", "set", "data", "down")
+        _ip("-n", A, "link", "set", "data", "down")
         job.wait(timeout=60)
     finally:
         job.kill()
