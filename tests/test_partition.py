@@ -252,3 +252,27 @@ def test_an_index_out_of_range_is_found_though_the_table_is_split() -> None:
 def test_one_rank_is_the_graph_itself() -> None:
     p = partition(mlp(), {"w1": 1, "x": 0}, 1)
     assert {n.op.name for n in p.graph.nodes()} == {n.op.name for n in mlp().nodes()} and not p.report.moves
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_contributions_wanted_split_are_scattered(axis: int) -> None:
+    g = Graph("g")
+    x, w = g.input("x", (4, 6), "f64"), g.param("w", (6, 8), "f64")
+    g.set_outputs([x @ w], names=["y"])
+    p = partition(g, {"x": 1, "w": 0, "y": axis}, 2)
+    assert [m.what for m in p.report.moves] == ["reduce_scatter"] and p.report.nbytes == 4 * 8 * 8 // 2
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(4, 6)), rng.normal(size=(6, 8))
+    both = evaluate_ranks(p.graph, [p.shards({"x": a}, r) for r in range(2)], [p.shards({"w": b}, r) for r in range(2)])
+    np.testing.assert_allclose(np.concatenate([y for (y,), _ in both], axis), a @ b, atol=1e-12)
+
+
+def test_a_split_changes_its_axis_without_the_whole() -> None:
+    g = Graph("g")
+    x, y = g.input("x", (4, 6), "f64"), g.input("y", (4, 6), "f64")
+    g.set_outputs([x + y], names=["z"])
+    p = partition(g, {"x": 0, "y": 1, "z": 0}, 2)
+    assert [(m.what, m.nbytes) for m in p.report.moves] == [("all_to_all", 4 * 6 * 8 // 4)]
+    a, b = np.arange(24.0).reshape(4, 6), np.ones((4, 6))
+    both = evaluate_ranks(p.graph, [p.shards({"x": a, "y": b}, r) for r in range(2)])
+    np.testing.assert_array_equal(np.concatenate([z for (z,), _ in both]), a + b)
