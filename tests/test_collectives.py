@@ -38,8 +38,9 @@ def raise_first(found: list[Any]) -> list[Any]:
     return found
 
 
-def conforms(transport: Any, count: int, seed: int, folder: str = "") -> bool:
-    with knobs.override(RLX_CACHE=int(bool(folder)), RLX_CACHE_DIR=folder):
+def conforms(transport: Any, count: int, seed: int, folder: str) -> bool:
+    """In a process of its own, with compiled code from `folder`."""
+    with knobs.override(RLX_CACHE=1, RLX_CACHE_DIR=folder):
         conformance.conform(transport, count, seed)
     return True
 
@@ -76,7 +77,7 @@ class Plain:
 
 @pytest.mark.parametrize("n", [2, 5])
 def test_transports_without_shared_memory_conform(n):
-    raise_first(on_threads(n, lambda t: conforms(Plain(t), 60, 200 + n)))
+    raise_first(on_threads(n, lambda t: conformance.conform(Plain(t), 60, 200 + n)))
 
 
 # -- the same bits, whatever the way -------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_numpy_does_the_same_where_there_is_no_machine_code(monkeypatch):
     monkeypatch.setattr(collective, "machine_code", lambda: None)
     collective.reduction.cache_clear()
     try:
-        raise_first(on_threads(3, lambda t: conforms(t, 60, 300)))
+        raise_first(on_threads(3, lambda t: conformance.conform(t, 60, 300)))
     finally:
         collective.reduction.cache_clear()
 
