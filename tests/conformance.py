@@ -215,6 +215,18 @@ def bad_calls(transport: Any) -> None:
     ]
     for act, word in wrong:
         refused(CallMismatchError, act, word)
+    frozen = np.frombuffer(bytes(8), np.uint8)
+    copies: list[tuple[Callable[[], object], str]] = [
+        (lambda: transport.put(place(0, 8), np.ones(9, np.uint8)), "9 bytes"),
+        (lambda: transport.put(place(0, 8), np.array([None])), "object"),
+        (lambda: transport.get(place(0, 8), frozen), "read-only"),
+        (lambda: transport.get(place(0, 8), np.ones(16, np.uint8)[::2]), "strides"),
+        (lambda: transport.barrier(None), "Call"),
+    ]
+    for act, word in copies:
+        refused(CallMismatchError, act, word)
+    assert place(np.int16(32500), np.int16(1000)) == place(32500, 1000), "the sum of these would overflow"
+    refused(HeapBoundsError, lambda: place(0.5, 8), "0.5")
     assert (x == 1).all()
     transport.barrier()
 

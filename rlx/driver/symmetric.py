@@ -40,6 +40,13 @@ class SymmetricBuffer:
     offset: int
     len: int
 
+    def __post_init__(self) -> None:
+        for name in ("offset", "len"):
+            if type(value := getattr(self, name)) is not int:
+                if not hasattr(value, "__index__"):
+                    raise HeapBoundsError(f"{name} is a whole number of bytes, got {value!r}")
+                object.__setattr__(self, name, value.__index__())  # numpy's integers would overflow
+
     def on(self, rank: Rank) -> SymmetricBuffer:
         """The same bytes of another rank's heap."""
         return SymmetricBuffer(rank, self.offset, self.len)
@@ -128,13 +135,23 @@ def check_place(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None
         raise HeapBoundsError(f"bytes {buffer.offset} to {buffer.offset + buffer.len} of a heap of {heap_size} bytes ({buffer})")
 
 
-def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_size: int) -> None:
-    """check_place, and CallMismatchError unless the contiguous `array` has the buffer's bytes."""
+def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_size: int, written: bool) -> None:
+    """check_place, and CallMismatchError unless the contiguous `array` has the buffer's bytes and, if `written`, may be."""
     check_place(buffer, num_ranks, heap_size)
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-        raise CallMismatchError(f"expected a C-contiguous numpy array for {buffer}, got {type(array).__name__}")
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.hasobject:
+        what = f"one of {array.dtype}, strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise CallMismatchError(f"expected a C-contiguous numpy array of numbers for {buffer}, got {what}")
+    if written and not array.flags.writeable:
+        raise CallMismatchError(f"the array to copy {buffer} into is read-only")
     if array.nbytes != buffer.len:
         raise CallMismatchError(f"an array of {array.nbytes} bytes for {buffer}")
+
+
+def as_call(call: Any) -> Call:
+    """`call` as a Call; CallMismatchError if it is none."""
+    if not isinstance(call, tuple) or len(call) != len(Call._fields):
+        raise CallMismatchError(f"a barrier takes a Call, got {call!r}")
+    return Call(*call)
 
 
 def mismatch(calls: Sequence[Call]) -> CallMismatchError:
@@ -171,15 +188,15 @@ class LocalTransport:
         return [LocalTransport(Rank(i), heap, meeting, timeout) for i in range(num_ranks)]
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        self._check(target, source)
+        self._check(target, source, written=False)
         self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        self._check(source, into)
+        self._check(source, into, written=True)
         into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
 
-    def _check(self, buffer: SymmetricBuffer, array: np.ndarray) -> None:
-        check_copy(buffer, array, self.num_ranks, self.heap_size)
+    def _check(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> None:
+        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
         if self._meeting.broken:
             raise TransportError(self._meeting.broken)
 
@@ -188,7 +205,7 @@ class LocalTransport:
         with m.condition:
             if m.broken:
                 raise TransportError(m.broken)
-            generation, m.calls[me] = m.generation, call
+            generation, m.calls[me] = m.generation, as_call(call)
             if all(c is not None for c in m.calls):
                 m.met, m.generation = [c for c in m.calls if c], generation + 1
                 m.calls[:] = [None] * self.num_ranks

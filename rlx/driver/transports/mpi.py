@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.driver.symmetric import MEET, TIMEOUT, Call, Rank, SymmetricBuffer, check_copy, mismatch
+from rlx.driver.symmetric import MEET, TIMEOUT, Call, Rank, SymmetricBuffer, as_call, check_copy, mismatch
 from rlx.errors import CollectiveError, TransportError, whole
 
 PIECE = 16 << 20  # bytes that one timeout is for: a link of 1 MB/s is slow, not dead
@@ -62,7 +62,7 @@ class MpiTransport:
     # -- the protocol
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        data = self._bytes(target, source)
+        data = self._bytes(target, source, written=False)
         if target.rank == self.this_rank:
             self._own[target.offset : target.offset + target.len] = data
             return
@@ -77,7 +77,7 @@ class MpiTransport:
             self._timed(send, [peer])
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        data = self._bytes(source, into)
+        data = self._bytes(source, into, written=True)
         if source.rank == self.this_rank:
             data[...] = self._own[source.offset : source.offset + source.len]
             return
@@ -90,6 +90,7 @@ class MpiTransport:
             data[start : start + piece.size] = piece
 
     def barrier(self, call: Call = MEET) -> None:
+        call = as_call(call)
         self._sound()
         if self.num_ranks == 1:
             return
@@ -143,8 +144,8 @@ class MpiTransport:
         if self._window is not None:
             self._try(self._window.Sync)
 
-    def _bytes(self, buffer: SymmetricBuffer, array: np.ndarray) -> np.ndarray:
-        check_copy(buffer, array, self.num_ranks, self.heap_size)
+    def _bytes(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> np.ndarray:
+        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
         self._sound()
         return array.reshape(-1).view(np.uint8)
 

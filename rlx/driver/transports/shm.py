@@ -31,7 +31,7 @@ from functools import partial
 import numpy as np
 
 from rlx.driver.native import native
-from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Rank, SymmetricBuffer, SymmetricHeap, check_copy, mismatch
+from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Rank, SymmetricBuffer, SymmetricHeap, as_call, check_copy, mismatch
 from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
 
 HEADER_BYTES, LINE_BYTES, STAGE_BYTES = PAGE, 256, 16 << 10
@@ -147,15 +147,15 @@ class ShmTransport:
         self.meeting.spins = SPINS if self.num_ranks <= len(cpus) else CROWDED_SPINS
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        self._check(target, source)
+        self._check(target, source, written=False)
         self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        self._check(source, into)
+        self._check(source, into, written=True)
         into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
 
-    def _check(self, buffer: SymmetricBuffer, array: np.ndarray) -> None:
-        check_copy(buffer, array, self.num_ranks, self.heap_size)
+    def _check(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> None:
+        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
         if self.broken:
             raise TransportError(self.broken)
 
@@ -163,7 +163,7 @@ class ShmTransport:
         if self.broken:
             raise TransportError(self.broken)
         m = self.meeting
-        m.what, m.offset, m.len, m.detail = call
+        m.what, m.offset, m.len, m.detail = as_call(call)
         m.number += 1
         try:
             code = self._meet()
