@@ -130,3 +130,15 @@ def test_pad(low: int, high: int, threads: int) -> None:
         np.testing.assert_array_equal(got, np.pad(x, ((0, 1), (low, high)), constant_values=7))
         got = run(lambda v: rlx.pad(v, (low,), (high,)), x[0], threads=threads)
         np.testing.assert_array_equal(got, np.pad(x[0], (low, high)))
+
+
+@pytest.mark.parametrize("cut", [1, 70, 368, 5000])
+@pytest.mark.parametrize("front", [False, True])
+def test_a_cut_loop_in_tasks_works_in_place(cut: int, front: bool) -> None:
+    """Each task does its own elements once, wherever the cut lies: an element done twice would be seen."""
+    n = 1 << 18
+    x, a = np.ones(n, np.float32), np.ones(cut, np.float32)
+    pad = ((n - cut,), (0,)) if front else ((0,), (n - cut,))
+    expected = np.cumsum(x) + np.pad(a, (pad[0][0], pad[1][0]))
+    for threads in (1, 2, 3, 8):
+        np.testing.assert_array_equal(run(lambda v, w: rlx.cumsum(v) + rlx.pad(w, *pad), x, a, threads=threads), expected)

@@ -323,7 +323,7 @@ def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None
         if bounds is not None:
             start = em.intrinsic("smax", bounds[0], em.i64(first)) if first else bounds[0]
             stop = em.intrinsic("smin", bounds[1], em.i64(end)) if end < loop.extent else bounds[1]
-            stop = em.intrinsic("smax", start, stop) if known else stop  # the bounds may lie elsewhere
+            stop = em.intrinsic("smax", start, stop)  # the bounds may lie elsewhere
             whole = em.bin("and", em.bin("sub nsw", stop, start), -lanes * unroll)
             middle = em.bin("add nsw", start, whole)
             state.run(start, middle, unroll)
