@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,9 @@ from rlx.backends import get
 from rlx.driver import disk
 from rlx.driver.disk import DAMAGED, FRESH, HEADER, STALE, DiskCache, disk_cache
 from rlx.errors import CorruptFileError, IndexRangeError
+from rlx.ir.op import Kind, op
+from rlx.ir.ops import OWN
+from rlx.ir.ops.rules import same
 from rlx.runtime import CompileOptions, Session, stored
 from rlx.runtime.stored import pack, unpack
 
@@ -164,6 +168,40 @@ def test_two_versions_side_by_side(folder, monkeypatch):
             monkeypatch.setattr(stored, "source_digest", lambda version=version: version)
             assert note(two_layers())[0] == expected
     assert len({e.name for e in DiskCache(str(folder), 1).entries() if e.name.startswith("program")}) == 2
+
+
+@pytest.fixture
+def declare():
+    """Declares ops as a user does, and takes them out of the table again."""
+    yield lambda name, scale: op(
+        name, kind=Kind.COMPOSITE, infer=same, reference=lambda attrs, x: x * scale, decompose=lambda attrs, x: x * scale
+    )
+    for name in [name for name, declared in rlx.OPS.items() if declared not in OWN]:
+        del rlx.OPS[name]
+
+
+def test_what_is_declared_elsewhere_may_change_and_is_not_kept(folder, declare):
+    """Not by its source either: the value that it closes over does not stand there."""
+    for scale in (2.0, 3.0):
+        g = rlx.Graph("theirs")
+        g.set_outputs([declare("scaled_by", scale)(g.input("x", (4,), rlx.f32))])
+        made = compiled(g)
+        np.testing.assert_array_equal(made.run({"x": np.ones(4, np.float32)})[0], np.full(4, scale, np.float32))
+        found = made.report().cache
+        assert (found.state, found.path) == ("off", "") and "what 'scaled_by' computes is declared outside" in found.why
+        del rlx.OPS["scaled_by"]
+    assert [e for e in disk_cache()[0].entries() if e.name.startswith("program")] == []
+    declare("unused", 4.0)  # says nothing about graphs without it
+    assert note(two_layers()) == ("compiled", FRESH) and note(two_layers()) == ("cached", "")
+
+
+def test_an_op_in_place_of_one_of_the_packages_is_not_kept(folder, monkeypatch):
+    assert note(two_layers()) == ("compiled", FRESH)
+    monkeypatch.setitem(rlx.OPS, "gelu", replace(rlx.OPS["gelu"], decompose=lambda attrs, x: x * 2.0))
+    g = rlx.Graph("layers")
+    g.set_outputs([g.gelu(g.input("x", (3, 8), rlx.f32))])
+    state, why = note(g)
+    assert state == "off" and why.startswith("what 'gelu' computes")
 
 
 def test_when_nothing_is_kept(folder, tmp_path):

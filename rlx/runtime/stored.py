@@ -20,11 +20,12 @@ from rlx.compile.check import program_faults
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
 from rlx.driver.disk import DAMAGED, FRESH, disk_cache, source_digest
-from rlx.errors import CorruptFileError, RlxError
+from rlx.errors import CorruptFileError, RlxError, known
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
 from rlx.ir.op import OPS, Kind
+from rlx.ir.ops import OWN
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
@@ -54,6 +55,8 @@ class Place:
             self._disk, self._why = None, f"the device {backend.name} makes no code to keep"
         elif self._disk is not None and options.wants_text:
             self._disk, self._why = None, "the graph after each pass is asked for, which needs a compile"
+        elif self._disk is not None and (others := sorted({n.op.name for n in graph.nodes() if n.op not in OWN})):
+            self._disk, self._why = None, f"what {known(others)} computes is declared outside this package, and no key can tell"
         elif self._disk is not None:
             self._given = given_to_compile(backend, graph, target, options)
             key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,9 @@ from rlx.ir.ops.random import gumbel, random_bits, random_uniform, threshold
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
 from rlx.ir.ops.state import take_rows, update_rows, valid_rows
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
+from rlx.ir.op import OPS
 
+OWN = frozenset(OPS.values())  # what this package declares; its sources are all that there is to know of them
 astype, take = cast, gather  # numpy's names for the same constructors
 
 __all__ = [
