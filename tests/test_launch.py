@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "160"}
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from rlx.driver import Rank, SymmetricBuffer, connect
 
@@ -45,6 +45,13 @@ if case == "connect":
 if case == "lines":
     for i in range(200):
         print(f"{me}" * 500, flush=True)
+    sys.stdout.write("no end")
+if case == "many":
+    for i in range(2000):
+        print(f"{me}" * 100)
+    sys.stdout.write("no end")
+if case == "leaves":  # a process that keeps the output open
+    print(subprocess.Popen(["sleep", "600"]).pid)
     sys.stdout.write("no end")
 if case == "read":
     print(sys.stdin.read().strip().upper(), flush=True)
@@ -137,6 +144,26 @@ def test_a_module(tmp_path):
 def test_lines_stay_whole(script, tmp_path):
     _, out, _ = finish(start(3, script, "lines", tmp_path))
     assert out == sorted([f"[{r}] " + f"{r}" * 500 for r in range(3)] * 200 + [f"[{r}] no end" for r in range(3)])
+
+
+def test_a_slow_reader_gets_everything(script, tmp_path):
+    """Ranks have long ended, the last of them with more in its pipe than the reader's takes."""
+    process = start(2, script, "many", tmp_path)
+    time.sleep(2.5)
+    code, out, err = finish(process)
+    assert (code, len(out), err) == (0, 4002, "")
+    assert out == sorted([f"[{r}] " + f"{r}" * 100 for r in range(2)] * 2000 + [f"[{r}] no end" for r in range(2)])
+
+
+def test_what_a_rank_leaves_behind_is_not_waited_for(script, tmp_path):
+    code, out, _ = finish(start(2, script, "leaves", tmp_path))
+    left = [int(line.split()[1]) for line in out if line.split()[1].isdigit()]
+    try:
+        assert code == 0 and len(left) == 2 and out[1::2] == ["[0] no end", "[1] no end"]
+        assert all(shm.process(pid)[0] == "S" for pid in left)
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_the_first_rank_reads_what_the_launcher_is_given(script, tmp_path):

@@ -11,6 +11,7 @@ import ctypes
 import os
 import queue
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ class Launched:
         self.deadline: float | None = None  # when those who still run are ended
         self._asked = False  # they have been sent SIGTERM
         self._writing = threading.Lock()
-        self._pipes: list[threading.Thread] = []
+        self._pipes: list[_Copier] = []
         shares = cpus_of(ranks)
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -71,7 +72,7 @@ class Launched:
             threading.Thread(target=self._await, args=(rank, process), daemon=True).start()
             for source, sink in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
                 if source is not None:
-                    self._pipes.append(threading.Thread(target=self._copy, args=(rank, source, sink), daemon=True))
+                    self._pipes.append(_Copier(rank, source, sink, self._writing))
                     self._pipes[-1].start()
 
     def wait(self, timeout: float) -> int:
@@ -85,8 +86,9 @@ class Launched:
                     how = f"exit code {code}" if code > 0 else f"{signal.Signals(-code).name}"
                     print(f"rlx: rank {rank} (process {self.processes[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
                     self.deadline = self.deadline or time.monotonic() + timeout
+        until = time.monotonic() + 1.0
         for pipe in self._pipes:
-            pipe.join(1.0)  # what a rank started may live on and keep its output open
+            pipe.finish(until)
         return failed
 
     def end(self, number: int) -> None:
@@ -115,12 +117,47 @@ class Launched:
     def _await(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.ended.put((rank, process.wait()))
 
-    def _copy(self, rank: int, source: IO[bytes], sink: IO[bytes]) -> None:
-        """Line by line, each whole."""
-        for line in source:
-            with self._writing, contextlib.suppress(BrokenPipeError):  # nobody reads any more: the ranks go on
-                sink.write(b"[%d] %s%s" % (rank, line, b"" if line.endswith(b"\n") else b"\n"))
-                sink.flush()
+
+class _Copier(threading.Thread):
+    """Copies a rank's output line by line, each whole: where `lock` is held, no other one writes."""
+
+    def __init__(self, rank: int, source: IO[bytes], sink: IO[bytes], lock: threading.Lock) -> None:
+        super().__init__(daemon=True)
+        self._begins, self._source, self._sink, self._lock = b"[%d] " % rank, source, sink, lock
+        self._rest: list[bytes] = []  # of a line whose end has not come
+        self._holds = False  # something that has been read, or is about to be
+
+    def run(self) -> None:
+        read = self._source.read1  # pyright: ignore[reportAttributeAccessIssue]
+        while self._coming_within(None):
+            self._holds = True
+            if not (piece := read(1 << 16)):
+                break
+            whole, end, rest = piece.rpartition(b"\n")
+            if end:
+                self._write([*self._rest, whole])
+                self._rest.clear()
+            self._rest += [rest] if rest else []
+            self._holds = False
+
+    def finish(self, until: float) -> None:
+        """When the rank has ended: until all that it wrote is written, however slow the reader is. What it started may live on and
+        keep the output open: that is waited for as long as something comes, else till `until` (time.monotonic)."""
+        while self.is_alive() and (self._coming_within(0) or self._holds or time.monotonic() < until):
+            self.join(0.05)
+        if self._rest:
+            self._write(self._rest)
+
+    def _coming_within(self, milliseconds: int | None) -> bool:
+        poll = select.poll()  # an object of its own: two threads must not wait in one
+        poll.register(self._source, select.POLLIN)
+        return bool(poll.poll(milliseconds))
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        text = b"".join(self._begins + line + b"\n" for line in b"".join(lines).split(b"\n"))
+        with self._lock, contextlib.suppress(BrokenPipeError):  # nobody reads any more: the ranks go on
+            self._sink.write(text)
+            self._sink.flush()
 
 
 def _start(
