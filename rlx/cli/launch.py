@@ -141,8 +141,8 @@ class _Copier(threading.Thread):
             self._holds = False
 
     def finish(self, until: float) -> None:
-        """When the rank has ended: until all that it wrote is written, however slow the reader is. What it started may live on and
-        keep the output open: that is waited for as long as something comes, else till `until` (time.monotonic)."""
+        """When the rank has ended: until all that it wrote is written, however slow the reader is. What it started may live on
+        and keep the output open: that is waited for as long as something comes, else till `until` (time.monotonic)."""
         while self.is_alive() and (self._coming_within(0) or self._holds or time.monotonic() < until):
             self.join(0.05)
         if self._rest:
