@@ -22,7 +22,7 @@ from rlx.backends import get
 from rlx.compile import lower
 from rlx.compile.check import program_faults
 from rlx.driver.disk import disk_cache
-from rlx.driver.symmetric import LocalTransport
+from rlx.driver.symmetric import LocalTransport, SymmetricBuffer
 from rlx.errors import (
     AttributeValueError,
     CallMismatchError,
@@ -43,7 +43,7 @@ from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op import OPS, Kind
 from rlx.ir.work import program_work
-from rlx.runtime import stored
+from rlx.runtime import agreed, of_first, stored
 
 HEAP = 1 << 20
 DTYPES = {"f": ("f32", "f64", "f16", "bf16"), "i": ("i8", "i64"), "u": ("u8", "u64"), "b": ("bool",), "c": ()}
@@ -418,6 +418,25 @@ def test_an_active_extent() -> None:
         for (a, b), ((c, d), _) in zip(found, want, strict=True):
             np.testing.assert_allclose(a[:rows], c, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(b, d, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heap", [8, 100, 5000])
+def test_what_ranks_agree_on_leaves_the_heaps_beginning_alone(heap: int) -> None:
+    transports = local(3, heap)
+    for t in transports:
+        t.heap.bytes(SymmetricBuffer(t.this_rank, 0, heap))[:] = 7
+    text = b"some words"[: min(heap, 10)]
+    found = good(together(transports, lambda t: (agreed(t, 2**64 - 1 - t.this_rank.index, "x"), of_first(t, text))))
+    assert found == [(2**64 - 1, text)] * 3
+    if heap > 64:
+        assert all((t.heap.bytes(SymmetricBuffer(t.this_rank, 0, 32)) == 7).all() for t in transports)
+
+
+def test_an_agreement_takes_a_heap() -> None:
+    for found in together(local(2, 7), lambda t: agreed(t, 1)):
+        assert isinstance(found, HeapBoundsError) and "an agreement takes 8 bytes of each rank's heap, which has 7" in str(found)
+    for found in together(local(2, 8), lambda t: of_first(t, bytes(9))):
+        assert isinstance(found, HeapBoundsError) and "takes 9 bytes of each rank's heap, which has 8" in str(found)
 
 
 # -- how they are compiled -----------------------------------------------------------------------------------------

@@ -35,17 +35,10 @@ class Exchanges:
             return
         check_ranks(program.name, {s.attrs.ranks for s in self.steps}, transport)  # type: ignore[union-attr]
         assert transport is not None
-        need = max(_nbytes(s) for s in self.steps)
-        offset = (transport.heap_size - need) // ALIGNMENT * ALIGNMENT
-        if offset < 0:
-            raise HeapBoundsError(
-                f"{program.name}: its collectives need {need} bytes of each rank's heap, which has {transport.heap_size}; "
-                f"make the transport with heap_size={need} or more"
-            )
-        self.scratch = SymmetricBuffer(transport.this_rank, offset, need)
+        self.scratch = at_end(transport, max(_nbytes(s) for s in self.steps), f"{program.name}: its collectives need")
         text = repr([(str(s.attrs), s.inputs[0].buffer.dtype.name, s.inputs[0].buffer.size) for s in self.steps])
         self._agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        transport.barrier(Call(LOADED, offset, need, self._agreed))
+        transport.barrier(Call(LOADED, self.scratch.offset, self.scratch.len, self._agreed))
         alike: dict[Any, Table | None] = {}
         for step in self.steps:
             key = step.attrs, step.inputs[0].buffer.dtype, step.inputs[0].buffer.size
@@ -87,6 +80,17 @@ class Exchanges:
         operand = np.broadcast_to(np.zeros((), buffer.dtype.numpy), buffer.size)
         what, known = What[a.what.upper()], collectives_of(self.transport)
         return known.prepare(what, scratch, operand, buffer.dtype, kind, a.root, None, False)
+
+
+def at_end(transport: SymmetricTransport, nbytes: int, why: str) -> SymmetricBuffer:
+    """That many bytes at the end of this rank's heap. HeapBoundsError, which begins with `why`: it has fewer."""
+    offset = (transport.heap_size - nbytes) // ALIGNMENT * ALIGNMENT
+    if offset < 0:
+        raise HeapBoundsError(
+            f"{why} {nbytes} bytes of each rank's heap, which has {transport.heap_size}; "
+            f"make the transport with heap_size={nbytes} or more"
+        )
+    return SymmetricBuffer(transport.this_rank, offset, nbytes)
 
 
 def check_ranks(name: str, ranks: set[int], transport: SymmetricTransport | None) -> None:
