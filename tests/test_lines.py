@@ -11,8 +11,10 @@ import pytest
 import rlx
 from rlx.backends.cpu.emit import Emitter, V
 from rlx.backends.cpu.ranges import parts
+from rlx.backends.cpu.render import render
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target
+from rlx.compile.assemble import lower
 from rlx.ir.kernel import Buffer, Load, Loop, Store, Var, const, k
 from tests.test_crossing import run as compiled
 
@@ -64,7 +66,7 @@ def test_arg(dtype: str, kind: str) -> None:
     """The first of equals, -0 and 0 among them; the first NaN."""
     if np.dtype(dtype).kind != "f" and kind in ("nan", "infinite", "zeros"):
         return
-    for dims, axis in [*SHAPES, ((2, 128), 1), ((2, 384), 1), ((1, 100), 0), ((1, 40), 1)]:
+    for dims, axis in [*SHAPES, ((2, 128), 1), ((2, 384), 1), ((1, 100), 0), ((1, 40), 1), ((7, 1536), 0)]:
         x = RNG.integers(0, 3, dims).astype(dtype) if kind == "ties" else (RNG.standard_normal(dims) * 3).astype(dtype)
         flat = x.reshape(-1)
         if kind == "nan":
@@ -78,6 +80,18 @@ def test_arg(dtype: str, kind: str) -> None:
             for keepdims in (False, True):
                 got = run(lambda v, op=op, axis=axis, keep=keepdims: op(v, axis=axis, keepdims=keep), x, threads=2)
                 np.testing.assert_array_equal(got, reference(x, axis=axis, keepdims=keepdims), f"{dims} {axis}")
+
+
+@pytest.mark.parametrize("dims, tasks", [((300, 1024), 2), ((300, 1021), 1), ((2, 300, 4096), 2)])
+def test_threads_share_the_columns(dims: tuple[int, ...], tasks: int) -> None:
+    x = RNG.integers(0, 100, dims).astype(np.float32)
+    axis = len(dims) - 2
+    for threads in (1, 2):
+        np.testing.assert_array_equal(run(lambda v: rlx.argmax(v, axis=axis), x, threads=threads), np.argmax(x, axis=axis))
+    g = rlx.Graph("t")
+    g.set_outputs([rlx.argmax(g.input("x", dims, rlx.f32), axis=axis)])
+    step = lower(g, host_target(2), rlx.CompileOptions()).steps[0]
+    assert render(step.kernel, host_target(2), "f").tasks == tasks
 
 
 @pytest.mark.parametrize("dims", [(4, 300), (3, 16), (2, 1025), (5, 7)])

@@ -41,6 +41,11 @@ class KernelBuilder:
     def dims(self, value: Value) -> tuple[int, ...]:
         return value.shape.static
 
+    @property
+    def threads(self) -> int:
+        """That share the points of the grid; no result depends on it."""
+        return self.fusion.threads
+
     def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
         """The element of `value` at `coords` (one i64 expression per dim), in its compute dtype; zero where `guard` is false."""
         if guard is not None:

@@ -56,6 +56,7 @@ class Fusion:
     static: set[Node]
     packed: dict[Node, Value]
     updates: list[InPlace]
+    threads: int  # that the kernels' points are for
 
     def memory(self, base: Value) -> Value:
         """The value whose buffer holds `base`: itself, or the handle that it is written over."""
@@ -69,7 +70,7 @@ def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) 
     packed = packed_operands(graph, target, natives)
     places = Places(graph, copies)
     fuser = _Fuser(graph, target, natives, places, packed, copies, alone, updates)
-    return Fusion(graph, places, fuser.run(), fuser.static, packed, updates)
+    return Fusion(graph, places, fuser.run(), fuser.static, packed, updates, target.threads)
 
 
 def _own_outputs(graph: Graph, in_place: set[Value]) -> tuple[Graph, set[Node]]:

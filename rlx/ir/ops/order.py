@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlx.ir.shape import Shape
 
 BLOCK = 128  # elements whose best is found before any position is looked at
 LANES = 16  # a loop of fewer iterations is left to those around it
+COLUMNS = range(512, 4097)  # that are gone down together: shorter parts of memory pages are slow to read
+ROWS_AT_ONCE = 4  # are taken in before the best of the columns are written
 
 
 def _is_nan(x: Any) -> Any:
@@ -52,6 +55,34 @@ def _arg_shape(attrs: ArgAttrs, x: Shape) -> Shape:
 def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
     at = axis_of(attrs.axis, x.rank)
     return None if axis == at else axis - (axis > at and not attrs.keepdims)
+
+
+def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
+    """Down many columns together, row after row; the best of them are kept. Runs of them are points of their own."""
+    x, dims = node.inputs[0], ctx.dims(node.inputs[0])
+    (grid, at), i, column, run = lines(dims, axis), Var("i"), Var("c"), Var("run")
+    share = math.prod(n for _, n in grid) // ctx.threads  # of a thread
+    least, most = COLUMNS[0], max(COLUMNS[0], min(share, COLUMNS[-1]))
+    runs = next((n for n in range(-(-dims[-1] // most), dims[-1] // least + 1) if dims[-1] % n == 0), 1)
+    width, dtype = dims[-1] // runs, x.dtype.compute
+    bests, places = ctx.local(dtype, width), ctx.local(i32, width)
+    place_of = lambda row: (*at(row)[:-1], k.add(k.mul(run, const(width)), column))  # noqa: E731
+
+    def rows(first: Any, count: int, best: Any = None, place: Any = None) -> Any:
+        """Take in the rows from `first` on; the very first without a best one before it."""
+        for row in (k.add(first, const(n)) for n in range(count)):
+            value = ctx.element(x, place_of(row))
+            take = None if best is None else better(value, best)
+            best, place = (value, const(0, i32)) if take is None else (
+                k.select(take, value, best), k.select(take, k.cast(row, i32), place),
+            )  # fmt: skip
+        return Loop(column, width, (Store(bests, column, best), Store(places, column, place)), vector=True)
+
+    kept, (rounds, rest) = (Load(bests, column), Load(places, column)), divmod(dims[axis] - 1, ROWS_AT_ONCE)
+    more = Loop(i, rounds, (rows(k.add(k.mul(i, const(ROWS_AT_ONCE)), const(1)), ROWS_AT_ONCE, *kept),))
+    last = (rows(const(dims[axis] - rest), rest, *kept),) if rest else ()
+    out = ctx.store(0, place_of(const(0) if node.attrs.keepdims else None), k.cast(kept[1], i64))
+    return (*grid[:-1], (run, runs)), (rows(const(0), 1), more, *last, Loop(column, width, (out,), vector=True))
 
 
 def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
@@ -92,18 +123,8 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         if axis == x.rank - 1 and length >= 2 * LANES:
             parts, found = blocks(ctx, x, length, at)
             return grid, (*parts, ctx.store(0, to, found))
-        if axis < x.rank - 1 and dims[-1] >= LANES and length < 1 << 31:  # row after row; the best of all columns are kept
-            grid, (column, width) = grid[:-1], grid[-1]
-            bests, places = ctx.local(dtype, width), ctx.local(i32, width)
-            first = (Store(bests, column, ctx.element(x, at(const(0)))), Store(places, column, const(0, i32)))
-            row, here = k.add(i, const(1)), Load(places, column)
-            value, best = ctx.element(x, at(row)), Load(bests, column)
-            take = better(value, best)
-            step = (
-                Store(bests, column, k.select(take, value, best)), Store(places, column, k.select(take, k.cast(row, i32), here)),
-            )  # fmt: skip
-            over = lambda *body: Loop(column, width, body, vector=True)  # noqa: E731
-            return grid, (over(*first), Loop(i, length - 1, (over(*step),)), over(ctx.store(0, to, k.cast(here, i64))))
+        if axis < x.rank - 1 and dims[-1] >= LANES and length < 1 << 31:
+            return _best_of_columns(ctx, node, axis, better)
         best, found = Var("best", dtype), Var("found")
         value = ctx.element(x, at(i))
         take = better(value, best)
