@@ -21,6 +21,7 @@ import ranks
 from ranks import Ended
 
 from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect, native
+from rlx.driver.collective import collectives_of
 from rlx.driver.symmetric import Call, SharedMemory, SymmetricTransport
 from rlx.driver.transports import shm
 from rlx.errors import CallMismatchError, HeapBoundsError, OptionError, TransportError, UnknownRankError
@@ -241,6 +242,67 @@ def test_ctrl_c_ends_a_wait():
     assert first == "interrupted" and "rank 0" in third
 
 
+def interrupted_in_a_call(t: ShmTransport, count: int, known: bool) -> list[str]:
+    """Rank 0 is interrupted while it waits, mostly in machine code, and goes on as if nothing had happened."""
+    x, scratch = np.ones(count, np.float32), SymmetricBuffer(t.this_rank, 0, 4 * count)
+    for _ in range(3 if known else 0):
+        all_reduce(t, scratch, x)
+    t.barrier()
+    first = t.meeting.number
+    if t.this_rank.index == 0:
+        with pytest.raises(KeyboardInterrupt):
+            all_reduce(t, scratch, x)
+        assert t.meeting.shut and "rank 0" in t.broken and "interrupted" in t.broken
+    else:
+        while not t._lines[0].epoch > first:  # it waits
+            time.sleep(0.0001)
+        os.kill(t._lines[0].pid, signal.SIGINT)
+        while not t._lines[0].fault:
+            time.sleep(0.001)
+    told = []
+    for value in (2, 50, 50):
+        x[:] = value + 100 * t.this_rank.index
+        try:
+            all_reduce(t, scratch, x)
+            told.append(str(set(x.tolist())))
+        except TransportError as e:
+            told.append(str(e))
+    return told
+
+
+@pytest.mark.parametrize("count,known", [(4, True), (40_000, True), (4, False), (40_000, False)])
+def test_a_call_that_is_interrupted_never_counts_as_done(count, known):
+    for _ in range(2):
+        first, second = ranks.run(2, interrupted_in_a_call, count, known, timeout=LONG)
+        assert all("interrupted" in text for text in first), first
+        assert all("interrupted" in text and "rank 0" in text for text in second[1:]), second
+        assert count == 4 or "interrupted" in second[0]  # what is small was all there: rank 0's numbers of the first call
+
+
+def left_between(t: ShmTransport) -> str:
+    """Rank 0 is interrupted after machine code has returned that it waits, and before anything asks why."""
+    x, scratch = np.ones(4, np.float32), SymmetricBuffer(t.this_rank, 0, 16)
+    all_reduce(t, scratch, x)
+    t.barrier()
+    if t.this_rank.index == 1:
+        time.sleep(0.1)
+        with pytest.raises(TransportError, match="interrupted"):
+            for _ in range(2):
+                all_reduce(t, scratch, x)
+        return ""
+    (table,) = collectives_of(t).plans.values()
+    assert table._begin(table.address, x.ctypes.data, x.ctypes.data) >= shm.WAITING
+    assert not t.broken and t.meeting.shut == shm.PENDING
+    with pytest.raises(TransportError) as caught:
+        all_reduce(t, scratch, x)
+    time.sleep(0.2)
+    return str(caught.value)
+
+
+def test_what_was_left_without_a_word_is_found_by_the_next_call():
+    assert "rank 0" in ranks.run(2, left_between, timeout=LONG)[0]
+
+
 def forks(t: ShmTransport) -> None:
     if t.this_rank.index == 0:
         if not (pid := os.fork()):
@@ -252,6 +314,34 @@ def forks(t: ShmTransport) -> None:
 
 def test_a_forked_child_does_not_leave_for_its_parent():
     ranks.run(2, forks)
+
+
+def forked_child_calls(t: ShmTransport) -> tuple[float, str]:
+    x, scratch = np.full(64, t.this_rank.index + 1, np.float32), SymmetricBuffer(t.this_rank, 0, 256)
+    for _ in range(3):
+        all_reduce(t, scratch, x, ReduceKind.MAX)  # known to machine code
+    told, (reading, writing) = [], os.pipe()
+    if t.this_rank.index == 0 and not os.fork():
+        try:
+            for call in (lambda: all_reduce(t, scratch, x, ReduceKind.MAX), t.barrier, lambda: t.put(scratch, x)):
+                with pytest.raises(TransportError, match="forked") as caught:
+                    call()
+                told.append(str(caught.value))
+            t.close()
+            os.write(writing, told[0].encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as f:
+        child = f.read()
+    x[:] = t.this_rank.index + 1
+    all_reduce(t, scratch, x)
+    return float(x[0]), child
+
+
+def test_a_forked_child_has_no_part_in_what_its_parent_does():
+    (first, child), (second, _) = ranks.run(2, forked_child_calls, timeout=LONG)
+    assert first == second == 3 and "rank 0 is the parent" in child
 
 
 # -- coming together

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from rlx.driver.schedule import (
     schedule,
 )
 from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
-from rlx.errors import CallMismatchError, UnknownRankError, known
+from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype, i64, u64
 from rlx.ir.ops.elementwise import divide_array
 
@@ -65,6 +65,7 @@ class Form(NamedTuple):
     carries: bool = False
 
 
+Result = TypeVar("Result")
 Reduction = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # (out, sources): bytes, contiguous
 
 
@@ -163,6 +164,23 @@ class Plan:
         return wide if step.op == "carry" else step.nbytes, sources
 
 
+def together(transport: SymmetricTransport, act: Callable[..., Result], *args: Any) -> Result:
+    """act(*args), which all ranks do: whoever is interrupted has left it half done, would mix it up with the next one, and is of
+    no use to the others from then on."""
+    try:
+        return act(*args)
+    except CollectiveError:
+        raise
+    except BaseException:
+        abandon(transport)
+        raise
+
+
+def abandon(transport: SymmetricTransport) -> None:
+    """Leave what the others are about to do, or have done in part; they are told."""
+    getattr(transport, "abandon", transport.close)()
+
+
 class Steps:
     """A plan's steps by put, get and barrier; in place where the heaps lie in this memory (`heap`)."""
 
@@ -170,6 +188,9 @@ class Steps:
         self.transport, self.heap, self.plan = transport, heap, plan
 
     def run(self, array: np.ndarray, out: np.ndarray) -> None:
+        together(self.transport, self._run, array, out)
+
+    def _run(self, array: np.ndarray, out: np.ndarray) -> None:
         own = {MINE: array, OUT: out}
         for step in self.plan.steps:
             if step.op == "meet":
@@ -288,7 +309,7 @@ class Collectives:
         if algorithm is not None and algorithm not in ways:
             raise CallMismatchError(f"algorithm {algorithm!r} cannot do this; there are {known(ways)}")
         if algorithm is None and len(ways) > 1 and job.nbytes > SMALL and self.figures is None:
-            self.figures = self._measure(call, buffer)
+            self.figures = together(self.transport, self._measure, call, buffer)
         shared = self.heap is not None
         algorithm = algorithm or choose(job, self.figures if job.nbytes > SMALL else None, shared)
         plan = Plan(call, schedule(job, algorithm, shared), dtype, kind, job)

@@ -26,9 +26,9 @@ from rlx.backends.cpu.pool import MethodDef, builtin
 from rlx.backends.cpu.ranks import meet_address
 from rlx.backends.cpu.target import host_target
 from rlx.backends.cpu.walker import I64, NULL, Body, Functions, P, fields_of
-from rlx.driver.collective import Form, Plan, Reduction
+from rlx.driver.collective import Form, Plan, Reduction, together
 from rlx.driver.schedule import MINE, OUT, Place
-from rlx.driver.transports.shm import STAGE_BYTES, Meeting, ShmTransport
+from rlx.driver.transports.shm import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting, ShmTransport
 
 ENTRIES = 32  # calls of all_reduce that a transport's function remembers
 USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
@@ -75,7 +75,8 @@ class Known(ctypes.Structure):
 class WalkBody(Body):
     fields = {
         **fields_of(Row, Walk, Entry, Known),
-        **{k: v for k, v in fields_of(Meeting).items() if k in ("number", "what", "shut")},
+        **{k: v for k, v in fields_of(Meeting).items() if k in ("number", "what", "shut", "lines", "rank")},
+        **{k: v for k, v in fields_of(Line).items() if k == "fault"},
     }
 
 
@@ -105,6 +106,7 @@ def rlx_ranks_walk(e: WalkBody, w: V) -> None:
             code = e.call(e.get(w, "meet"), "i64", meeting)
             with e.when(e.cmp("ne", code, 0)):
                 e.put(w, "next", following)
+                e.put(meeting, "shut", e.bin("or", e.get(meeting, "shut"), PENDING))
                 e.ret(code)
         with e.when(e.cmp("ne", op, MEET)):
             goal, amount = based(e.get(row, "goal"), e.get(row, "goal_from")), e.get(row, "amount")
@@ -129,6 +131,14 @@ def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
     e.put(w, "until", e.gep(first, e.get(w, "end")))
     e.put(w, "array", array)
     e.put(w, "result", result)
+    e.ret(rlx_ranks_walk(e, w))
+
+
+@_native("i64", w="ptr")
+def rlx_ranks_go_on(e: WalkBody, w: V) -> None:
+    """Walk on, behind a meeting that has been settled."""
+    meeting = e.get(w, "meeting")
+    e.put(meeting, "shut", e.bin("and", e.get(meeting, "shut"), ~PENDING))
     e.ret(rlx_ranks_walk(e, w))
 
 
@@ -182,7 +192,7 @@ def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
 
 @_native("ptr", k="ptr", walk="ptr", code="i64")
 def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
-    """Have Python settle the meeting and go on: None, or null where it raised."""
+    """Have Python settle the meeting and go on: None, or null where it raised. It may raise before its first line, on Ctrl-C."""
     address = e.python("PyLong_FromVoidPtr", "ptr", walk)
     number = e.python("PyLong_FromLong", "ptr", code)
     args = e.op("ptr", "alloca ptr, i64 2, align 8")
@@ -191,6 +201,12 @@ def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
     result = e.python("PyObject_Vectorcall", "ptr", e.get(k, "settle"), args, e.i64(2), NULL)
     for value in (address, number):
         e.python("Py_DecRef", "void", value)
+    meeting = e.get(k, "at_meeting")
+    abandoned = e.cmp("ne", e.bin("and", e.get(meeting, "shut"), PENDING), 0)
+    with e.when(e.bin("and", e.cmp("eq", result, NULL), abandoned)):
+        rank = e.get(meeting, "rank")
+        line = e.gep(e.get(meeting, "lines"), e.bin("mul", rank, LINE_BYTES))
+        e.put(line, "fault", e.bin("or", e.bin("shl", rank, 8), INTERRUPTED))
     e.ret(result)
 
 
@@ -202,19 +218,19 @@ Made = tuple[Callable[..., int], Callable[..., int], MethodDef, Library]
 
 @cache
 def _make() -> Made:
-    symbols = ("rlx_ranks_walk", "rlx_ranks_begin", "rlx_all_reduce")
+    symbols = ("rlx_ranks_go_on", "rlx_ranks_begin", "rlx_all_reduce")
     library = Library([compile_object(_functions.module_text(WalkBody), host_target(1), "collectives", keep=True)], symbols)
     document = b"all_reduce($self, buffer, array, kind, /)\n--\n\nEvery rank's array combined, in place."
     definition = MethodDef(b"all_reduce", library.address("rlx_all_reduce"), calls.METH_FASTCALL, document)
-    begin, walk = library.function("rlx_ranks_begin", I64, P, P, P), library.function("rlx_ranks_walk", I64, P)
-    return begin, walk, definition, library
+    begin, go_on = library.function("rlx_ranks_begin", I64, P, P, P), library.function("rlx_ranks_go_on", I64, P)
+    return begin, go_on, definition, library
 
 
 _making = threading.Lock()
 
 
 def _made() -> Made:
-    """rlx_ranks_begin and rlx_ranks_walk, which let other Python threads go on, and what built-in functions are made of: one of
+    """rlx_ranks_begin and rlx_ranks_go_on, which let other Python threads go on, and what built-in functions are made of: one of
     each for the life of the process."""
     with _making:
         return _make()
@@ -246,9 +262,11 @@ class Table:
 
     def run(self, array: np.ndarray, out: np.ndarray) -> None:
         """`array`, `out`: their bytes."""
-        if self.transport.broken:
-            self.transport.barrier()  # says why
-        self.settle(self._begin(self.address, array.ctypes.data, out.ctypes.data))
+        self.transport.check()
+        together(self.transport, self._run, array.ctypes.data, out.ctypes.data)
+
+    def _run(self, array: int, out: int) -> None:
+        self.settle(self._begin(self.address, array, out))
 
     def settle(self, code: int) -> None:
         while code:

@@ -41,6 +41,8 @@ FOLDER = "/dev/shm"
 SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # turns (some 20 to 60 ns each) before a rank yields its CPU, and how often it does
 SLICE = 0.01  # seconds that a rank waits in compiled code before it looks whether the others live
 DIFFER, WAITING = 1, 2  # what a meeting returns: see Meeting
+SHUT = 1
+PENDING = 2  # a collective in compiled code has come to a meeting and waits to go on: if another begins, this one was abandoned
 
 P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -84,7 +86,7 @@ class Meeting(ctypes.Structure):
         ("lines", P), ("stages", P), ("heaps", P), ("stride", I64),  # rank r's heap: heaps + r * stride
         ("rank", I64), ("ranks", I64), ("number", I64), ("what", I64), ("offset", I64), ("len", I64), ("detail", I64),
         ("spins", I64), ("yields", I64), ("seconds", I64), ("nanoseconds", I64), ("wait", P), ("sched_yield", P),
-        ("shut", I64),  # not 0: the transport is closed, or has failed; then nothing may begin
+        ("shut", I64),  # not 0: nothing may begin. SHUT: the transport is closed, or has failed; PENDING: see there
     ]  # fmt: skip
 
 
@@ -106,7 +108,7 @@ class ShmTransport:
             raise UnknownRankError(f"rank {rank} of {num_ranks}, from 0")
         if not timeout > 0:
             raise OptionError(f"timeout is a positive number of seconds, got {timeout!r}")
-        self.broken = ""
+        self._why = ""
         number = _opened(path := path_of(name), time.monotonic() + timeout)
         try:
             try:
@@ -138,6 +140,7 @@ class ShmTransport:
         )  # fmt: skip
         make = native("ranks")
         self._meet: Callable[[], int] = make(self.meeting) if make else partial(meet, self.meeting, self._lines)
+        _used.add(self)
 
     def _hurry(self) -> None:
         """Spin long only where every rank can have a CPU of its own: else whoever is waited for needs the one that we are on."""
@@ -156,52 +159,66 @@ class ShmTransport:
 
     def _check(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> None:
         check_copy(buffer, array, self.num_ranks, self.heap_size, written)
-        if self.broken:
-            raise TransportError(self.broken)
+        self.check()
+
+    def check(self) -> None:
+        """TransportError if nothing may begin."""
+        if self.meeting.shut:
+            self.abandon()
+            raise TransportError(self._why)
+
+    @property
+    def broken(self) -> str:
+        """Why nothing works any more; empty: it does."""
+        if self._lines[self.this_rank.index].fault:  # compiled code may have found that a call was left
+            self.abandon()
+        return self._why
+
+    def abandon(self) -> None:
+        """This rank has left what all do together before it was done. The others cannot go on, and are told."""
+        if not self._why:
+            self._fail(INTERRUPTED, self.this_rank.index)
 
     def barrier(self, call: Call = MEET) -> None:
-        if self.broken:
-            raise TransportError(self.broken)
+        self.check()
         m = self.meeting
         m.what, m.offset, m.len, m.detail = as_call(call)
-        m.number += 1
         try:
-            code = self._meet()
-        except BaseException:  # Ctrl-C, mostly
-            self._fail(INTERRUPTED, self.this_rank.index)
-            raise
-        if code:
-            self.settle(code)
-
-    def settle(self, code: int) -> None:
-        """Go on with a meeting that returned `code`, until all have come with the same call. Errors as of barrier."""
-        deadline = time.monotonic() + self.timeout
-        try:
-            while code >= WAITING:
-                self._look(deadline)
-                code = self._meet()
+            m.number += 1
+            if code := self._meet():
+                self.settle(code)
         except CollectiveError:
             raise
-        except BaseException:
-            self._fail(INTERRUPTED, self.this_rank.index)
+        except BaseException:  # Ctrl-C, mostly
+            self.abandon()
             raise
+
+    def settle(self, code: int) -> None:
+        """Go on with a meeting that returned `code`, until all have come with the same call. Errors as of barrier. Whoever calls
+        this abandons the transport if it is interrupted."""
+        deadline = time.monotonic() + self.timeout
+        while code >= WAITING:
+            self._look(deadline)
+            code = self._meet()
         if code:
             half = self.meeting.number % 2 * 4
-            raise mismatch([Call(*line.calls[half : half + 4]) for line in self._lines])
+            error = mismatch([Call(*line.calls[half : half + 4]) for line in self._lines])
+            self.meeting.shut &= ~PENDING  # the call ends here, on every rank
+            raise error
 
     def close(self) -> None:
         self._leave()
-        self._shut(self.broken or f"rank {self.this_rank.index} left")
+        self._shut(self._why or f"rank {self.this_rank.index} left")
 
     def _shut(self, why: str) -> None:
-        self.broken, self.meeting.shut = why, 1
+        self._why, self.meeting.shut = why, SHUT
 
     def _look(self, deadline: float) -> None:
         """Raises if this meeting cannot take place, or should have."""
         refused = Header.from_buffer_copy(self._header)
         if refused.refused:
             self._shut(_sizes(refused))
-            raise CallMismatchError(self.broken)
+            raise CallMismatchError(self._why)
         for rank, line in enumerate(self._lines):
             if fault := line.fault:
                 raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
@@ -222,7 +239,20 @@ class ShmTransport:
         state, _ = process(pid) if pid else ("", 0)
         who = f"rank {rank} (process {pid}{STATES.get(state, '')})" if pid else f"rank {rank} (which has not joined)"
         self._shut(f"{who} {WHY.get(why, 'failed')}{more}")
-        return TransportError(self.broken)
+        return TransportError(self._why)
+
+
+_used: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
+
+
+def _refuse_to_fork() -> None:
+    """In a forked child: a rank is one process, and its parent goes on with it. The words that all share are not touched."""
+    for transport in list(_used):
+        if not transport._why:
+            transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which has no part in it")
+
+
+os.register_at_fork(after_in_child=_refuse_to_fork)
 
 
 def meet(m: Meeting, lines: Sequence[Line]) -> int:
