@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 import rlx
 from rlx import knobs
+from rlx.driver import files
 from rlx.errors import (
     BindingError,
     DuplicateNameError,
@@ -232,6 +235,85 @@ def test_weights_are_shared_between_compiles(session: rlx.Session) -> None:
     np.testing.assert_array_equal(large.run({"x": np.ones((5, 4), F)})[0], np.ones((5, 3)))
     small.set_param("w", 2 * np.eye(4, 3, dtype=F))
     np.testing.assert_array_equal(large.run({"x": np.ones((5, 4), F)})[0], np.full((5, 3), 2))
+
+
+def shared_sums(session: rlx.Session) -> tuple[list[rlx.CompiledGraph], dict[str, np.ndarray]]:
+    """Two executables on one store: x @ a + b, whose a is packed, and whose b is read by runs."""
+    g = rlx.Graph("sums")
+    g.set_outputs([g.input("x", (2, 64), rlx.f32) @ g.param("a", (64, 32), rlx.f32) + g.param("b", (2, 32), rlx.f32)])
+    first = session.compile(g)
+    return [first, session.compile(g, params=first.params)], {"a": np.ones((64, 32), F), "b": np.ones((2, 32), F)}
+
+
+@pytest.mark.parametrize("call", ["run", "bound", "clone"])
+def test_a_run_begun_while_others_set_shared_weights_waits_for_all_of_them(
+    session: rlx.Session, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    (first, second), weights = shared_sums(session)
+    x = np.ones((2, 64), F)
+    first.set_params(weights)
+    run = {"run": partial(second.run, {"x": x}), "bound": second.bound([x]), "clone": partial(first.clone().run, {"x": x})}[call]
+    np.testing.assert_array_equal(run()[0], np.full((2, 32), 65))  # all that it reads was current
+    found: list[np.ndarray] = []
+    other = threading.Thread(target=lambda: found.append(run()[0].copy()))
+
+    def pausing(jobs, threads):
+        jobs[0]()
+        other.start()
+        other.join(0.2)  # long enough for a run that does not wait
+        for job in jobs[1:]:
+            job()
+
+    monkeypatch.setattr(files, "in_threads", pausing)
+    first.set_params({name: 2 * array for name, array in weights.items()})
+    other.join()
+    np.testing.assert_array_equal(found[0], np.full((2, 32), 130))
+
+
+def test_shared_weights_that_were_set_halfway_are_missing(session: rlx.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), weights = shared_sums(session)
+    x = np.ones((2, 64), F)
+    first.set_params(weights)
+    call = second.bound([x])
+    call()
+
+    def failing(jobs, threads):
+        jobs[0]()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(files, "in_threads", failing)
+        with pytest.raises(KeyboardInterrupt):
+            first.set_params({name: 2 * array for name, array in weights.items()})
+    for attempt in (call, partial(second.run, {"x": x}), partial(first.run, {"x": x})):
+        with pytest.raises(MissingParamError, match="param 'a', 'b' not set"):
+            attempt()
+    second.set_params(weights)
+    for attempt in (call, partial(first.run, {"x": x})):
+        np.testing.assert_array_equal(attempt()[0], np.full((2, 32), 65))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system forks no processes")
+def test_a_child_forked_while_weights_are_set_does_not_wait_for_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), weights = shared_sums(rlx.Session("ref"))  # which has no threads of its own
+    first.set_params(weights)
+    said: list[int] = []
+
+    def forking(jobs, threads):
+        jobs[0]()
+        if not (child := os.fork()):
+            try:
+                second.run({"x": np.ones((2, 64), F)})
+            except MissingParamError:
+                os._exit(7)
+            os._exit(1)
+        said.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        for job in jobs[1:]:
+            job()
+
+    monkeypatch.setattr(files, "in_threads", forking)
+    first.set_params(weights)
+    assert said == [7]
 
 
 def test_non_contiguous_inputs(session: rlx.Session) -> None:

@@ -90,7 +90,8 @@ class CompiledGraph:
         """Set several weights at once: what depends on more than one is computed once, and threads share the work.
 
         Errors are those of set_param; none of them changes anything, but for a file cut off while it is read: then the
-        params are missing (missing_params)."""
+        params are missing (missing_params). A run that another executable on these weights (or a clone) begins meanwhile waits
+        until all are there; one that is under way already may read some old and some new ones."""
         if not isinstance(arrays, Mapping):
             raise BindingError(f"set_params takes {{name: array}}, got {type(arrays).__name__}")
         self._drain()  # queued runs are to use the weights as they were

@@ -38,7 +38,14 @@ class Weights:
         """Copy params in and recompute, once, what depends on them. A wrong name, dims or dtype, or a file that is too short by
         now, raises and changes nothing. CorruptFileError midway: they are missing."""
         values = {name: self._checked(name, array) for name, array in arrays.items()}
+        with self.store.lock:
+            self._set_all(values)
+        self._gate.seen = -1
+
+    def _set_all(self, values: Mapping[str, np.ndarray]) -> None:
         self.store.kept -= values.keys()  # until all of it is there
+        for name in values:
+            self.store.changed(name)  # before the first byte: executables on this store look, and wait for the lock
         self.run_constants()
         there = values.keys() | self.store.kept
         todo = [i for i, names in enumerate(self.sources) if names & values.keys() and names <= there]
@@ -46,14 +53,9 @@ class Weights:
         jobs.sort(key=lambda job: -sum(values[name].nbytes for name in job[0]))
         several = len(jobs) > 1 and sum(v.nbytes for v in values.values()) >= IN_THREADS
         threads = min(len(jobs), self.program.target.threads) if several else 1
-        try:
-            files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
-        finally:
-            for name in values:
-                self.store.changed(name)
+        files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
         self.store.kept |= values.keys() & self.kept
         self._made(todo)
-        self._gate.seen = -1
 
     def _checked(self, name: str, array: object) -> np.ndarray:
         """The array as a param's bytes lie."""
@@ -110,15 +112,15 @@ class Weights:
 
     def ready(self) -> None:
         """Make everything that a run reads current; MissingParamError names the params that are not there."""
-        changes = self.store.changes.value
-        if changes == self._gate.seen:
+        if self.store.changes.value == self._gate.seen:
             return
-        self.run_constants()
-        stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
-        if missing := self.missing():
-            raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
-        self.run(stale)
-        self._gate.seen = changes
+        with self.store.lock:  # which may mean to wait until another executable's weights are all there
+            self.run_constants()
+            stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
+            if missing := self.missing():
+                raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
+            self.run(stale)
+            self._gate.seen = self.store.changes.value
 
 
 def planned_bytes(program: Program) -> dict[str, int]:
