@@ -79,3 +79,11 @@ def test_large_reductions_have_work_for_all_threads(dims: tuple[int, ...], axes:
     c, _ = compiled(lambda v: rlx.sum(v, axis=axes), dims)
     first = c.program().steps[0].kernel
     assert math.prod(n for _, n in first.grid) >= 8, str(first)
+
+
+def test_rows_whose_elements_are_reductions_are_not_fetched_ahead() -> None:
+    """Of a buffer large enough for it: what is read depends on the inner reduction's loop."""
+    c, (x,) = compiled(lambda v: rlx.softmax(rlx.sum(v, axis=1)), (300, 8, 384))
+    total = x.astype(np.float64).sum(axis=1)
+    e = np.exp(total - total.max(axis=-1, keepdims=True))
+    np.testing.assert_allclose(run(c, [x]), e / e.sum(axis=-1, keepdims=True), rtol=1e-4, atol=1e-7)

@@ -255,6 +255,8 @@ class VectorLoop:
         if (ahead := inner.ahead) and ahead.during is self.loop:
             at = self.scope.child({ahead.var: inner.scalar.bindings[self.loop.var]})
             for load, nbytes in ahead.loads:
+                if not all(at.has(v) for v in at.names_in(load.index) if isinstance(v, Var)):
+                    continue  # it depends on what the pass itself binds, as the loop of a reduction inside it does
                 place = self.em.gep(address(load.buffer, load.index, at), nbytes)
                 self.em.intrinsic("prefetch", place, *(V(x, "i32") for x in "031"), suffix=("p0",), returns="void")
 
