@@ -106,6 +106,23 @@ def test_a_file_cut_off_while_it_is_mapped(path, arrays):
     assert compiled.missing_params() == [] and outputs(compiled) == want
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("small", [files.SMALL, 100_000])
+def test_a_file_cut_off_under_a_view(early, small, path, arrays, monkeypatch):
+    """Of any size: a view is copied, so no byte of the mapping need be touched. Before it is looked at, or after that."""
+    compiled = rlx.Session(threads=2).compile(graph())
+    compiled.set_params(arrays)
+    want, mapped = outputs(compiled), read_file(path)
+    monkeypatch.setattr(files, "SMALL", small)
+    os.truncate(path, 5000)
+    if not early:
+        monkeypatch.setattr(files, "check", lambda array: None)
+    for view in (mapped["q"].T, mapped["q"][::-1], mapped["q"].reshape(-1)[::-1].reshape(WIDE, WIDE)):
+        with pytest.raises(CorruptFileError, match="model.safetensors"):
+            compiled.set_param("q", view)
+    assert compiled.missing_params() == [] and outputs(compiled) == want
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_file_cut_off_while_it_is_read(threads, path, arrays, monkeypatch):
     compiled = rlx.Session(threads=threads).compile(graph())
@@ -146,13 +163,28 @@ def test_no_page_of_the_file_becomes_resident_and_it_is_closed(path):
     assert path not in opened and str(path) not in Path("/proc/self/maps").read_text()
 
 
+VIEWS = {
+    "all": lambda a: a, "rows": lambda a: a[3:7], "every other": lambda a: a[::2], "column": lambda a: a[:, 1],
+    "none": lambda a: a[0:0], "turned": lambda a: a.T, "backwards": lambda a: a[::-1, 5:1:-2], "one": lambda a: a[2, 3, ...],
+    "blocks": lambda a: a.reshape(50, 20, 32).transpose(2, 0, 1),
+    "repeated": lambda a: np.broadcast_to(a[:, None, 7:9], (50, 3, 2)),
+}  # fmt: skip
+
+
 def test_copies_of_views_and_parts(path, arrays, monkeypatch):
     mapped = read_file(path)
-    for part in (np.s_[:], np.s_[3:7], np.s_[::2], np.s_[:, 1], np.s_[0:0]):
-        source = mapped["q"][part]
-        goal = np.full(source.shape, np.nan, F)
-        files.copy(goal, source)
-        np.testing.assert_array_equal(goal, arrays["q"][part])
+    for small in (files.SMALL, 10_000, 16):
+        monkeypatch.setattr(files, "SMALL", small)
+        for name, view in VIEWS.items():
+            source = view(mapped["shift"])
+            goal = np.full(source.shape, np.nan, F)
+            files.copy(goal, source)
+            np.testing.assert_array_equal(goal, view(arrays["shift"]), name)
+            np.testing.assert_array_equal(files.in_memory(source), goal)
+            goal = np.full((*source.shape, 2), np.nan, F)[..., 0]  # that does not lie row after row either
+            files.copy(goal, source)
+            np.testing.assert_array_equal(goal, view(arrays["shift"]), name)
+    monkeypatch.undo()
     np.testing.assert_array_equal(files.in_memory(mapped["k"]), arrays["k"])
     monkeypatch.setattr(files, "SMALL", arrays["k"].nbytes - 1)
     assert files.in_memory(mapped["k"]) is mapped["k"]

@@ -1,8 +1,10 @@
 """Files mapped into memory, and copies of what lies in them that do not touch the mapping.
 
 A mapped page that another program has cut off since kills the process that touches it; a read of it only comes back short.
-A read also leaves no page of the file resident here. So what is copied out of arrays over mapped files is read, and what is only
-packed from there is read first where that costs nothing: larger arrays would go through memory twice, and are used in place.
+A read also leaves no page of the file resident here. So what is copied out of arrays over mapped files is read, views with any
+strides too, and what is only packed from there is read first where that costs nothing: arrays above SMALL would go through memory
+twice, and are used in place. That is the one limit: they are looked at before (`check`), but whoever cuts the file off while they
+are being packed ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from rlx.errors import CorruptFileError
 
 READ = 1 << 30  # bytes that one call reads; Linux stops at 2 GiB
-SMALL = 8 << 20  # bytes of an array whose copy stays in a cache until it is packed
+SMALL = 8 << 20  # bytes whose copy stays in a cache until it is packed
 
 
 @dataclass(frozen=True)
@@ -46,28 +48,46 @@ def _forget(address: int) -> None:
     os.close(_mapped.pop(address).number)
 
 
-def _place(array: np.ndarray) -> tuple[_Mapped, int] | None:
-    """The file that an array lies in, row after row, and where it begins there."""
-    if not _mapped or not array.flags.c_contiguous or not hasattr(os, "preadv"):
+def _place(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
+    """The file that an array lies in, where its lowest byte is there, and how many bytes there are up to its highest."""
+    if not _mapped or not array.size or not hasattr(os, "preadv"):
         return None
-    start = array.ctypes.data
+    reach = [(n - 1) * step for n, step in zip(array.shape, array.strides)]
+    start = array.ctypes.data + sum(min(r, 0) for r in reach)
+    nbytes = sum(map(abs, reach)) + array.itemsize
     for address, m in list(_mapped.items()):
-        if address <= start and start + array.nbytes <= address + m.nbytes:
-            return m, start - address
+        if address <= start and start + nbytes <= address + m.nbytes:
+            return m, start - address, nbytes
     return None
 
 
 def check(array: np.ndarray) -> None:
     """CorruptFileError: the array lies in a file that has been cut off before its end."""
-    if (place := _place(array)) is not None and os.fstat(place[0].number).st_size < place[1] + array.nbytes:
+    if (place := _place(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
         raise CorruptFileError(f"{place[0].path} was cut off after it was opened; load the model again")
 
 
 def copy(goal: np.ndarray, source: np.ndarray) -> None:
-    """Copy an array to one of its shape and dtype that lies row after row. CorruptFileError as `check` says, midway."""
+    """Copy an array to one of its shape and dtype. CorruptFileError as `check` says, midway."""
     if (place := _place(source)) is None:
         return np.copyto(goal, source)
-    room, (file, offset), at = goal.reshape(-1).view(np.uint8), place, 0
+    file, offset, nbytes = place
+    if source.flags.c_contiguous and goal.flags.c_contiguous:
+        return _read(file, offset, goal.reshape(-1).view(np.uint8), source)
+    if nbytes > SMALL:  # in halves, the farther apart the better
+        axis = max(range(source.ndim), key=lambda i: (source.shape[i] - 1) * abs(source.strides[i]))
+        for part in (slice(source.shape[axis] // 2), slice(source.shape[axis] // 2, None)):
+            copy(goal[at := (slice(None),) * axis + (part,)], source[at])
+        return None
+    room = np.empty(nbytes, np.uint8)
+    _read(file, offset, room, source)
+    first = sum(max(0, (1 - n) * step) for n, step in zip(source.shape, source.strides))  # lower are those of negative strides
+    np.copyto(goal, np.ndarray(source.shape, source.dtype, room.data, first, source.strides))
+
+
+def _read(file: _Mapped, offset: int, room: np.ndarray, source: np.ndarray) -> None:
+    """Fill `room` with bytes of the file that are also those of `source`."""
+    at = 0
     while at < room.size:
         count = os.preadv(file.number, [room[at : at + READ].data], offset + at)
         if not count:
@@ -77,10 +97,11 @@ def copy(goal: np.ndarray, source: np.ndarray) -> None:
 
 
 def in_memory(array: np.ndarray) -> np.ndarray:
-    """The array; or a copy, if it is SMALL and lies in a mapped file. CorruptFileError as `copy` says."""
-    if array.nbytes > SMALL or _place(array) is None:
+    """The array; or a copy that lies row after row, if it does not, or is SMALL and lies in a mapped file. CorruptFileError as
+    `copy` says."""
+    if array.flags.c_contiguous and (array.nbytes > SMALL or _place(array) is None):
         return array
-    made = np.empty_like(array)
+    made = np.empty(array.shape, array.dtype)
     copy(made, array)
     return made
 

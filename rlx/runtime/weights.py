@@ -64,7 +64,7 @@ class Weights:
             raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
         found = fits(f"param {name!r}", array, decl.shape)
         files.check(found)
-        return np.ascontiguousarray(found).reshape(decl.shape.static)
+        return np.asarray(found if found.flags.c_contiguous else files.in_memory(found))
 
     def _set(self, names: Sequence[str], steps: Sequence[int], values: Mapping[str, np.ndarray], alone: bool) -> None:
         given: dict[int, np.ndarray] = {}
