@@ -89,6 +89,7 @@ MODELS = {
     "argmax": Model(lambda g: ops.argmax(g.input("x", (2, N, 33), "f32"), axis=-1), 21),
     "top k": Model(lambda g: ops.top_k(g.input("x", (N, 33), "f32"), k=4)[0], 21),
     "cumsum": Model(lambda g: ops.cumsum(g.input("x", (5, N), "f32"), axis=0), 70),
+    "argmax, columns": Model(lambda g: ops.argmax(g.input("x", (5, N), "f32"), axis=0), 70),
     "attention": Model(lambda g: attend(g, (2, 4, N, 16)), 70),
     "attention, few rows": Model(lambda g: attend(g, (2, 4, N, 16)), 6),
     "attention, other keys": Model(lambda g: attend(g, (1, 2, N, 16), 45), 70),

@@ -78,6 +78,10 @@ class KernelBuilder:
             self.rows.add(coords[self.active.axis])
         return self.store_value(Value(self.group.anchor, result), coords, value, guard)
 
+    def cut(self, axis: int) -> bool:
+        """Whether the extent cuts this axis of the results: points along it are better points of the grid."""
+        return self.active is not None and self.active.axis == axis
+
     # -- inside the compiler
 
     def limit(self, var: K.Var, each: int) -> None:

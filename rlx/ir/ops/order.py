@@ -123,7 +123,8 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         if axis == x.rank - 1 and length >= 2 * LANES:
             parts, found = blocks(ctx, x, length, at)
             return grid, (*parts, ctx.store(0, to, found))
-        if axis < x.rank - 1 and dims[-1] >= LANES and length < 1 << 31:
+        wide = axis < x.rank - 1 and dims[-1] >= LANES and not ctx.cut(len(to) - 1)
+        if wide and length < 1 << 31:
             return _best_of_columns(ctx, node, axis, better)
         best, found = Var("best", dtype), Var("found")
         value = ctx.element(x, at(i))
@@ -201,7 +202,7 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     grid, coords = lines(dims, axis)
     length, dtype, i = dims[axis], x.dtype.compute, Var("i")
     at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
-    if axis < x.rank - 1 and dims[-1] >= LANES:  # row after row; the totals of all columns are kept
+    if axis < x.rank - 1 and dims[-1] >= LANES and not ctx.cut(x.rank - 1):  # row after row; the totals of all columns are kept
         grid, (column, width) = grid[:-1], grid[-1]
         kept = ctx.local(dtype, width)
         total = Load(kept, column)
