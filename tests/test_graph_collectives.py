@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -639,6 +641,93 @@ def test_a_rank_that_dies_within_a_collective() -> None:
     assert all(isinstance(e, TransportError) for e in found)
     assert re.search(r"counter: all_(reduce|gather): .*; nothing was committed", str(found[0]))
     assert all(c.read_handle("total").tolist() == [0.0] * 4 for c in compiled)
+
+
+def interrupted_here(transport: Any, at: str, in_code: bool, error: type[BaseException]) -> Any:
+    """Rank 0 is interrupted while its run waits for rank 1: in the meeting before the first step, or in the first collective."""
+    plain = transport if in_code else PutAndGet(transport)
+    compiled = rlx.Session("cpu", threads=1, transport=plain).compile(counter(2))
+    compiled.run(asked(0, 1))
+    first, number = transport.meeting.number, transport.meeting.number + 1 + (at == "step")
+    transport.barrier()
+    if transport.this_rank.index == 0:
+        swallowed: list[Any] = []
+        sys.unraisablehook = swallowed.append
+
+        def interrupt(*_: Any) -> None:
+            raise error
+
+        signal.signal(signal.SIGUSR1, interrupt)
+        with pytest.raises(error):
+            compiled.run(asked(0, 1))
+        assert not swallowed and transport.broken
+    else:
+        exchanges = compiled._executable._exchange.exchanges  # type: ignore[attr-defined]
+        if at == "step":
+            exchanges.begin()
+        while not transport._lines[0].epoch > number:  # it waits
+            assert transport._lines[0].epoch > first
+            time.sleep(0.0001)
+        os.kill(transport._lines[0].pid, signal.SIGUSR1)
+        while not (transport._lines[0].fault or transport._lines[0].left):
+            time.sleep(0.001)
+    before = compiled.read_handle("total")
+    with pytest.raises(CollectiveError):  # rank 1 may find that rank 0 had come to something else
+        compiled.run(asked(0, 1))
+    with pytest.raises(TransportError) as caught:
+        compiled.run(asked(0, 1))
+    assert before is not None and before.tolist() == compiled.read_handle("total").tolist() == [2.0] * 4
+    return str(caught.value)
+
+
+class PutAndGet:
+    """A transport whose steps are done in Python."""
+
+    def __init__(self, inner: Any) -> None:
+        self.num_ranks, self.this_rank, self.heap_size, self.timeout = inner.num_ranks, inner.this_rank, inner.heap_size, 30.0
+        self.put, self.get, self.barrier, self.close = inner.put, inner.get, inner.barrier, inner.close
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("at,in_code", [("begin", True), ("step", True), ("step", False)])
+def test_what_interrupts_a_run_comes_out_of_it_and_the_others_hear_of_it(at: str, in_code: bool, error: type[Exception]) -> None:
+    for _ in range(2):
+        found = ranks.run(2, interrupted_here, at, in_code, error, heap_size=HEAP)
+        assert all("rank 0" in text and ("interrupted" in text or "left" in text) for text in found), found
+
+
+def test_python_that_does_not_answer_has_failed() -> None:
+    """However it is called: machine code waits for a word, and takes none for a failure."""
+    transports = local(2, timeout=5)
+    compiled = compiled_on(transports, counter(2), "cpu")
+
+    def act(t: LocalTransport) -> None:
+        calls = compiled[t.this_rank.index]._executable._exchange
+        if t.this_rank.index == 0:
+            for _, _, (_, answer, _) in calls._made.values():
+                inside = gc.get_referents(answer)
+                next(x for r in inside for x in (r, *gc.get_referents(r)) if hasattr(x, "__self__")).__self__.close()
+        compiled[t.this_rank.index].run(asked(0, 1))
+
+    sys_hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        found: list[Any] = [None, None]
+
+        def rank(i: int) -> None:
+            try:
+                act(transports[i])
+            except BaseException as e:  # noqa: BLE001
+                found[i] = e
+                transports[i].close()
+
+        threads = [threading.Thread(target=rank, args=(i,)) for i in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    finally:
+        sys.unraisablehook = sys_hook
+    assert isinstance(found[0], KeyboardInterrupt) and isinstance(found[1], TransportError), found
 
 
 @pytest.mark.parametrize("device", ["ref", "cpu"])

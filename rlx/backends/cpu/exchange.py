@@ -2,13 +2,16 @@
 
 Where all heaps lie in this process's memory, machine code walks a collective's table (rlx.backends.cpu.rank_walk) without
 Python, unless a meeting is not over at once. Other transports are called in Python.
+
+Python that machine code calls may be interrupted (Ctrl-C) before its first line, and ctypes would swallow that: so what is
+called is the `send` of a generator, which wakes up inside a `try`, and has failed unless it says otherwise.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Generator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,20 +20,20 @@ from rlx.backends.cpu.emit import V
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target
 from rlx.backends.cpu.walker import I64, Body, Functions, P, fields_of
+from rlx.driver.collective import abandon
 from rlx.driver.exchange import Exchanges
 from rlx.errors import CollectiveError
 from rlx.ir.kernel import Buffer, Native
 
 FAILED = 1 << 16  # ExchangeCalls.FAILED
-FUNCTION = ctypes.CFUNCTYPE(None, P, I64, P, P)
-SETTLE = ctypes.CFUNCTYPE(ctypes.c_int32, I64)
+ANSWER = ctypes.CFUNCTYPE(None, I64)
 
 
 class Block(ctypes.Structure):
-    """A step's third argument. `walk`, `begin`: see rank_walk; `settle`: i32 (i64 code), FAILED or 0; `copied`: bytes of the
-    operand to be copied to the result, which is then worked on in place; 0: it is not."""
+    """A step's third argument. `walk`, `begin`: see rank_walk; `answer`: void (i64), Python that clears `failed`; `copied`: bytes
+    of the operand to be copied to the result, which is then worked on in place; 0: it is not."""
 
-    _fields_ = [("walk", P), ("begin", P), ("settle", P), ("copied", I64)]
+    _fields_ = [("walk", P), ("begin", P), ("answer", P), ("copied", I64), ("failed", I64)]
 
 
 class StepBody(Body):
@@ -38,6 +41,19 @@ class StepBody(Body):
 
 
 _functions = Functions()
+
+
+@_functions.native("void", block="ptr", what="i64", status="ptr")
+def ask(e: Body, block: V, what: V, status: V) -> None:
+    e.put(block, "failed", 1)
+    e.call(e.get(block, "answer"), "void", what)
+    with e.when(e.cmp("ne", e.get(block, "failed"), 0)):
+        e.store(e.const("i32", FAILED), status, 4)
+
+
+@_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
+def rlx_exchange_in_python(e: Body, args: V, task: V, scratch: V, status: V) -> None:
+    ask(e, e.load("ptr", e.gep(args, 16), 8), e.convert("ptrtoint", args, "i64"), status)
 
 
 @_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
@@ -49,15 +65,13 @@ def rlx_exchange(e: Body, args: V, task: V, scratch: V, status: V) -> None:
         e.intrinsic("memcpy", goal, source, size, e.const("i1", False), suffix=("ptr", "ptr", "i64"), returns="void")
     code = e.call(e.get(block, "begin"), "i64", e.get(block, "walk"), e.select(in_place, goal, source), goal)
     with e.when(e.cmp("ne", code, 0)):
-        failed = e.call(e.get(block, "settle"), "i32", code)
-        with e.when(e.cmp("ne", failed, 0)):
-            e.store(failed, status, 4)
+        ask(e, block, code, status)
 
 
 @cache
 def _library() -> Library:
     text = _functions.module_text(StepBody)
-    return Library([compile_object(text, host_target(1), "exchange", keep=True)], ("rlx_exchange",))
+    return Library([compile_object(text, host_target(1), "exchange", keep=True)], ("rlx_exchange", "rlx_exchange_in_python"))
 
 
 class ExchangeCalls:
@@ -70,11 +84,12 @@ class ExchangeCalls:
         self.errors: list[BaseException] = []
         self._made: dict[Native | None, tuple[int, int, Any]] = {}
 
-    def begin(self) -> int:
-        """Address of what comes before the first step."""
+    def begin(self) -> tuple[int, ...]:
+        """What comes before the first step: the address of its function, and its arguments."""
         if None not in self._made:
             self._made[None] = self._in_python(lambda args, exchanges=self.exchanges: exchanges.begin())
-        return self._made[None][0]
+        function, block, _ = self._made[None]
+        return function, 0, 0, block
 
     def step(self, step: Native) -> tuple[int, int]:
         """Of a collective: the address of its function, and the argument behind those of operand and result."""
@@ -96,27 +111,27 @@ class ExchangeCalls:
         return act
 
     def _in_python(self, act: Callable[[int], None]) -> tuple[int, int, Any]:
-        guarded = partial(_guarded, self.errors)
-
-        def call(args: int, task: int, scratch: int, status: int) -> None:
-            if failed := guarded(act, args):
-                ctypes.c_int32.from_address(status).value = failed
-
-        function = FUNCTION(call)
-        return _address(function), 0, function
+        return self._calling("rlx_exchange_in_python", Block(), act)
 
     def _in_code(self, step: Native, table: Any) -> tuple[int, int, Any]:
         from rlx.backends.cpu import rank_walk
 
-        settle, x = SETTLE(partial(_guarded, self.errors, table.settle)), step.inputs[0].buffer
+        x = step.inputs[0].buffer
         copied = x.size * x.dtype.itemsize if step.attrs.in_place else 0  # type: ignore[union-attr]
-        begin = rank_walk.begin_address()
-        block = Block(walk=table.address, begin=begin, settle=_address(settle), copied=copied)
-        return _library().address("rlx_exchange"), ctypes.addressof(block), (block, settle, table, _library())
+        block = Block(walk=table.address, begin=rank_walk.begin_address(), copied=copied)
+        return self._calling("rlx_exchange", block, table.settle)
+
+    def _calling(self, function: str, block: Block, act: Callable[[int], None]) -> tuple[int, int, Any]:
+        """A function of machine code, its block, and what both need."""
+        answers = _answers(act, block, self.errors, self.exchanges.transport)
+        next(answers)  # to where it waits
+        answer = ANSWER(answers.send)
+        block.answer = ctypes.cast(answer, P).value
+        return _library().address(function), ctypes.addressof(block), (block, answer, _library())
 
     def error(self, where: str) -> BaseException:
         """What a step that failed left."""
-        error = self.errors.pop()
+        error = self.errors.pop() if self.errors else KeyboardInterrupt(f"{where} was interrupted")
         self.errors.clear()
         if not isinstance(error, CollectiveError):
             return error
@@ -125,18 +140,19 @@ class ExchangeCalls:
         return told
 
 
-def _guarded(errors: list[BaseException], act: Callable[[int], None], arg: int) -> int:
-    """FAILED, and the error in `errors`, if `act` raises; else 0."""
-    try:
-        act(arg)
-    except BaseException as e:  # noqa: BLE001  for ExchangeCalls.error, where Python goes on
-        errors.append(e)
-        return FAILED
-    return 0
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, P).value or 0
+def _answers(act: Callable[[int], None], block: Block, errors: list[BaseException], transport: Any) -> Generator[None, int, None]:
+    """Each `send(x)` is act(x); what that raises is left in `errors` for ExchangeCalls.error, where Python goes on."""
+    while True:
+        try:
+            while True:
+                act((yield))
+                block.failed = 0
+        except GeneratorExit:
+            return
+        except BaseException as e:  # noqa: BLE001
+            errors.append(e)
+            if transport is not None and not isinstance(e, CollectiveError):
+                abandon(transport)
 
 
 def _array(buffer: Buffer, address: int) -> np.ndarray:

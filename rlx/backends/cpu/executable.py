@@ -306,7 +306,8 @@ class CpuExecutable:
         rows, addresses, moving = [], [], []
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
         if exchange:
-            rows.append((exchange.begin(), 0, 1, False))
+            function, *addresses = exchange.begin()
+            rows.append((function, 0, 1, False))
         for (step, code), beside in zip(coded, _beside(coded)):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
