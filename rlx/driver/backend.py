@@ -156,10 +156,12 @@ class Executable(Protocol):
         """The steps without the commit; raises as run does."""
         ...
 
-    def run_commit(self) -> None: ...
+    def run_commit(self) -> None:
+        """Once run_steps has done well. CollectiveError, with every state as it was: it has not on another rank."""
+        ...
 
     def run_abort(self) -> None:
-        """Put back what run_steps changed in handles, where no commit shall follow."""
+        """Put back what run_steps changed in handles, where no commit shall follow. Other ranks then do not commit either."""
         ...
 
     def clone(self) -> Executable:

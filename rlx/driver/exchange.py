@@ -1,5 +1,8 @@
 """The collectives of one program in memory: its place in the heap, what all ranks must agree on, and its steps on arrays.
 
+A run ends alike on all ranks. One whose step fails gives up: it comes so to the meeting that the others go to next, who then have
+failed too. So there is one more meeting, before anything is committed, if a step behind the last collective may fail.
+
 A program uses the end of each rank's heap while a step runs, and nothing between steps: programs on one transport use the same
 bytes, one at a time. What a user puts into the heap belongs at its beginning.
 """
@@ -7,56 +10,88 @@ bytes, one at a time. What a user puts into the heap belongs at its beginning.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from rlx.driver.collective import ReduceKind, Table, collectives_of
-from rlx.driver.schedule import What
-from rlx.driver.symmetric import Call, SymmetricBuffer, SymmetricTransport
-from rlx.errors import CompileError, HeapBoundsError
+from rlx.driver.collective import Plan, ReduceKind, Steps, Table, collectives_of, machine_code
+from rlx.driver.schedule import MEETING, Job, What
+from rlx.driver.symmetric import GAVE_UP, Call, SymmetricBuffer, SymmetricTransport
+from rlx.errors import CallMismatchError, CollectiveError, CompileError, HeapBoundsError
+from rlx.ir.dtype import u8
 from rlx.ir.kernel import Native
 from rlx.ir.program import Program
 
-LOADED, RUNNING = 1001, 1002  # Call.what of the meetings when programs are loaded, and when runs begin
+LOADED, RUNNING, ENDING = 1001, 1002, 1003  # Call.what of the meetings when programs are loaded, and when runs begin and end
 ALIGNMENT = 64
 
 
 class Exchanges:
-    """What the ranks that loaded a program do together. `steps`: its collectives in order; `runs`: those that ended well."""
+    """What the ranks that loaded a program do together. `steps`: its collectives in order. `agreement`: the meeting before
+    anything is committed, if every run has it; it takes no arrays."""
 
-    def __init__(self, program: Program, transport: SymmetricTransport | None) -> None:
-        """Meets the other ranks, if there are collectives. CompileError: there is no transport, or one of other ranks.
-        HeapBoundsError: the heap is too small. CallMismatchError: another rank has loaded other collectives."""
-        self.name, self.transport, self.runs = program.name, transport, 0
+    def __init__(self, program: Program, transport: SymmetricTransport | None, may_fail: Sequence[bool]) -> None:
+        """Meets the other ranks, if there are collectives. `may_fail`: whether each step of a run has a Check.
+
+        CompileError: there is no transport, or one of other ranks. HeapBoundsError: the heap is too small. CallMismatchError:
+        another rank has loaded other collectives."""
+        self.name, self.transport = program.name, transport
         self.steps = tuple(s for s in program.collectives if s.attrs.ranks > 1)  # type: ignore[union-attr]
         self.tables: dict[Native, Table | None] = {}
+        self.agreement: Table | None = None
         if not self.steps:
             return
         check_ranks(program.name, {s.attrs.ranks for s in self.steps}, transport)  # type: ignore[union-attr]
         assert transport is not None
         self.scratch = at_end(transport, max(_nbytes(s) for s in self.steps), f"{program.name}: its collectives need")
         text = repr([(str(s.attrs), s.inputs[0].buffer.dtype.name, s.inputs[0].buffer.size) for s in self.steps])
-        self._agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        transport.barrier(Call(LOADED, self.scratch.offset, self.scratch.len, self._agreed))
+        agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        calls = [Call(what, self.scratch.offset, self.scratch.len, agreed) for what in (LOADED, RUNNING, ENDING)]
+        loaded, self._running, self._ending = calls
+        transport.barrier(loaded)
         alike: dict[Any, Table | None] = {}
         for step in self.steps:
             key = step.attrs, step.inputs[0].buffer.dtype, step.inputs[0].buffer.size
             if key not in alike:
                 alike[key] = self._table(step)
             self.tables[step] = alike[key]
+        if self._on_any(self._fails_late(program, may_fail)):
+            job = Job(What.BROADCAST, transport.num_ranks, transport.this_rank.index, 0, 1, 1)
+            plan, code, known = Plan(self._ending, [MEETING], u8, None, job), machine_code(), collectives_of(transport)
+            self.agreement = (code.table(transport, plan) if code else None) or Steps(transport, known.heap, plan)
 
     def begin(self) -> None:
-        """Before the steps of a run. CallMismatchError: another rank begins another program's run, or has done more of these.
-        TransportError."""
+        """Before the steps of a run. CallMismatchError: another rank begins another program's run. TransportError."""
         if self.steps and self.transport:
-            call = Call(RUNNING, self.scratch.offset, self.scratch.len, self._agreed + self.runs)
-            self.runs += 1
-            self.transport.barrier(call)
+            self.transport.barrier(self._running)
 
-    def failed(self) -> None:
-        """The run that began has not ended well: it does not count."""
-        self.runs -= bool(self.steps)
+    def agree(self) -> None:
+        """Behind the steps, before anything is committed. CollectiveError: a rank has given up. TransportError."""
+        if self.steps and self.transport:
+            self.transport.barrier(self._ending)
+
+    def give_up(self) -> None:
+        """A step failed on this rank alone, or what it gave is refused: the others are to learn it."""
+        if self.steps and self.transport:
+            with suppress(CollectiveError):  # they go on, which is no news; and why they are gone is told by the next call
+                self.transport.barrier(GAVE_UP)
+
+    def _fails_late(self, program: Program, may_fail: Sequence[bool]) -> bool:
+        """Whether a step may fail when nothing is left that the others wait for."""
+        done = [step.kernel.collective for step in program.steps]
+        last = max((i for i, found in enumerate(done) if found and self.tables.get(found)), default=-1)
+        return any(fails and not found for fails, found in list(zip(may_fail, done, strict=True))[last + 1 :])
+
+    def _on_any(self, own: bool) -> bool:
+        """Whether it is so on any rank: then some differ, if not all have it."""
+        assert self.transport is not None
+        try:
+            self.transport.barrier(Call(LOADED, detail=own))
+        except CallMismatchError:
+            return True
+        return own
 
     def perform(self, step: Native, source: np.ndarray, goal: np.ndarray) -> None:
         """One collective: row-major, flat arrays of the operand and of the result; both are one where it works in place."""

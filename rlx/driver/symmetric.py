@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from rlx.driver.arena import aligned_bytes
-from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
+from rlx.errors import CallMismatchError, CollectiveError, HeapBoundsError, TransportError, UnknownRankError, whole
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others, where nobody says
 PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset is aligned alike in all of them
@@ -62,6 +62,7 @@ class Call(NamedTuple):
 
 
 MEET = Call()  # only to meet
+GAVE_UP = Call(1004)  # comes, once, instead of what is next: this rank failed in what all do together
 
 
 @runtime_checkable
@@ -83,7 +84,8 @@ class SymmetricTransport(Protocol):
         ...
 
     def barrier(self, call: Call = MEET) -> None:
-        """Wait until every rank is here. CallMismatchError, on every rank: they came with different calls.
+        """Wait until every rank is here. CallMismatchError, on every rank: they came with different calls; CollectiveError,
+        on every rank: some of them with GAVE_UP, and others not.
         TransportError, on every rank that waits: another died, left or did not come in time; it names that one."""
         ...
 
@@ -154,11 +156,13 @@ def as_call(call: Any) -> Call:
     return Call(*call)
 
 
-def mismatch(calls: Sequence[Call]) -> CallMismatchError:
-    """The error of ranks that met with different calls; `calls` by rank."""
+def mismatch(calls: Sequence[Call]) -> CollectiveError:
+    """The error of ranks that met with different calls; `calls` by rank. CallMismatchError, but where some gave up."""
     groups: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         groups.setdefault(call, []).append(rank)
+    if gone := groups.get(GAVE_UP):
+        return CollectiveError(f"rank {', '.join(map(str, gone))} failed in what all do together; its own error says why")
     said = "; ".join(f"rank {', '.join(map(str, ranks))}: {tuple(call)}" for call, ranks in groups.items())
     return CallMismatchError(f"ranks disagree on the call (what, offset, bytes, detail): {said}")
 

@@ -82,13 +82,27 @@ class ExchangeCalls:
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
         self.errors: list[BaseException] = []
-        self._made: dict[Native | None, tuple[int, int, Any]] = {}
+        self._made: dict[Native | str, tuple[int, int, Any]] = {}
 
     def begin(self) -> tuple[int, ...]:
         """What comes before the first step: the address of its function, and its arguments."""
-        if None not in self._made:
-            self._made[None] = self._in_python(lambda args, exchanges=self.exchanges: exchanges.begin())
-        function, block, _ = self._made[None]
+        if "begin" not in self._made:
+            self._made["begin"] = self._in_python(lambda args, exchanges=self.exchanges: exchanges.begin())
+        function, block, _ = self._made["begin"]
+        return function, 0, 0, block
+
+    def agreement(self) -> tuple[int, ...] | None:
+        """What comes behind the last step, if anything does; as `begin`."""
+        from rlx.backends.cpu import rank_walk
+
+        table = self.exchanges.agreement
+        if table is None:
+            return None
+        if "agree" not in self._made:
+            in_python = lambda args, exchanges=self.exchanges: exchanges.agree()  # noqa: E731
+            in_code = isinstance(table, rank_walk.Table)
+            self._made["agree"] = self._in_code(table, 0) if in_code else self._in_python(in_python)
+        function, block, _ = self._made["agree"]
         return function, 0, 0, block
 
     def step(self, step: Native) -> tuple[int, int]:
@@ -98,7 +112,9 @@ class ExchangeCalls:
         if step not in self._made:
             table = self.exchanges.tables.get(step)
             in_code = isinstance(table, rank_walk.Table)
-            self._made[step] = self._in_code(step, table) if in_code else self._in_python(self._performs(step))
+            x = step.inputs[0].buffer
+            copied = x.size * x.dtype.itemsize if step.attrs.in_place else 0  # type: ignore[union-attr]
+            self._made[step] = self._in_code(table, copied) if in_code else self._in_python(self._performs(step))
         return self._made[step][:2]
 
     def _performs(self, step: Native) -> Callable[[int], None]:
@@ -113,11 +129,9 @@ class ExchangeCalls:
     def _in_python(self, act: Callable[[int], None]) -> tuple[int, int, Any]:
         return self._calling("rlx_exchange_in_python", Block(), act)
 
-    def _in_code(self, step: Native, table: Any) -> tuple[int, int, Any]:
+    def _in_code(self, table: Any, copied: int) -> tuple[int, int, Any]:
         from rlx.backends.cpu import rank_walk
 
-        x = step.inputs[0].buffer
-        copied = x.size * x.dtype.itemsize if step.attrs.in_place else 0  # type: ignore[union-attr]
         block = Block(walk=table.address, begin=rank_walk.begin_address(), copied=copied)
         return self._calling("rlx_exchange", block, table.settle)
 
@@ -129,9 +143,10 @@ class ExchangeCalls:
         block.answer = ctypes.cast(answer, P).value
         return _library().address(function), ctypes.addressof(block), (block, answer, _library())
 
-    def error(self, where: str) -> BaseException:
-        """What a step that failed left."""
-        error = self.errors.pop() if self.errors else KeyboardInterrupt(f"{where} was interrupted")
+    def error(self, where: str, error: BaseException | None = None) -> BaseException:
+        """What a step that failed left, or this."""
+        if error is None:
+            error = self.errors.pop() if self.errors else KeyboardInterrupt(f"{where} was interrupted")
         self.errors.clear()
         if not isinstance(error, CollectiveError):
             return error

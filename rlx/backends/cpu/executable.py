@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SCRATCH_ALIGNMENT = 128  # bytes between the scratch of two threads: no shared line, nor a prefetched neighbour
 SHARED_NS = 20_000  # of estimated work of a group of single tasks, from which on several threads do it: some may have to be woken
+BEGINNING, AGREEING = "the meeting before the first step", "the meeting behind the last step"
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 
 
@@ -98,7 +99,7 @@ class CpuExecutable:
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
         self._lay_out_params()
-        self._exchange = _exchange_calls(program, transport) if program.collectives else None
+        self._exchange = _exchange_calls(code.artifact, transport) if program.collectives else None
         self._whole = self._lasting("steps", "commit")
 
     # -- buffers
@@ -183,12 +184,16 @@ class CpuExecutable:
         if status:
             self._settle(self._steps, status)
 
-    def run_abort(self, failed: int | None = None) -> None:
-        """Put back what the steps before `failed` (None: all, and the run does not count) changed in handles."""
-        if failed is None and self._exchange:
-            self._exchange.exchanges.failed()
+    def run_abort(self) -> None:
+        """Put back what the steps changed in handles, and tell the other ranks."""
+        if self._exchange:
+            self._exchange.exchanges.give_up()
+        self._undo(len(self.program.steps))
+
+    def _undo(self, failed: int) -> None:
+        """What the steps before `failed` changed in handles."""
         coded = self._code.artifact.coded["abort"]
-        undo = [c for c, (saved, _) in zip(coded, self.program.abort) if failed is None or saved < failed]
+        undo = [c for c, (saved, _) in zip(coded, self.program.abort) if saved < failed]
         if undo:
             self._table(undo)()
 
@@ -197,7 +202,7 @@ class CpuExecutable:
             table.settle(status)
         except BaseException:
             if status != pool.ATTEND:
-                self.run_abort(table.failed)
+                self._undo(table.failed)
             raise
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
@@ -229,6 +234,12 @@ class CpuExecutable:
         return plain and not (elsewhere or output or memory.holds(array.ctypes.data, array.nbytes))
 
     def run_commit(self) -> None:
+        if self._exchange:
+            try:
+                self._exchange.exchanges.agree()
+            except BaseException as e:  # noqa: BLE001  it is raised
+                self._undo(len(self.program.steps))
+                raise self._exchange.error(f"{self.program.name}: {AGREEING}", e)  # noqa: B904  it has its cause
         self._commit()
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
@@ -293,14 +304,16 @@ class CpuExecutable:
 
     def _lasting(self, *phases: str, given: Mapping[int, int] | None = None) -> _Table:
         """A table of these phases that use_handles keeps current."""
-        table = self._table(self._coded(*phases), given)
+        table = self._table(self._coded(*phases), given, commits="commit" in phases)
         self._tables.add(table)
         return table
 
     def _table(
-        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: Memory | None = None
-    ) -> _Table:
+        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: Memory | None = None,
+        commits: bool = False,
+    ) -> _Table:  # fmt: skip
         """These steps, ready to run. `given`: addresses of buffers that lie elsewhere. `scratch`: to run in one thread with it.
+        `commits`: behind those of a run are those of its commit.
 
         PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
         rows, addresses, moving = [], [], []
@@ -317,8 +330,13 @@ class CpuExecutable:
             rows.append((function, len(addresses), code.tasks, beside))
             moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self._entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
+        kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
+        if exchange and commits and (agreement := exchange.agreement()):
+            kernels.insert(end := len(self.program.steps), None)
+            rows.insert(1 + end, (agreement[0], len(addresses), 1, False))
+            addresses += agreement[1:]
         surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
-        table = _Table(self.program.name, [step.kernel for step, _ in coded], rows, addresses, surroundings, exchange)
+        table = _Table(self.program.name, kernels, rows, addresses, surroundings, exchange)
         table.moving = moving
         return table
 
@@ -330,10 +348,11 @@ class _Table:
     `call()` runs them all and returns 0, or what `settle` makes good or raises. It keeps the scratch, but no buffer."""
 
     def __init__(
-        self, program: str, kernels: Sequence[Kernel], rows: Sequence[tuple[int, int, int, bool]],
+        self, program: str, kernels: Sequence[Kernel | None], rows: Sequence[tuple[int, int, int, bool]],
         addresses: Sequence[int], surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
-        """`exchange`: keeps the functions of collectives; their meeting is then a row before the first step."""
+        """`exchange`: keeps the functions of collectives; their meeting is then a row before the first step, and None among the
+        kernels another one."""
         self._exchange = exchange
         self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
         self.moving: list[tuple[int, int]] = []  # (place in `addresses`, buffer) of each argument that is a handle
@@ -375,14 +394,14 @@ class _Table:
         """What a run's status asks for. IndexRangeError: a Check failed; CollectiveError: a collective."""
         if status == pool.ATTEND and self._pool:
             return self._pool.attend()
-        kernel = self._kernels[max(self.failed, 0)]
-        origin = f" ({' '.join(kernel.origin)})" if kernel.origin else ""
-        if self._exchange:
-            self._exchange.exchanges.failed()
+        kernel = self._kernels[self.failed] if self.failed >= 0 else None
+        name = kernel.name if kernel else BEGINNING if self.failed < 0 else AGREEING
         if self._exchange and status == self._exchange.FAILED:
-            where = kernel.name if self.failed >= 0 else "the meeting before the first step"
-            raise self._exchange.error(f"{self._program}: {where}")
-        raise IndexRangeError(f"{self._program}: {STATUS[status]} in {kernel.name}{origin}; nothing was committed")
+            raise self._exchange.error(f"{self._program}: {name}")
+        if self._exchange:
+            self._exchange.exchanges.give_up()
+        origin = f" ({' '.join(kernel.origin)})" if kernel and kernel.origin else ""
+        raise IndexRangeError(f"{self._program}: {STATUS[status]} in {name}{origin}; nothing was committed")
 
 
 def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
@@ -394,10 +413,10 @@ def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
     return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
 
 
-def _exchange_calls(program: Program, transport: SymmetricTransport | None) -> ExchangeCalls:
+def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None) -> ExchangeCalls:
     from rlx.backends.cpu.exchange import ExchangeCalls  # writes code, which most programs do not need
 
-    return ExchangeCalls(Exchanges(program, transport))
+    return ExchangeCalls(Exchanges(artifact.program, transport, [code.may_fail > 0 for _, code in artifact.coded["steps"]]))
 
 
 def _allocate(nbytes: int) -> tuple[Memory, int]:

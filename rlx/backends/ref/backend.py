@@ -21,7 +21,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CollectiveError, DeviceUnavailableError, IndexRangeError
 from rlx.ir.dtype import DTYPES
-from rlx.ir.kernel import STATUS
+from rlx.ir.kernel import STATUS, Check, walk
 from rlx.ir.program import BufferDecl, Program, Region, Step
 from rlx.ir.target import Target
 
@@ -71,7 +71,9 @@ class RefExecutable:
     def __init__(
         self, program: Program, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
     ) -> None:
-        self.program, self.params, self.exchanges = program, params, Exchanges(program, transport)
+        self.program, self.params = program, params
+        may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
+        self.exchanges = Exchanges(program, transport, may_fail)
         self.decls = {b.id: b for b in program.buffers}
         self.arena = allocate(program.plan.size_bytes)
         self.memory_of = {b.id: self._place(b) for b in program.buffers if b.region is not Region.HANDLE}  # raw bytes
@@ -126,7 +128,9 @@ class RefExecutable:
 
     def run(self) -> None:
         self.run_steps()
-        self.run_commit()
+        if self.exchanges.agreement:
+            self._agree()
+        self._commit()
 
     def run_steps(self) -> None:
         for b in self.program.buffers:
@@ -138,17 +142,33 @@ class RefExecutable:
             for step in self.program.steps:
                 self._run(step)
                 done += 1
-        except (IndexRangeError, CollectiveError):
-            self.run_abort(done)
+        except (IndexRangeError, CollectiveError) as e:
+            if isinstance(e, IndexRangeError):
+                self.exchanges.give_up()
+            self._undo(done)
             raise
 
-    def run_abort(self, failed: int | None = None) -> None:
-        self.exchanges.failed()
+    def run_abort(self) -> None:
+        self.exchanges.give_up()
+        self._undo(len(self.program.steps))
+
+    def _undo(self, failed: int) -> None:
         for at, step in self.program.abort:
-            if failed is None or at < failed:
+            if at < failed:
                 self._run(step)
 
     def run_commit(self) -> None:
+        self._agree()
+        self._commit()
+
+    def _agree(self) -> None:
+        try:
+            self.exchanges.agree()
+        except CollectiveError:
+            self._undo(len(self.program.steps))
+            raise
+
+    def _commit(self) -> None:
         for step in self.program.commit:
             self._run(step)
 
