@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.driver import ReduceKind, SymmetricBuffer, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from rlx.driver.symmetric import MEET, Call, LocalTransport
+from rlx.driver.symmetric import MEET, Call, LocalTransport, SharedMemory
 from rlx.errors import CallMismatchError, HeapBoundsError, UnknownRankError
 from rlx.ir.dtype import DTYPES
 
@@ -213,8 +213,29 @@ def bad_calls(transport: Any) -> None:
         (lambda: all_to_all(transport, place(0, parts.nbytes), parts, parts), "operand"),
         (lambda: reduce_scatter(transport, place(0, 4), np.ones((), np.float32), SUM), "first dim"),
     ]
+    masked, matrix = np.ma.masked_array(x, x > 0), x.reshape(4, 4).view(np.matrix)
+    wrong += [
+        (lambda: all_reduce(transport, place(0, 64), masked, SUM), "MaskedArray"),
+        (lambda: broadcast(transport, place(0, 64), matrix), "matrix"),
+        (lambda: all_gather(transport, place(0, 64), masked), "MaskedArray"),
+        (lambda: all_gather(transport, place(0, 64), x, np.ma.zeros((transport.num_ranks, 16), np.float32)), "out"),
+        (lambda: all_to_all(transport, place(0, 64), [[1.0], [1.0, 2.0]]), "list"),  # pyright: ignore
+        (lambda: all_reduce(transport, place(0, 64), x, SUM, ["ring"]), "ring"),  # pyright: ignore
+        (lambda: broadcast(transport, place(0, 64), x, 0, {}), "tree"),  # pyright: ignore
+    ]
+    if transport.num_ranks > 1:
+        theirs = place(0, 64).on(type(me)((me.index + 1) % transport.num_ranks))
+        wrong += [
+            (lambda: all_reduce(transport, theirs, x, SUM), "own heap"),
+            (lambda: broadcast(transport, theirs, x), "own heap"),
+            (lambda: all_gather(transport, theirs, x), "own heap"),
+        ]
+    if isinstance(transport, SharedMemory):
+        wrong += list(_over_scratch(transport))
     for act, word in wrong:
         refused(CallMismatchError, act, word)
+    for root in ("a", 0.0, None, [0], type(me)("a")):  # pyright: ignore
+        refused(UnknownRankError, lambda root=root: broadcast(transport, place(0, 64), x, root), "root")  # pyright: ignore
     frozen = np.frombuffer(bytes(8), np.uint8)
     copies: list[tuple[Callable[[], object], str]] = [
         (lambda: transport.put(place(0, 8), np.ones(9, np.uint8)), "9 bytes"),
@@ -229,6 +250,25 @@ def bad_calls(transport: Any) -> None:
     refused(HeapBoundsError, lambda: place(0.5, 8), "0.5")
     assert (x == 1).all()
     transport.barrier()
+
+
+def _over_scratch(transport: Any) -> Iterator[tuple[Callable[[], object], str]]:
+    """Arrays and results that lie over a part of any rank's scratch, or over that of another one."""
+    me, n, view = transport.this_rank.index, transport.num_ranks, transport.heap.view
+    for nbytes in (64, 1 << 16):
+        scratch, x = SymmetricBuffer(transport.this_rank, 4096, nbytes), np.ones(nbytes // 4, np.float32)
+        for r in range(n):
+            for shift in (0, 4 - nbytes, -4, 8, nbytes - 4):
+                at = SymmetricBuffer(type(transport.this_rank)(r), 4096 + shift, nbytes)
+                if (r == me and not shift) or at.offset < 0:
+                    continue  # an array may be the scratch itself
+                y = view(at, np.float32)
+                yield lambda y=y, s=scratch: all_reduce(transport, s, y, ReduceKind.MAX), "scratch"
+                yield lambda y=y, s=scratch: all_reduce(transport, s, y, ReduceKind.MAX, "one_shot"), "scratch"
+                yield lambda y=y, s=scratch: broadcast(transport, s, y, 0), "scratch"
+                yield lambda y=y, s=scratch: all_gather(transport, s, y), "scratch"
+            out = view(SymmetricBuffer(type(transport.this_rank)(r), 4096, n * nbytes), np.float32, (n, nbytes // 4))
+            yield lambda o=out, s=scratch, x=x: all_gather(transport, s, x, o), "scratch"
 
 
 def mismatches(transport: Any) -> None:
@@ -249,6 +289,7 @@ def mismatches(transport: Any) -> None:
             yield lambda x=x, y=other: all_reduce(transport, place(x), y if last else x, SUM), x
             yield lambda x=x: all_reduce(transport, place(x, 4 if last else 0), x, SUM), x
             yield lambda x=x: all_reduce(transport, place(x), x, SUM, "two_shot" if last else "one_shot"), x
+            yield lambda x=x: all_reduce(transport, place(x), x, SUM, "ring" if last else None), x
             yield lambda x=x: broadcast(transport, place(x), x, int(last)), x
             yield lambda x=x: broadcast(transport, place(x), x, 0) if last else all_reduce(transport, place(x), x, SUM), x
             yield lambda x=x: transport.barrier(Call(77) if last else MEET), x

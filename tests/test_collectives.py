@@ -20,7 +20,7 @@ from conformance import HEAP, on_threads, reduced, same_bits
 
 from rlx import knobs
 from rlx.backends.cpu.kernels import rank_reduce
-from rlx.driver import Rank, ReduceKind, SymmetricBuffer, all_reduce, broadcast, collective
+from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, broadcast, collective
 from rlx.driver.collective import Form, collectives_of, combine
 from rlx.driver.schedule import ALGORITHMS, MINE, OUT, Figures, Job, What, choose, possible, schedule
 from rlx.driver.symmetric import LocalTransport
@@ -259,6 +259,17 @@ def test_ranks_choose_by_the_figures_of_rank_0():
     assert len(set(found)) == 1 and min(found[0].meeting, found[0].near, found[0].far) > 0
 
 
+def test_words_of_a_call_have_a_place_each():
+    most = {name: (1 << bits) - 1 for name, bits in collective.DETAIL.items()}
+    alone = [collective.detail_of(**{name: value}) for name, value in most.items()]
+    assert sum(alone) == collective.detail_of(**most) < 1 << 63
+    assert [word.bit_count() for word in alone] == [collective.DETAIL[name] for name in most]
+    assert len(ALGORITHMS) < 1 << collective.DETAIL["way"] and len(DTYPES) < 1 << collective.DETAIL["dtype"]
+    for wrong in ({"way": 16}, {"root": -1}, {"else": 0}):
+        with pytest.raises(AssertionError):
+            collective.detail_of(**wrong)
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +294,7 @@ def fails_at_the_third(transport: Any, by: str) -> str:
                 with pytest.raises(TransportError, match="1"):
                     all_reduce(transport, scratch, x, SUM)
             with pytest.raises(TransportError, match="1"):
-                broadcast(transport, SymmetricBuffer(Rank(0), 64, 32), x, 0)
+                broadcast(transport, SymmetricBuffer(transport.this_rank, 64, 32), x, 0)
             return str(e)
     return "no error"
 

@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from operator import index
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -48,6 +50,7 @@ from rlx.ir.ops.elementwise import divide_array
 IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result is where the operand was
 PLANS = 256  # prepared calls kept for each transport
 PROBE = 1 << 20  # bytes read to learn what a byte takes
+DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bits, from the lowest on
 
 
 class ReduceKind(Enum):
@@ -143,6 +146,17 @@ def reduction(form: Form) -> Reduction:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
+def detail_of(**fields: int) -> int:
+    """Call.detail with these of its fields; the others are 0."""
+    found = at = 0
+    for name, bits in DETAIL.items():
+        value = fields.pop(name, 0)
+        assert 0 <= value < 1 << bits, (name, value)
+        found, at = found | value << at, at + bits
+    assert not fields and at < 64
+    return found
+
+
 @dataclass
 class Plan:
     """A collective on arrays of one size and dtype: what is to be done. `call`: what all ranks must come with."""
@@ -230,6 +244,7 @@ class Collectives:
     def __init__(self, transport: Any) -> None:
         self.transport, self.me, self.ranks = transport, transport.this_rank.index, transport.num_ranks
         self.heap = transport.heap if isinstance(transport, SharedMemory) else None
+        self.base = self.heap.bytes(SymmetricBuffer(Rank(0), 0, 0)).ctypes.data if self.heap else 0  # where the heaps begin
         self.figures: Figures | None = None
         self.plans: OrderedDict[Any, Table] = OrderedDict()
         code = machine_code()
@@ -245,6 +260,8 @@ class Collectives:
         self, what: What, buffer: Any, array: Any, out: Any, kind: Any = None, root: int = 0, algorithm: Algorithm | None = None
     ) -> Table:
         dtype = self._check(buffer, array, kind, root, what)
+        if algorithm is not None and not isinstance(algorithm, str):
+            raise CallMismatchError(f"algorithm {algorithm!r} is none; there are {known(ALGORITHMS)}")
         in_place = self._is_scratch(buffer, array)
         if what not in IN_PLACE:
             self._check_out(out, array, buffer)
@@ -261,7 +278,9 @@ class Collectives:
 
     def _check(self, buffer: Any, array: Any, kind: Any, root: Any, what: What) -> DType:
         check_place(buffer, self.ranks, self.transport.heap_size)
-        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        if buffer.rank.index != self.me:
+            raise CallMismatchError(f"scratch is a place in this rank's own heap, that of rank {self.me}; got {buffer}")
+        if not _is_plain(array) or not array.flags.c_contiguous:
             raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
         if array.nbytes != buffer.len:
             raise CallMismatchError(f"scratch of {buffer.len} bytes ({buffer}) for an array of {array.nbytes} bytes")
@@ -277,22 +296,31 @@ class Collectives:
         return dtype
 
     def _check_out(self, out: Any, array: np.ndarray, buffer: SymmetricBuffer) -> None:
-        if not (isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable):
+        if not (_is_plain(out) and out.flags.c_contiguous and out.flags.writeable):
             raise CallMismatchError(f"expected a writable C-contiguous numpy array for the result, got {_described(out)}")
-        scratch = self.heap.bytes(buffer.on(Rank(self.me))) if self.heap else out[:0]
-        if np.may_share_memory(out, array) or np.may_share_memory(out, scratch):
-            raise CallMismatchError("the result's array lies over the operand's, or over the scratch")
+        if np.may_share_memory(out, array) or self._whose_scratch(out, buffer):
+            raise CallMismatchError("the result's array lies over the operand's, or over the scratch of a rank")
 
     def _is_scratch(self, buffer: SymmetricBuffer, array: np.ndarray) -> bool:
-        """Whether the array is the scratch. CallMismatchError: a part of it is."""
-        if self.heap is None or not array.size:
+        """Whether the array is this rank's scratch. CallMismatchError: it lies over a part of that, or over another rank's."""
+        ranks = self._whose_scratch(array, buffer)
+        if not ranks:
             return False
-        scratch = self.heap.bytes(buffer.on(Rank(self.me)))
-        if not np.may_share_memory(array, scratch):
-            return False
-        if array.ctypes.data != scratch.ctypes.data:
-            raise CallMismatchError(f"the array lies over a part of its scratch, {buffer}")
+        assert self.heap is not None
+        if ranks != [self.me] or array.ctypes.data != self.base + self.me * self.heap.stride + buffer.offset:
+            raise CallMismatchError(f"the array lies over a part of the scratch, {buffer}, or over that of another rank")
         return True
+
+    def _whose_scratch(self, array: np.ndarray, buffer: SymmetricBuffer) -> list[int]:
+        """The ranks over whose scratch a contiguous array lies."""
+        if self.heap is None or not array.size:
+            return []
+        first, stride = array.ctypes.data - self.base, self.heap.stride
+        end = first + array.nbytes
+        if end <= 0 or first >= self.ranks * stride:
+            return []
+        starts = (r * stride + buffer.offset for r in range(self.ranks))
+        return [r for r, start in enumerate(starts) if first < start + buffer.len and start < end]
 
     # -- plans
 
@@ -303,7 +331,8 @@ class Collectives:
         wide = accumulator(dtype).itemsize if kind else dtype.itemsize
         job = Job(what, self.ranks, self.me, array.size, dtype.itemsize, wide, root, in_place)
         way = 1 + list(ALGORITHMS).index(algorithm) if algorithm in ALGORITHMS else 0
-        detail = list(DTYPES).index(dtype.name) | (kind.value if kind else 0) << 8 | way << 12 | in_place << 15 | root << 16
+        which = list(DTYPES).index(dtype.name)
+        detail = detail_of(dtype=which, kind=kind.value if kind else 0, way=way, in_place=in_place, root=root)
         call = Call(what, buffer.offset, buffer.len, detail)
         ways = possible(job)
         if algorithm is not None and algorithm not in ways:
@@ -354,8 +383,13 @@ class Collectives:
         return Figures(*found.tolist())
 
 
+def _is_plain(array: Any) -> bool:
+    """An array of numbers and nothing else, as those with masks are not."""
+    return type(array) is np.ndarray or isinstance(array, np.memmap)
+
+
 def _described(array: Any) -> str:
-    return f"one of strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
+    return f"one of strides {array.strides}" if _is_plain(array) else type(array).__name__
 
 
 def collectives_of(transport: Any) -> Collectives:
@@ -390,7 +424,7 @@ def all_gather(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Every rank's array, [ranks, *array.shape], on every rank. `out`: where to put it, instead of a fresh array."""
-    out = _result(array, (transport.num_ranks, *np.shape(array)), out)
+    out = _result(array, (transport.num_ranks, *_shape(array)), out)
     collectives_of(transport).run(What.ALL_GATHER, buffer, array, out)
     return out
 
@@ -411,7 +445,11 @@ def broadcast(
     algorithm: Algorithm | None = None,
 ) -> None:  # fmt: skip
     """The array of rank `root`, in place, on every rank. `array` may be the scratch itself; `algorithm` as of all_reduce."""
-    collectives_of(transport).run(What.BROADCAST, buffer, array, array, None, root.__index__(), algorithm)
+    try:
+        whose = index(root)
+    except TypeError:
+        raise UnknownRankError(f"root is the number of a rank, got {root!r}") from None
+    collectives_of(transport).run(What.BROADCAST, buffer, array, array, None, whose, algorithm)
 
 
 def all_to_all(
@@ -419,23 +457,27 @@ def all_to_all(
 ) -> np.ndarray:
     """[ranks * d, …] -> the same shape: part r goes to rank r, and of the result part r came from rank r."""
     _parted(transport.num_ranks, array)
-    out = _result(array, np.shape(array), out)
+    out = _result(array, _shape(array), out)
     collectives_of(transport).run(What.ALL_TO_ALL, buffer, array, out)
     return out
 
 
+def _shape(array: Any) -> tuple[int, ...]:
+    if not _is_plain(array):
+        raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
+    return array.shape
+
+
 def _parted(ranks: int, array: Any) -> tuple[int, ...]:
-    dims = np.shape(array)
+    dims = _shape(array)
     if not dims or dims[0] % ranks:
         raise CallMismatchError(f"{ranks} ranks cannot share the first dim of an array of shape {dims} equally")
     return dims
 
 
 def _result(array: Any, dims: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
-    if not isinstance(array, np.ndarray):
-        raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
     if out is None:
         return np.empty(dims, array.dtype)
-    if not isinstance(out, np.ndarray) or out.shape != dims or out.dtype != array.dtype:
+    if not _is_plain(out) or out.shape != dims or out.dtype != array.dtype:
         raise CallMismatchError(f"the result is {array.dtype} {dims}, `out` is {_described(out)}: {getattr(out, 'shape', '')}")
     return out

@@ -26,13 +26,13 @@ from rlx.backends.cpu.pool import MethodDef, builtin
 from rlx.backends.cpu.ranks import meet_address
 from rlx.backends.cpu.target import host_target
 from rlx.backends.cpu.walker import I64, NULL, Body, Functions, P, fields_of
-from rlx.driver.collective import Form, Plan, Reduction, together
+from rlx.driver.collective import Form, Plan, Reduction, detail_of, together
 from rlx.driver.schedule import MINE, OUT, Place
 from rlx.driver.transports.shm import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting, ShmTransport
 
 ENTRIES = 32  # calls of all_reduce that a transport's function remembers
 USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
-STAGED = 1 << 14  # of Call.detail
+STAGED = detail_of(staged=1)
 COPY, REDUCE, MEET = 0, 1, 2
 
 
