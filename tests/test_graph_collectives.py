@@ -530,6 +530,51 @@ def test_a_nan_on_one_rank_is_committed_nowhere(device: str, in_place: bool) -> 
     assert states == [[2, 2], [2, 2], [4, 4]]
 
 
+def queued_here(transport: Any) -> list[Any]:
+    """Queued runs of two graphs and plain collectives on one transport; then one that fails on rank 0."""
+    n, me = transport.num_ranks, transport.this_rank.index
+    x = np.full(64, me + 1, np.float32)
+    graphs = []
+    for name, deep in (("a", 3), ("b", 5)):
+        g = Graph(name)
+        y, total = g.input("x", (64,), "f32"), g.handle(rlx.BufferHandle(name, (64,), rlx.f32))
+        for _ in range(deep):
+            y = ops.all_reduce(y, ranks=n) * np.float32(1 / n)
+        g.assign(total, total + y)
+        i = g.input("i", (2,), "i64")
+        g.set_outputs([ops.gather(total + y, i)])
+        graphs.append(rlx.Session("cpu", threads=1, transport=transport).compile(g))
+    fine, mine = np.array([0, 1]), np.ones(8, np.float32)
+    for _ in range(50):
+        for c in graphs:
+            c.commit_no_wait({"x": x, "i": fine})
+        mine[:] = 1
+        rlx.driver.all_reduce(transport, SymmetricBuffer(transport.this_rank, 0, 32), mine)
+        assert (mine == n).all()
+    for c in graphs:
+        c.sync_pending()
+    a = graphs[0]
+    for i in (fine, np.array([0, 99 if me == 0 else 1]), fine):
+        a.commit_no_wait({"x": x, "i": i})
+    try:
+        a.sync_pending()
+        said = ""
+    except (IndexRangeError, CollectiveError) as e:
+        said = f"{type(e).__name__} {e}"
+    a.run_pipelined([{"x": x, "i": fine}] * 2)
+    states = [c.read_handle(name) for name, c in zip("ab", graphs)]
+    return [said, *(float(s[0]) for s in states if s is not None)]
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_queued_runs_of_several_graphs_keep_the_order(processes: bool) -> None:
+    found = ranks.run(2, queued_here, heap_size=HEAP) if processes else good(together(local(2), queued_here))
+    for rank, (said, a, b) in enumerate(found):
+        assert said.startswith(("IndexRangeError", "CollectiveError")[rank])
+        assert "queued run 1 of 3" in said and "the 1 behind it were not run" in said
+        assert (a, b) == (53 * 1.5, 50 * 1.5)
+
+
 def test_only_runs_that_may_fail_late_meet_once_more() -> None:
     def meetings(where: str) -> list[int]:
         transports = local(2)

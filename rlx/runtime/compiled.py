@@ -223,7 +223,9 @@ class CompiledGraph:
 
     def commit_no_wait(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Queue a run and return (where 64 wait already: when there is room). Inputs are checked and copied now; errors of
-        the run come from sync_pending, or from the next call that has to wait for it."""
+        the run come from sync_pending, or from the next call that has to wait for it.
+
+        A graph with collectives runs here and now, and has run when this returns: ranks come to their meetings in one order."""
         self._enqueue(by_name("input", inputs, self._inputs), None)
 
     def sync_pending(self) -> None:
@@ -243,7 +245,7 @@ class CompiledGraph:
         return results
 
     def _enqueue(self, arrays: list[np.ndarray], result: list[np.ndarray] | None) -> None:
-        own = [np.array(a, order="C") for a in arrays]  # the caller may change its arrays at once
+        own = arrays if self._program.collectives else [np.array(a, order="C") for a in arrays]  # the caller may change its own
 
         def job() -> None:
             with self._lock, self._gate:
@@ -251,7 +253,10 @@ class CompiledGraph:
                 if result is not None:
                     result.extend(v.copy() for v in self._current_outputs())
 
-        self._queue.submit(job)
+        if self._program.collectives:
+            self._queue.at_once(job)
+        else:
+            self._queue.submit(job)
 
     # -- state
 

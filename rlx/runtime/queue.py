@@ -50,6 +50,20 @@ class RunQueue:
             self._room.release()
             raise
 
+    def at_once(self, job: Callable[[], None]) -> None:
+        """A job that is done when this returns, in the caller's thread; its error is for `wait`, like those of the others."""
+        from concurrent.futures import Future
+
+        with self._lock:
+            at, self._count, self._gate.queued = self._count, self._count + 1, 1
+            self.last = Future()
+            self.last.set_result(None)
+        if self._failed[1] is None:
+            try:
+                job()
+            except Exception as e:  # noqa: BLE001  for `wait`
+                self._failed = at, e
+
     def _do(self, at: int, job: Callable[[], None]) -> None:
         try:
             if self._failed[1] is None:
