@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from conformance import conform
 
-from rlx.driver import Rank, SymmetricBuffer
+from rlx.driver import Rank, SymmetricBuffer, all_reduce
 from rlx.driver.symmetric import Call, SymmetricTransport
 from rlx.driver.transports.mpi import MpiTransport
 from rlx.errors import CollectiveError
@@ -90,6 +91,29 @@ def until_cut(t: SymmetricTransport) -> str:
     return "no error"
 
 
+def interrupted(t: SymmetricTransport) -> str:
+    """Rank 1 is interrupted in a call, and goes on as if nothing had happened."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, scratch = np.ones(100, np.float32), SymmetricBuffer(t.this_rank, 0, 400)
+    all_reduce(t, scratch, x)
+    if t.this_rank.index == 1:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            all_reduce(t, scratch, x)
+        except KeyboardInterrupt:
+            (FOLDER / "interrupted").touch()
+    else:
+        while not (FOLDER / "interrupted").exists():
+            time.sleep(0.01)
+    for _ in range(2):
+        all_reduce(t, scratch, x)
+    return "no error"
+
+
 def collectives(t: SymmetricTransport) -> str:
     conform(t, int(os.environ.get("RLX_TEST_COLLECTIVES", 60)), seed=5)
     return "right"
@@ -108,7 +132,7 @@ def graphs(t: SymmetricTransport) -> str:
     return "right"
 
 
-CASES = {f.__name__: f for f in (passed_on, refused, disagree, until_cut, collectives, graphs)}
+CASES = {f.__name__: f for f in (passed_on, refused, disagree, until_cut, interrupted, collectives, graphs)}
 
 if __name__ == "__main__":
     CASE, FOLDER = sys.argv[1], Path(sys.argv[2])

@@ -305,6 +305,26 @@ def test_a_rank_that_fails_is_named_by_all_others(by, word):
     assert all(re.match(rf"rank 1 .*{word}", str(found[rank])) for rank in (0, 2)), found
 
 
+@pytest.mark.parametrize("meets", ["barrier", "all_reduce"])
+def test_a_thread_that_is_interrupted_in_a_call_has_left(meets):
+    first, second = LocalTransport.fan_out(2, HEAP)
+    x = np.ones(8, np.float32)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            first.barrier() if meets == "barrier" else all_reduce(first, SymmetricBuffer(first.this_rank, 0, 32), x)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    for t in (second, first):
+        with pytest.raises(TransportError, match="rank 0 left"):
+            all_reduce(t, SymmetricBuffer(t.this_rank, 0, 32), x)
+
+
 def test_a_thread_that_fails_is_named_by_all_others():
     def act(t: Any) -> None:
         x = np.ones(8, np.float32)

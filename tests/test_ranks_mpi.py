@@ -71,6 +71,12 @@ def test_a_killed_rank_is_named_by_the_others(tmp_path: Path) -> None:
         assert said.startswith("TransportError: ") and "rank 1" in said
 
 
+def test_a_call_that_is_interrupted_never_counts_as_done(tmp_path: Path) -> None:
+    found, _ = mpirun("interrupted", 3, tmp_path)
+    assert all(found[rank].startswith("TransportError: ") and "rank 1" in found[rank] for rank in range(3)), found
+    assert "interrupted" in found[1]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_conform(ranks: int, tmp_path: Path) -> None:
     assert mpirun("collectives", ranks, tmp_path) == (dict.fromkeys(range(ranks), "right"), 0)

@@ -214,11 +214,15 @@ class LocalTransport:
                 m.met, m.generation = [c for c in m.calls if c], generation + 1
                 m.calls[:] = [None] * self.num_ranks
                 m.condition.notify_all()
-            while m.generation == generation and not m.broken:
-                if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
-                    absent = ", ".join(str(r) for r, c in enumerate(m.calls) if c is None)
-                    m.broken = f"rank {absent} did not come to a barrier within {self.timeout:g} s"
-                    m.condition.notify_all()
+            try:
+                while m.generation == generation and not m.broken:
+                    if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
+                        absent = ", ".join(str(r) for r, c in enumerate(m.calls) if c is None)
+                        m.broken = f"rank {absent} did not come to a barrier within {self.timeout:g} s"
+                        m.condition.notify_all()
+            except BaseException:  # Ctrl-C, mostly
+                self.close()
+                raise
             if m.generation == generation:
                 raise TransportError(m.broken or "")
             if len(set(m.met)) > 1:

@@ -94,6 +94,21 @@ class MpiTransport:
         self._sound()
         if self.num_ranks == 1:
             return
+        try:
+            self._meet(call)
+        except CollectiveError:
+            raise
+        except BaseException:  # Ctrl-C, mostly
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """This rank has left what all do together before it was done. The others cannot go on, and are told."""
+        with suppress(TransportError):
+            self._sound()
+            self._fail(f"rank {self.this_rank.index} was interrupted in a meeting", [self.this_rank.index])
+
+    def _meet(self, call: Call) -> None:
         self._calls[self.this_rank.index] = call
         self._fence()
         waiting = dict(zip(self._peers, self._receives))
