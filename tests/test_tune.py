@@ -220,14 +220,18 @@ def spoil_bytes(entry: Path) -> None:
 
 
 def unknown_value(entry: Path) -> None:
-    disk.disk_cache()[0].put(entry.name, [json.dumps([[["rows", 99]], 1, 1, 1]).encode()])  # type: ignore[union-attr]
+    disk.disk_cache()[0].put(entry.name, [json.dumps([[["rows", 99]], 1, 1, 1, 9]).encode()])  # type: ignore[union-attr]
 
 
 def no_choice(entry: Path) -> None:
     disk.disk_cache()[0].put(entry.name, [b'{"rows": [1'])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_choice])
+def too_deep(entry: Path) -> None:
+    disk.disk_cache()[0].put(entry.name, [b"[" * 100_000])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_choice, too_deep])
 def test_a_damaged_choice_is_measured_again(folder, monkeypatch, spoil):
     races = Races(monkeypatch, lower_tiles)
     first = compiled(GRAPH, tune=30).report().tuning
@@ -269,9 +273,7 @@ def test_a_budget_that_is_spent_leaves_steps_as_usual(unkept):
 
 
 def test_an_interrupted_compile_keeps_what_it_found(folder, monkeypatch):
-    races, g = Races(monkeypatch, lower_tiles), rlx.Graph("two")
-    x = g.input("x", (33, 91), rlx.f32)
-    g.set_outputs([rlx.gelu(x @ g.param("a", (91, 257), rlx.f32)) @ g.param("b", (257, 50), rlx.f32)])
+    races, g = Races(monkeypatch, lower_tiles), two_products()
 
     def interrupt(done: int, total: int, step: str) -> None:
         if done == 1:
@@ -285,6 +287,67 @@ def test_an_interrupted_compile_keeps_what_it_found(folder, monkeypatch):
     steps = []
     tuning = compiled(g, tune=30, progress=lambda done, total, step: steps.append((done, total))).report().tuning
     assert sorted(s.how for s in tuning.steps) == ["kept", "measured"] and steps == [(0, 1), (1, 1)]
+
+
+def two_products() -> rlx.Graph:
+    g = rlx.Graph("two")
+    x = g.input("x", (33, 91), rlx.f32)
+    g.set_outputs([rlx.gelu(x @ g.param("a", (91, 257), rlx.f32)) @ g.param("b", (257, 50), rlx.f32)])
+    return g
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_once):
+    """Each race is run once, however many compiles it takes; until all have been, no program is kept."""
+    races, graph = Races(monkeypatch, lower_tiles), two_products()
+    with knobs.override(RLX_CACHE=0):
+        want = compiled(graph, tune=30).report().tuning
+    in_all, races.seen = len(races.seen), []
+    assert in_all > 3
+    run, left = races.race, [0]
+
+    def limited(choices, rounds):
+        if not left[0]:
+            raise tune._OutOfTime
+        left[0] -= 1
+        return run(choices, rounds)
+
+    monkeypatch.setattr(races, "race", limited)
+    for done in range(at_once, in_all + at_once, at_once):
+        left[0] = at_once
+        report = compiled(graph, tune=30).report()
+        assert len(races.seen) == min(done, in_all)
+        if done < in_all:
+            assert "not measured: out of time" in [s.how for s in report.tuning.steps]
+            assert (report.cache.state, report.cache.path) == ("off", "") and "the next compile" in report.cache.why
+            assert not list(folder.glob("program-*")) and report.cache.why in str(report)
+    assert report.cache.state == "compiled" and report.tuning.choices == want.choices
+    assert [s.tried for s in report.tuning.steps] == [s.tried for s in want.steps]
+    again = compiled(graph, tune=30).report()
+    assert again.cache.state == "cached" and again.tuning.choices == want.choices and len(races.seen) == in_all
+
+
+def test_a_budget_that_is_too_small_for_any_race_is_not_spent_again(folder, monkeypatch):
+    """But by compiles that get farther: what one spends its time on is code, which the next finds on disk."""
+    monkeypatch.setattr(tune._Trial, "_race", spent)
+    said = [compiled(two_products(), tune=budget).report() for budget in (30, 30, 30, 31, 31)]
+    assert [r.cache.state for r in said] == ["off", "compiled", "cached", "off", "compiled"]
+    assert [{s.how for s in r.tuning.steps} for r in said[:2]] == [
+        {"not measured: out of time"}, {"not measured: takes longer than the time given"}
+    ]  # fmt: skip
+
+
+def spent(*_):
+    raise tune._OutOfTime
+
+
+def test_a_race_that_cannot_end_in_time_is_not_begun(unkept, monkeypatch):
+    program = lower(GRAPH, get("cpu").target(0, 1), CompileOptions())
+    trial = tune._Trial(tune._Tuner(get("cpu"), 0, program, CompileOptions(tune=600), None), program.steps[0])
+    monkeypatch.setattr(tune._Trial, "_seconds", lambda self, run, count: run() or 50.0 * count)
+    with pytest.raises(tune._OutOfTime):
+        trial._race([{}] * 3, 5)
+    assert len(trial._race([{}], 5)[0]) == 5
 
 
 def test_steps_are_really_measured(unkept):
@@ -360,7 +423,13 @@ def test_values_without_meaning_are_refused(value, says):
         CompileOptions(tune=value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rlx tuning": 2, "steps": {}}', '{"rlx tuning": 1, "steps": 4}', "\udc80"])
+BAD_FILES = [
+    "", "[]", "{}", "[" * 100_000, "\udc80", '{"rlx tuning": 2, "steps": {}}', '{"rlx tuning": true, "steps": {}}',
+    '{"rlx tuning": 1.0, "steps": {}}', '{"rlx tuning": 1, "steps": 4}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD_FILES, ids=range(len(BAD_FILES)))
 def test_files_that_hold_no_choices_are_refused(tmp_path, text):
     path = tmp_path / "choices"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))

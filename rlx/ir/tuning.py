@@ -23,6 +23,8 @@ from rlx.ir.target import Target
 Choice = Mapping[str, int]
 HEAD = "rlx tuning"  # of a file: its format
 FORMAT = 1
+NO_TIME = "not measured: out of time"  # the next compile with this budget goes on
+TOO_LONG = "not measured: takes longer than the time given"  # a compile came to no race, and the next one got no farther
 
 
 def step_key(kernel: Kernel, target: Target) -> str:
@@ -94,6 +96,11 @@ class Tuning:
     why: str = "not asked for"
 
     @property
+    def unfinished(self) -> int:
+        """Steps with which the next compile that may take as long goes on."""
+        return sum(s.how == NO_TIME for s in self.steps)
+
+    @property
     def choices(self) -> dict[str, dict[str, int]]:
         """What was decided: CompileOptions(tune=…) takes it, for the same code at another time or on another machine."""
         return {s.key: dict(s.choice) for s in self.steps if s.choice}
@@ -114,8 +121,9 @@ NOT_TUNED = Tuning()
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise OptionError(f"tune={str(path)!r}: cannot read choices from there: {e}") from e
-    if not isinstance(found, dict) or found.get(HEAD) != FORMAT or not isinstance(found.get("steps"), dict):
+    version = found.get(HEAD) if isinstance(found, dict) else None
+    if type(version) is not int or version != FORMAT or not isinstance(found.get("steps"), dict):
         raise OptionError(f"tune={str(path)!r} is no file of choices, format {FORMAT}; report().tuning.save(path) writes one")
     return found["steps"]

@@ -101,6 +101,8 @@ class Session:
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)
             clock["load"] = time.perf_counter()
+            if place.tuning.unfinished:
+                place.leave("not all steps are measured: the next compile with this tune= goes on")
             place.write(artifact, place.tuning)
         program, times = artifact.program, list(clock.values())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}

@@ -52,11 +52,11 @@ class Place:
         self.work: Callable[[], ProgramWork] | None = None  # of the program that was read
         self.tuning = NOT_TUNED  # likewise
         if not isinstance(backend, Storable):
-            self._disk, self._why = None, f"the device {backend.name} makes no code to keep"
+            self.leave(f"the device {backend.name} makes no code to keep")
         elif self._disk is not None and options.wants_text:
-            self._disk, self._why = None, "the graph after each pass is asked for, which needs a compile"
+            self.leave("the graph after each pass is asked for, which needs a compile")
         elif self._disk is not None and (others := sorted({n.op.name for n in graph.nodes() if n.op not in OWN})):
-            self._disk, self._why = None, f"what {known(others)} computes is declared outside this package, and no key can tell"
+            self.leave(f"what {known(others)} computes is declared outside this package, and no key can tell")
         elif self._disk is not None:
             self._given = given_to_compile(backend, graph, target, options)
             key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()
@@ -82,6 +82,11 @@ class Place:
     def refuse(self) -> None:
         """What was read cannot be loaded: it is made again."""
         self._why, self.work = DAMAGED, None
+
+    def leave(self, why: str) -> None:
+        """Keep nothing."""
+        self._disk, self._why = None, why if self._disk is not None else self._why
+        self.name = self._path = ""
 
     def write(self, artifact: Artifact, tuning: Tuning) -> None:
         if self._disk is not None:

@@ -2,9 +2,9 @@
 
 Each different step runs alone, on buffers of its own of the program's shapes, with the program's threads. Weights come in so many
 copies as make them as far away as in the program. Candidates take turns; one must beat the usual cut by MARGIN, and again in a
-second race, or the step stays as usual, as very short ones do. What was found for a step is kept on disk as soon as it is, so
-an interrupted compile goes on where it stopped, and a later one measures nothing. Every candidate computes the same bits
-(rlx.driver.backend.Tunable).
+second race, or the step stays as usual, as very short ones do. What a race found is kept on disk as soon as it is over, so that
+after a compile that was interrupted, or ran out of time, the next one goes on where it stopped, and a later one measures nothing.
+Every candidate computes the same bits (rlx.driver.backend.Tunable).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Backend, Executable, Tunable
-from rlx.driver.disk import DiskCache, disk_cache
+from rlx.driver.disk import disk_cache
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
 from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step
 from rlx.ir.shape import Shape
-from rlx.ir.tuning import NOT_TUNED, Choice, Choices, TunedStep, Tuning, step_key
+from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Choice, Choices, TunedStep, Tuning, step_key
 from rlx.ir.work import program_work
 from rlx.runtime.stored import source_digest
 
@@ -38,7 +38,7 @@ SHORT = 5e-6  # seconds: how memory happens to lie, and the call, differ by more
 FAR = 64 << 20  # bytes of weights that no cache holds until they are read again
 COPIES = 32  # at most, of the weights of a step
 LASTING = (Region.PARAM, Region.PREPARED, Region.CONSTANT, Region.HANDLE)
-FORMAT = 1  # of what is kept on disk
+FORMAT = 2  # of what is kept on disk
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, the next one's key or ""
 Pairs = tuple[tuple[str, int], ...]
@@ -100,8 +100,11 @@ class _Tuner:
         self, backend: Any, index: int, program: Program, options: CompileOptions, progress: Progress | None
     ) -> None:  # fmt: skip
         self._backend, self._index, self._program = backend, index, program
-        self._deadline = time.perf_counter() + float(options.tune)  # type: ignore[arg-type]
+        self._budget = float(options.tune)  # type: ignore[arg-type]
+        self._deadline = time.perf_counter() + self._budget
         self._extent = program.extent, options.extent[1] if options.extent else 0
+        self._disk = disk_cache()[0]
+        self._advanced, self._variants = False, 0  # whether a race was run; variants that were made for races
         self._progress = progress or (lambda done, total, what: None)
         self._clock = time.thread_time if program.target.threads == 1 else time.perf_counter
         used = {a for s in program.steps for a in s.args}
@@ -109,24 +112,39 @@ class _Tuner:
 
     def measured(self, steps: Mapping[str, Step], axes: Mapping[str, Mapping[str, Sequence[int]]]) -> list[TunedStep]:
         """All steps in order; those that take most of a run are measured first."""
-        disk, _ = disk_cache()
         found = {key: TunedStep(key, "one way to cut it") for key in steps if not axes[key]}
-        found |= {key: kept for key in steps if axes[key] and (kept := self._kept(disk, key, axes[key]))}
+        begun = {key: self._kept(key, axes[key]) for key in steps if axes[key]}
+        found |= {key: step for key, (step, raced) in begun.items() if raced > len(axes[key])}
         weights = self._weights()
         todo = sorted((key for key in steps if key not in found), key=lambda key: -weights[steps[key].kernel.key])
         for at, key in enumerate(todo):
             self._progress(at, len(todo), key)
             try:
-                found[key] = _Trial(self, steps[key]).best(key, axes[key])
+                found[key] = _Trial(self, steps[key]).best(axes[key], *begun[key])
             except _OutOfTime:
-                found[key] = TunedStep(key, "not measured: out of time")
                 continue
-            if disk is not None:
-                s = found[key]
-                content = json.dumps([s.choice, s.usual_ns, s.chosen_ns, s.tried])
-                disk.put(self._entry(key), [content.encode()], sync=False)
         self._progress(len(todo), len(todo), "")
-        return [found[key] for key in steps]
+        why = TOO_LONG if not self._advanced and self._stuck([key for key in todo if key not in found]) else NO_TIME
+        return [found.get(key, TunedStep(key, why)) for key in steps]
+
+    def _stuck(self, left: Sequence[str]) -> bool:
+        """Whether an earlier compile had these steps and this time and got as far, which was to no race: each finds more code on
+        disk than the one before."""
+        entry = self._entry(f"stuck {self._budget} {left}")
+        content = None if self._disk is None else self._disk.get(entry)[0]
+        if content is not None and int.from_bytes(content, "little") >= self._variants:
+            return True
+        if self._disk is not None and left:
+            self._disk.put(entry, [self._variants.to_bytes(8, "little")], sync=False)
+        return False
+
+    def keep(self, step: TunedStep, raced: int) -> TunedStep:
+        """On disk: what so many races found; one more than there are names in a choice is all."""
+        self._advanced = True
+        if self._disk is not None:
+            content = json.dumps([step.choice, step.usual_ns, step.chosen_ns, step.tried, raced])
+            self._disk.put(self._entry(step.key), [content.encode()], sync=False)
+        return step
 
     def _weights(self) -> dict[str, float]:
         """Kernel.key -> about how much of a run it is."""
@@ -140,18 +158,19 @@ class _Tuner:
         given = repr((FORMAT, key, self._backend.machine(), source_digest()))
         return f"tuning-{hashlib.sha256(given.encode()).hexdigest()}"
 
-    def _kept(self, disk: DiskCache | None, key: str, axes: Mapping[str, Sequence[int]]) -> TunedStep | None:
-        """What an earlier compile found; None if it is not there, or makes no sense."""
-        content, _ = disk.get(self._entry(key)) if disk is not None else (None, "")
+    def _kept(self, key: str, axes: Mapping[str, Sequence[int]]) -> tuple[TunedStep, int]:
+        """What an earlier compile kept; as usual and 0 if it is not there, or makes no sense."""
+        content, _ = self._disk.get(self._entry(key)) if self._disk is not None else (None, "")
+        nothing = replace(_given(key, axes, {}), how="kept"), 0
         try:
-            choice, *numbers = json.loads(content or b"")
+            choice, *numbers, raced = json.loads(content or b"")
             choice = dict(choice)
             sound = set(choice) == set(axes) and all(type(v) is int and v in axes[n] for n, v in choice.items())
-            if not sound or len(numbers) != 3 or not all(type(n) is int and n >= 0 for n in numbers):
-                return None
-            return replace(_given(key, axes, choice), how="kept", **dict(zip(("usual_ns", "chosen_ns", "tried"), numbers)))
-        except (ValueError, TypeError):
-            return None
+            if not sound or len(numbers) != 3 or not all(type(n) is int and n >= 0 for n in (*numbers, raced)):
+                return nothing
+            return replace(nothing[0], choice=_pairs(choice), **dict(zip(("usual_ns", "chosen_ns", "tried"), numbers))), raced
+        except (ValueError, TypeError, RecursionError):
+            return nothing
 
 
 class _Trial:
@@ -171,25 +190,29 @@ class _Trial:
             self._copies = max(1, min(COPIES, far, ceil(LONGEST / self._once)))
             self._alone, self._params = _alone(tuner._program, step, self._copies), ParamStore()
         self._made.clear()
-        self.tried = 0
 
-    def best(self, key: str, axes: Mapping[str, Sequence[int]]) -> TunedStep:
-        """One name after the other, the others as they are best so far. _OutOfTime: no more of it."""
-        usual = best = _usual(axes)
-        for name, values in axes.items() if self._once > SHORT else ():
+    def best(self, axes: Mapping[str, Sequence[int]], begun: TunedStep, raced: int) -> TunedStep:
+        """One name after the other, the others as they are best so far, from where an earlier compile has `begun`. _OutOfTime: no
+        more of it."""
+        usual, best, tried = _usual(axes), dict(begun.choice), begun.tried
+        for at, (name, values) in enumerate(axes.items()):
+            if at < raced or self._once <= SHORT:
+                continue
             rivals = self._different([best | {name: v} for v in (best[name], *(v for v in values if v != best[name]))])
             times = self._race(rivals, ROUNDS)
             ratios = [_ratio(mine, times[0]) for mine in times]
-            self.tried += len(rivals) - 1
+            tried += len(rivals) - 1
             if min(ratios) < 1 - MARGIN:
                 best = rivals[ratios.index(min(ratios))]
             self._made = {_pairs(c): self._made[_pairs(c)] for c in (usual, best) if _pairs(c) in self._made}
+            self._tuner.keep(replace(begun, choice=_pairs(best), tried=tried), at + 1)
         usual_ns = chosen_ns = 0
         if best != usual:
             times = self._race([usual, best], FINAL_ROUNDS)
             usual_ns, chosen_ns = (round(median(t) * 1e9) for t in times)
             best = best if _ratio(times[1], times[0]) < 1 - MARGIN else usual
-        return TunedStep(key, "measured", _pairs(best), _pairs(usual), usual_ns, chosen_ns, self.tried)
+        made = TunedStep(begun.key, "measured", _pairs(best), _pairs(usual), usual_ns, chosen_ns, tried)
+        return self._tuner.keep(made, len(axes) + 1)
 
     def _different(self, choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
         """Those that give different code, the first of each."""
@@ -206,6 +229,7 @@ class _Trial:
             backend, kernel, fresh = self._tuner._backend, self._step.kernel, not self._params.entries
             artifact = backend.compile(self._alone, {kernel.key: dict(choice)})
             made = backend.load(artifact, self._params, self._tuner._index)
+            self._tuner._variants += 1
             for b in self._alone.buffers:
                 if fresh or b.region is not Region.PARAM:
                     extent, most = self._tuner._extent
@@ -218,7 +242,10 @@ class _Trial:
         runs = [self._variant(_pairs(choice)).run_steps for choice in choices]
         for run in runs:
             run()
-        count = max(1, ceil(SAMPLE / max(self._seconds(runs[0], 1), 1e-7)))
+        once = max(self._seconds(runs[0], 1), 1e-7)
+        count = max(1, ceil(SAMPLE / once))
+        if time.perf_counter() + rounds * len(runs) * count * once > self._tuner._deadline:
+            raise _OutOfTime  # at once: lighter steps may have the time
         times: list[list[float]] = [[] for _ in runs]
         for n in range(rounds):
             for at in (*range(n % len(runs), len(runs)), *range(n % len(runs))):
