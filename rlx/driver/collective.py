@@ -304,12 +304,9 @@ class Collectives:
     def _is_scratch(self, buffer: SymmetricBuffer, array: np.ndarray) -> bool:
         """Whether the array is this rank's scratch. CallMismatchError: it lies over a part of that, or over another rank's."""
         ranks = self._whose_scratch(array, buffer)
-        if not ranks:
-            return False
-        assert self.heap is not None
-        if ranks != [self.me] or array.ctypes.data != self.base + self.me * self.heap.stride + buffer.offset:
+        if self.heap and ranks and (ranks != [self.me] or array.ctypes.data != self.heap.bytes(buffer).ctypes.data):
             raise CallMismatchError(f"the array lies over a part of the scratch, {buffer}, or over that of another rank")
-        return True
+        return bool(ranks)
 
     def _whose_scratch(self, array: np.ndarray, buffer: SymmetricBuffer) -> list[int]:
         """The ranks over whose scratch a contiguous array lies."""
