@@ -24,7 +24,7 @@ from rlx.backends import get
 from rlx.compile import lower
 from rlx.compile.check import program_faults
 from rlx.driver.disk import disk_cache
-from rlx.driver.symmetric import MEET, LocalTransport, SymmetricBuffer
+from rlx.driver.symmetric import MEET, LocalTransport, Rank, SymmetricBuffer
 from rlx.errors import (
     AttributeValueError,
     CallMismatchError,
@@ -575,6 +575,50 @@ def test_queued_runs_of_several_graphs_keep_the_order(processes: bool) -> None:
         assert (a, b) == (53 * 1.5, 50 * 1.5)
 
 
+def second_thread_here(transport: Any) -> list[str]:
+    """What another thread of rank 0 is told while the first is in a run, or in a collective, that waits for rank 1."""
+    n, me = transport.num_ranks, transport.this_rank.index
+    compiled = [rlx.Session("cpu", threads=1, transport=transport).compile(mlp(n, rows)) for rows in (3, 4)]
+    for c in compiled:
+        for v in mlp(n).params:
+            c.set_param(str(v.name), np.zeros(v.shape.static, np.float32))
+    x, mine = [np.ones((rows, 20), np.float32) for rows in (3, 4)], [np.ones(8, np.float32) for _ in range(2)]
+    scratch = [SymmetricBuffer(transport.this_rank, 32 * i, 32) for i in range(2)]
+
+    def act(what: int, at: int) -> None:
+        compiled[at].run({"x": x[at]}) if what == 0 else rlx.driver.all_reduce(transport, scratch[at], mine[at])
+
+    for what in (0, 1, 1, 1):  # the last in machine code
+        act(what, 0)
+        act(what, 1)
+    said, flag = [], transport.heap.bytes(SymmetricBuffer(Rank(0), 512, 1))  # rank 1 waits until it changes
+    for done, (first, second) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        if me == 0:
+            thread = threading.Thread(target=act, args=(first, 0))
+            thread.start()
+            while not transport.collectives.busy.value:
+                time.sleep(0.001)
+            try:
+                act(second, 1)
+            except CollectiveError as e:
+                said.append(str(e))
+            flag[:] += 1
+            thread.join(60)
+        else:
+            while flag[0] == done:
+                time.sleep(0.001)
+            act(first, 0)
+        act(second, 1)  # all is well
+    return said
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_second_thread_is_refused(processes: bool) -> None:
+    found = ranks.run(2, second_thread_here, heap_size=HEAP) if processes else good(together(local(2), second_thread_here))
+    assert len(found[0]) == 4 and not found[1]
+    assert all("another thread is at work with this transport" in text for text in found[0])
+
+
 def test_only_runs_that_may_fail_late_meet_once_more() -> None:
     def meetings(where: str) -> list[int]:
         transports = local(2)
@@ -829,7 +873,8 @@ def interrupted_here(transport: Any, at: str, in_code: bool, error: type[BaseExc
         compiled.run(asked(0, 1))
     with pytest.raises(TransportError) as caught:
         compiled.run(asked(0, 1))
-    assert before is not None and before.tolist() == compiled.read_handle("total").tolist() == [2.0] * 4
+    after = compiled.read_handle("total")
+    assert before is not None and after is not None and before.tolist() == after.tolist() == [2.0] * 4
     return str(caught.value)
 
 

@@ -12,6 +12,8 @@ Machine code (rlx.driver.native) does the same, numpy where there is none.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -87,11 +89,12 @@ class Memory(Protocol):
 
 
 class Native(Protocol):
-    """What machine code does of this (rlx.backends.cpu.rank_walk). `table`, `memory`: None for transports it does not know."""
+    """What machine code does of this (rlx.backends.cpu.rank_walk). `table`, `memory`: None for transports it does not know.
+    `busy`: of Collectives."""
 
     def reduction(self, form: Form) -> Reduction: ...
     def table(self, transport: Any, plan: Plan) -> Table | None: ...
-    def memory(self, transport: Any, slow: Callable[..., None]) -> Memory | None: ...
+    def memory(self, transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Memory | None: ...
 
 
 def machine_code() -> Native | None:
@@ -247,9 +250,20 @@ class Collectives:
         self.base = self.heap.bytes(SymmetricBuffer(Rank(0), 0, 0)).ctypes.data if self.heap else 0  # where the heaps begin
         self.figures: Figures | None = None
         self.plans: OrderedDict[Any, Table] = OrderedDict()
+        self.busy = ctypes.c_int64()  # not 0: who is at work with this transport
         code = machine_code()
-        self.memory = code.memory(transport, self.all_reduce) if code else None
+        self.memory = code.memory(transport, self.all_reduce, self.busy) if code else None
         self.fast = self.memory.function if self.memory else self.all_reduce
+
+    def claim(self, who: int) -> None:
+        """Until its release only `who` is at work. CollectiveError: another one is."""
+        if self.busy.value not in (0, who):
+            raise CollectiveError("another thread is at work with this transport, which is used by one thread at a time")
+        self.busy.value = who
+
+    def release(self, who: int) -> None:
+        if self.busy.value == who:
+            self.busy.value = 0
 
     def all_reduce(self, buffer: Any, array: Any, kind: Any, algorithm: Algorithm | None = None) -> None:
         table = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
@@ -266,12 +280,16 @@ class Collectives:
         if what not in IN_PLACE:
             self._check_out(out, array, buffer)
         key = what, buffer.offset, array.shape, dtype, kind, root, algorithm, in_place
-        found = self.plans.get(key)
-        if found is None:
-            found = self.plans[key] = self.prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
-            if len(self.plans) > PLANS:
-                self.plans.popitem(last=False)
-        found.run(array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
+        self.claim(me := threading.get_ident())
+        try:
+            found = self.plans.get(key)
+            if found is None:
+                found = self.plans[key] = self.prepare(what, buffer, array, dtype, kind, root, algorithm, in_place)
+                if len(self.plans) > PLANS:
+                    self.plans.popitem(last=False)
+            found.run(array.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
+        finally:
+            self.release(me)
         return found
 
     # -- what was passed

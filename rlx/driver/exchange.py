@@ -63,9 +63,16 @@ class Exchanges:
             self.agreement = (code.table(transport, plan) if code else None) or Steps(transport, known.heap, plan)
 
     def begin(self) -> None:
-        """Before the steps of a run. CallMismatchError: another rank begins another program's run. TransportError."""
+        """Before the steps of a run, at whose end is `release`. CallMismatchError: another rank begins another program's run.
+        CollectiveError: another thread is at work with the transport. TransportError."""
         if self.steps and self.transport:
+            collectives_of(self.transport).claim(id(self))
             self.transport.barrier(self._running)
+
+    def release(self) -> None:
+        """Other threads may use the transport."""
+        if self.steps and self.transport:
+            collectives_of(self.transport).release(id(self))
 
     def agree(self) -> None:
         """Behind the steps, before anything is committed. CollectiveError: a rank has given up. TransportError."""

@@ -20,7 +20,7 @@ from rlx.backends.cpu.emit import V
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target
 from rlx.backends.cpu.walker import I64, Body, Functions, P, fields_of
-from rlx.driver.collective import abandon
+from rlx.driver.collective import abandon, collectives_of
 from rlx.driver.exchange import Exchanges
 from rlx.errors import CollectiveError
 from rlx.ir.kernel import Buffer, Native
@@ -68,10 +68,16 @@ def rlx_exchange(e: Body, args: V, task: V, scratch: V, status: V) -> None:
         ask(e, block, code, status)
 
 
+@_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")
+def rlx_exchange_release(e: Body, args: V, task: V, scratch: V, status: V) -> None:
+    e.store_atomic(e.i64(0), e.load("ptr", args, 8), "release")
+
+
 @cache
 def _library() -> Library:
     text = _functions.module_text(StepBody)
-    return Library([compile_object(text, host_target(1), "exchange", keep=True)], ("rlx_exchange", "rlx_exchange_in_python"))
+    symbols = "rlx_exchange", "rlx_exchange_in_python", "rlx_exchange_release"
+    return Library([compile_object(text, host_target(1), "exchange", keep=True)], symbols)
 
 
 class ExchangeCalls:
@@ -82,6 +88,7 @@ class ExchangeCalls:
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
         self.errors: list[BaseException] = []
+        self._busy = collectives_of(exchanges.transport).busy if exchanges.steps else ctypes.c_int64()
         self._made: dict[Native | str, tuple[int, int, Any]] = {}
 
     def begin(self) -> tuple[int, ...]:
@@ -90,6 +97,10 @@ class ExchangeCalls:
             self._made["begin"] = self._in_python(lambda args, exchanges=self.exchanges: exchanges.begin())
         function, block, _ = self._made["begin"]
         return function, 0, 0, block
+
+    def release(self) -> tuple[int, ...]:
+        """What comes behind all meetings, as `begin`: Exchanges.release."""
+        return _library().address("rlx_exchange_release"), ctypes.addressof(self._busy)
 
     def agreement(self) -> tuple[int, ...] | None:
         """What comes behind the last step, if anything does; as `begin`."""

@@ -331,10 +331,11 @@ class CpuExecutable:
             moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self._entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
-        if exchange and commits and (agreement := exchange.agreement()):
-            kernels.insert(end := len(self.program.steps), None)
-            rows.insert(1 + end, (agreement[0], len(addresses), 1, False))
-            addresses += agreement[1:]
+        for meeting in (exchange.release(), commits and exchange.agreement()) if exchange else ():
+            if meeting:  # behind the steps, each before the one before
+                kernels.insert(end := len(self.program.steps), None)
+                rows.insert(1 + end, (meeting[0], len(addresses), 1, False))
+                addresses += meeting[1:]
         surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
         table = _Table(self.program.name, kernels, rows, addresses, surroundings, exchange)
         table.moving = moving
@@ -394,6 +395,13 @@ class _Table:
         """What a run's status asks for. IndexRangeError: a Check failed; CollectiveError: a collective."""
         if status == pool.ATTEND and self._pool:
             return self._pool.attend()
+        try:
+            self._explain(status)
+        finally:
+            if self._exchange:
+                self._exchange.exchanges.release()
+
+    def _explain(self, status: int) -> None:
         kernel = self._kernels[self.failed] if self.failed >= 0 else None
         name = kernel.name if kernel else BEGINNING if self.failed < 0 else AGREEING
         if self._exchange and status == self._exchange.FAILED:

@@ -64,11 +64,12 @@ class Entry(ctypes.Structure):
 
 
 class Known(ctypes.Structure):
-    """What the built-in function of a transport looks at. [low, high): the heaps."""
+    """What the built-in function of a transport looks at. [low, high): the heaps. `busy`: of Collectives; read and written under
+    the GIL."""
 
     _fields_ = [
         ("entries", P), ("known", I64), ("low", P), ("high", P), ("at_meeting", P), ("slow", P), ("settle", P), ("none", P),
-        ("array_type", P),
+        ("array_type", P), ("busy", P),
     ]  # fmt: skip
 
 
@@ -171,7 +172,8 @@ def is_known(e: WalkBody, one: V, k: V, args: V) -> None:
 def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
     """(buffer, array, kind) -> None, as a function of CPython; `self` is an int, the address of a Known."""
     k = e.python("PyLong_AsVoidPtr", "ptr", self)
-    sound = e.cmp("eq", e.get(e.get(k, "at_meeting"), "shut"), 0)
+    busy = e.get(k, "busy")
+    sound = e.cmp("eq", e.bin("or", e.get(e.get(k, "at_meeting"), "shut"), e.load("i64", busy, 8)), 0)
     with e.when(e.bin("and", sound, e.cmp("eq", count, 3))):
         known, entries = e.get(k, "known"), e.get(k, "entries")
         with e.loop(0, known) as each:
@@ -179,11 +181,15 @@ def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
             with e.when(is_known(e, entry, k, args)):
                 walk = e.get(entry, "walk")
                 data = e.load("ptr", e.gep(e.load("ptr", e.gep(args, 8), 8), DATA), 8)
+                e.store(e.i64(1), busy, 8)
                 thread = e.python("PyEval_SaveThread", "ptr")
                 code = rlx_ranks_begin(e, walk, data, data)
                 e.python("PyEval_RestoreThread", "void", thread)
                 with e.when(e.cmp("ne", code, 0)):
-                    e.ret(settled(e, k, walk, code))
+                    result = settled(e, k, walk, code)
+                    e.store(e.i64(0), busy, 8)
+                    e.ret(result)
+                e.store(e.i64(0), busy, 8)
                 none = e.get(k, "none")
                 e.python("Py_IncRef", "void", none)
                 e.ret(none)
@@ -312,16 +318,17 @@ def _base(place: Place) -> int:
 class Remembered:
     """all_reduce of one transport as a function that knows the calls it was told of; others go to `slow`."""
 
-    def __init__(self, transport: Any, slow: Callable[..., Any]) -> None:
+    def __init__(self, transport: Any, slow: Callable[..., Any], busy: ctypes.c_int64) -> None:
         self.entries, self.count = (Entry * ENTRIES)(), 0
         self.tables: list[Any] = [None] * ENTRIES
         m, total = transport.meeting, transport.num_ranks * transport.meeting.stride
         known = Known(entries=ctypes.addressof(self.entries), low=m.heaps, high=m.heaps + total, at_meeting=ctypes.addressof(m))
         settle = self._settle
         known.slow, known.settle, known.none, known.array_type = id(slow), id(settle), id(None), id(np.ndarray)
+        known.busy = ctypes.addressof(busy)
         self.known = known
         definition = _made()[2]
-        kept = calls._Kept(known, self, slow, settle, m, definition)
+        kept = calls._Kept(known, self, slow, settle, m, definition, busy)
         self.function = builtin(definition, ctypes.addressof(known), kept)
 
     def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Table) -> None:
@@ -361,5 +368,5 @@ def table(transport: Any, plan: Plan) -> Table | None:
     return Table(transport, plan) if isinstance(transport, ShmTransport) else None
 
 
-def memory(transport: Any, slow: Callable[..., None]) -> Remembered | None:
-    return Remembered(transport, slow) if isinstance(transport, ShmTransport) and calls.refusal() is None else None
+def memory(transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Remembered | None:
+    return Remembered(transport, slow, busy) if isinstance(transport, ShmTransport) and calls.refusal() is None else None

@@ -147,6 +147,8 @@ class RefExecutable:
                 self.exchanges.give_up()
             self._undo(done)
             raise
+        finally:
+            self.exchanges.release()
 
     def run_abort(self) -> None:
         self.exchanges.give_up()
