@@ -619,6 +619,17 @@ def test_a_second_thread_is_refused(processes: bool) -> None:
     assert all("another thread is at work with this transport" in text for text in found[0])
 
 
+def test_a_clone_on_one_rank_is_not_its_original_on_another() -> None:
+    transports = local(2)
+    twins = [compiled_on(transports, failing("before", 2, False))]
+    twins.append(good(together(transports, lambda t: twins[0][t.this_rank.index].clone())))
+    x = {"x": np.ones((1, 8), np.float32), "i": np.array([0, 1])}
+    found = run_all(transports, [twins[0][0], twins[1][1]], [x] * 2)
+    assert all(isinstance(e, CallMismatchError) for e in found)
+    for compiled in twins:
+        good(run_all(transports, compiled, [x] * 2))
+
+
 def test_only_runs_that_may_fail_late_meet_once_more() -> None:
     def meetings(where: str) -> list[int]:
         transports = local(2)

@@ -251,6 +251,7 @@ class Collectives:
         self.figures: Figures | None = None
         self.plans: OrderedDict[Any, Table] = OrderedDict()
         self.busy = ctypes.c_int64()  # not 0: who is at work with this transport
+        self.loaded = 0  # programs so far
         code = machine_code()
         self.memory = code.memory(transport, self.all_reduce, self.busy) if code else None
         self.fast = self.memory.function if self.memory else self.all_reduce

@@ -48,9 +48,11 @@ class Exchanges:
         self.scratch = at_end(transport, max(_nbytes(s) for s in self.steps), f"{program.name}: its collectives need")
         text = repr([(str(s.attrs), s.inputs[0].buffer.dtype.name, s.inputs[0].buffer.size) for s in self.steps])
         agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        calls = [Call(what, self.scratch.offset, self.scratch.len, agreed) for what in (LOADED, RUNNING, ENDING)]
-        loaded, self._running, self._ending = calls
-        transport.barrier(loaded)
+        transport.barrier(Call(LOADED, self.scratch.offset, self.scratch.len, agreed))
+        known = collectives_of(transport)
+        known.loaded += 1  # on every rank: runs of a program and of its clone are not the same
+        calls = [Call(what, self.scratch.offset, self.scratch.len, agreed + known.loaded) for what in (RUNNING, ENDING)]
+        self._running, self._ending = calls
         alike: dict[Any, Table | None] = {}
         for step in self.steps:
             key = step.attrs, step.inputs[0].buffer.dtype, step.inputs[0].buffer.size
@@ -59,7 +61,7 @@ class Exchanges:
             self.tables[step] = alike[key]
         if self._on_any(self._fails_late(program, may_fail)):
             job = Job(What.BROADCAST, transport.num_ranks, transport.this_rank.index, 0, 1, 1)
-            plan, code, known = Plan(self._ending, [MEETING], u8, None, job), machine_code(), collectives_of(transport)
+            plan, code = Plan(self._ending, [MEETING], u8, None, job), machine_code()
             self.agreement = (code.table(transport, plan) if code else None) or Steps(transport, known.heap, plan)
 
     def begin(self) -> None:
