@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -178,7 +178,24 @@ class _Meeting:
         self.broken: str | None = None  # why nobody can meet any more
 
 
-class LocalTransport:
+class Copies:
+    """`put` and `get` where all heaps lie in this process's memory."""
+
+    heap: SymmetricHeap
+    check: Callable[..., None]  # TransportError if nothing may begin
+
+    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
+        check_copy(target, source, self.heap.num_ranks, self.heap.heap_size, written=False)
+        self.check()
+        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
+
+    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
+        check_copy(source, into, self.heap.num_ranks, self.heap.heap_size, written=True)
+        self.check()
+        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
+
+
+class LocalTransport(Copies):
     """SymmetricTransport between threads of one process. Made by `fan_out`."""
 
     def __init__(self, rank: Rank, heap: SymmetricHeap, meeting: _Meeting, timeout: float) -> None:
@@ -191,16 +208,7 @@ class LocalTransport:
         heap, meeting = SymmetricHeap(num_ranks, heap_size), _Meeting(num_ranks)
         return [LocalTransport(Rank(i), heap, meeting, timeout) for i in range(num_ranks)]
 
-    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        self._check(target, source, written=False)
-        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
-
-    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        self._check(source, into, written=True)
-        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
-
-    def _check(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> None:
-        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
+    def check(self) -> None:
         if self._meeting.broken:
             raise TransportError(self._meeting.broken)
 

@@ -31,7 +31,7 @@ from functools import partial
 import numpy as np
 
 from rlx.driver.native import native
-from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Rank, SymmetricBuffer, SymmetricHeap, as_call, check_copy, mismatch
+from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Copies, Rank, SymmetricHeap, as_call, mismatch
 from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
 
 HEADER_BYTES, LINE_BYTES, STAGE_BYTES = PAGE, 256, 16 << 10
@@ -95,7 +95,7 @@ WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a meeting in time", 
 STATES = {"T": ", which is stopped", "t": ", which is traced"}
 
 
-class ShmTransport:
+class ShmTransport(Copies):
     """SymmetricTransport between processes of one machine, which all give the same name, num_ranks and heap_size (bytes).
 
     CallMismatchError, on every rank: they give different sizes. TransportError: a rank does not come within `timeout` seconds,
@@ -148,18 +148,6 @@ class ShmTransport:
         with contextlib.suppress(ProcessLookupError, AttributeError):  # one has died already; not Linux
             cpus.update(*(os.sched_getaffinity(line.pid) for line in self._lines))
         self.meeting.spins = SPINS if self.num_ranks <= len(cpus) else CROWDED_SPINS
-
-    def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        self._check(target, source, written=False)
-        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
-
-    def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        self._check(source, into, written=True)
-        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
-
-    def _check(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> None:
-        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
-        self.check()
 
     def check(self) -> None:
         """TransportError if nothing may begin."""
