@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from rlx import knobs
-from rlx.backends.cpu.blocks import I64, P
+from rlx.backends.cpu.blocks import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
 from rlx.backends.cpu.jit import Library, kept_object
 from rlx.backends.cpu.pool import MethodDef, builtin, run_address
 from rlx.backends.cpu.target import host_target
@@ -34,36 +34,10 @@ from rlx.driver.calls import FastCall
 from rlx.errors import OptionError
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
-OB_TYPE = 8  # PyObject; below, PyArrayObject
-DATA, NDIM, DIMS, BASE, DESCR, FLAGS = 16, 24, 32, 48, 56, 64
-IN_ORDER = 0x101  # flags: C-contiguous, aligned
-
 GIL_NS = 20_000  # a run estimated at more lets other Python threads go on; taking the GIL back may wait for them, milliseconds
 
 METH_NOARGS, METH_FASTCALL, METH_KEYWORDS = 4, 0x80, 2
 FORMS = {"list": "rlx_call_list", "dict": "rlx_call_dict", "none": "rlx_call_bound"}  # what is passed -> function
-
-
-class Input(ctypes.Structure):
-    """What an input must be, and the `slot` its bytes go to, unless they lie there. `fixed`: they must. `given`: what was
-    passed, or is bound."""
-
-    _fields_ = [
-        ("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("slot", P), ("fixed", I64), ("name", P), ("given", P),
-    ]  # fmt: skip
-
-
-class Call(ctypes.Structure):
-    """One function. `walk(run)` is the run; memory [low, high) holds slots. Python objects: `slow`; `settle`, called with a
-    status that is not 0; `result`, to be called first if `makes`; `acquire` and `release` of a lock to hold, or null.
-    `yields`: the GIL is released meanwhile."""
-
-    _fields_ = [
-        ("inputs", P), ("count", I64), ("low", P), ("high", P), ("gate", P), ("walk", P), ("run", P), ("slow", P), ("settle", P),
-        ("result", P), ("makes", I64), ("acquire", P), ("release", P), ("yields", I64),
-        ("array_type", P), ("list_type", P), ("tuple_type", P), ("dict_type", P), ("str_type", P), ("true", P), ("false", P),
-        ("error_type", P), ("error", P), ("trace", P),
-    ]  # fmt: skip
 
 
 # -- making them ---------------------------------------------------------------------------------------------------

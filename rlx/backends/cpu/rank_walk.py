@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cpu import calls
-from rlx.backends.cpu.calls import DATA, DESCR, DIMS, FLAGS, NDIM
+from rlx.backends.cpu.blocks import DATA, DESCR, DIMS, FLAGS, NDIM
 from rlx.backends.cpu.emit import V
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.kernels import rank_reduce
