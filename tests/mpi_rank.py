@@ -143,4 +143,5 @@ if __name__ == "__main__":
         transport.close()
     except CollectiveError as e:
         said = f"{type(e).__name__}: {e}"
-    (FOLDER / str(INDEX)).write_text(said)
+    (FOLDER / f"{INDEX}.part").write_text(said)
+    (FOLDER / f"{INDEX}.part").rename(FOLDER / str(INDEX))  # whole when it is seen
