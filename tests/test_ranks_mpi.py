@@ -60,9 +60,11 @@ def test_ranks_that_disagree_all_hear_of_it(case: str, tmp_path: Path) -> None:
     ("case", "said"), [("silent", "rank 1 did not come"), ("closed", "rank 1 left"), ("exits", "rank 1 left")]
 )
 def test_a_rank_that_does_not_come_is_named_by_the_others(case: str, said: str, tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
     found, _ = mpirun(case, 3, tmp_path)
     for rank in (0, 2):
         assert found[rank].startswith("TransportError: ") and said in found[rank]
+    assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before, "MPI's shared memory is still there"
 
 
 def test_a_killed_rank_is_named_by_the_others(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ or made by a thread that can be left behind, and a job that lost a rank skips MP
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +26,8 @@ from rlx.errors import CollectiveError, TransportError, whole
 PIECE = 16 << 20  # bytes that one timeout is for: a link of 1 MB/s is slow, not dead
 SPIN = 200e-6  # seconds of polling before a rank begins to sleep between polls
 NAP = 100e-6  # seconds
+GRACE = 1.0  # seconds for the others to say what happened: launchers end a job when one leaves without MPI_Finalize
+SEGMENTS = "/dev/shm/mpich_shm_"
 HELLO, LEFT, FAILED = -1, -2, -3  # Call.what of this file: a first meeting, a rank that leaves, one that gave up
 
 
@@ -250,14 +254,27 @@ def _load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
         raise TransportError(f"MPI cannot be loaded ({e}): pip install 'rlx[mpi]', and an MPI library (pip install mpich)") from e
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher tells those who are left of a dead rank by it
     atexit.register(_leave, MPI, first)
     return MPI
+
+
+def _sweep() -> None:
+    """Remove the names of MPICH's shared memory that this process has mapped: its MPI_Finalize, which never comes, would."""
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for path in {line.split(maxsplit=5)[5].removesuffix(" (deleted)\n").strip() for line in maps if SEGMENTS in line}:
+            with suppress(OSError):
+                os.unlink(path)
 
 
 def _leave(mpi: Any, first: bool) -> None:
     """At exit: close what is open, then MPI itself."""
     for transport in list(_OPEN):
         transport.close()
+    if _LOST:
+        _sweep()
+        time.sleep(GRACE)
     if first and not _LOST and not mpi.Is_finalized():
         mpi.Finalize()
     elif _LOST and not first:
