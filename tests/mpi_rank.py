@@ -121,7 +121,8 @@ def collectives(t: SymmetricTransport) -> str:
 
 def graphs(t: SymmetricTransport) -> str:
     """Every collective op in compiled graphs, against the evaluator."""
-    from test_graph_collectives import NAMES, all_cases, every_case_here, same
+    from collective_graphs import NAMES, all_cases, same
+    from test_graph_collectives import every_case_here
 
     from rlx.ir.evaluate import evaluate_ranks
 
