@@ -28,7 +28,7 @@ import rlx
 from benchmarks.chains_peers import Jax, Numpy, Onnx, Rlx, Torch
 from benchmarks.measure import Call, header, interleaved, share, table
 from rlx.backends.cpu import jit, pool
-from rlx.backends.cpu.blocks import Step
+from rlx.backends.cpu.abi import Step
 from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target

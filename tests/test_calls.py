@@ -22,7 +22,7 @@ from kernel_runs import fenced
 
 import rlx
 from rlx import knobs
-from rlx.backends.cpu import calls, memory, work
+from rlx.backends.cpu import calls, cost, memory
 from rlx.errors import (
     BindingError,
     IndexRangeError,
@@ -153,10 +153,10 @@ def test_other_devices_bind_in_python():
 
 
 def test_estimates_tell_short_from_long():
-    ns = lambda made: sum(work.estimated_ns(s.kernel, made.program().target) for s in made.program().steps)  # noqa: E731
+    ns = lambda made: sum(cost.estimated_ns(s.kernel, made.program().target) for s in made.program().steps)  # noqa: E731
     assert ns(sums()) < ns(layers(3)) < calls.GIL_NS * 4 < ns(layers(4, 512))
-    assert not any(work.may_fail(s.kernel) for s in sums().program().steps)
-    assert any(work.may_fail(s.kernel) for s in picker().program().steps)
+    assert not any(cost.may_fail(s.kernel) for s in sums().program().steps)
+    assert any(cost.may_fail(s.kernel) for s in picker().program().steps)
 
 
 # -- the same as Python --------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rlx.backends.cpu import pool as pools
+from rlx.backends.cpu.executor import module_text
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target, target_for
-from rlx.backends.cpu.walker import module_text
 from rlx.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,10 +28,10 @@ from rlx.errors import (
     TransportError,
 )
 from rlx.ir import ops
+from rlx.ir.cost import program_work
 from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op import OPS, Kind
-from rlx.ir.work import program_work
 from rlx.runtime import agreed, of_first, stored
 
 

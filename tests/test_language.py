@@ -27,7 +27,7 @@ from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.gguf import read_gguf
 from rlx.frontends.language import LADDER, LanguageModel, load
 from rlx.frontends.models import families
-from rlx.frontends.models.llama import build
+from rlx.frontends.models.decoder import build
 from rlx.frontends.sampling import Sampling
 from rlx.ir.evaluate import evaluate
 

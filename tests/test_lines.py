@@ -10,7 +10,7 @@ import pytest
 
 import rlx
 from rlx.backends.cpu.emit import Emitter, V
-from rlx.backends.cpu.ranges import parts
+from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target

@@ -17,7 +17,7 @@ from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, V
 from rlx.ir import DTYPES, OPS, Graph, Kind, Target, ops
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import CONSTANT, Node, Value, constant
-from rlx.ir.pattern import Var, pattern, rewrite, rule
+from rlx.ir.rewrite import Var, pattern, rewrite, rule
 
 TARGET = Target("any", frozenset(DTYPES))
 OPTIONS = CompileOptions()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from rlx.compile.beside import side_by_side
 from rlx.compile.check import check_program
+from rlx.compile.concurrent import side_by_side
 from rlx.compile.fuse import Fusion, Group, fuse
 from rlx.compile.inplace import inplace_pairs
 from rlx.compile.legalise import bind_dims, decide, decisions

@@ -15,8 +15,8 @@ from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, 
 from rlx.ir.op import Kind
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import view as v
-from rlx.ir.pattern import Rule, Var, pattern, rewrite, rule
 from rlx.ir.program import Layout
+from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Target
 

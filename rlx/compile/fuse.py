@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlx.compile.packs import contraction, packed_operands
-from rlx.compile.place import Places, static_nodes
+from rlx.compile.layout import Places, static_nodes
+from rlx.compile.packing import contraction, packed_operands
 from rlx.compile.state import InPlace, in_place_updates
 from rlx.ir.graph import Graph, Node, Value, apply
 from rlx.ir.op import OPS, Kind

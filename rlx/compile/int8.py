@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.compile.legalise import expand, into_contractions
-from rlx.compile.packs import contraction, is_matrix
+from rlx.compile.packing import contraction, is_matrix
 from rlx.errors import CompileError, known
 from rlx.ir import ops
 from rlx.ir.dtype import f32, i8, i32, u8

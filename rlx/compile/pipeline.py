@@ -13,7 +13,7 @@ from pathlib import Path
 from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
-from rlx.compile.packs import rows_from_packs
+from rlx.compile.packing import rows_from_packs
 from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.compile.reductions import reductions

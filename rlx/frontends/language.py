@@ -18,7 +18,7 @@ from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShap
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
-from rlx.frontends.models.llama import build
+from rlx.frontends.models.decoder import build
 from rlx.frontends.parallel import decoder_marks, shared_session, together
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds

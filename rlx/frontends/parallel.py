@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlx.errors import ModelError, OptionError
-from rlx.frontends.models.llama import EMBEDDED, DecoderConfig
+from rlx.frontends.models.decoder import EMBEDDED, DecoderConfig
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.runtime import Session, SymmetricTransport

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rlx.ir.cost import ProgramWork
 from rlx.ir.program import NodeReport, Program
 from rlx.ir.tuning import NOT_TUNED, Tuning
-from rlx.ir.work import ProgramWork
 
 
 class Texts(Mapping[str, str]):

@@ -16,10 +16,10 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
+from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
 from rlx.ir.verify import where
-from rlx.ir.work import program_work
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, Place

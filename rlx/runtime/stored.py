@@ -21,6 +21,7 @@ from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
 from rlx.driver.disk import DAMAGED, FRESH, disk_cache, source_digest
 from rlx.errors import CorruptFileError, RlxError, known
+from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
@@ -30,7 +31,6 @@ from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Progra
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tuning import NOT_TUNED, TunedStep, Tuning
-from rlx.ir.work import KernelWork, ProgramWork, program_work
 from rlx.runtime.report import CacheNote
 from rlx.runtime.weights import planned_bytes
 

@@ -25,10 +25,10 @@ from rlx.driver.backend import Backend, Executable, Tunable
 from rlx.driver.disk import disk_cache
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
+from rlx.ir.cost import program_work
 from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Choice, Choices, TunedStep, Tuning, step_key
-from rlx.ir.work import program_work
 from rlx.runtime.stored import source_digest
 
 MARGIN = 0.03  # of the time, that a candidate must save: less is within what repeated measurements differ by

@@ -24,7 +24,7 @@ from rlx.ir.target import Target
 from rlx.ir.tuning import Choice
 
 if TYPE_CHECKING:
-    from rlx.backends.cpu.blocks import Rendered
+    from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
     from rlx.ir.graph import Node, Value
 
@@ -91,7 +91,7 @@ class CpuBackend:
         return {"codes": codes, "coded": coded}, list(artifact.objects)
 
     def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> CpuArtifact:
-        from rlx.backends.cpu.blocks import Rendered
+        from rlx.backends.cpu.abi import Rendered
         from rlx.backends.cpu.executable import CpuArtifact
 
         made = [Rendered(symbol, "", *whole(rest)) for symbol, *rest in code["codes"]]
@@ -126,10 +126,10 @@ class _Job:
 
 @lru_cache(KEPT)
 def _compiled(job: _Job) -> tuple[Rendered, bytes]:
-    from rlx.backends.cpu.blocks import Rendered
+    from rlx.backends.cpu.abi import Rendered
+    from rlx.backends.cpu.cost import estimated_ns, may_fail
     from rlx.backends.cpu.jit import compile_object
     from rlx.backends.cpu.render import render
-    from rlx.backends.cpu.work import estimated_ns, may_fail
 
     if job.kernel.collective:  # the executable has a function for it; others need the GIL meanwhile
         return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""

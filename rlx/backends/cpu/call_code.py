@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from rlx.backends.cpu.blocks import DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input
+from rlx.backends.cpu.abi import DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input
 from rlx.backends.cpu.emit import V
-from rlx.backends.cpu.walker import NULL, Body, Functions, fields_of
+from rlx.backends.cpu.executor import NULL, Body, Functions, fields_of
 from rlx.driver.calls import Gate
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from rlx import knobs
-from rlx.backends.cpu.blocks import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
+from rlx.backends.cpu.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
 from rlx.backends.cpu.jit import Library, kept_object
 from rlx.backends.cpu.pool import MethodDef, builtin, run_address
 from rlx.backends.cpu.target import host_target

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cpu.emit import V
+from rlx.backends.cpu.executor import I64, Body, Functions, P, fields_of
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target
-from rlx.backends.cpu.walker import I64, Body, Functions, P, fields_of
 from rlx.driver.collective import abandon, collectives_of
 from rlx.driver.exchange import Exchanges
 from rlx.errors import CollectiveError

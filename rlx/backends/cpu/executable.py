@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from rlx.backends.cpu import memory, pool
-from rlx.backends.cpu.blocks import Rendered
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
 from rlx.driver import files

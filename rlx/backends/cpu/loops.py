@@ -8,7 +8,7 @@ from functools import partial
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import V, vector
-from rlx.backends.cpu.ranges import parts
+from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, distinct, expr, operands, value_to_store
 from rlx.errors import CompileError
 from rlx.ir.dtype import i64

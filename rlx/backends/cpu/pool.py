@@ -1,4 +1,4 @@
-"""Worker threads for runs: Python daemon threads that stay inside the walker (rlx.backends.cpu.walker) and sleep in it.
+"""Worker threads for runs: Python daemon threads that stay inside the walker (rlx.backends.cpu.executor) and sleep in it.
 
 One pool per process and thread count, shared by all executables. A forked child starts workers of its own at its first
 run; at exit the workers are woken and joined.
@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlx.backends.cpu.blocks import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
+from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
 from rlx.backends.cpu.jit import Library, kept_object
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target, usable_cpus
@@ -58,9 +58,9 @@ def _made() -> tuple[Library, MethodDef]:
     machine, futex = platform.machine(), futex_call()
 
     def text() -> str:
-        from rlx.backends.cpu import walker  # not needed where its code is kept on disk
+        from rlx.backends.cpu import executor  # not needed where its code is kept on disk
 
-        return walker.module_text(machine, futex)
+        return executor.module_text(machine, futex)
 
     image = kept_object(f"worker pool {machine} {futex}", text, host_target(1))
     library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cpu import calls
-from rlx.backends.cpu.blocks import DATA, DESCR, DIMS, FLAGS, NDIM
+from rlx.backends.cpu.abi import DATA, DESCR, DIMS, FLAGS, NDIM
 from rlx.backends.cpu.emit import V
+from rlx.backends.cpu.executor import I64, NULL, Body, Functions, P, fields_of
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.kernels import rank_reduce
 from rlx.backends.cpu.pool import MethodDef, builtin
 from rlx.backends.cpu.ranks import meet_address
 from rlx.backends.cpu.target import host_target
-from rlx.backends.cpu.walker import I64, NULL, Body, Functions, P, fields_of
 from rlx.driver.collective import Form, Plan, Reduction, detail_of, together
 from rlx.driver.schedule import MINE, OUT, Place
 from rlx.driver.transports.shm import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting, ShmTransport

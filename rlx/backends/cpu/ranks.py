@@ -12,18 +12,18 @@ import threading
 from collections.abc import Callable
 from functools import cache
 
-from rlx.backends.cpu import walker
+from rlx.backends.cpu import executor
 from rlx.backends.cpu.emit import V
+from rlx.backends.cpu.executor import EVERYBODY, NULL, Functions, fields_of
 from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.pool import MethodDef, address_of, builtin, futex_call
 from rlx.backends.cpu.target import host_target
-from rlx.backends.cpu.walker import EVERYBODY, NULL, Functions, fields_of
 from rlx.driver.transports.shm import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
 
 WAIT, WAKE = 0, 1  # futex operations, across processes
 
 
-class Body(walker.Body):
+class Body(executor.Body):
     fields = fields_of(Line, Meeting)
 
 

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
-from rlx.backends.cpu.crossing import Crossing, crossing, emit_tiles
 from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
@@ -28,6 +27,7 @@ from rlx.backends.cpu.loops import (
     weight,
 )
 from rlx.backends.cpu.scope import Ahead, Scope, distinct, expr, limit_of
+from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Loop, Native, Stmt, Var, coefficient, expressions, loaded_buffers
 from rlx.ir.target import Target
 

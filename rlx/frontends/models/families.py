@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, as a DecoderConfig and the param names of rlx.frontends.models.llama.
+"""What a checkpoint says about itself, as a DecoderConfig and the param names of rlx.frontends.models.decoder.
 
 `config_of` reads a Hugging Face config.json; `config_of_gguf` states GGUF metadata in the same words first. `param_name` is
 the one table from the names in Hugging Face and GGUF files to the names of params.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import CorruptFileError, ModelError, known
-from rlx.frontends.models.llama import DecoderConfig, Rope
+from rlx.frontends.models.decoder import DecoderConfig, Rope
 
 LAYER_NORMS = {"norm": "layer", "gated": False}
 GEMMA = {"norm_offset": 1.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}

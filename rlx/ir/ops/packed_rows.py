@@ -1,6 +1,6 @@
 """Rows of a table out of the packed form that a contraction streams: a table with two uses (tied embeddings) is kept once.
 
-Each op declares by `unpacks` which readers of a param it can stand in for; rlx/compile/packs.py asks.
+Each op declares by `unpacks` which readers of a param it can stand in for; rlx/compile/packing.py asks.
 """
 
 from __future__ import annotations

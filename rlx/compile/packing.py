@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rlx.compile.layout import static_nodes
 from rlx.compile.legalise import decide
 from rlx.compile.options import CompileOptions
-from rlx.compile.place import static_nodes
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Contraction, Kind
 from rlx.ir.ops import pack_panels

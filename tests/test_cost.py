@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import rlx
-from rlx.ir.work import ProgramWork
+from rlx.ir.cost import ProgramWork
 
 
 def work(make, *dims: tuple[int, ...], param: tuple[int, ...] = (), **options) -> ProgramWork:

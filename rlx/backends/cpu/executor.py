@@ -20,9 +20,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from rlx.backends.cpu.blocks import ATTEND, BIAS, END, GENERATION, MAX_CPUS, Control, Run, Step
-from rlx.backends.cpu.blocks import I64 as I64  # for others
-from rlx.backends.cpu.blocks import P as P
+from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, MAX_CPUS, Control, Run, Step
+from rlx.backends.cpu.abi import I64 as I64  # for others
+from rlx.backends.cpu.abi import P as P
 from rlx.backends.cpu.emit import Emitter, V
 
 

@@ -11,9 +11,9 @@ from bisect import insort
 from collections.abc import Sequence
 from functools import cache
 
+from rlx.ir.cost import flops
 from rlx.ir.kernel import Check, Kernel, Native, walk
 from rlx.ir.program import Step
-from rlx.ir.work import flops
 
 SMALL_NS = 200_000  # of a step on one core, roughly; to wait for all threads takes one or two thousand
 FLOPS_PER_NS, BYTES_PER_NS = 50, 10
