@@ -46,9 +46,7 @@ class CpuBackend:
         """Facts of this process's CPU. DeviceUnavailableError: `index` is not 0."""
         if index:
             raise DeviceUnavailableError(f"there is no cpu:{index}; all CPUs of this process are cpu:0 (threads=n takes some)")
-        host = host_target(threads)
-        splits = {"attention": partial(_attention_in_parts, host.threads)}
-        return replace(host, natives=NATIVES, packs={"dequant_matmul": _packed_weights}, splits=splits)
+        return with_natives(host_target(threads))
 
     def process_bytes(self) -> int:
         from rlx.backends.cpu import memory
@@ -137,6 +135,12 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     code = render(job.kernel, job.target, symbol, dict(job.choice))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
+
+
+def with_natives(target: Target) -> Target:
+    """`target`, a CPU that need not be this one, with the claims of this backend's native kernels."""
+    splits = {"attention": partial(_attention_in_parts, target.threads)}
+    return replace(target, natives=NATIVES, packs={"dequant_matmul": _packed_weights}, splits=splits)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:

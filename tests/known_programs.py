@@ -1,0 +1,269 @@
+"""The text of a fixed set of programs and of their kernels, compiled for fixed targets: what tests/test_kernel_texts.py compares.
+
+    python tests/known_programs.py            # say which texts differ from the stored ones
+    python tests/known_programs.py --accept   # store the texts as they are now
+    python tests/known_programs.py --ir DIR   # also write the generated LLVM IR, to compare it between two checkouts
+
+Nothing here depends on the processor: targets are written out. Float constants are left out, since numpy computes some of
+them and rounds by the processor's vector instructions. A kernel equal to an earlier one of its file is printed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script: the package beside this folder
+
+import numpy as np
+from collective_graphs import all_cases as collective_cases
+from collective_graphs import mlp as parallel_mlp
+from op_cases import cases
+
+import rlx
+from rlx.backends.cpu.backend import with_natives
+from rlx.backends.cpu.target import target_for
+from rlx.compile import lower
+from rlx.frontends.models import bert, decoder, families
+from rlx.frontends.parallel import decoder_marks
+from rlx.frontends.sampling import Sampling
+from rlx.ir.graph import Graph
+from rlx.ir.program import Program, print_program
+from rlx.ir.quant import FORMATS
+from rlx.ir.shape import Dim
+
+FOLDER = Path(__file__).parent / "kernel_texts"
+ACCEPT = "python tests/known_programs.py --accept"
+
+LINUX = "x86_64-unknown-linux-gnu"
+TARGETS = {
+    "avx512 x 2": with_natives(target_for(LINUX, "x86-64-v4", ("avx512bf16", "avx512vnni"), threads=2)),
+    "avx2 x 1": with_natives(target_for(LINUX, "x86-64-v3", threads=1)),
+    "amx x 16": with_natives(
+        target_for(LINUX, "x86-64-v4", ("avx512bf16", "avx512vnni", "amx-tile", "amx-bf16", "amx-int8"), threads=16)
+    ),
+    "neon x 4": with_natives(target_for("aarch64-linux-gnu", "generic", ("neon",), threads=4)),
+}
+WIDE, NARROW, AMX, NEON = TARGETS
+
+# -- graphs: (what it shows, graph, options, target) ----------------------------------------------------------------
+
+Known = tuple[str, Graph, rlx.CompileOptions, str]
+PLAIN = rlx.CompileOptions()
+
+
+def op_table(dtype: str) -> Iterator[Known]:
+    """Every sample of every op in f32 (or in the dtypes that it fixes); in others the first two, as loops are the same."""
+    for case in cases(awkward=False):
+        if case.dtype.name == dtype and not case.op.collective and (dtype == "f32" or case.index < 2):
+            yield repr(case), case.graph(), PLAIN, WIDE
+
+
+def large_ops() -> Iterator[Known]:
+    """Ops whose loops depend on the size: beyond the caches, with few and with many rows."""
+
+    def unary(name: str, op: Callable[[Any], Any], *dims: int) -> Known:
+        g = Graph(name)
+        g.set_outputs([op(g.input("x", dims, "f32"))])
+        return name, g, PLAIN, WIDE
+
+    def product(name: str, m: int, k: int, n: int, dtype: str = "f32", target: str = WIDE, packed: bool = True) -> Known:
+        g = Graph(name)
+        x = g.input("x", (m, k), dtype)
+        w = g.param("w", (k, n), dtype) if packed else g.input("w", (k, n), dtype)
+        g.set_outputs([rlx.gelu(rlx.cast(x @ w, rlx.f32) + g.param("b", (n,), "f32"))])
+        return name, g, PLAIN, target
+
+    yield unary("sum of columns", lambda x: rlx.sum(x, axis=0), 5000, 300)
+    yield unary("sum of all", lambda x: rlx.sum(x), 2_000_000)
+    yield unary("softmax of long rows", lambda x: rlx.softmax(x), 4, 200_000)
+    yield unary("norm of rows", lambda x: rlx.layer_norm(x), 2048, 1024)
+    yield unary("transpose", lambda x: rlx.exp(x.T), 2000, 3000)
+    yield unary("cumsum down", lambda x: rlx.cumsum(x, axis=0), 1000, 500)
+    yield unary("argmax", lambda x: rlx.argmax(x, axis=-1), 3, 100_000)
+    yield unary("sort", lambda x: rlx.top_k(x, k=40)[0], 3, 50_000)
+    for target in TARGETS:
+        for dtype in ("f32", "bf16"):
+            yield product(f"product {dtype} {target}", 130, 768, 3072, dtype, target)
+    yield product("product of one row", 1, 768, 3072)
+    yield product("product without weights", 130, 500, 700, packed=False)
+    yield product("product f64", 33, 91, 49, "f64")
+
+
+def minilm() -> Iterator[Known]:
+    config = bert.BertConfig(30522, 384, 6, 12, 1536, 512, normalize=True)
+    yield "minilm 8 x 128", bert.build(config, 8, 128), PLAIN, WIDE
+    yield "minilm 1 x 16, one thread", bert.build(config, 1, 16), PLAIN, NARROW
+
+
+def small_encoder() -> Iterator[Known]:
+    """The encoder under every option that changes the arithmetic or leaves a pass out, and on every target."""
+    config = bert.BertConfig(211, 48, 2, 4, 96, 64, pooling="cls")
+    for target in TARGETS:
+        for precision in ("f32", "bf16", "int8"):
+            graph = bert.build(config, 3, 24)
+            yield f"encoder {precision} on {target}", graph, PLAIN.replace(precision=precision), target
+    for left_out in ("canonicalise", "tidy", "fuse", "inplace", "reuse", "beside"):
+        yield f"encoder without {left_out}", bert.build(config, 3, 24), PLAIN.replace(disable=(left_out,)), WIDE
+
+
+def two_layers(model_type: str = "qwen3", **more: Any) -> decoder.DecoderConfig:
+    sizes = {
+        "model_type": model_type, "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 768, "max_position_embeddings": 512,
+    }  # fmt: skip
+    return families.config_of({**sizes, **more})
+
+
+def decoders() -> Iterator[Known]:
+    config = two_layers()
+    for tokens in (1, 8, 128):
+        yield f"qwen3, {tokens} tokens", decoder.build(config, 1, tokens, 512), PLAIN, WIDE
+    yield "qwen3, two sequences", decoder.build(config, 2, 1, 512, cache="bf16"), PLAIN, WIDE
+    yield "qwen3, bf16 weights", decoder.build(config, 1, 1, 512, "bf16"), PLAIN, WIDE
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1).steps
+    yield "qwen3, sampled", decoder.build(config, 1, 1, 512, steps=sampling), PLAIN, WIDE
+    yield "qwen3, greedy prefill", decoder.build(config, 1, 8, 512, steps=()), PLAIN, WIDE
+    yield "gemma2", decoder.build(two_layers("gemma2", sliding_window=16, tie_word_embeddings=True), 1, 8, 64), PLAIN, NARROW
+    gpt2 = {"num_key_value_heads": 8, "head_dim": None}
+    yield "gpt2", decoder.build(two_layers("gpt2", **gpt2), 1, 8, 64, all_logits=True), PLAIN, NARROW
+
+
+def quantised() -> Iterator[Known]:
+    sizes = {"vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    config = two_layers(**sizes)  # few distinct shapes of matrices
+    for form in FORMATS:
+        yield form, decoder.build(config, 1, 1, 256, form), PLAIN, WIDE
+    yield "q8_0, prefill", decoder.build(config, 1, 8, 256, "q8_0"), PLAIN, WIDE
+    yield "q4_k, prefill on avx2", decoder.build(config, 1, 8, 256, "q4_k"), PLAIN, NARROW
+    yield "int8, tied", decoder.build(two_layers(**sizes, tie_word_embeddings=True), 1, 1, 256, "int8"), PLAIN, WIDE
+
+
+def extents() -> Iterator[Known]:
+    config = bert.BertConfig(211, 48, 1, 4, 96, 64)
+    yield "encoder by length", bert.build(config, 2, Dim("n")), PLAIN.bind_extent("n", 48), WIDE
+    yield "encoder by batch", bert.build(config, Dim("n"), 12), PLAIN.bind_extent("n", 16), WIDE
+    yield "encoder by length, int8", bert.build(config, 1, Dim("n")), PLAIN.bind_extent("n", 48).replace(precision="int8"), NARROW
+    g = Graph("rows")
+    x = g.input("x", ("n", 300), "f32")
+    g.set_outputs([rlx.sum(x, axis=0), rlx.cumsum(x, axis=0), rlx.softmax(x, axis=0), rlx.max(x), x.T])
+    yield "rows", g, PLAIN.bind_extent("n", 1000), WIDE
+
+
+def ranks() -> Iterator[Known]:
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast_rank", "all_to_all", "rank_slice"):
+        yield f"every {name}", collective_cases(name, 2)[0], PLAIN, WIDE
+    yield "parallel mlp", parallel_mlp(2), PLAIN, WIDE
+    config = two_layers()
+    for form in ("f32", "q8_0"):
+        whole = decoder.build(config, 1, 1, 256, form)
+        block = FORMATS[form].block if form in FORMATS else 1
+        part = rlx.partition(whole, decoder_marks(whole, config, 2, lambda _, block=block: block), 2)
+        yield f"decoder of two ranks, {form}", part.graph, PLAIN, WIDE
+
+
+SETS: dict[str, Callable[[], Iterator[Known]]] = {
+    **{f"ops-{d}": lambda d=d: op_table(d) for d in ("f32", "bf16", "i32", "u8", "bool")},
+    "large-ops": large_ops, "minilm": minilm, "small-encoder": small_encoder, "decoders": decoders, "quantised": quantised,
+    "extents": extents, "ranks": ranks,
+}  # fmt: skip
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def programs(name: str) -> Iterator[tuple[str, str, Program]]:
+    """(what it shows, its target, the program) of each of the set `name`."""
+    for what, graph, options, target in SETS[name]():
+        yield what, target, lower(graph, TARGETS[target], options)
+
+
+def text_of(name: str) -> str:
+    """The text of the set `name`: each program with its buffers and steps, and each of its kernels that is not yet above."""
+    seen: dict[str, str] = {}
+    parts: list[str] = []
+    for what, target, program in programs(name):
+        parts.append(f"==== {what}  [{target}]\n{program_text(program)}")
+        kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
+        for kernel in kernels.values():
+            here = f"{kernel.name} of {what}"
+            if kernel.key not in seen:
+                seen[kernel.key] = here
+                parts.append(str(kernel))
+            elif (first := seen[kernel.key]) != here:
+                parts.append(f"kernel {kernel.name}  # {' '.join(kernel.origin)}\nas {first}")
+    return "\n\n".join(parts) + "\n"
+
+
+def program_text(program: Program) -> str:
+    """Buffers and steps. Hashes in the names of prepared buffers become numbers, since they stand for printed things; constants
+    of integers say what is in them."""
+    hashes: dict[str, int] = {}
+    text = re.sub(r":([0-9a-f]{24})\[", lambda m: f"#{hashes.setdefault(m[1], len(hashes))}[", print_program(program))
+    for b in program.buffers:
+        if b.data is not None and b.data.dtype.kind in "iub":
+            content = hashlib.sha256(np.ascontiguousarray(b.data).tobytes()).hexdigest()[:12]
+            text = re.sub(rf"^(  %{b.id} .*)$", rf"\1  # content {content}", text, count=1, flags=re.MULTILINE)
+    return text
+
+
+def stored(name: str) -> str:
+    path = FOLDER / f"{name}.txt"
+    return path.read_text() if path.exists() else ""
+
+
+def difference(name: str, lines: int = 150) -> str:
+    """The first lines of a unified diff from the stored text to what the compiler makes now; "" where they are the same."""
+    before, now = stored(name).split("\n"), text_of(name).split("\n")
+    if before == now:
+        return ""
+    found = list(difflib.unified_diff(before, now, f"stored {name}", f"compiled {name}", n=6, lineterm=""))
+    more = [f"... {len(found) - lines} more lines of difference"] if len(found) > lines else []
+    return "\n".join(found[:lines] + more)
+
+
+def accept() -> list[str]:
+    """Store every text as it is now; the names of those that changed."""
+    FOLDER.mkdir(exist_ok=True)
+    changed = []
+    for name in SETS:
+        if (text := text_of(name)) != stored(name):
+            changed.append(name)
+            (FOLDER / f"{name}.txt").write_text(text)
+    for path in FOLDER.glob("*.txt"):
+        if path.stem not in SETS:
+            changed.append(path.stem)
+            path.unlink()
+    return changed
+
+
+def write_ir(folder: Path) -> None:
+    """LLVM IR of every kernel of every set, a file for each distinct one."""
+    from rlx.backends.cpu.render import render
+
+    for name in SETS:
+        for what, target, program in programs(name):
+            kernels = {s.kernel.key: s.kernel for steps in program.phases.values() for s in steps}
+            for kernel in (k for k in kernels.values() if not k.collective):
+                place = folder / re.sub(r"\W+", "-", f"{name} {what} {target}")
+                place.mkdir(parents=True, exist_ok=True)
+                (place / f"{kernel.name}.ll").write_text(render(kernel, program.target, "kernel").text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accept", action="store_true")
+    parser.add_argument("--ir", type=Path)
+    given = parser.parse_args()
+    if given.ir:
+        write_ir(given.ir)
+    if given.accept:
+        print("stored:", ", ".join(accept()) or "nothing, all texts are as they were")
+    else:
+        print("\n".join(filter(None, map(difference, SETS))) or "all texts are as stored")
