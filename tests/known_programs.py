@@ -5,7 +5,8 @@
     python tests/known_programs.py --ir DIR   # also write the generated LLVM IR, to compare it between two checkouts
 
 Nothing here depends on the processor: targets are written out. Float constants are left out, since numpy computes some of
-them and rounds by the processor's vector instructions. A kernel equal to an earlier one of its file is printed once.
+them and rounds by the processor's vector instructions. A kernel equal to an earlier one of its file is printed once. Of the
+generated LLVM IR only a hash is stored; --ir shows what changed.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ from op_cases import cases
 
 import rlx
 from rlx.backends.cpu.backend import with_natives
+from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
 from rlx.compile import lower
 from rlx.frontends.models import bert, decoder, families
 from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.sampling import Sampling
 from rlx.ir.graph import Graph
+from rlx.ir.kernel import Kernel
 from rlx.ir.program import Program, print_program
 from rlx.ir.quant import FORMATS
 from rlx.ir.shape import Dim
+from rlx.ir.target import Target
 
 FOLDER = Path(__file__).parent / "kernel_texts"
 ACCEPT = "python tests/known_programs.py --accept"
@@ -187,18 +191,25 @@ def programs(name: str) -> Iterator[tuple[str, str, Program]]:
 def text_of(name: str) -> str:
     """The text of the set `name`: each program with its buffers and steps, and each of its kernels that is not yet above."""
     seen: dict[str, str] = {}
+    codes: dict[tuple[str, str], str] = {}
     parts: list[str] = []
     for what, target, program in programs(name):
         parts.append(f"==== {what}  [{target}]\n{program_text(program)}")
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
         for kernel in kernels.values():
-            here = f"{kernel.name} of {what}"
-            if kernel.key not in seen:
-                seen[kernel.key] = here
-                parts.append(str(kernel))
-            elif (first := seen[kernel.key]) != here:
-                parts.append(f"kernel {kernel.name}  # {' '.join(kernel.origin)}\nas {first}")
+            here, known = f"{kernel.name} of {what}", (target, kernel.key)
+            if (first := seen.setdefault(kernel.key, here)) == here and known in codes:
+                continue
+            if known not in codes:
+                codes[known] = hashlib.sha256(code_of(kernel, program.target).encode()).hexdigest()[:16]
+            text = str(kernel) if first == here else f"kernel {kernel.name}  # {' '.join(kernel.origin)}\nas {first}"
+            parts.append(f"{text}\nllvm ir {codes[known]}")
     return "\n\n".join(parts) + "\n"
+
+
+def code_of(kernel: Kernel, target: Target) -> str:
+    """The LLVM IR generated for `kernel`; "" where every rank runs a function of the package in its place."""
+    return "" if kernel.collective else render(kernel, target, "kernel").text
 
 
 def program_text(program: Program) -> str:
@@ -245,15 +256,13 @@ def accept() -> list[str]:
 
 def write_ir(folder: Path) -> None:
     """LLVM IR of every kernel of every set, a file for each distinct one."""
-    from rlx.backends.cpu.render import render
-
     for name in SETS:
         for what, target, program in programs(name):
             kernels = {s.kernel.key: s.kernel for steps in program.phases.values() for s in steps}
             for kernel in (k for k in kernels.values() if not k.collective):
                 place = folder / re.sub(r"\W+", "-", f"{name} {what} {target}")
                 place.mkdir(parents=True, exist_ok=True)
-                (place / f"{kernel.name}.ll").write_text(render(kernel, program.target, "kernel").text)
+                (place / f"{kernel.name}.ll").write_text(code_of(kernel, program.target))
 
 
 if __name__ == "__main__":
