@@ -45,7 +45,7 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     if dtype in (f8e4m3, f8e5m2):
         return math.f8_bits(e, value, dtype == f8e4m3)
     if dtype == bf16:
-        by_hardware = value.lanes > 1 and "avx512bf16" in e.features
+        by_hardware = value.lanes in (8, 16) and {"avx512bf16", "avx512vl"} <= set(e.features)
         return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)
     if dtype == f16:
         return e.convert("bitcast", e.convert("fptrunc", value, "half"), "i16")

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.backends.cpu.legal import faults
 from rlx.backends.cpu.link import Foreign, Image
 from rlx.backends.cpu.target import host_target, machine_of, missing_features
 from rlx.driver.disk import DiskCache, disk_cache, source_digest
@@ -98,14 +99,16 @@ def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachi
 def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
     import llvmlite.binding as llvm
 
+    name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
     machine = _machine(*machine_of(target))
+    if illegal := faults(text, target.features):
+        raise CompileError(f"LLVM has no code for kernel {name!r}, a fault of its renderer: {'; '.join(illegal[:3])}")
     try:
         module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
         module.verify()
         return emit(machine, module)
     except RuntimeError as fault:
-        name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
         raise CompileError(f"LLVM refused the code of kernel {name!r}: {str(fault).strip()}") from fault
 
 

@@ -59,8 +59,12 @@ def bf16_bits(e: Emitter, x: V) -> V:
 
 
 def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
-    """The same for vectors, where there is an instruction: what it flushes is done over, which is rare."""
-    fast = e.convert("bitcast", e.convert("fptrunc", x, "bfloat"), "i16")
+    """The same for vectors of 8 or 16, by the instruction; subnormals, which it flushes, are done again, which is rare.
+
+    The instruction is called by name: LLVM folds a constant through an fptrunc to bfloat, whose scalar no x86 register holds.
+    """
+    name = f"x86.avx512bf16.cvtneps2bf16.{32 * x.lanes}"
+    fast = e.convert("bitcast", e.intrinsic(name, x, suffix=(), returns=f"<{x.lanes} x bfloat>"), "i16")
     subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=f"<{x.lanes} x i1>")
     before = e.block
     with e.when(e.intrinsic("vector.reduce.or", subnormal, returns="i1")):

@@ -1,0 +1,43 @@
+"""Constructs on which LLVM's code generator aborts the process, looked for in the text of a module before LLVM gets it.
+
+LLVM's verifier accepts them, since they are well-formed; instruction selection then ends in an assertion or a fatal error,
+which no exception handler sees. Renderers avoid them by construction; this check names the kernel where one does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# Instructions of x86 that are called by name, and the features each needs; the first prefix that matches counts.
+_X86 = {
+    "avx512bf16.cvtneps2bf16.256": ("avx512bf16", "avx512vl"), "avx512bf16.": ("avx512bf16",), "avx512.vpdpbusd": ("avx512vnni",),
+    "avx512.": ("avx512f",), "tdpbf16ps": ("amx-tile", "amx-bf16"), "tdpbusd": ("amx-tile", "amx-int8"),
+    "ldtilecfg": ("amx-tile",), "tile": ("amx-tile",), "sse": (),
+}  # fmt: skip
+_CALLED = re.compile(r"^declare .*@llvm\.x86\.([\w.]+)", re.M)
+_BITS_IN_MEMORY = re.compile(
+    r"^.*(?:\b(?:load|store) (?:<\d+ x )?i1\b|@llvm\.masked\.(?:load|store|gather|scatter)\.v\d+i1\b).*$", re.M
+)
+_NARROW = re.compile(r"^.*\b(?:bfloat|half)\b.*$", re.M)
+_MOVES = re.compile(r" = bitcast |^declare |@llvm\.x86\.avx512bf16\.")  # all that may be done with vectors of bfloat
+_SCALAR_BFLOAT = re.compile(r"(?<!x )\bbfloat\b")
+_CONVERTS = re.compile(r" = (?:bitcast|fpext|fptrunc|load) ")  # all that may be done with half
+
+
+def faults(text: str, features: Sequence[str]) -> list[str]:
+    """What in a module would end the process in LLVM's code generator for a CPU with `features` (of a Target)."""
+    triple = next((f for f in features if f.startswith("triple=")), "triple=")
+    out = []
+    for found in _CALLED.finditer(text):
+        needs = next((needs for prefix, needs in _X86.items() if found[1].startswith(prefix)), None)
+        lacks = ["x86"] if not re.match(r"triple=(x86_64|i\d86)", triple) else [f for f in needs or () if f not in features]
+        if needs is None or lacks:
+            out.append(f"llvm.x86.{found[1]} needs {', '.join(lacks) or 'features that this check does not know'}")
+    out += [f"i1 in memory: {found[0].strip()}" for found in _BITS_IN_MEMORY.finditer(text)]
+    if "bfloat" in text or "half" in text:
+        for line in (found[0] for found in _NARROW.finditer(text)):
+            moved = _MOVES.search(line) and not _SCALAR_BFLOAT.search(line)
+            if not (moved if "bfloat" in line else _CONVERTS.search(line)):
+                out.append(f"arithmetic on 16-bit floats: {line.strip()}")
+    return out
