@@ -112,7 +112,7 @@ def rlx_import_fault(here: list[str], there: list[str], typing_only: bool) -> st
         if there[0] == "backends" and len(there) > 1 and (PACKAGE / "backends" / there[1]).is_dir():
             return f"rlx.{package} reaches a backend through rlx.backends.get(name), not by importing {name}"
     elif package == "backends" and len(here) > 2 and len(there) > 1 and there[1] != here[1]:
-        if (PACKAGE / "backends" / there[1]).is_dir():
+        if there[1] != "shared" and (PACKAGE / "backends" / there[1]).is_dir():
             return f"backend {here[1]} may not import backend {there[1]}"
     return None
 
@@ -137,6 +137,9 @@ def test_imports_follow_the_arrows(file):
         ("backends/ref/backend.py", "import llvmlite.binding", "rlx.backends may not import llvmlite"),
         ("backends/cpu/x.py", "from rlx.backends.ref.backend import X", "backend cpu may not import backend ref"),
         ("backends/cpu/x.py", "from rlx.backends import ref", "backend cpu may not import backend ref"),
+        ("backends/shared/x.py", "from rlx.backends.cpu.emit import V", "backend shared may not import backend cpu"),
+        ("backends/shared/x.py", "import llvmlite.binding", "rlx.backends may not import llvmlite"),
+        ("runtime/session.py", "from rlx.backends.shared import nest", "through rlx.backends.get"),
         ("runtime/session.py", "from rlx.backends.cpu import target", "through rlx.backends.get"),
         ("runtime/session.py", "from rlx.backends import cpu", "through rlx.backends.get"),
         ("runtime/session.py", "import rich", "rlx.runtime may not import rich"),
@@ -160,6 +163,7 @@ def test_the_law_bites(path, source, expected):
             "import llvmlite.binding as llvm\nfrom rlx.backends.cpu.emit import V\nfrom rlx.driver import Device",
         ),
         ("runtime/session.py", "from rlx.backends import get, is_available"),
+        ("backends/ref/backend.py", "from rlx.backends.shared.nest import nested"),
     ],
 )
 def test_the_law_allows(path, source):

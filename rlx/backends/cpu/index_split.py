@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from rlx.backends.cpu.scope import Scope, distinct
+from rlx.backends.cpu.scope import Scope
+from rlx.backends.shared.nest import distinct
 from rlx.ir.kernel import FOLD, Alu, Const, Expr, Loop, Var, coefficient, expressions
 
 MOST = 8  # conditions that a loop is taken apart for

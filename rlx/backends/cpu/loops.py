@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import V, vector
 from rlx.backends.cpu.index_split import parts
-from rlx.backends.cpu.scope import Scope, access, address, check, distinct, expr, operands, value_to_store
+from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
+from rlx.backends.shared.nest import distinct, nested, operands, stores
 from rlx.errors import CompileError
 from rlx.ir.dtype import i64
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
@@ -60,18 +61,6 @@ def _write_if_read(parts: Iterable[Expr], held: Held, scope: Scope) -> None:
     """Write what is held where one of the expressions that come next loads from a buffer of it."""
     if held and frozenset().union(*map(scope.names_in, parts)) & {s.buffer for s, _, _ in held}:
         _write(held)
-
-
-def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
-    """Every statement, those in loops included."""
-    for s in stmts:
-        yield s
-        if isinstance(s, Loop):
-            yield from nested(s.body)
-
-
-def stores(stmts: Iterable[Stmt]) -> list[Store]:
-    return [s for s in nested(stmts) if isinstance(s, Store)]
 
 
 def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:

@@ -21,13 +21,12 @@ from rlx.backends.cpu.loops import (
     emit_statements,
     emit_vector_loop,
     hoist,
-    nested,
     prefers_inner,
-    stores,
     weight,
 )
-from rlx.backends.cpu.scope import Ahead, Scope, distinct, expr, limit_of
+from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
+from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Loop, Native, Stmt, Var, coefficient, expressions, loaded_buffers
 from rlx.ir.target import Target
 

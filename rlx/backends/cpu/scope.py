@@ -7,11 +7,12 @@ becomes a contiguous vector access.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
+from rlx.backends.shared.nest import operands, postorder
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
 
 Pointers = Mapping[Buffer | Local, V]
@@ -94,39 +95,6 @@ class Scope:
             own = [node] if isinstance(node, Var) else [node.buffer] if isinstance(node, Load) else []
             self.names[id(node)] = frozenset(own).union(*(self.names[id(c)] for c in operands(node)))
         return self.names[id(e)]
-
-
-def operands(e: Expr) -> tuple[Expr, ...]:
-    if isinstance(e, Alu):
-        return e.args
-    if isinstance(e, Load):
-        return (e.index,) if e.guard is None else (e.index, e.guard)
-    return ()
-
-
-def postorder(e: Expr, known: Mapping[int, object], below: Callable[[Expr], tuple[Expr, ...]] = operands) -> Iterator[Expr]:
-    """What is under `e`, as `below` says, and not in `known` by its id when its turn comes; operands first.
-
-    Without recursion: chains may be long."""
-    pending = [e]
-    while pending:
-        node = pending[-1]
-        waits = [] if id(node) in known else [c for c in below(node) if id(c) not in known]
-        if waits:
-            pending.extend(waits)
-            continue
-        pending.pop()
-        if id(node) not in known:
-            yield node
-
-
-def distinct(parts: Iterable[Expr]) -> Iterator[Expr]:
-    """Everything in the expressions; what is shared comes once."""
-    seen: dict[int, bool] = {}
-    for e in parts:
-        for node in postorder(e, seen):
-            seen[id(node)] = True
-            yield node
 
 
 # -- expressions ---------------------------------------------------------------------------------------------------

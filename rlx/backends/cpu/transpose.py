@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from rlx.backends.cpu import alu
 from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.loops import emit_statements, lanes_of
-from rlx.backends.cpu.scope import Scope, address, distinct
+from rlx.backends.cpu.scope import Scope, address
+from rlx.backends.shared.nest import distinct
 from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 TILES = 4  # of a block

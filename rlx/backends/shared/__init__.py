@@ -1,0 +1,1 @@
+"""Code that several backends use. It imports no backend, and knows no device."""

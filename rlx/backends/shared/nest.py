@@ -1,0 +1,52 @@
+"""Analysis of loop nests of the kernel IR: what is inside statements and expressions, in an order that suits a renderer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rlx.ir.kernel import Alu, Expr, Load, Loop, Stmt, Store
+
+
+def operands(e: Expr) -> tuple[Expr, ...]:
+    if isinstance(e, Alu):
+        return e.args
+    if isinstance(e, Load):
+        return (e.index,) if e.guard is None else (e.index, e.guard)
+    return ()
+
+
+def postorder(e: Expr, known: Mapping[int, object], below: Callable[[Expr], tuple[Expr, ...]] = operands) -> Iterator[Expr]:
+    """What is under `e`, as `below` says, and not in `known` by its id when its turn comes; operands first.
+
+    Without recursion: chains may be long."""
+    pending = [e]
+    while pending:
+        node = pending[-1]
+        waits = [] if id(node) in known else [c for c in below(node) if id(c) not in known]
+        if waits:
+            pending.extend(waits)
+            continue
+        pending.pop()
+        if id(node) not in known:
+            yield node
+
+
+def distinct(parts: Iterable[Expr]) -> Iterator[Expr]:
+    """Everything in the expressions; what is shared comes once."""
+    seen: dict[int, bool] = {}
+    for e in parts:
+        for node in postorder(e, seen):
+            seen[id(node)] = True
+            yield node
+
+
+def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
+    """Every statement, those in loops included."""
+    for s in stmts:
+        yield s
+        if isinstance(s, Loop):
+            yield from nested(s.body)
+
+
+def stores(stmts: Iterable[Stmt]) -> list[Store]:
+    return [s for s in nested(stmts) if isinstance(s, Store)]
