@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
 
 os.environ["RLX_CACHE"] = "0"  # also of the processes that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # Shells ignore SIGINT in the background jobs of a script, and every process started from there would: tests send it to some.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -86,3 +86,19 @@ def test_no_path_of_one_machine_in_the_tree():
     assert len(files) > 50
     pattern = re.compile("/(?:work|farm|root|home)/[a-z]")
     assert not [str(p) for p in files if pattern.search(p.read_text("utf-8", "replace"))]
+
+
+def test_tests_hear_ctrl_c_where_sigint_was_ignored():
+    """As it is in the background jobs of a script; what they start then hears it too."""
+    code = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+here = "import signal; assert signal.getsignal(signal.SIGINT) is signal.{}"
+subprocess.run([sys.executable, "-c", here.format("SIG_IGN")], check=True)
+sys.path.insert(0, "tests")
+import conftest
+assert conftest and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+subprocess.run([sys.executable, "-c", here.format("default_int_handler")], check=True)
+print("heard")
+"""
+    assert _python(code) == "heard\n"
