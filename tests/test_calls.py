@@ -291,7 +291,7 @@ def test_random_histories_have_one_outcome():
         what, i = rng.integers(0, 9), int(rng.integers(0, 5))
         found = [(outcome(partial(step, *twin, what, i)), twin[0].handles.entries["total"].array.tolist()) for twin in twins]
         assert found[0][0] == found[1][0], what
-        if twins[0][0]._queue.last is None:
+        if twins[0][0].handles.queue.last is None:
             assert found[0][1] == found[1][1], what
 
 

@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "knobs"}
+BASE = {"errors", "forks", "knobs"}
 MAY_IMPORT = {
     "errors": set(),
+    "forks": set(),
     "knobs": {"errors"},
     "ir": BASE,
     "autodiff": BASE | {"ir"},
@@ -35,6 +36,7 @@ MAY_IMPORT = {
 ARRAYS = {"numpy", "ml_dtypes"}
 THIRD_PARTY = {  # the longest prefix of the file's path decides
     "errors": set(),
+    "forks": set(),
     "knobs": set(),
     "ir": ARRAYS,
     "autodiff": ARRAYS,

@@ -12,13 +12,13 @@ import pytest
 from counting import check_allocates_nothing
 
 import rlx
+from rlx.driver.queue import DEPTH, RunQueue
 from rlx.errors import DuplicateNameError, IndexRangeError, MissingInputError, MissingParamError, NumericsError
-from rlx.runtime.queue import DEPTH, RunQueue
 
 F = np.float32
 
 
-def picker(**options) -> rlx.CompiledGraph:
+def picker(handles: rlx.runtime.HandleStore | None = None, **options) -> rlx.CompiledGraph:
     """picks += 1 and total += table[i]; the row i is the output. Rows past 3 are an IndexRangeError."""
     g = rlx.Graph("picker")
     table, i = g.constant(np.arange(4, dtype=F) + 1), g.input("i", (), "i32")
@@ -27,7 +27,7 @@ def picker(**options) -> rlx.CompiledGraph:
     g.assign(total, total + row)
     g.assign(picks, picks + 1)
     g.set_outputs([row, total + row])
-    return rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=1, **options))
+    return rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=1, **options), handles=handles)
 
 
 def at(i: int) -> dict[str, np.ndarray]:
@@ -59,7 +59,7 @@ def test_the_callers_python_goes_on_while_a_run_is_under_way():
         compiled.commit_no_wait({"x": np.full((512, 512), value / 512, F)})
         while early[0] != F(value / 512) + 1:
             pass
-        between += late[-1, -1] == last and not compiled._queue.last.done()
+        between += late[-1, -1] == last and not compiled.handles.queue.last.done()
         compiled.sync_pending()
         assert late[-1, -1] != last
         if between:
@@ -93,6 +93,52 @@ def test_what_reads_waits_for_what_is_queued():
         for _ in range(20):
             compiled.commit_no_wait(at(1))
         assert read() == 20, name
+
+
+def on(handles: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
+    """total = 2 * total + x, a run that takes its time; the sum as it was is the output."""
+    g = rlx.Graph("doubler")
+    x, slow = g.input("x", (), "f32"), g.input("slow", (128, 128), "f32")
+    total = g.handle(rlx.BufferHandle("total", (), "f32"))
+    zero = (slow @ slow @ slow)[0, 0]
+    g.assign(total, total * 2.0 + x + zero)
+    g.set_outputs([total + zero])
+    return rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=1), handles=handles)
+
+
+@pytest.mark.parametrize("mode", ["native", "python"])
+def test_runs_of_two_executables_on_one_store_keep_their_order(mode: str) -> None:
+    slow = np.zeros((128, 128), F)
+    with rlx.knobs.override(RLX_CALLS=mode):
+        a = on()
+        b, c = on(a.handles), on()
+        c.use_handles(a.handles)
+        _ = a.run, b.run, c.run_slots
+    own, expected = c.bound({"x": np.full((), 4, F), "slow": slow}), 0.0
+    for turn in range(60):
+        a.commit_no_wait({"x": np.full((), 1, F), "slow": slow})
+        b.commit_no_wait({"x": np.full((), 2, F), "slow": slow})
+        a.commit_no_wait({"x": np.full((), 3, F), "slow": slow})
+        expected = ((expected * 2 + 1) * 2 + 2) * 2 + 3
+        assert float(b.run({"x": np.full((), 4, F), "slow": slow})[0] if turn % 2 else own()[0]) == expected
+        expected = expected * 2 + 4
+        a.commit_no_wait({"x": np.full((), -expected * 2, F), "slow": slow})
+        assert float(c.read_handle("total")) == 0
+        expected = 0.0
+
+
+def test_an_executable_that_goes_to_another_store_leaves_the_order_of_the_first() -> None:
+    a = picker()
+    b, other = picker(handles=a.handles), rlx.runtime.HandleStore()
+    for i in (0, 9):
+        a.commit_no_wait(at(i))
+    with pytest.raises(IndexRangeError, match="queued run 1 of 2"):
+        b.use_handles(other)
+    b.use_handles(other)
+    a.commit_no_wait(at(9))
+    b.run(at(0))  # on states of its own, so nothing to wait for
+    with pytest.raises(IndexRangeError, match="queued run 0 of 1"):
+        a.sync_pending()
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

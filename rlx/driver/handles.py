@@ -2,17 +2,22 @@
 
 Executables on one store (prefill and decode) see each other's states at once; one executable runs on many stores in turn
 (CompiledGraph.use_handles). A fork shares the bytes of its parent until either writes, where the device's memory can.
-One executable at a time may run on a store; runs on different stores may go on at once.
+One executable at a time may run on a store; runs on different stores may go on at once. Runs that are queued on a store
+(CompiledGraph.commit_no_wait) come before later runs of any executable on it; the store's own methods do not wait for them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
+from rlx.driver.calls import Gate
+from rlx.driver.queue import RunQueue
 from rlx.errors import BindingError, InputShapeError, known
 from rlx.ir.shape import Shape
 
@@ -67,6 +72,9 @@ class HandleStore:
         self.entries: dict[str, HandleEntry] = {}
         self._memory: StateMemory | None = None
         self._last: Snapshot | None = None
+        self.queue = RunQueue()  # of runs on these states
+        self._torn: set[str] = set()  # states that another thread was writing when this process was forked
+        _stores.add(self)
 
     def require(self, wanted: Iterable[tuple[str, Shape]], memory: StateMemory) -> list[HandleEntry]:
         """The entries of these names, in order; those not there yet are made, zeroed, in `memory`.
@@ -87,6 +95,40 @@ class HandleStore:
                 self.entries[name] = HandleEntry(shape, made, made.data.view(shape.dtype.numpy).reshape(shape.static))
         return [self.entries[name] for name, _ in wanted]
 
+    def _in_child(self) -> None:
+        """After a fork: a run that another thread was in does not go on here, and what it did to the states is undefined. The
+        arena is not: each run writes it anew."""
+        if [gate for gate in self.queue.gates if gate.freed()]:
+            self._torn.update(self.entries)
+            self._tell()
+
+    def mend(self, names: Iterable[str]) -> None:
+        """These states have been written as a whole."""
+        if self._torn:
+            self._torn.difference_update(names)
+            self._tell()
+
+    def join(self, gate: Gate) -> None:
+        """An executable runs on these states from now on."""
+        self.queue.gates.add(gate)
+        self._tell()
+
+    def leave(self, gate: Gate) -> None:
+        """It runs on others from now on."""
+        self.queue.gates.discard(gate)
+
+    def _tell(self) -> None:
+        """Calls in machine code do not look at states: they leave the run to Python where there is something to say."""
+        self.queue.tell(bool(self._torn) or self.queue.last is not None)
+
+    def check(self) -> None:
+        """BindingError: the contents of a state are undefined."""
+        if self._torn:
+            raise BindingError(
+                f"handle {known(self._torn)} may be half written: another thread was at work on it when this process was forked. "
+                "Set it (bind_handle, restore_handles), or run on another store (use_handles)"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all states; for a fork, what it takes at most."""
@@ -99,12 +141,14 @@ class HandleStore:
         MemoryError: the system refuses the memory; this store keeps its states even so."""
         if not isinstance(k, int) or k < 0:
             raise BindingError(f"a number of forks is 0 or more, got {k!r}")
+        self.check()
         if self._memory is not None and k:
             self._memory.freeze([e.memory for e in self.entries.values()])
         return [self.copy() for _ in range(k)]
 
     def copy(self) -> HandleStore:
         """A store with the states as they are now. What a fork has frozen is shared until written, the rest copied."""
+        self.check()
         other = HandleStore()
         if self._memory is not None:
             other.require(((name, e.shape) for name, e in self.entries.items()), self._memory)
@@ -140,9 +184,22 @@ class HandleStore:
         if self._memory is not None:
             for name, entry in source.entries.items():
                 self._memory.assign(self.entries[name].memory, entry.memory)
+        self.mend(source.entries)
 
     def __repr__(self) -> str:
         return f"HandleStore({self.nbytes} bytes: {known(self.entries)})"
+
+
+_stores: WeakSet[HandleStore] = WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,11 +7,13 @@ barrier are seen by everybody after it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import numpy as np
 
@@ -176,6 +178,27 @@ class _Meeting:
         self.calls: list[Call | None] = [None] * num_ranks
         self.met: list[Call] = []  # the calls of the last generation
         self.broken: str | None = None  # why nobody can meet any more
+        _meetings.add(self)
+
+    def in_child(self) -> None:
+        """After a fork: threads that were at this barrier are not here."""
+        if any(c is not None for c in self.calls) or not self.condition.acquire(blocking=False):
+            self.broken = self.broken or "this process was forked while ranks, threads of its parent, were at a barrier"
+            self.condition = threading.Condition()
+        else:
+            self.condition.release()
+
+
+_meetings: WeakSet[_Meeting] = WeakSet()
+
+
+def _after_fork() -> None:
+    for meeting in list(_meetings):
+        meeting.in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Copies:

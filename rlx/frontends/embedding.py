@@ -8,7 +8,6 @@ of them share one copy of the weights.
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known, whole
+from rlx.forks import Lock
 from rlx.frontends.models import bert
 from rlx.frontends.parallel import shared_session, together
 from rlx.frontends.seconds import Seconds
@@ -94,7 +94,7 @@ class EmbeddingModel:
         self._options = options or CompileOptions()
         self._compiled: OrderedDict[tuple[int, int], tuple[CompiledGraph, Partitioned | None]] = OrderedDict()
         self._params: ParamStore | None = None  # shared by every shape
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     @property
     def dim(self) -> int:

@@ -7,7 +7,6 @@ is overwritten by the tokens that follow.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known, whole
+from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
@@ -91,7 +91,7 @@ class LanguageModel:
         self._compiled: dict[tuple[int, Steps], CompiledGraph] = {}
         self._codec: TextCodec | None = None
         self._answer: Choices | None = None  # that the state belongs to
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     @property
     def codec(self) -> TextCodec:

@@ -6,7 +6,6 @@ the extent is set so that padding never counts (rlx/compile/padding.py), and out
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -18,6 +17,7 @@ from rlx.compile.options import CompileOptions
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known
+from rlx.forks import Lock
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim
 from rlx.ir.text import digest_lines
@@ -52,7 +52,7 @@ class CompileCache:
         self.log: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
         self._kept: OrderedDict[Key, tuple[CompiledGraph, Graph]] = OrderedDict()
         self._evicted: deque[Key] = deque(maxlen=REMEMBERED)
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -174,7 +174,7 @@ class BucketedCompileCache:
         self._given: dict[str, np.ndarray] = {}
         self._keys: dict[int, Key] = {}  # by bucket: the graph is not read again at every run
         self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the weights' generation for which all are set
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def set_param(self, name: str, array: np.ndarray) -> None:
         """Set a weight in every bucket. It is kept for buckets compiled later: read-only arrays as they are, others copied.

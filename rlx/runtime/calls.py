@@ -30,7 +30,7 @@ class _Method:
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         body, core = self._body, getattr(owner, "_core", None)
         if core is not None:
-            wanted = self._wanted(MethodType(body, core), self._result(core), core._gate, core._lock)
+            wanted = self._wanted(MethodType(body, core), self._result(core), core._gate)
             if (made := core._executable.fast_call(wanted)) is not None:
                 vars(owner)[body.__name__] = made
                 return made
@@ -70,5 +70,5 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
     if graph._core is None or outputs is None:
         return slow
     doc = "Run on the arrays that are bound; the outputs, in place."
-    wanted = FastCall("bound", doc, "none", slow, outputs, core._gate, core._lock, arrays=arrays)
+    wanted = FastCall("bound", doc, "none", slow, outputs, core._gate, arrays=arrays)
     return core._executable.fast_call(wanted) or slow

@@ -7,7 +7,6 @@ on the CPU in machine code (rlx.runtime.calls).
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -35,7 +34,6 @@ from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes
 from rlx.runtime.calls import bound, copies, in_machine_code
 from rlx.runtime.outputs import OutputView
-from rlx.runtime.queue import RunQueue
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
 
@@ -57,8 +55,8 @@ class CompiledGraph:
         self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
-        self._lock = threading.Lock()
-        self._queue = RunQueue(self._gate)
+        self._lock = self._gate.lock
+        executable.handles.join(self._gate)
         self._core: CompiledGraph | None = None  # this, for calls in machine code to hold: without them, so without a cycle
         if isinstance(executable, FastCalls) and not options.checked:
             core = object.__new__(CompiledGraph)
@@ -167,10 +165,9 @@ class CompiledGraph:
             at += 1
         if ours:
             inputs = self._apart(inputs)
-        if self._queue.last is not None:
-            self._queue.wait()
+        self._drain()
         with self._lock, self._gate:
-            self._weights.ready()
+            self._ready()
             at = 0
             for view, _, _, _ in self._fast:
                 if inputs[at] is not view:
@@ -223,7 +220,8 @@ class CompiledGraph:
 
     def commit_no_wait(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Queue a run and return (where 64 wait already: when there is room). Inputs are checked and copied now; errors of
-        the run come from sync_pending, or from the next call that has to wait for it.
+        the run come from sync_pending, or from the next call that has to wait for it: of any executable on these states, as later
+        runs on one HandleStore come after those that are queued on it.
 
         A graph with collectives runs here and now, and has run when this returns: ranks come to their meetings in one order."""
         self._enqueue(by_name("input", inputs, self._inputs), None)
@@ -231,7 +229,7 @@ class CompiledGraph:
     def sync_pending(self) -> None:
         """Wait for every queued run. The first that failed ends the queue: its error is raised with its index, the states are
         as the run before it left them, and those behind it are not run."""
-        self._queue.wait()
+        self.handles.queue.wait()
 
     def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
         """Queue a run per set, wait once; out[run][output], fresh arrays. All sets are checked before the first run; if one
@@ -254,9 +252,9 @@ class CompiledGraph:
                     result.extend(v.copy() for v in self._current_outputs())
 
         if self._program.collectives:
-            self._queue.at_once(job)
+            self.handles.queue.at_once(job)
         else:
-            self._queue.submit(job)
+            self.handles.queue.submit(job)
 
     # -- state
 
@@ -269,6 +267,7 @@ class CompiledGraph:
         self._drain()  # queued runs are to see the state as it was
         with self._lock, self._gate:
             self._executable.write(decl.id, value)
+            self.handles.mend([name])
         return True
 
     def read_handle(self, name: str) -> np.ndarray | None:
@@ -277,6 +276,7 @@ class CompiledGraph:
         if decl is None:
             return None
         self._drain()
+        self.handles.check()
         return self._executable.read(decl.id)
 
     bind_gpu_handle = bind_handle  # state lives where the device's memory is: one set of handles
@@ -317,7 +317,10 @@ class CompiledGraph:
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         self._drain()
         with self._lock, self._gate:
+            left = self.handles
             self._executable.use_handles(store)
+            left.leave(self._gate)
+            store.join(self._gate)
 
     def fork_handles(self, k: int) -> list[HandleStore]:
         """`k` stores (for use_handles) with the states as they are now; memory is shared until one of them is written."""
@@ -405,9 +408,14 @@ class CompiledGraph:
     # -- inside
 
     def _run(self, arrays: list[np.ndarray]) -> None:
-        self._weights.ready()
+        self._ready()
         self._copy_in(arrays)
         self._execute()
+
+    def _ready(self) -> None:
+        """What a run reads is there: weights and states."""
+        self._weights.ready()
+        self.handles.check()
 
     def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The arrays, those that lie in another input's slot copied: filling that slot would change them."""
@@ -482,5 +490,7 @@ class CompiledGraph:
         return self._output_views
 
     def _drain(self) -> None:
-        if self._queue.last is not None:
-            self._queue.wait()
+        """Wait for the runs that are queued on these states, of whatever executable."""
+        queue = self._executable.handles.queue
+        if queue.last is not None:
+            queue.wait()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +31,7 @@ from rlx.backends.cpu.pool import MethodDef, builtin, run_address
 from rlx.backends.cpu.target import host_target
 from rlx.driver.calls import FastCall
 from rlx.errors import OptionError
+from rlx.forks import Lock
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
 GIL_NS = 20_000  # a run estimated at more lets other Python threads go on; taking the GIL back may wait for them, milliseconds
@@ -115,7 +115,7 @@ def _is_laid_out(array: np.ndarray) -> bool:
     )
 
 
-_making = threading.Lock()
+_making = Lock()
 
 
 @cache
@@ -155,7 +155,7 @@ def make(
     call.gate, call.walk, call.run = ctypes.addressof(wanted.gate), run_address(), run
     call.slow, call.settle, call.result, call.makes = id(wanted.slow), id(settle), id(wanted.result), wanted.makes
     if alone or yields or wanted.makes:
-        acquire, release = wanted.lock.acquire, wanted.lock.release
+        acquire, release = wanted.gate.lock.acquire, wanted.gate.lock.release
         call.acquire, call.release = id(acquire), id(release)
         kept += [acquire, release]
     call.yields, call.true, call.false = yields, id(True), id(False)

@@ -15,13 +15,14 @@ import itertools
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+
+from rlx.forks import Lock
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 HUGE_PAGE = 2 << 20  # bytes; regions from this size on ask for huge pages (fewer TLB misses on packed weights)
@@ -33,7 +34,7 @@ MAP_FIXED = 0x10  # of Linux, which is where it is used
 _live: dict[int, Pages] = {}  # allocation number -> what it holds, until the memory is given back
 _numbers = itertools.count()
 _made = [0, 0]  # allocations and bytes, ever
-_counting = threading.Lock()
+_counting = Lock()
 
 
 class File:

@@ -10,7 +10,6 @@ fills a stage again has come to another meeting in between. Where a meeting is n
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -29,6 +28,7 @@ from rlx.backends.cpu.target import host_target
 from rlx.driver.collective import Form, Plan, Reduction, detail_of, together
 from rlx.driver.schedule import MINE, OUT, Place
 from rlx.driver.transports.shm import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting, ShmTransport
+from rlx.forks import Lock
 
 ENTRIES = 32  # calls of all_reduce that a transport's function remembers
 USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
@@ -232,7 +232,7 @@ def _make() -> Made:
     return begin, go_on, definition, library
 
 
-_making = threading.Lock()
+_making = Lock()
 
 
 def _made() -> Made:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -19,6 +18,7 @@ from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.pool import MethodDef, address_of, builtin, futex_call
 from rlx.backends.cpu.target import host_target
 from rlx.driver.transports.shm import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
+from rlx.forks import Lock
 
 WAIT, WAKE = 0, 1  # futex operations, across processes
 
@@ -102,7 +102,7 @@ def rlx_ranks_meet_py(e: Body, self: V, unused: V) -> None:
     e.ret(e.python("PyLong_FromLong", "ptr", code))
 
 
-_making = threading.Lock()
+_making = Lock()
 
 
 @cache

@@ -1,7 +1,8 @@
 """RunQueue: runs that wait for their turn while the caller goes on.
 
-One worker thread per queue: it starts with the first job, ends with its queue, and at exit the interpreter waits for what is
-queued. A fork waits too, and the child begins with an empty queue: it has the states, but not the thread.
+One queue per HandleStore: runs of all executables on the same states keep their order. One worker thread per queue: it starts
+with the first job, ends with its queue, and at exit the interpreter waits for the jobs that are queued. A fork waits too, and
+the child begins with an empty queue: it has the states, but not the thread.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ class RunQueue:
     """Jobs in order. One that raises ends the line: those behind it, which were to see its results, are not run, until `wait`
     has raised the error. `last`: of the newest job; None: `wait` has nothing to do."""
 
-    def __init__(self, gate: Gate | None = None) -> None:
-        """`gate`: is told by `queued` whether there is something to wait for."""
+    def __init__(self) -> None:
         self.last: Future[None] | None = None
-        self._gate = gate or Gate()
+        self.gates: WeakSet[Gate] = WeakSet()  # of the executables whose runs come here; `queued` tells them to wait
         self._room, self._lock = threading.Semaphore(DEPTH), threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._count = 0
         self._failed: tuple[int, BaseException | None] = (0, None)  # the job that ended the line
         _queues.add(self)
+
+    def tell(self, queued: bool) -> None:
+        """Whether calls in machine code must leave the run to Python, which waits."""
+        for gate in list(self.gates):
+            gate.queued = queued
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job. Returns at once, unless DEPTH jobs wait."""
@@ -44,7 +49,7 @@ class RunQueue:
             with self._lock:
                 self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="rlx-queue")
                 self.last = self._worker.submit(self._do, self._count, job)
-                self._gate.queued = 1
+                self.tell(True)
                 self._count += 1
         except BaseException:
             self._room.release()
@@ -55,7 +60,8 @@ class RunQueue:
         from concurrent.futures import Future
 
         with self._lock:
-            at, self._count, self._gate.queued = self._count, self._count + 1, 1
+            at, self._count = self._count, self._count + 1
+            self.tell(True)
             self.last = Future()
             self.last.set_result(None)
         if self._failed[1] is None:
@@ -79,7 +85,8 @@ class RunQueue:
             if self.last is not None:
                 self.last.result()
             (at, error), count = self._failed, self._count
-            self.last, self._failed, self._count, self._gate.queued = None, (0, None), 0, 0
+            self.last, self._failed, self._count = None, (0, None), 0
+            self.tell(False)
         if error is not None:
             told = f"queued run {at} of {count}: {error}"
             told += f"; the {count - at - 1} behind it were not run" if at + 1 < count else ""
@@ -105,7 +112,8 @@ def _after_fork(child: bool) -> None:
     while _held:
         queue = _held.pop()
         if child:
-            queue._worker, queue.last, queue._count, queue._failed, queue._gate.queued = None, None, 0, (0, None), 0
+            queue._worker, queue.last, queue._count, queue._failed = None, None, 0, (0, None)
+            queue.tell(False)
             queue._room = threading.Semaphore(DEPTH)
         queue._lock.release()
 
