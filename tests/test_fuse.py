@@ -194,6 +194,35 @@ def test_long_chains_are_cut_into_kernels_of_bounded_size(op: Callable[[Value], 
     run_and_compare(g, devices=("ref",))
 
 
+TWICE: dict[str, Callable[[Value], Value]] = {
+    "rotated": lambda v: rlx.concat(v[1:], v[:1], axis=0),
+    "rotated, and scaled": lambda v: rlx.concat(v[1:], v[:1], axis=0) * 0.5,
+    "joined with itself reversed": lambda v: rlx.concat(v[::-1], v, axis=0)[3:9],
+    "gathered": lambda v: rlx.concat(rlx.gather(v, rlx.constant([1, 2, 3]), axis=0), v[:3], axis=0),
+}
+
+
+@pytest.mark.parametrize("op", TWICE.values(), ids=TWICE)
+def test_a_value_read_at_several_coordinates_does_not_multiply_what_is_computed(op: Callable[[Value], Value]) -> None:
+    """Each link of a chain reads the one before twice, so that what is computed in its reader is computed twice."""
+
+    def expressions(links: int) -> int:
+        def build(g: Graph) -> list[Value]:
+            v = x(g, 6)
+            for _ in range(links):
+                v = op(v)
+            return [v]
+
+        g, program = compiled(build)
+        run_and_compare(g, devices=("ref",))
+        sizes = [sum(1 for _ in K.walk(s.kernel.body)) for s in program.steps]
+        assert max(sizes) < 1000
+        return sum(sizes)
+
+    few = expressions(10)
+    assert expressions(40) < 5 * few
+
+
 def test_a_claimed_contraction_takes_no_epilogue() -> None:
     g = Graph("g")
     g.set_outputs([rlx.relu(x(g, 4, 5) @ param(g, "w", 5, 6))])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import count
 
 from rlx.compile.layout import Places, static_nodes
 from rlx.compile.packing import contraction, packed_operands
@@ -21,6 +22,7 @@ from rlx.ir.target import Target
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
 MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
+MAX_EVALUATIONS = 32  # of nodes for one element: one read at several coordinates is computed at each, and so is all that it reads
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
 
@@ -307,9 +309,24 @@ class _Fuser:
             bigger = node.shapes[0].num_elements > 2 * base.shape.num_elements
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # a reduction in two steps, the first of which is in parts
-            if not read_elsewhere and not bigger and not self.roots.intersection(values):
+            if read_elsewhere or bigger or self.roots.intersection(values):
+                continue
+            if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
+
+    def evaluations(self, node: Node, inside: set[Node]) -> int:
+        """How many evaluations of nodes `inside` one element of `node` takes, not counted far past the most that may be."""
+        seen, coordinates = {(node, 0)}, count(1)
+        todo = list(seen)
+        while todo and len(seen) <= MAX_EVALUATIONS:
+            reader, at = todo.pop()
+            for value in reader.inputs:
+                here = at if reader.op.kind is Kind.POINTWISE else next(coordinates)
+                if self.places.base(value).node in inside and (value.node, here) not in seen:
+                    seen.add((value.node, here))
+                    todo.append((value.node, here))
+        return len(seen)
 
     def take_over(self, group: Group, other: Group, absorbed: set[Node]) -> None:
         group.forms.update(other.forms)
