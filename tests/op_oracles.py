@@ -402,7 +402,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "valid_rows": numbers_of_rows,
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
-    "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
+    "copy": plain(torch.clone), "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),
     "relu": plain(torch.relu), "sigmoid": plain(torch.sigmoid), "silu": plain(F.silu),
     "softplus": lambda c, a, x: -scipy.special.log_expit(-x), "gelu": torch_(lambda a, x: F.gelu(x, approximate=a.approximate)),

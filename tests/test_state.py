@@ -8,7 +8,12 @@ import pytest
 import rlx
 from rlx.backends import get
 from rlx.compile import lower
+from rlx.compile.state import state as state_pass
 from rlx.errors import CompileError, IndexRangeError, NumericsError
+from rlx.ir.evaluate import evaluate
+from rlx.ir.graph import Node
+from rlx.ir.updates import Update
+from rlx.ir.verify import faults
 
 DEVICES = ("ref", "ref:1", "cpu")
 F = np.float32
@@ -149,3 +154,77 @@ def test_an_output_that_is_the_new_state_has_memory_of_its_own(session: rlx.Sess
     view = compiled.outputs_view()[0]
     compiled.bind_handle("state", np.full((3, 2), 5, F))
     np.testing.assert_array_equal(view, [[1, 1], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("names", [("new", "old"), ("old", "new")])
+def test_an_output_that_is_the_old_state_is_copied_before_the_update(session: rlx.Session, names) -> None:
+    g = rlx.Graph("both")
+    state = g.handle(rlx.BufferHandle("state", (3, 2), rlx.f32))
+    new = rlx.update_rows(state, g.input("row", (1, 2), rlx.f32), g.input("at", (), rlx.i32))
+    g.assign(state, new, in_place=True)
+    values = {"new": new, "old": state}
+    g.set_outputs([values[n] for n in names], names=names)
+    out = session.compile(g).run({"row": np.ones((1, 2), F), "at": np.array(1, np.int32)})
+    want = {"new": [[0, 0], [1, 1], [0, 0]], "old": np.zeros((3, 2))}
+    for name, found in zip(names, out, strict=True):
+        np.testing.assert_array_equal(found, want[name])
+
+
+def crossed() -> rlx.Graph:
+    """Each of two sums reads one old state and the other's new one."""
+    g = rlx.Graph("crossed")
+    a, b = (g.handle(rlx.BufferHandle(name, (3, 2), rlx.f32)) for name in "ab")
+    row, at = g.input("row", (1, 2), rlx.f32), g.input("at", (), rlx.i32)
+    new_a, new_b = rlx.update_rows(a, row, at), rlx.update_rows(b, row * 2.0, at)
+    g.assign(a, new_a)
+    g.assign(b, new_b)
+    g.set_outputs([a + new_b, b + new_a])
+    return g
+
+
+def test_of_two_updates_that_wait_for_each_other_one_is_a_copy(session: rlx.Session) -> None:
+    compiled = session.compile(crossed())
+    for expected in ([[0, 0], [2, 2], [0, 0]], [[0, 0], [3, 3], [0, 0]]):
+        x, _ = compiled.run({"row": np.ones((1, 2), F), "at": np.array(1, np.int32)})
+        np.testing.assert_array_equal(x, expected)
+    np.testing.assert_array_equal(state_of(compiled, "b"), [[0, 0], [2, 2], [0, 0]])
+    steps = compiled.program().phases
+    assert len(steps["abort"]) == 1 and len(steps["commit"]) == 1
+
+
+def with_updates() -> rlx.Graph:
+    return state_pass(cache(), get("ref").target(), rlx.CompileOptions())
+
+
+def test_updates_are_printed_parsed_and_evaluated() -> None:
+    g, plain = with_updates(), cache()
+    assert "  update rows = %" in str(g) and str(rlx.Graph.parse(str(g))) == str(g)
+    assert g.fingerprint() == rlx.Graph.parse(str(g)).fingerprint() != plain.fingerprint()
+    rows = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(F)
+    given = {"new": np.ones((2, 1, 4), F)}, {}, {"rows": rows, "length": np.array(3, np.int32)}
+    for found, want in zip(evaluate(g, *given)[0], evaluate(plain, *given)[0], strict=True):
+        np.testing.assert_array_equal(found, want)
+    again = g.rebuild(lambda node, inputs: Node(node.op, inputs, node.attrs, node.shapes, node.name, node.source).results)
+    assert str(again) == str(g) and again.updates[0].result != g.updates[0].result
+
+
+def test_the_verifier_names_a_wrong_update() -> None:
+    def broken(**changed: rlx.Value) -> str:
+        g = with_updates()
+        g.updates = [g.updates[0]._replace(**{name: pick(g.updates[0]) for name, pick in changed.items()})]
+        return "; ".join(faults(g))
+
+    assert not faults(with_updates())
+    assert "is not what the handle is assigned" in broken(result=lambda u: u.undo)
+    assert "does not put" in broken(undo=lambda u: u.result)
+    g = with_updates()
+    g.updates *= 2
+    assert "updated twice" in "; ".join(faults(g))
+    g = crossed()
+    one = state_pass(g, get("ref").target(), rlx.CompileOptions())
+    a, b = g.handles
+    (rows, at) = next(v.node.inputs[1:] for h, v in g.assigns if h == b)
+    saved = rlx.take_rows(b, at, count=1)
+    new_b = dict(one.assigns)[b]
+    one.updates.append(Update(b, new_b, saved, rlx.update_rows(new_b, saved, at)))
+    assert "but needs the new one first" in "; ".join(faults(one))

@@ -233,7 +233,7 @@ MALFORMED = [
     ("graph g", 1, "expected return"),
     ("module g\n", 1, "graph NAME"),
     ("graph g\ngraph h", 2, "input, param"),
-    (HEAD + "  bogus", 4, "input, param, handle, %N, assign or return, found 'bogus'"),
+    (HEAD + "  bogus", 4, "input, param, handle, %N, assign, update or return, found 'bogus'"),
     (HEAD + "  input x : f32[2]", 4, "already has the input 'x'"),
     (HEAD + "  param : f32[2]", 4, "the leaf's name"),
     (HEAD + "  param p f32[2]", 4, "':'"),

@@ -51,7 +51,7 @@ class _Assembler:
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
         graph, places = self.fusion.graph, self.fusion.places
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
-        undo = {u.undo.node: u for u in self.fusion.updates}
+        undo = {u.undo.node: u for u in graph.updates}
         groups = [g for g in self.fusion.groups if g.anchor not in undo]
         prepare, made = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
         order = side_by_side(made, 1 if "beside" in self.options.disable else self.target.threads)

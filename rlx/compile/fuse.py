@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
 from rlx.compile.layout import Places, static_nodes
 from rlx.compile.packing import contraction, packed_operands
-from rlx.compile.state import InPlace, in_place_updates
-from rlx.ir.graph import Graph, Node, Value, apply
-from rlx.ir.op import OPS, Kind
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.op import Kind
 from rlx.ir.target import Target
+from rlx.ir.updates import run_before
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
 MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
@@ -57,43 +58,24 @@ class Fusion:
     groups: list[Group]
     static: set[Node]
     packed: dict[Node, Value]
-    updates: list[InPlace]
     threads: int  # that the kernels' points are for
+
+    @cached_property
+    def updated(self) -> dict[Value, Value]:
+        """What is written over a handle -> the handle."""
+        return {v: u.handle for u in self.graph.updates for v in (u.result, u.undo)}
 
     def memory(self, base: Value) -> Value:
         """The value whose buffer holds `base`: itself, or the handle that it is written over."""
-        return next((u.handle for u in self.updates if base in (u.result, u.undo)), base)
+        return self.updated.get(base, base)
 
 
 def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) -> Fusion:
     """Group the nodes of a legalised graph. `natives`: nodes the target claimed. `alone`: one node per group."""
-    updates = in_place_updates(graph)
-    graph, copies = _own_outputs(graph, {u.result for u in updates})
     packed = packed_operands(graph, target, natives)
-    places = Places(graph, copies)
-    fuser = _Fuser(graph, target, natives, places, packed, copies, alone, updates)
-    return Fusion(graph, places, fuser.run(), fuser.static, packed, updates, target.threads)
-
-
-def _own_outputs(graph: Graph, in_place: set[Value]) -> tuple[Graph, set[Node]]:
-    """Give every output and next state memory of its own, row-major: what would be a leaf, known before the run, or a
-    window on something else becomes a copy, made by a computed reshape to the same dims. So does an output that is a
-    state updated `in_place`: the next run changes it."""
-    places, static = Places(graph, ()), static_nodes(graph.nodes())
-    copies: dict[Value, Value] = {}
-
-    def own(value: Value, shared: bool = False) -> Value:
-        base = places.base(value)
-        if not shared and base.node.op.kind is not Kind.LEAF and base.node not in static and places.is_row_major(value):
-            return value
-        if value not in copies:
-            copies[value] = apply(OPS["reshape"], (value,), {"dims": value.shape.static})  # type: ignore[assignment]
-        return copies[value]
-
-    out = graph.rebuild(lambda node, inputs: node.results)
-    out.outputs = [own(v, places.base(v) in in_place) for v in graph.outputs]
-    out.assigns = [(h, own(v)) for h, v in graph.assigns]
-    return out, {v.node for v in copies.values()}
+    places = Places(graph)
+    fuser = _Fuser(graph, target, natives, places, packed, alone)
+    return Fusion(graph, places, fuser.run(), fuser.static, packed, target.threads)
 
 
 class _Fuser:
@@ -106,20 +88,18 @@ class _Fuser:
         natives: set[Node],
         places: Places,
         packed: dict[Node, Value],
-        copies: set[Node],
         alone: bool,
-        updates: list[InPlace],
     ) -> None:
         self.target, self.natives, self.places, self.packed, self.alone = target, natives, places, packed, alone
-        self.after = {u.result.node: u.readers for u in updates}  # nodes that run before this one for another reason
-        self.updated = {n: u for u in updates for n in (u.result.node, u.undo.node)}
-        self.nodes = self.in_order(graph, updates)
+        self.after = run_before(graph)
+        self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
+        self.nodes = self.in_order(graph)
         exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
         if len(exchanges) > 1:  # each behind the one before, whatever is fused: the same order on every rank
-            self.after |= {b: {*self.after.get(b, ()), a} for a, b in zip(exchanges, exchanges[1:])}
-            self.nodes = self.in_order(graph, updates)
+            self.after |= {b: [*self.after.get(b, ()), a] for a, b in zip(exchanges, exchanges[1:])}
+            self.nodes = self.in_order(graph)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.static = static_nodes(self.nodes) - copies
+        self.static = static_nodes(self.nodes)
         self.group_of: dict[Node, Group] = {}
         self.groups: list[Group] = []
         self.readers: dict[Value, set[Node]] = {}  # result -> the nodes that read it, through views too
@@ -128,7 +108,7 @@ class _Fuser:
                 self.readers.setdefault(value, set()).add(node)
                 if self.is_alias(value.node):
                     self.readers.setdefault(places.base(value), set()).add(node)
-        self.roots = {places.base(v) for v in graph.roots()} | {v for u in updates for v in (u.saved, u.undo)}
+        self.roots = {places.base(v) for v in graph.roots()}
 
     def run(self) -> list[Group]:
         for node in self.nodes:
@@ -139,10 +119,10 @@ class _Fuser:
             group.stores = [v for n in group.nodes if n not in group.absorbed for v in n.results if self.is_stored(v, group)]
         return [g for g in ordered if g.stores]
 
-    def in_order(self, graph: Graph, updates: list[InPlace]) -> list[Node]:
+    def in_order(self, graph: Graph) -> list[Node]:
         """All nodes, each behind its operands, its packed weights, and what must read a state before it is updated."""
         done: dict[Node, None] = {}
-        stack = [*(u.undo.node for u in updates), *reversed(graph.nodes())]
+        stack = list(reversed(graph.nodes()))
         while stack:
             node = stack[-1]
             before = [*(v.node for v in node.inputs), *self.after.get(node, ())]

@@ -18,10 +18,9 @@ from rlx.ir.shape import contiguous_strides
 class Places:
     """Answers `locate(value) -> (base, Layout)`. `computed`: view nodes that strides cannot express."""
 
-    def __init__(self, graph: Graph, copies: Iterable[Node]) -> None:
-        """`copies`: view nodes that must be computed whatever strides could say (outputs that would alias an input)."""
+    def __init__(self, graph: Graph) -> None:
         self.nodes = graph.nodes()
-        self.computed: set[Node] = set(copies)
+        self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
         exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # on row-major memory alone
         self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])

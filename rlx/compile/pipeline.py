@@ -13,10 +13,12 @@ from pathlib import Path
 from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
+from rlx.compile.outputs import outputs
 from rlx.compile.packing import rows_from_packs
 from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.compile.reductions import reductions
+from rlx.compile.state import state
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph, Node
 from rlx.ir.target import Target
@@ -33,6 +35,8 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("tidy", canonicalise),
     ("packs", rows_from_packs),
     ("reductions", reductions),
+    ("state", state),
+    ("outputs", outputs),
 )
 
 

@@ -19,6 +19,7 @@ from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import DimLike, Shape
+from rlx.ir.updates import Update
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -304,6 +305,7 @@ class Graph:
         self.output_names: list[str] = []
         self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
         self.in_place: set[str] = set()  # handles whose assignment must not copy
+        self.updates: list[Update] = []  # made by the compiler (rlx/compile/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
 
     # -- leaves
@@ -386,8 +388,9 @@ class Graph:
     # -- walking
 
     def roots(self) -> list[Value]:
-        """Everything a run must compute: outputs, then next states."""
-        return self.outputs + [v for _, v in self.assigns]
+        """Everything a run must compute: outputs, next states, and what undoes updates in place."""
+        undone = [*(u.saved for u in self.updates), *(u.undo for u in reversed(self.updates))]
+        return self.outputs + [v for _, v in self.assigns] + undone
 
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
@@ -409,7 +412,7 @@ class Graph:
         out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
         out.outputs, out.output_names = [done[v] for v in self.outputs], list(self.output_names)
         out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
-        out.extent = self.extent
+        out.updates, out.extent = [u.renamed(done) for u in self.updates], self.extent
         return out
 
     # -- facts derived elsewhere, offered here because users look for them here

@@ -168,6 +168,7 @@ class OpDef:
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
     # (node, pack) -> what `node` gives, by this op, from `pack`, a packed form of a param that `node` reads; None: it cannot
     unpacks: Callable[..., Any] | None = None
+    own_memory: bool = False  # INDEX: the result is memory of the run's own, whatever is known before: never folded or prepared
     flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     # (attrs, the operand of every rank) -> the result of every rank: numpy; ranks meet in it, so it is never folded or prepared
@@ -184,7 +185,7 @@ class OpDef:
     @property
     def ahead(self) -> bool:
         """Whether its results are known as soon as its operands are, before any run and on one rank alone."""
-        return self.kind is not Kind.LEAF and self.collective is None
+        return self.kind is not Kind.LEAF and self.collective is None and not self.own_memory
 
     def make_attrs(self, given: dict[str, Any]) -> Attrs | None:
         """The attribute record from keyword arguments; unknown or missing ones are an AttributeValueError."""

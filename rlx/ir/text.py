@@ -34,6 +34,7 @@ from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.op import OPS, Kind, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape
+from rlx.ir.updates import Update
 
 INLINE = 16  # constants of up to this many numbers are written out, larger ones as base64 of their little-endian bytes
 _NESTING = 16  # tuples within tuples in an attribute
@@ -85,6 +86,8 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
         lines.append(f"  {refs[node]} = {node.op.name}({', '.join(arguments)}) : {shapes}{label}")
     for handle, value in graph.assigns:
         lines.append(f"  assign {_name(handle.name)} = {ref(value)}{' in place' if handle.name in graph.in_place else ''}")
+    for u in graph.updates:
+        lines.append(f"  update {_name(u.handle.name)} = {ref(u.result)} saved {ref(u.saved)} undo {ref(u.undo)}")
     results = ", ".join(f"{_name(name)} = {ref(v)}" for name, v in zip(graph.output_names, graph.outputs))
     lines.append(f"  return {results}".rstrip())
     return lines
@@ -315,9 +318,10 @@ class _Parser:
         elif self.kind == "ref":
             self.node()
         else:
-            words = {"input": self.leaf, "param": self.leaf, "handle": self.leaf, "assign": self.assign, "return": self.results}
+            words = {"input": self.leaf, "param": self.leaf, "handle": self.leaf, "assign": self.assign}
+            words |= {"update": self.update, "return": self.results}
             word = self.text
-            self.choose(words, "input, param, handle, %N, assign or return")(self.graph, word)
+            self.choose(words, "input, param, handle, %N, assign, update or return")(self.graph, word)
 
     def leaf(self, graph: Graph, kind: str) -> None:
         name = self.name("the leaf's name")
@@ -326,16 +330,25 @@ class _Parser:
         declare = {"input": graph.input, "param": graph.param, "handle": lambda *given: graph.handle(BufferHandle(*given))}
         self.values["%" + _name(name)] = declare[kind](name, shape.dims, shape.dtype)
 
-    def assign(self, graph: Graph, word: str) -> None:
+    def handle(self) -> Value:
         name = self.name("a handle's name")
         handle = self.values.get("%" + _name(name))
-        if handle is None:
-            self.undeclared("handle", name)
+        return self.undeclared("handle", name) if handle is None else handle
+
+    def assign(self, graph: Graph, word: str) -> None:
+        handle = self.handle()
         self.expect("=")
         value = self.value()
         if in_place := self.accept("in"):
             self.expect("place")
         graph.assign(handle, value, in_place)
+
+    def update(self, graph: Graph, word: str) -> None:
+        handle, parts = self.handle(), []
+        for mark in ("=", "saved", "undo"):
+            self.expect(mark)
+            parts.append(self.value())
+        graph.updates.append(Update(handle, *parts))
 
     def results(self, graph: Graph, word: str) -> None:
         names: list[str] = []

@@ -11,6 +11,7 @@ from typing import Any
 from rlx.errors import VerifyError
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Graph, Node, Value, postorder
 from rlx.ir.op import OPS, Kind
+from rlx.ir.updates import update_faults
 
 
 def verify(graph: Graph) -> None:
@@ -34,7 +35,7 @@ def faults(graph: Graph, sound: set[Node] | None = None) -> list[str]:
             out += found
             if sound is not None and not found:
                 sound.add(node)
-    return out
+    return out or list(update_faults(graph))
 
 
 def where(node: Node) -> str:

@@ -10,7 +10,7 @@ from rlx.ir.ops.elementwise import (
     is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
     neg, not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
 )  # fmt: skip
-from rlx.ir.ops.index import concat, embedding, gather, iota, pad, scatter_add
+from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
@@ -28,7 +28,7 @@ astype, take = cast, gather  # numpy's names for the same constructors
 __all__ = [
     "abs", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort", "astype",
     "attention", "attention_parts", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank",
-    "broadcast_to", "cast", "ceil", "clip", "concat", "cos", "cumsum", "dequant_matmul", "dequantize", "div",
+    "broadcast_to", "cast", "ceil", "clip", "concat", "copy", "cos", "cumsum", "dequant_matmul", "dequantize", "div",
     "embedding", "equal", "erf", "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm",
     "gumbel", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
     "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",

@@ -310,3 +310,19 @@ iota = op(
     ),
     doc="A tensor of `dims` whose elements are their own position along `axis`.",
 )  # fmt: skip
+
+
+# -- copy ----------------------------------------------------------------------------------------------------------
+
+
+def _copy_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    x = node.inputs[0]
+    return ctx.element(x, tuple(const(0) if d == 1 else c for d, c in zip(ctx.dims(x), coords)))
+
+
+copy = op(
+    "copy", kind=Kind.INDEX, infer=lambda attrs, x: x, dtypes="fiubc", reference=lambda attrs, x: np.array(x),
+    element=_copy_element, own_memory=True, rows=lambda attrs, operand, axis, x: axis,
+    samples=(Sample(((3, 17),)), Sample(((2, 1, 5),)), Sample(((),)), Sample(((0, 2),))),
+    doc="x in memory of its own, row-major, made at every run: never a view of x, and not shared with anything.",
+)  # fmt: skip

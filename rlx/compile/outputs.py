@@ -1,0 +1,35 @@
+"""Outputs and next states own row-major memory: where one would not, the graph gets a copy."""
+
+from __future__ import annotations
+
+from rlx.compile.layout import Places, static_nodes
+from rlx.compile.options import CompileOptions
+from rlx.ir.graph import Graph, Value, keep
+from rlx.ir.op import Kind
+from rlx.ir.ops import copy
+from rlx.ir.target import Target
+
+
+def outputs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """`graph` with a copy of each output and next state that would be a leaf, known before the run, or a window on something
+    else. So of an output that is a state updated in place: the next run changes it."""
+    places, static = Places(graph), static_nodes(graph.nodes())
+    in_place = {u.result for u in graph.updates}
+    copies: dict[Value, Value] = {}
+
+    def own(value: Value, is_output: bool) -> Value:
+        base = places.base(value)
+        shared = base.node.op.kind is Kind.LEAF or base.node in static or (is_output and base in in_place)
+        if not shared and places.is_row_major(value):
+            return value
+        if value not in copies:
+            copies[value] = copy(value)  # type: ignore[assignment]
+        return copies[value]
+
+    out = graph.rebuild(keep)
+    out.outputs = [own(v, True) for v in graph.outputs]
+    out.assigns = [(h, own(v, False)) for h, v in graph.assigns]
+    return out
+
+
+__all__ = ["outputs"]

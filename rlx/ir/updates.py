@@ -1,0 +1,97 @@
+"""States that are updated in place, as a part of a graph: what is written where, and what must have run before.
+
+    assign total = %2
+    update total = %2 saved %3 undo %4
+
+`%2` is `total` with a part replaced (OpDef.update) and lies in the memory of `total`; `%3` holds the part as it was, and `%4` is
+the state with it put back, computed only if a run fails. Everything else that reads `total` runs before `%2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from rlx.ir.op import Kind
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph, Node, Value
+
+
+class Update(NamedTuple):
+    """One state updated in place."""
+
+    handle: Value
+    result: Value
+    saved: Value
+    undo: Value
+
+    def renamed(self, new: Mapping[Value, Value]) -> Update:
+        """The same update of a graph whose values stand for those of this one."""
+        return Update(self.handle, *(new[v] for v in self[1:]))
+
+
+def readers(graph: Graph, results: Mapping[Value, Node]) -> dict[Node, list[Node]]:
+    """By update node: the other nodes that read the old state, directly or through views, in graph order. `results`: the node
+    that updates each handle."""
+    old: dict[Value, Node] = dict(results)  # the handle and its views -> the node that updates it
+    out: dict[Node, list[Node]] = {update: [] for update in results.values()}
+    if not old:
+        return out
+    for node in graph.nodes():
+        for update in dict.fromkeys(old[v] for v in node.inputs if v in old):
+            if node is update:
+                continue
+            out[update].append(node)
+            if node.op.kind is Kind.VIEW:
+                old.update(dict.fromkeys(node.results, update))
+    return out
+
+
+def run_before(graph: Graph) -> dict[Node, list[Node]]:
+    """Nodes that must run before a node although it does not read them: who reads a state, before it is updated in place."""
+    return readers(graph, {u.handle: u.result.node for u in graph.updates})
+
+
+def update_faults(graph: Graph) -> Iterator[str]:
+    """Broken rules of the updates of a graph whose nodes are sound, one sentence each."""
+    seen: set[Value] = set()
+    for u in graph.updates:
+        what = f"update of {u.handle.name!r}"
+        if u.handle in seen:
+            yield f"{what}: it is updated twice"
+        seen.add(u.handle)
+        if (u.handle, u.result) not in graph.assigns:
+            yield f"{what}: {u.result!r} is not what the handle is assigned"
+        if u.result.node.op.update is None or u.result.node.inputs[0] != u.handle:
+            yield f"{what}: {u.result!r} does not replace a part of the handle"
+        elif u.undo.node.op is not u.result.node.op or u.undo.node.inputs[:2] != (u.result, u.saved):
+            yield f"{what}: {u.undo!r} does not put {u.saved!r} back"
+    if graph.updates and (late := _cyclic(graph)) is not None:
+        yield f"{late!r} reads a state that is updated in place, but needs the new one first"
+
+
+def _cyclic(graph: Graph) -> Node | None:
+    """A node that must run before itself, counting what must run before updates."""
+    before = run_before(graph)
+    waits = {node: [*(v.node for v in node.inputs), *before.get(node, ())] for node in graph.nodes()}
+    done: set[Node] = set()
+    for root in waits:
+        stack, open_ = [(root, iter(waits[root]))], {root}
+        while stack and root not in done:
+            node, todo = stack[-1]
+            for other in todo:
+                if other in open_:
+                    return other
+                if other not in done:
+                    open_.add(other)
+                    stack.append((other, iter(waits[other])))
+                    break
+            else:
+                stack.pop()
+                open_.discard(node)
+                done.add(node)
+    return None
+
+
+__all__ = ["Update", "readers", "run_before", "update_faults"]
