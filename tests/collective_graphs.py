@@ -47,7 +47,7 @@ def together(transports: list[Any], act: Callable[[Any], Any]) -> list[Any]:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(120)
     assert not any(t.is_alive() for t in threads), "a rank hangs"
     return found
 
@@ -59,7 +59,7 @@ def good(found: list[Any]) -> list[Any]:
     return found
 
 
-def local(ranks: int, heap: int = HEAP, timeout: float = 20.0) -> list[LocalTransport]:
+def local(ranks: int, heap: int = HEAP, timeout: float = 60.0) -> list[LocalTransport]:
     return LocalTransport.fan_out(ranks, heap, timeout)
 
 

@@ -16,7 +16,7 @@ from rlx.driver.symmetric import Call, SymmetricTransport
 from rlx.driver.transports.mpi import MpiTransport
 from rlx.errors import CollectiveError
 
-HEAP, TIMEOUT = 40 << 20, 2.0
+HEAP = 40 << 20
 INDEX = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
 
@@ -68,7 +68,7 @@ def go_without(t: SymmetricTransport) -> str:
     t.barrier()
     if t.this_rank.index == 1:
         if CASE == "silent":
-            time.sleep(2 * TIMEOUT)
+            time.sleep(2 * t.timeout)
         elif CASE == "dead":
             os.kill(os.getpid(), 9)
         elif CASE == "closed":
@@ -101,8 +101,8 @@ def interrupted(t: SymmetricTransport) -> str:
     all_reduce(t, scratch, x)
     if t.this_rank.index == 1:
         signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
             all_reduce(t, scratch, x)
         except KeyboardInterrupt:
             (FOLDER / "interrupted").touch()
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
     try:
         heap = HEAP + (CASE == "heaps" and INDEX == 1)
-        transport = MpiTransport(heap, timeout=30 if CASE in ("passed_on", "collectives", "graphs") else TIMEOUT)
+        transport = MpiTransport(heap, timeout=60.0 if CASE in ("passed_on", "collectives", "graphs") else 3.0)
         said = CASES.get(CASE, go_without)(transport)
         transport.close()
     except CollectiveError as e:

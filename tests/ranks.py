@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,17 @@ def run(n: int, function: Callable[..., Any], *args: Any, **how: Any) -> list[An
 def fresh_name() -> str:
     """A name for ranks to find one another, which nobody else uses."""
     return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+def all_ready_but(t: Any, who: int) -> None:
+    """On every rank but `who`: returns when all of them are here. It is no barrier: they look into each other's heaps."""
+    from rlx.driver import Rank, SymmetricBuffer
+
+    others = [Rank(r) for r in range(t.num_ranks) if r != who]
+    flags = {r: t.heap.bytes(SymmetricBuffer(r, t.heap_size - 1, 1)) for r in others}
+    flags[t.this_rank][...] = 1
+    while not all(flag[0] for flag in flags.values()):
+        time.sleep(0.001)
 
 
 # -- the server

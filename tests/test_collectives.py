@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -284,8 +285,12 @@ def fails_at_the_third(transport: Any, by: str) -> str:
             if by == "close":
                 transport.close()
                 return "left"
-            time.sleep(3 * transport.timeout)
+            while not all(transport._lines[rank].fault for rank in (0, 2)):
+                time.sleep(0.001)
             return "slept"
+        if by == "sleep" and i == 2:
+            ranks.all_ready_but(transport, 1)
+            transport.timeout = 1.0
         try:
             all_reduce(transport, scratch, x, SUM)
         except TransportError as e:
@@ -301,7 +306,7 @@ def fails_at_the_third(transport: Any, by: str) -> str:
 
 @pytest.mark.parametrize("by,word", [("kill", "died"), ("close", "left"), ("sleep", "did not come")])
 def test_a_rank_that_fails_is_named_by_all_others(by, word):
-    found = ranks.start(3, fails_at_the_third, by, timeout=0.5 if by == "sleep" else 30.0).outcomes()
+    found = ranks.start(3, fails_at_the_third, by, timeout=60.0).outcomes()
     assert all(re.match(rf"rank 1 .*{word}", str(found[rank])) for rank in (0, 2)), found
 
 
@@ -313,12 +318,21 @@ def test_a_thread_that_is_interrupted_in_a_call_has_left(meets):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    def when_it_waits(caller: int) -> None:
+        while True:
+            with first._meeting.condition:  # the caller waits for it, or has not come yet
+                if first._meeting.calls[0] is not None:
+                    return signal.pthread_kill(caller, signal.SIGALRM)
+            time.sleep(0.001)
+
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    other = threading.Thread(target=when_it_waits, args=(threading.get_ident(),))
     try:
         with pytest.raises(KeyboardInterrupt):
+            other.start()
             first.barrier() if meets == "barrier" else all_reduce(first, SymmetricBuffer(first.this_rank, 0, 32), x)
     finally:
+        other.join()
         signal.signal(signal.SIGALRM, before)
     for t in (second, first):
         with pytest.raises(TransportError, match="rank 0 left"):

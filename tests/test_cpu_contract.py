@@ -293,7 +293,7 @@ def test_no_cells(m: int, n: int) -> None:
     assert contract.render(product(m, n, 4, b="rows"), TARGETS["host"], "mm").tasks == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 100), st.integers(1, 120), st.integers(0, 50),
     st.sampled_from(["rows", "padded", "columns", "every other"]),

@@ -540,7 +540,7 @@ def test_arena_takes_lists_scalars_and_any_shape():
 
 
 @given(st.lists(st.floats(width=32), max_size=40), st.sampled_from([f32, f16, bf16]), st.integers(0, 64))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_arena_never_touches_its_neighbours(values, dtype, nbytes):
     memory = poisoned(256)
     arena = HostArena({"before": (0, 100), "x": (100, nbytes), "after": (100 + nbytes, 50)}, 256, memory)

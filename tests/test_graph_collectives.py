@@ -193,7 +193,7 @@ def test_machine_code_steps() -> None:
 
 
 def test_a_process_that_is_killed() -> None:
-    found = ranks.start(3, deep_here, 3, 1, heap_size=HEAP, timeout=10.0).outcomes()
+    found = ranks.start(3, deep_here, 3, 1, heap_size=HEAP).outcomes()
     for r in (0, 2):
         _, _, text, unchanged = found[r]
         assert "rank 1" in text and "nothing was committed" in text and unchanged

@@ -285,7 +285,7 @@ def test_states_move_together(device: str) -> None:
 @pytest.mark.parametrize("device", ["ref", "cpu"])
 def test_a_rank_that_dies_in_a_run(device: str) -> None:
     """The others get an error that names it and the step; no state has changed."""
-    transports = local(3, timeout=5)
+    transports = local(3)
     compiled = compiled_on(transports, counter(3), device)
     good(run_all(transports, compiled, [asked(0, 1)] * 3))
 
@@ -305,7 +305,7 @@ def test_a_rank_that_dies_in_a_run(device: str) -> None:
 
 def test_a_rank_that_dies_within_a_collective() -> None:
     """Between two meetings of one run; the step is named."""
-    transports = local(2, timeout=5)
+    transports = local(2)
     compiled = compiled_on(transports, counter(2))
     meet, count = transports[1].barrier, [0]
 
@@ -378,7 +378,7 @@ def test_what_interrupts_a_run_comes_out_of_it_and_the_others_hear_of_it(at: str
 
 def test_python_that_does_not_answer_has_failed() -> None:
     """However it is called: machine code waits for a word, and takes none for a failure."""
-    transports = local(2, timeout=5)
+    transports = local(2)
     compiled = compiled_on(transports, counter(2), "cpu")
 
     def act(t: LocalTransport) -> None:

@@ -47,6 +47,7 @@ if case == "lines":
         print(f"{me}" * 500, flush=True)
     sys.stdout.write("no end")
 if case == "many":
+    (here / f"asleep {me}").write_text(str(os.getpid()))
     for i in range(600):
         print(f"{me}" * 100)
     sys.stdout.write("no end")
@@ -149,7 +150,7 @@ def test_lines_stay_whole(script, tmp_path):
 def test_a_slow_reader_gets_everything(script, tmp_path):
     """Ranks have long ended: what they wrote fits into their pipes, but not all of it into the reader's."""
     process = start(2, script, "many", tmp_path)
-    time.sleep(4)
+    assert gone(asleep(process, tmp_path, 2))
     code, out, err = finish(process)
     assert (code, len(out), err) == (0, 1202, "")
     assert out == sorted([f"[{r}] " + f"{r}" * 100 for r in range(2)] * 600 + [f"[{r}] no end" for r in range(2)])

@@ -185,7 +185,7 @@ def kernels(draw):
     return Kernel("random", bs, (), tuple(grid), body(0, []))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(kernels())
 def test_every_proved_pair_is_safe_and_the_checker_can_prove_it_too(kernel):
     pairs = inplace_pairs(kernel)
@@ -321,7 +321,7 @@ def filled(size):
     return Kernel("filled", (out,), (), (), (Loop(i, size, (Store(out, i, k.const(1.5, f32)),)),))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(step_graphs(), st.sampled_from((64, 128)))
 def test_plans_of_random_step_graphs(m, alignment):
     program = m.program(alignment=alignment)

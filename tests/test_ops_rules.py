@@ -265,7 +265,7 @@ def test_element_reads_what_the_reference_reads(case: Case):
 DIMS = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=0, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.data())
 def test_reshape_copies_exactly_where_numpy_must(data):
     dims = tuple(data.draw(DIMS))

@@ -326,7 +326,7 @@ STEPS = (
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 5)), min_size=2,
                 max_size=9))  # fmt: skip
 def test_random_graphs_on_padding_are_the_graphs(steps):

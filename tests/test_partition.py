@@ -118,7 +118,7 @@ def marked(draw) -> tuple[Graph, dict[str, Any], int]:
 
 
 @given(marked(), st.integers(0, 2**31))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_random_graphs_and_marks(case: tuple[Graph, dict[str, Any], int], seed: int) -> None:
     g, marks, ranks = case
     rng = np.random.default_rng(seed)

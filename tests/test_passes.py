@@ -214,7 +214,7 @@ def graphs(draw):
     return g
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graphs())
 def test_canonicalise_changes_no_bit_of_random_graphs(graph):
     before = str(graph)

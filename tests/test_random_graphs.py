@@ -128,7 +128,7 @@ def graphs(draw) -> Graph:
 
 
 @given(graphs(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_every_device_agrees_with_the_reference(g: Graph, seed: int) -> None:
     rng = np.random.default_rng(seed)
     draw = lambda v: rng.uniform(-2.5, 2.5, v.shape.static).astype(v.dtype.numpy)  # noqa: E731

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ranks
-from ranks import Ended
+from ranks import Ended, all_ready_but
 
 from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect, native
 from rlx.driver.collective import collectives_of
@@ -171,13 +171,19 @@ def fails(t: ShmTransport, who: int, how: str) -> list[str]:
         if how == "raise":
             raise ZeroDivisionError
         if how == "hang":
-            time.sleep(2)
+            while not any(line.fault for line in t._lines):
+                time.sleep(0.001)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how in ("hang", "stop"):
             t.barrier()  # all others had come to it
         if how == "close":
             t.close()
+    elif how in ("hang", "stop"):
+        while how == "stop" and shm.process(t._lines[who].pid)[0] != "T":
+            time.sleep(0.001)
+        all_ready_but(t, who)
+        t.timeout = 1.0
     told = []
     assert not t.meeting.shut or how == "close"
     for call in (t.barrier, lambda: t.put(SymmetricBuffer(Rank(0), 0, 1), np.zeros(1, np.uint8)), t.barrier):
@@ -193,12 +199,11 @@ def fails(t: ShmTransport, who: int, how: str) -> list[str]:
     ("kill", "died"), ("exit", "died"), ("raise", "left"), ("close", "left"), ("hang", "in time"), ("stop", "stopped"),
 ])  # fmt: skip
 def test_every_other_rank_learns_who_failed(who, how, said):
-    started = ranks.start(3, fails, who, how, timeout=0.5 if how in ("hang", "stop") else LONG)
+    started = ranks.start(3, fails, who, how, timeout=LONG)
     if how == "stop":
-        pid = started.pids[who]
-        while shm.process(pid)[0] != "T":
+        pid, *others = sorted(started.pids, key=lambda pid: pid != started.pids[who])
+        while not all(shm.process(other)[0] in ("", "Z") for other in others):  # until they have been told
             time.sleep(0.01)
-        time.sleep(1.5)
         os.kill(pid, signal.SIGCONT)
     found = started.outcomes()
     for rank, told in enumerate(found):
@@ -283,20 +288,25 @@ def test_a_call_that_is_interrupted_never_counts_as_done(count, known):
 def left_between(t: ShmTransport) -> str:
     """Rank 0 is interrupted after machine code has returned that it waits, and before anything asks why."""
     x, scratch = np.ones(4, np.float32), SymmetricBuffer(t.this_rank, 0, 16)
+    waits, told = (t.heap.bytes(SymmetricBuffer(Rank(0), 64 + i, 1)) for i in range(2))
     all_reduce(t, scratch, x)
     t.barrier()
     if t.this_rank.index == 1:
-        time.sleep(0.1)
+        while not waits[0]:
+            time.sleep(0.001)
         with pytest.raises(TransportError, match="interrupted"):
             for _ in range(2):
                 all_reduce(t, scratch, x)
+        told[0] = 1
         return ""
     table: Any = next(iter(collectives_of(t).plans.values()))
     assert table._begin(table.address, x.ctypes.data, x.ctypes.data) >= shm.WAITING
     assert not t.broken and t.meeting.shut == shm.PENDING
+    waits[0] = 1
     with pytest.raises(TransportError) as caught:
         all_reduce(t, scratch, x)
-    time.sleep(0.2)
+    while not told[0]:
+        time.sleep(0.001)
     return str(caught.value)
 
 
@@ -483,7 +493,7 @@ def test_native_words_are_where_others_expect_them():
 
 def until_an_error(name: str, rank: int, n: int, collectives: bool) -> str:
     try:
-        t = ShmTransport(name, rank, n, 1 << 16, timeout=3.0)
+        t = ShmTransport(name, rank, n, 1 << 16, timeout=6.0)  # which passes if a rank was killed before it joined
         small, large = np.ones(16, np.float32), np.ones(1 << 14, np.float32)
         for i in range(1 << 30):
             for x in (small, large) if collectives else ():

@@ -18,7 +18,7 @@ from rlx.ir import DTYPES, OPS, Attrs, BufferHandle, Dim, DType, Graph, Kind, Op
 from rlx.ir.graph import apply
 from rlx.ir.text import INLINE
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 class EverythingAttrs(Attrs):

@@ -21,6 +21,7 @@ from rlx.ir.tuning import step_key
 from rlx.runtime import CompileOptions, Session, tune
 
 RNG = np.random.default_rng(11)
+ENOUGH = 3600.0  # seconds of a budget: more than any of these compiles takes
 
 
 @pytest.fixture
@@ -173,18 +174,18 @@ GRAPH = GRAPHS["two tails"]
 
 def test_what_wins_is_chosen_and_reported(folder, monkeypatch):
     Races(monkeypatch, lower_tiles)
-    (step,) = compiled(GRAPH, tune=30).report().tuning.steps
+    (step,) = compiled(GRAPH, tune=ENOUGH).report().tuning.steps
     assert step.how == "measured" and dict(step.choice)["rows"] < dict(step.usual)["rows"] and step.tried >= 3
     assert "contract 49x500x91 f32 f32 f32" in step.key and "rows 5 for 8" in str(step)
     assert (step.usual_ns, step.chosen_ns) == (10**9, 9 * 10**8)
-    assert "rows 5 for 8" in str(compiled(GRAPH, tune=30).report())
-    assert code(GRAPH, tune=30) != code(GRAPH)
+    assert "rows 5 for 8" in str(compiled(GRAPH, tune=ENOUGH).report())
+    assert code(GRAPH, tune=ENOUGH) != code(GRAPH)
 
 
 @pytest.mark.parametrize("time", [lambda c: 1.0 if c["rows"] > 5 else 0.98, lambda c: 1.0])
 def test_what_gains_less_than_repeating_varies_is_not_chosen(folder, monkeypatch, time):
     Races(monkeypatch, time)
-    tuned = compiled(GRAPH, tune=30)
+    tuned = compiled(GRAPH, tune=ENOUGH)
     assert tuned.report().tuning.steps[0].choice == tuned.report().tuning.steps[0].usual
     assert tuned._executable._code.artifact.objects == code(GRAPH)
 
@@ -192,21 +193,21 @@ def test_what_gains_less_than_repeating_varies_is_not_chosen(folder, monkeypatch
 def test_a_win_must_be_repeated(folder, monkeypatch):
     races = Races(monkeypatch)
     races.time = lambda choice: lower_tiles(choice) if len(races.seen[-1]) > 2 else 1.0  # of two: the final race
-    (step,) = compiled(GRAPH, tune=30).report().tuning.steps
+    (step,) = compiled(GRAPH, tune=ENOUGH).report().tuning.steps
     assert step.choice == step.usual and len(races.seen[-1]) == 2
 
 
 def test_a_second_compile_measures_nothing_and_gives_the_same_code(folder, monkeypatch):
     races = Races(monkeypatch, lower_tiles)
-    first = compiled(GRAPH, tune=30)
+    first = compiled(GRAPH, tune=ENOUGH)
     count = len(races.seen)
-    assert count and compiled(GRAPH, tune=30).report().cache.state == "cached"
-    assert compiled(GRAPH, tune=30).report().tuning == first.report().tuning
+    assert count and compiled(GRAPH, tune=ENOUGH).report().cache.state == "cached"
+    assert compiled(GRAPH, tune=ENOUGH).report().tuning == first.report().tuning
     for entry in folder.glob("program-*"):
         entry.unlink()
     backend._compiled.cache_clear()
     races.time = lambda choice: 1.0  # measuring again would choose otherwise
-    again = compiled(GRAPH, tune=30)
+    again = compiled(GRAPH, tune=ENOUGH)
     assert len(races.seen) == count and again.report().cache.state == "compiled"
     assert [s.how for s in again.report().tuning.steps] == ["kept"]
     assert again.report().tuning.choices == first.report().tuning.choices
@@ -234,34 +235,34 @@ def too_deep(entry: Path) -> None:
 @pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_choice, too_deep])
 def test_a_damaged_choice_is_measured_again(folder, monkeypatch, spoil):
     races = Races(monkeypatch, lower_tiles)
-    first = compiled(GRAPH, tune=30).report().tuning
+    first = compiled(GRAPH, tune=ENOUGH).report().tuning
     (entry,) = folder.glob("tuning-*")
     spoil(entry)
     for other in folder.glob("program-*"):
         other.unlink()
     count = len(races.seen)
-    assert compiled(GRAPH, tune=30).report().tuning == first and len(races.seen) == 2 * count
+    assert compiled(GRAPH, tune=ENOUGH).report().tuning == first and len(races.seen) == 2 * count
 
 
 def test_choices_of_another_machine_are_not_used(folder, monkeypatch):
     races = Races(monkeypatch)
-    compiled(GRAPH, tune=30)
+    compiled(GRAPH, tune=ENOUGH)
     count = len(races.seen)
     monkeypatch.setattr(backend.CpuBackend, "machine", lambda self: "another")
-    compiled(GRAPH, tune=20)
+    compiled(GRAPH, tune=ENOUGH + 1)
     assert len(races.seen) == 2 * count
 
 
 def test_choices_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tmp_path):
     Races(monkeypatch, lower_tiles)
-    made = compiled(GRAPH, tune=30)
+    made = compiled(GRAPH, tune=ENOUGH)
     report = made.report().tuning
     report.save(tmp_path / "choices.json")
     for given in (report, report.choices, str(tmp_path / "choices.json"), tmp_path / "choices.json"):
         again = compiled(GRAPH, tune=given)
         assert again._executable._code.artifact.objects == made._executable._code.artifact.objects
         assert [s.how for s in again.report().tuning.steps] == ["given"] and again.report().tuning.choices == report.choices
-    assert CompileOptions(tune=report) == CompileOptions(tune=report.choices) != CompileOptions(tune=30)
+    assert CompileOptions(tune=report) == CompileOptions(tune=report.choices) != CompileOptions(tune=ENOUGH)
     assert hash(CompileOptions(tune=report)) == hash(CompileOptions(tune=tmp_path / "choices.json"))
     assert str(CompileOptions(tune=report)) == str(CompileOptions(tune=report.choices)) != str(CompileOptions(tune={}))
 
@@ -279,13 +280,13 @@ def test_an_interrupted_compile_keeps_what_it_found(folder, monkeypatch):
         if done == 1:
             raise KeyboardInterrupt
 
-    compiled(GRAPH, tune=30)  # what stays, stays from here on
+    compiled(GRAPH, tune=ENOUGH)  # what stays, stays from here on
     live, count = memory.allocations()["live_bytes"], len(races.seen)
     with pytest.raises(KeyboardInterrupt):
-        compiled(g, tune=30, progress=interrupt)
+        compiled(g, tune=ENOUGH, progress=interrupt)
     assert memory.allocations()["live_bytes"] <= live and len(races.seen) > count
     steps = []
-    tuning = compiled(g, tune=30, progress=lambda done, total, step: steps.append((done, total))).report().tuning
+    tuning = compiled(g, tune=ENOUGH, progress=lambda done, total, step: steps.append((done, total))).report().tuning
     assert sorted(s.how for s in tuning.steps) == ["kept", "measured"] and steps == [(0, 1), (1, 1)]
 
 
@@ -301,7 +302,7 @@ def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_
     """Each race is run once, however many compiles it takes; until all have been, no program is kept."""
     races, graph = Races(monkeypatch, lower_tiles), two_products()
     with knobs.override(RLX_CACHE=0):
-        want = compiled(graph, tune=30).report().tuning
+        want = compiled(graph, tune=ENOUGH).report().tuning
     in_all, races.seen = len(races.seen), []
     assert in_all > 3
     run, left = races.race, [0]
@@ -315,7 +316,7 @@ def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_
     monkeypatch.setattr(races, "race", limited)
     for done in range(at_once, in_all + at_once, at_once):
         left[0] = at_once
-        report = compiled(graph, tune=30).report()
+        report = compiled(graph, tune=ENOUGH).report()
         assert len(races.seen) == min(done, in_all)
         if done < in_all:
             assert "not measured: out of time" in [s.how for s in report.tuning.steps]
@@ -323,14 +324,14 @@ def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_
             assert not list(folder.glob("program-*")) and report.cache.why in str(report)
     assert report.cache.state == "compiled" and report.tuning.choices == want.choices
     assert [s.tried for s in report.tuning.steps] == [s.tried for s in want.steps]
-    again = compiled(graph, tune=30).report()
+    again = compiled(graph, tune=ENOUGH).report()
     assert again.cache.state == "cached" and again.tuning.choices == want.choices and len(races.seen) == in_all
 
 
 def test_a_budget_that_is_too_small_for_any_race_is_not_spent_again(folder, monkeypatch):
     """But by compiles that get farther: what one spends its time on is code, which the next finds on disk."""
     monkeypatch.setattr(tune._Trial, "_race", spent)
-    said = [compiled(two_products(), tune=budget).report() for budget in (30, 30, 30, 31, 31)]
+    said = [compiled(two_products(), tune=budget).report() for budget in (ENOUGH, ENOUGH, ENOUGH, ENOUGH + 1, ENOUGH + 1)]
     assert [r.cache.state for r in said] == ["off", "compiled", "cached", "off", "compiled"]
     assert [{s.how for s in r.tuning.steps} for r in said[:2]] == [
         {"not measured: out of time"}, {"not measured: takes longer than the time given"}
@@ -352,7 +353,7 @@ def test_a_race_that_cannot_end_in_time_is_not_begun(unkept, monkeypatch):
 
 def test_steps_are_really_measured(unkept):
     seen = []
-    made = compiled(GRAPHS["two tails"], 2, lambda *args: seen.append(args), tune=20)
+    made = compiled(GRAPHS["two tails"], 2, lambda *args: seen.append(args), tune=ENOUGH)
     (step,) = made.report().tuning.steps
     assert step.how == "measured" and step.tried > 2 and seen[0][:2] == (0, 1) and seen[-1] == (1, 1, "")
     assert "tune" in made.report().seconds
@@ -363,14 +364,14 @@ def test_steps_are_really_measured(unkept):
 @pytest.mark.parametrize("name", ["attention", "blocks", "chain", "unpacked batch"])
 def test_every_kind_of_step_can_be_measured(unkept, name, monkeypatch):
     races = Races(monkeypatch)  # the races alone are not run
-    compiled(GRAPHS[name], 2, tune=30)
+    compiled(GRAPHS[name], 2, tune=ENOUGH)
     assert races.seen
 
 
 def test_a_step_over_active_rows_is_measured_with_all_of_them(unkept):
     g = rlx.Graph("rows")
     g.set_outputs([rlx.gelu(g.input("x", ("seq", 91), rlx.f32) @ g.param("w", (91, 257), rlx.f32))])
-    options = CompileOptions().bind_extent("seq", 49).replace(tune=20)
+    options = CompileOptions().bind_extent("seq", 49).replace(tune=ENOUGH)
     program = lower(g, get("cpu").target(0, 1), options)
     step = next(s for s in program.steps if program.extent in s.args)
     trial = tune._Trial(tune._Tuner(get("cpu"), 0, program, options, None), step)
