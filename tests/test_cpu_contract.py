@@ -20,8 +20,25 @@ from rlx.backends.cpu import jit
 from rlx.backends.cpu.kernels import contract
 from rlx.backends.cpu.kernels.tiles import Plan, plan
 from rlx.backends.cpu.target import host_target, machine_of, missing_features, target_for
+from rlx.backends.ref.interpret import run_kernel
 from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
-from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, const, linear
+from rlx.ir.kernel import (
+    Buffer,
+    Check,
+    Computed,
+    Contract,
+    Kernel,
+    Limit,
+    Load,
+    Local,
+    Loop,
+    Operand,
+    Reduce,
+    Store,
+    Var,
+    const,
+    linear,
+)
 from rlx.ir.kernel import k as scalar
 from rlx.ir.target import Target
 
@@ -67,8 +84,9 @@ def _compiled(text: str, target: Target) -> object:
     return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def run(kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | None = None) -> Arrays:
-    """The written buffers after a run; buffers not in `values` are poisoned. `same`: a buffer in another one's memory."""
+def run(kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | None = None, code: int = 0) -> Arrays:
+    """The written buffers after a run; buffers not in `values` are poisoned. `same`: a buffer in another one's memory. `code`:
+    the status that the run ends with."""
     rendered = contract.render(kernel, target, "mm")
     function = _compiled(rendered.text, target)
     results = []
@@ -85,7 +103,7 @@ def run(kernel: Kernel, target: Target, values: Arrays, same: dict[str, str] | N
         for task in order:
             scratch = Fenced(-(-rendered.scratch_bytes // 64) * 64, at_end)
             function(table, task, ctypes.c_void_p(scratch.address), ctypes.byref(status))  # type: ignore[operator]
-        assert status.value == 0
+        assert status.value == code
         for name, old in before.items():
             assert same or (held[name].data == old).all(), f"input {name} was written"
         results.append({b.name: held[b.name].data.view(b.dtype.numpy).copy() for b in kernel.buffers if b.writable})
@@ -391,6 +409,98 @@ def test_rows(shape: tuple[int, int, int, int]) -> None:
     h = values["a"].astype(np.float64) @ b + values["bias"] + values["r"]
     want = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5) * values["gain"]
     np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+# -- computed operands ---------------------------------------------------------------------------------------------
+
+
+def computed_kernel(
+    m: int, n: int, k: int, dtypes: DTypes = F32, panel: int = 0, group: int = 1, right: bool = False, batch: int = 1,
+    limit: bool = False,
+) -> Kernel:  # fmt: skip
+    """c[g] = a[g] @ b, where row i of a is max(x[at[i]] - max(x[at[i]]), t). b is packed, or with `right` strided and computed
+    as w * u. `limit`: rows up to `count` only."""
+    x, at, t = Buffer("x", f32, batch * m * k), Buffer("at", i32, batch * m), Buffer("t", f32, k)
+    size = n * k if right else -(-n // panel) * panel * -(-k // group) * group
+    w, u = Buffer("w", dtypes[1], size), Buffer("u", f32, n)
+    c, count, row = Buffer("c", dtypes[2], batch * m * n, True), Buffer("count", i64, 1), Local("row", f32, k, per_row=True)
+    g, r, q, s, acc, most = Var("g"), Var("r"), Var("q"), Var("s"), Var("acc", dtypes[2]), Var("most", f32)
+    place = scalar.cast(Load(at, linear([(g, m), (r, 1)])), i64)
+    inside = scalar.and_(scalar.le(0, place), scalar.lt(place, m))
+    read = scalar.add(Load(x, linear([(g, m * k), (place, k), (s, 1)]), inside), 0.0)
+    before = (
+        Check(inside, 1),
+        Loop(s, k, (Store(row, s, read),), vector=True, reduces=(Reduce(most, "max", read),)),
+    )
+    left = Computed(r, q, scalar.max(scalar.sub(Load(row, q), most), Load(t, q)), dtypes[0], before)
+    r2, q2 = Var("r"), Var("q")
+    times = scalar.mul(scalar.cast(Load(w, linear([(r2, n), (q2, 1)])), f32), Load(u, q2)) if right else const(0)
+    other = Computed(r2, q2, times, dtypes[1]) if right else Operand(w, const(0), panel=panel, group=group)
+    store = Store(c, linear([(g, m * n), (ROW, n), (COL, 1)]), acc)
+    body = Contract(ROW, COL, m, n, k, left, other, acc, (store,))
+    limits = (Limit(ROW, Load(count, const(0))),) if limit else ()
+    return Kernel("mm", (x, at, t, w, u, c, count), (row,), ((g, batch),), (body,), limits=limits)
+
+
+def check_computed(m: int, n: int, k: int, target: Target, dtypes: DTypes = F32, right: bool = False, batch: int = 1) -> None:
+    """Small whole numbers, so that every sum is exact."""
+    rng = np.random.default_rng(m + n + k)
+    one = dtypes[0].name if dtypes[0] == dtypes[1] else f"{dtypes[0]} {dtypes[1]}"
+    panel, group = (0, 1) if right else target.panel(one)
+    kernel = computed_kernel(m, n, k, dtypes, panel, group, right, batch)
+    x, w = rng.integers(-9, 9, (batch, m, k)).astype("f4"), rng.integers(-9, 9, (k, n)).astype(dtypes[1].numpy)
+    at, t, u = rng.integers(0, m, (batch, m), np.int32), rng.integers(-9, 0, k).astype("f4"), rng.integers(1, 3, n).astype("f4")
+    b = w
+    if not right:
+        deep = np.zeros((-(-k // group) * group, n), w.dtype)
+        deep[:k] = w
+        panels = packed(deep, panel)
+        b = panels.reshape(panels.shape[0], -1, group, panel).swapaxes(-1, -2).copy()
+    values = {"x": x, "at": at, "t": t, "w": b, "u": u}
+    got = run(kernel, target, values)["c"].reshape(batch, m, n)
+    flat = [values.get(x.name, np.zeros(x.size, x.dtype.numpy)).reshape(-1) for x in kernel.buffers]
+    assert run_kernel(kernel, flat) == 0
+    np.testing.assert_array_equal(got, flat[5].reshape(batch, m, n))
+    rows = np.stack([part[i] for part, i in zip(x, at)])
+    left = np.maximum(rows - rows.max(-1, keepdims=True), t).astype(dtypes[0].numpy).astype("f8")
+    wide = w.astype("f8")
+    np.testing.assert_array_equal(got, left @ ((wide * u).astype(dtypes[1].numpy).astype("f8") if right else wide))
+
+
+PANELLED = [(f32, f32, f32), (bf16, bf16, f32), (f16, f16, f32), (f64, f64, f64)]
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("dtypes", PANELLED, ids=str)
+@pytest.mark.parametrize("shape", [(1, 48, 7), (1, 100, 33), (5, 49, 64), (33, 130, 21), (140, 33, 1)], ids=str)
+def test_a_computed_left_operand(shape: tuple[int, int, int], dtypes: DTypes, cpu: str) -> None:
+    """Reductions of the row first, a gather, a rounding to the operand's dtype; odd depths of pairs are filled up."""
+    if f16 in dtypes and cpu == "x86-64":
+        pytest.skip("x86-64 without F16C converts f16 by a library call")
+    for threads in (1, 3):
+        check_computed(*shape, with_threads(TARGETS[cpu], threads), dtypes, batch=2 if threads > 1 else 1)
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("dtypes", [*PANELLED, (bf16, f32, f32)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 50, 7), (6, 1, 9), (33, 130, 21), (2, 7, 1)], ids=str)
+def test_computed_operands_on_both_sides(shape: tuple[int, int, int], dtypes: DTypes, cpu: str) -> None:
+    if f16 in dtypes and cpu == "x86-64":
+        pytest.skip("x86-64 without F16C converts f16 by a library call")
+    check_computed(*shape, with_threads(TARGETS[cpu], 2), dtypes, right=True, batch=2)
+
+
+def test_a_check_in_a_computed_operand_fails_the_run_and_spares_rows_past_the_limit() -> None:
+    target = TARGETS["host"]
+    m, n, k = 20, target.panel("f32")[0], 8
+    x, t, w = np.zeros((m, k), "f4"), np.zeros(k, "f4"), np.ones((1, k, n), "f4")
+    at = np.zeros(m, np.int32)
+    at[13] = m
+    values = {"x": x, "at": at, "t": t, "w": w}
+    run(computed_kernel(m, n, k, panel=n), target, values, code=1)
+    for rows, code in ((13, 0), (14, 1)):
+        values["count"] = np.array([rows])
+        run(computed_kernel(m, n, k, panel=n, limit=True), target, values, code=code)
 
 
 # -- how work is cut -----------------------------------------------------------------------------------------------

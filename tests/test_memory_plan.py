@@ -29,7 +29,23 @@ from rlx.compile.memory import Lifetime, lifetimes, no_pairs, plan_arena
 from rlx.errors import PlanError
 from rlx.ir import BufferHandle, Graph, ops
 from rlx.ir.dtype import f16, f32, i32
-from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, View, const, k, linear
+from rlx.ir.kernel import (
+    Buffer,
+    Computed,
+    Contract,
+    Kernel,
+    Load,
+    Local,
+    Loop,
+    Operand,
+    Reduce,
+    Store,
+    Var,
+    View,
+    const,
+    k,
+    linear,
+)
 from rlx.ir.kernel import Native as NativeStmt
 from rlx.ir.program import Region
 
@@ -76,6 +92,20 @@ def test_row_program_after_a_contraction_is_in_place_with_its_residual():
         )
         assert inplace_pairs(kernel) == want
         assert_safe(kernel, want)
+
+
+def test_a_computed_operand_may_be_read_again_after_the_epilogue_wrote():
+    """Rows of `a` are made once per group of columns: what they read may not be overwritten by results of the same row."""
+    x, b = Buffer("x", f32, N), Buffer("b", f32, COLUMNS * COLUMNS)
+    extra, out = Buffer("extra", f32, N), Buffer("out", f32, N, writable=True)
+    i, j, r, c, acc = Var("i"), Var("j"), Var("r"), Var("c"), Var("acc", f32)
+    at = linear([(i, COLUMNS), (j, 1)])
+    left = Computed(r, c, k.mul(Load(x, linear([(r, COLUMNS), (c, 1)])), 2.0), f32)
+    store = Store(out, at, k.add(k.add(acc, Load(extra, at)), Load(x, at)))
+    body = Contract(i, j, ROWS, COLUMNS, COLUMNS, left, Operand(b, const(0), COLUMNS, 1), acc, (store,))
+    kernel = Kernel("norm_then_product", (x, b, extra, out), (), (), (body,))
+    assert inplace_pairs(kernel) == {(2, 3)}
+    assert [_overwrites_after_reading(_Facts(kernel), read, 3) for read in (0, 1, 2)] == [False, False, True]
 
 
 def test_no_pair_without_proof():

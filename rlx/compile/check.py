@@ -292,7 +292,9 @@ def _signature(kernel: K.Kernel, a: Access) -> _Signature | None:
     """(element at index 0, ((stride, extent) per grid index, then per loop)), or None where the index is not such a sum."""
     around = (*kernel.grid, *a.loops)
     known = {v for v, _ in around}
-    if a.index is None or any(isinstance(e, K.Load) or (isinstance(e, K.Var) and e not in known) for e in K.walk(a.index)):
+    if a.again or a.index is None:
+        return None
+    if any(isinstance(e, K.Load) or (isinstance(e, K.Var) and e not in known) for e in K.walk(a.index)):
         return None
     strides = [K.coefficient(a.index, v) for v, _ in around]
     origin = _at_zero(a.index)

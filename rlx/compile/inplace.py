@@ -34,7 +34,7 @@ def inplace_pairs(kernel: Kernel) -> frozenset[tuple[int, int]]:
     if kernel.collective:
         return frozenset({(0, 1)} if kernel.collective.attrs.in_place else ())  # type: ignore[union-attr]
     found = accesses(kernel)
-    opaque = {a.buffer for a in found if a.index is None}  # touched in a way that has no element-wise description
+    opaque = {a.buffer for a in found if a.index is None or a.again}  # no order of its elements' accesses is known
     pairs = set()
     for w, written in enumerate(kernel.buffers):
         stores = [a for a in found if a.buffer is written]

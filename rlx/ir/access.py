@@ -4,9 +4,25 @@ by other means, by the checker."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlx.ir.kernel import Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, walk
+from rlx.ir.kernel import (
+    Buffer,
+    Check,
+    Computed,
+    Contract,
+    Expr,
+    Kernel,
+    Let,
+    Load,
+    Local,
+    Loop,
+    Operand,
+    Stmt,
+    Store,
+    Var,
+    walk,
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,7 @@ class Access:
     index: Expr | None
     path: tuple[int, ...]
     loops: tuple[tuple[Var, int], ...]
+    again: bool = False
 
 
 def accesses(kernel: Kernel) -> list[Access]:
@@ -44,13 +61,23 @@ def accesses(kernel: Kernel) -> list[Access]:
                 block(s.body, here, inside)
                 note((*(r.value for r in s.reduces), *(c.next for c in s.carries)), (*here, len(s.body)), inside)
             elif isinstance(s, Contract):
-                note((s.a.offset, s.b.offset), here, loops)
-                found.extend(Access(o.buffer, False, None, here, loops) for o in (s.a, s.b))
+                operand(s.a, (s.m, s.k), here, loops)
+                operand(s.b, (s.k, s.n), here, loops)
                 row = (*loops, (s.i, s.m))
                 block(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
                 block(s.rows, here, row, 1)
             else:
                 found.extend(Access(v.buffer, v in s.outputs, None, here, loops) for v in s.inputs + s.outputs)
+
+    def operand(o: Operand | Computed, dims: tuple[int, int], here: tuple[int, ...], loops: tuple[tuple[Var, int], ...]) -> None:
+        if isinstance(o, Operand):
+            note((o.offset,), here, loops)
+            found.append(Access(o.buffer, False, None, here, loops))
+            return
+        start, row = len(found), (*loops, (o.row, dims[0]))
+        each = Loop(o.column, dims[1], (*o.body, Let(Var("value", o.value.dtype), o.value)))
+        block((*o.before, each), here, row, -1 - len(o.before))
+        found[start:] = [replace(a, again=True) for a in found[start:]]
 
     note(tuple(x.count for x in kernel.limits), (-1,), ())
     block(kernel.body, (), ())

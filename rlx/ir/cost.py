@@ -13,7 +13,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlx.ir.access import accesses
-from rlx.ir.kernel import COMPARISONS, Alu, Buffer, Check, Contract, Expr, Kernel, Let, Loop, Native, Stmt, Store, Var, walk
+from rlx.ir.kernel import (
+    COMPARISONS,
+    Alu,
+    Buffer,
+    Check,
+    Computed,
+    Contract,
+    Expr,
+    Kernel,
+    Let,
+    Loop,
+    Native,
+    Operand,
+    Stmt,
+    Store,
+    Var,
+    walk,
+)
 from rlx.ir.op import OPS
 from rlx.ir.program import Program, Region, received_bytes
 
@@ -127,7 +144,8 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
     """(buffer, whether written, elements) of the operands that a contraction or an op of its own reads in its own way."""
     if isinstance(s, Contract):
         for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
-            yield x.buffer, False, x.buffer.size if x.panel else n * _places(x.offset, grid)
+            if isinstance(x, Operand):  # what a computed one loads is among the accesses
+                yield x.buffer, False, x.buffer.size if x.panel else n * _places(x.offset, grid)
     elif isinstance(s, Native):
         for v in (*s.inputs, *s.outputs):
             yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)
@@ -163,6 +181,10 @@ def _flops(body: Iterable[Stmt]) -> int:
             total += s.extent * _flops((*s.body, *ends))
         elif isinstance(s, Contract):
             total += 2 * s.m * s.n * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
+            for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.n)):
+                if isinstance(o, Computed):
+                    each = (*o.body, Let(Var("value", o.value.dtype), o.value))
+                    total += rows * (_flops(o.before) + columns * _flops(each))
     return total
 
 

@@ -5,6 +5,7 @@ blocks). Expressions are immutable and may be shared; a renderer emits a shared 
 the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
 
 Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
+More than 500 lines, as the records and their text change together.
 """
 
 from __future__ import annotations
@@ -180,6 +181,27 @@ class Operand:
     panel: int = 0
     group: int = 1
 
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Computed:
+    """A matrix operand of a Contract that is computed as it is read: element (row, column) is `value` rounded to `dtype`.
+
+    The statements `before` run once per row (they read `row`: the reductions of a norm), `body` once per element. The result is
+    as if the whole matrix had been stored beforehand. A renderer may compute a row more than once, so these statements write
+    Locals only, which belong to one row of operand `a` (`per_row`).
+    """
+
+    row: Var
+    column: Var
+    value: Expr
+    dtype: DType
+    before: tuple[Stmt, ...] = ()
+    body: tuple[Stmt, ...] = ()
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Contract:
@@ -191,8 +213,8 @@ class Contract:
     m: int
     n: int
     k: int
-    a: Operand
-    b: Operand
+    a: Operand | Computed
+    b: Operand | Computed
     acc: Var
     epilogue: tuple[Stmt, ...]
     rows: tuple[Stmt, ...] = ()
@@ -479,7 +501,7 @@ class _Printer:
                 self.line(depth + 1, f"next {self.name(c.var, 'c')} = {self.expr(c.next, depth + 1)}")
             self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
         elif isinstance(s, Contract):
-            a, b = self.operand(s.a, depth), self.operand(s.b, depth)
+            a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.n), depth)
             head = f"contract {self.name(s.i, 'i')} < {s.m}, {self.name(s.j, 'j')} < {s.n}, k < {s.k}: "
             self.line(depth, f"{head}{self.name(s.acc, 'acc')}:{s.acc.dtype.name} = {a} @ {b}")
             self.block(s.epilogue, depth + 1)
@@ -494,6 +516,17 @@ class _Printer:
     def view(self, v: View) -> str:
         return f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]"
 
-    def operand(self, o: Operand, depth: int) -> str:
+    def operand(self, o: Operand | Computed, dims: tuple[int, int], depth: int) -> str:
+        if isinstance(o, Computed):
+            self.line(depth, f"{self.name(o, 'm')}:{o.dtype.name} = each row {self.name(o.row, 'i')} < {dims[0]}:")
+            before = dict(self.names)
+            for inner in o.before:
+                self.stmt(inner, depth + 1)
+            self.line(depth + 1, f"each column {self.name(o.column, 'i')} < {dims[1]}:")
+            for inner in o.body:
+                self.stmt(inner, depth + 2)
+            self.line(depth + 2, f"value {self.expr(o.value, depth + 2)}")
+            self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
+            return self.name(o, "m")
         layout = f"panels {o.panel}, {o.group}" if o.panel else f"{o.row_stride}, {o.col_stride}"
         return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; {layout}]"

@@ -31,7 +31,7 @@ def step_key(kernel: Kernel, target: Target) -> str:
     """The same for equal kernels on equal targets, on any machine: a few words for people, and a digest."""
     what, first = "", next(iter(kernel.body), None)
     if isinstance(first, Contract):
-        a, b, acc = first.a.buffer.dtype, first.b.buffer.dtype, first.acc.dtype
+        a, b, acc = first.a.dtype, first.b.dtype, first.acc.dtype
         batch = prod(extent for _, extent in kernel.grid)
         what = f"contract {f'{batch} x ' if batch > 1 else ''}{first.m}x{first.n}x{first.k} {a} {b} {acc}"
     elif isinstance(first, Native):

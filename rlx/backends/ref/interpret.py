@@ -80,9 +80,13 @@ def _volume(body: Sequence[Stmt]) -> int:
         if isinstance(s, K.Loop):
             most = max(most, (s.extent if _side_by_side(s) else 1) * _volume(s.body))
         elif isinstance(s, K.Contract):
-            inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k)
-            most = max(most, s.m * inner, s.k * s.n)
+            inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
+            most = max(most, s.m * inner, s.k * s.n * _volume_of(s.b))
     return most
+
+
+def _volume_of(o: K.Operand | K.Computed) -> int:
+    return max(_volume(o.before), _volume(o.body)) if isinstance(o, K.Computed) else 1
 
 
 @lru_cache(4096)
@@ -103,6 +107,8 @@ def _depth(body: Sequence[Stmt]) -> int:
             most = max(most, 1 + _depth(s.body))
         elif isinstance(s, K.Contract):
             most = max(most, 2 + _depth(s.epilogue), 1 + _depth(s.rows))
+            for o in (s.a, s.b):
+                most = max(most, 1 + _depth(o.before), 2 + _depth(o.body)) if isinstance(o, K.Computed) else most
     return most
 
 
@@ -198,10 +204,8 @@ class _Chunk:
         return reduce_ufunc(r.op, value.dtype)(self.env[r.result], value)
 
     def contract(self, c: K.Contract) -> None:
-        rows, columns, inner = np.arange(c.m), np.arange(c.n), np.arange(c.k)
-        dtype = c.acc.dtype.numpy
-        a = self.operand(c.a, rows[:, None], inner[None, :], c.k).astype(dtype)
-        b = self.operand(c.b, inner[:, None], columns[None, :], c.k).astype(dtype)
+        rows, columns, dtype = np.arange(c.m), np.arange(c.n), c.acc.dtype.numpy
+        a, b = self.operand(c.a, c.m, c.k, c.k).astype(dtype), self.operand(c.b, c.k, c.n, c.k).astype(dtype)
         acc = np.matmul(a, b)
         self.env[c.i] = self.row = self.along(rows, 1)
         self.env[c.j] = self.along(columns, 2)
@@ -212,8 +216,11 @@ class _Chunk:
                     self.block(body)
         self.row = None
 
-    def operand(self, o: K.Operand, r: np.ndarray, c: np.ndarray, k: int) -> np.ndarray:
+    def operand(self, o: K.Operand | K.Computed, rows: int, columns: int, k: int) -> np.ndarray:
         """The operand's matrix at every grid point (or at one, where it is the same at all): [points or 1, rows, columns]."""
+        if isinstance(o, K.Computed):
+            return self.computed(o, rows, columns)
+        r, c = np.arange(rows)[:, None], np.arange(columns)[None, :]
         offset = self.value(o.offset).reshape(-1, 1, 1)
         if o.panel:
             at = (r // o.group * o.panel + c % o.panel) * o.group + r % o.group
@@ -222,6 +229,21 @@ class _Chunk:
             index = offset + r * o.row_stride + c * o.col_stride
         self.bounds(o.buffer, index, None, "reads")
         return convert(self.memory[o.buffer][index], o.buffer.dtype, o.buffer.dtype.compute)
+
+    def computed(self, o: K.Computed, rows: int, columns: int) -> np.ndarray:
+        if not rows * columns:
+            return np.zeros((1, rows, columns), o.dtype.compute.numpy)
+        self.env[o.row] = self.row = self.along(np.arange(rows), 1)
+        with self.scope(1, rows):
+            self.block(o.before)
+            self.env[o.column] = self.along(np.arange(columns), 2)
+            with self.scope(1, columns):
+                self.block(o.body)
+                value = convert(self.value(o.value), o.value.dtype.compute, o.dtype)
+        self.row = None
+        value = convert(value, o.dtype, o.dtype.compute)
+        points = value.shape[0]
+        return np.broadcast_to(value, (points, rows, columns, *value.shape[3:])).reshape(points, rows, columns)
 
     def native(self, s: K.Native) -> None:
         inputs = [self.window(v) for v in s.inputs]

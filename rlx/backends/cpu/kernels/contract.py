@@ -22,11 +22,11 @@ from rlx.backends.cpu.kernels.tile import (
     tile_function,
     turn_function,
 )
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, plan
-from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, panel_of, plan
+from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.ir.dtype import u8, u16, u32
-from rlx.ir.kernel import Buffer, Contract, Kernel, Local
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Store, k, walk
 from rlx.ir.target import Target
 
 
@@ -49,20 +49,27 @@ class _Contraction(Module):
         self.limited = any(x.var is contract.i for x in kernel.limits)
         block_rows = -(-p.row_tiles // max(1, p.blocks)) * p.rows if self.limited else p.block_rows
         raw = {2: u16, 4: u8}.get(p.group)  # of an element of a group: moved, not computed with
-        self.from_a = Layout(raw or a.buffer.dtype, a.row_stride, a.col_stride)
-        self.from_b = Layout(b.buffer.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
+        self.panel, _ = panel_of(b)
+        self.from_a = self.from_b = Layout(self.acc, 0)  # of computed ones, which lie nowhere
+        if isinstance(a, Operand):
+            self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride)
+        if isinstance(b, Operand):
+            self.from_b = Layout(b.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
         self.staged = Layout(raw or self.acc, -(-contract.k // p.lanes) * p.lanes)
         self.a = self.staged if p.stage_a else self.from_a
         self.steps = -(-contract.k // p.group)
         if raw:  # an element is a group from here on
-            self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, b.panel)
+            self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, self.panel)
         size = self.acc.itemsize
         self.configured = p.matrix and p.tall == p.row_tiles  # all tiles are of one height
         self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
-        self.local_at = {x: self.reserve((block_rows if x.per_row else 1) * x.size * x.dtype.itemsize) for x in kernel.locals}
+        kept = {x for x in walk((contract.epilogue, contract.rows)) if isinstance(x, Local)}  # from one row's turn to another
+        self.kept = tuple(x for x in kernel.locals if x.per_row and x in kept)
+        sizes = {x: (block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in kernel.locals}
+        self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
 
     def written(self, symbol: str) -> Rendered:
         e, p = Emitter(self.features), self.plan
@@ -73,7 +80,8 @@ class _Contraction(Module):
             pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
             scope = Scope(e, pointers, STATUS, vector_bytes=self.vector_bytes)
             limits = {v: limit_of(v, n, self.kernel, scope) for v, n in self.kernel.grid}
-            tiles = share(e, block, self._row_tiles(e, limit_of(self.c.i, self.c.m, self.kernel, scope)), p.blocks)
+            last = limit_of(self.c.i, self.c.m, self.kernel, scope)
+            tiles = share(e, block, self._row_tiles(e, last), p.blocks)
             panels = share(e, group, p.panels, p.groups)
             start, stop = share(e, batch_group, p.batch, p.batch_groups)
             if self.configured:
@@ -87,7 +95,7 @@ class _Contraction(Module):
                         inside.enter_context(e.when(e.cmp("slt", place, limit)))
                 if self.limited:
                     inside.enter_context(e.when(e.cmp("slt", *tiles)))
-                self._point(e, scope, tiles, panels)
+                self._point(e, scope, tiles, panels, last)
             if p.matrix:
                 amx.release(e)
         return self.rendered(e, symbol, p.tasks)
@@ -101,15 +109,18 @@ class _Contraction(Module):
         tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
         return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
 
-    def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V]) -> None:
-        """One grid point: the task's rows and panels of one pair of matrices."""
-        c, p, pointers = self.c, self.plan, scope.pointers
-        a, b = (step(e, pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize) for o in (c.a, c.b))
+    def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
+        """One grid point: the task's rows and panels of one pair of matrices, rows from `limit` on for nothing."""
+        c, p = self.c, self.plan
+        a, b = (self._start(e, scope, o) for o in (c.a, c.b))
         i0, i1 = (self._first_row(e, t) for t in tiles)
         if p.stage_a:
             kept = e.gep(SCRATCH, self.a_at)
-            source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
-            stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
+            if isinstance(c.a, Computed):
+                self._computed_a(e, scope, c.a, kept, i0, i1 if limit is None else e.intrinsic("smin", i1, limit))
+            else:
+                source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
+                stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
             a = step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
@@ -124,6 +135,42 @@ class _Contraction(Module):
             with e.loop(i0, i1) as row:
                 emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
 
+    def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:
+        """Where the operand's element (0, 0) is; of a computed one, anywhere."""
+        if isinstance(o, Computed):
+            return SCRATCH
+        return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.dtype.itemsize)
+
+    def _computed_a(self, e: Emitter, scope: Scope, a: Computed, to: V, start: V, stop: V) -> None:
+        """Rows `start` to `stop` of a in scratch, as stage_rows_function leaves them."""
+        depth, p = self.c.k, self.plan
+        line = Local("line", a.dtype if p.group > 1 else self.acc, self.staged.row)
+        statements = (*a.before, Loop(a.column, depth, (*a.body, _stored_to(line, a)), vector=True))
+        hoist(statements, scope)
+        with e.loop(start, stop) as row:
+            at = step(e, to, e.bin("sub", row.index, start), self.staged.byte(1, 0))
+            emit_statements(statements, scope.child({a.row: row.index}, pointers={line: at}))
+            for column in range(depth, -(-depth // p.group) * p.group):
+                e.store(e.const(stored(self.staged.dtype), 0), self.staged.at(e, at, 0, column), self.staged.dtype.itemsize)
+
+    def _computed_b(self, e: Emitter, scope: Scope, b: Computed, to: V, panel: V, pitch: Layout) -> None:
+        """Columns of one panel of b in scratch, [k][panel]."""
+        c, p = self.c, self.plan
+        first = e.bin("mul", panel, e.i64(p.columns))
+        bounds = first, e.intrinsic("smin", e.bin("add", first, p.columns), e.i64(c.n))
+        line = Local("line", self.acc, c.n)
+        loop = Loop(b.column, c.n, (*b.body, _stored_to(line, b)), vector=True)
+        hoist((*b.before, loop), scope)
+        with e.loop(0, c.k) as row:
+            at = step(e, pitch.at(e, to, row.index), first, -self.acc.itemsize)  # where column 0 would be
+            inside = scope.child({b.row: row.index}, pointers={line: at})
+            emit_statements(b.before, inside)
+            if loop.extent > 1 and loop.in_lanes and not prefers_inner(loop):
+                emit_vector_loop(loop, inside, bounds)
+            else:
+                with e.loop(*bounds) as column:
+                    emit_statements(loop.body, inside.child({b.column: column.index}))
+
     def _first_row(self, e: Emitter, tile: V) -> V:
         """Plan.first_row, at run time."""
         tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
@@ -132,14 +179,17 @@ class _Contraction(Module):
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
         p, layout = self.plan, self.from_b
-        b = step(e, b, panel, layout.byte(self.steps, 0) if self.c.b.panel else layout.byte(0, p.columns))
-        masked = 0 if self.c.b.panel or p.stage_b else tail  # panels are padded
+        b = step(e, b, panel, layout.byte(self.steps, 0) if self.panel else layout.byte(0, p.columns))
+        masked = 0 if self.panel or p.stage_b else tail  # panels are padded
         if p.stage_b:
             kept, layout = e.gep(SCRATCH, self.b_at), Layout(self.acc, vectors * p.lanes)
-            self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
+            if isinstance(self.c.b, Computed):
+                self._computed_b(e, scope, self.c.b, kept, panel, layout)
+            else:
+                self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
         sums = e.gep(SCRATCH, self.sums_at)
-        ahead = layout.byte(self.steps, 0) if p.ahead and self.c.b.panel else 0
+        ahead = layout.byte(self.steps, 0) if p.ahead and self.panel else 0
         with e.loop(*tiles) as at:
             row = self._first_row(e, at.index)
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
@@ -199,6 +249,13 @@ class _Contraction(Module):
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
         inside = e.bin("sub", row, i0)
-        kept = [x for x in self.local_at if x.per_row]
-        parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in kept}
+        parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.kept}
         return scope.child({self.c.i: row}, pointers=parts)
+
+
+def _stored_to(line: Local, o: Computed) -> Store:
+    """The store of one element of a computed operand, rounded to the operand's dtype on its way."""
+    value: Expr = o.value
+    if line.dtype != o.dtype:
+        value = k.cast(k.cast(value, o.dtype), line.dtype)
+    return Store(line, o.column, value)

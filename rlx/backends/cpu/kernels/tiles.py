@@ -15,7 +15,7 @@ from math import prod
 
 from rlx.backends.cpu.kernels import amx
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
-from rlx.ir.kernel import Contract, Kernel, Operand
+from rlx.ir.kernel import Computed, Contract, Kernel, Operand
 from rlx.ir.target import Target
 
 MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
@@ -41,9 +41,9 @@ class Plan:
 
     `group`: so many of b's rows lie interleaved, for an instruction that adds so many products; a tile's steps are then groups.
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of groups, as it is (`stage_b`
-    says how: "rows" and "columns" go along b's unit stride, "any" has none). `stage_b` "": read in place; narrow floats widen
-    in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the matrix unit (amx.py). `ahead`: the
-    tiles of a panel fetch the next one meanwhile.
+    says how: "rows" and "columns" go along b's unit stride, "any" has none, "computed" is evaluated there). `stage_b` "": read
+    in place; narrow floats widen in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the
+    matrix unit (amx.py). `ahead`: the tiles of a panel fetch the next one meanwhile.
     """
 
     lanes: int
@@ -93,22 +93,21 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
     """The one table: how this contraction is cut up for this target, but for what a choice says (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
     registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
-    while c.b.panel % lanes:
+    panel, group = panel_of(c.b)
+    while panel % lanes:
         lanes //= 2
-    vectors = c.b.panel // lanes or choice.get("vectors", _panel_vectors(c, registers))
-    matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, c.b.group, c.k)
+    vectors = panel // lanes or choice.get("vectors", _panel_vectors(c, registers))
+    matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, group, c.k)
     highest = choice.get("rows", _highest(vectors, registers, matrix))
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
-    group = c.b.group
-    dtypes = c.a.buffer.dtype, c.b.buffer.dtype, c.acc.dtype
+    dtypes = c.a.dtype, c.b.dtype, c.acc.dtype
     assert group in (1, GROUPS.get(dtypes)), f"{kernel.name}: groups of {group} of {dtypes}"
-    in_place = c.a.col_stride == 1 and (c.a.row_stride % group == 0 or c.m == 1) and c.k % group == 0
-    stage_a = not in_place if group > 1 else c.a.buffer.dtype != c.acc.dtype
+    stage_a = _stage_a(c, group)
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
-    row_bytes += c.k * (c.a.buffer if group > 1 else c.acc).dtype.itemsize if stage_a else 0
+    row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = choice.get("tasks", _wanted_tasks(c, batch, target.threads))
@@ -136,7 +135,7 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
     wanted = _wanted_tasks(c, usual.batch, target.threads)
     highest = _highest(usual.vectors, usual.registers, usual.matrix)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
-    if c.b.panel:
+    if panel_of(c.b)[0]:
         tile = {"rows": (amx.SIDE,) if usual.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not usual.ahead,)}
     some = usual.blocks // 2, 2 * usual.blocks, 4 * usual.blocks
     asked = {**tile, "tasks": other_tasks(target.threads), "blocks": {*some, *other_tasks(target.threads)} - {0}}
@@ -188,7 +187,21 @@ def _panel_vectors(c: Contract, registers: int) -> int:
     return wide if registers == 32 else min(wide, 4 if c.m <= 2 else 2)
 
 
-def _stage_b(b: Operand, c: Contract, tiles: int) -> str:
+def panel_of(b: Operand | Computed) -> tuple[int, int]:
+    """(columns of a packed panel, rows interleaved) of a right operand; 0 columns: it is not packed."""
+    return (b.panel, b.group) if isinstance(b, Operand) else (0, 1)
+
+
+def _stage_a(c: Contract, group: int) -> bool:
+    a = c.a
+    if isinstance(a, Computed) or group == 1:
+        return isinstance(a, Computed) or a.dtype != c.acc.dtype
+    return not (a.col_stride == 1 and (a.row_stride % group == 0 or c.m == 1) and c.k % group == 0)
+
+
+def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
+    if isinstance(b, Computed):
+        return "computed"
     if b.panel:
         return ""
     if b.col_stride == 1 or c.n == 1:
