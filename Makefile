@@ -1,5 +1,5 @@
 # make demo   embed a few sentences with the default model
-# make test   the whole test suite
+# make test   the whole test suite, a process per CPU (at most 4), each file in one of them; ARGS="-n 0 tests/test_ops.py" for one
 # make lint   ruff and pyright
 # make bench  encoders, rlx against every installed peer
 # Everything is installed into .venv, once: a stamp file per purpose says what is there.
@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	  "The girl is carrying a baby." "A cheetah chases its prey across the field."
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(FILES)
