@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlx.errors import ParseError
 from rlx.ir import DTYPES, OPS, Attrs, BufferHandle, Dim, DType, Graph, Kind, OpDef, Shape, constant, f32, i64
 from rlx.ir.graph import apply
-from rlx.ir.text import INLINE
+from rlx.ir.tokens import INLINE
 
 QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
@@ -246,7 +246,7 @@ MALFORMED = [
     (HEAD + '  param "\\q" : f32[2]', 4, "JSON"),
     (HEAD + '  param "" : f32[2]', 4, "non-empty"),
     (HEAD + '  param "open : f32[2]', 4, "no name, number or mark begins"),
-    (HEAD + "  param p : f32[2] ; f32[2]", 4, "no name, number or mark begins"),
+    (HEAD + "  param p : f32[2] ? f32[2]", 4, "no name, number or mark begins"),
     (HEAD + "  param p : f32[2] p", 4, "the end of the line"),
     (HEAD + "  %0 = no_such_op(%x) : f32[2]", 4, "an op .*found 'no_such_op'"),
     (HEAD + "  %0 = input(%x) : f32[2]", 4, "input NAME : SHAPE"),
