@@ -12,6 +12,7 @@ import numpy as np
 import rlx
 from rlx.backends import get
 from rlx.compile import lower
+from rlx.ir.kernel_text import print_kernel
 
 F = np.float32
 
@@ -49,7 +50,7 @@ def main() -> None:
             show(f"3. after the pass {name!r} (rlx.compile.pipeline)", text)
     for phase in ("prepare", "steps", "commit"):
         for step in getattr(program, phase):
-            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.fuse, rlx.compile.lower)", step.kernel)
+            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.fuse, rlx.compile.lower)", print_kernel(step.kernel))
     show("5. the program with its memory plan (rlx.ir.Program), checked by rlx.compile.check", program)
 
     artifact = backend.compile(program)

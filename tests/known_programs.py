@@ -17,6 +17,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.sampling import Sampling
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.program import Program, print_program
 from rlx.ir.quant import FORMATS
 from rlx.ir.shape import Dim
@@ -182,10 +184,10 @@ SETS: dict[str, Callable[[], Iterator[Known]]] = {
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
-def programs(name: str) -> Iterator[tuple[str, str, Program]]:
+@cache
+def programs(name: str) -> tuple[tuple[str, str, Program], ...]:
     """(what it shows, its target, the program) of each of the set `name`."""
-    for what, graph, options, target in SETS[name]():
-        yield what, target, lower(graph, TARGETS[target], options)
+    return tuple((what, target, lower(graph, TARGETS[target], options)) for what, graph, options, target in SETS[name]())
 
 
 def text_of(name: str) -> str:
@@ -197,12 +199,12 @@ def text_of(name: str) -> str:
         parts.append(f"==== {what}  [{target}]\n{program_text(program)}")
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
         for kernel in kernels.values():
-            here, known = f"{kernel.name} of {what}", (target, kernel.key)
-            if (first := seen.setdefault(kernel.key, here)) == here and known in codes:
+            here, known = f"{kernel.name} of {what}", (target, kernel_key(kernel))
+            if (first := seen.setdefault(known[1], here)) == here and known in codes:
                 continue
             if known not in codes:
                 codes[known] = hashlib.sha256(code_of(kernel, program.target).encode()).hexdigest()[:16]
-            text = str(kernel) if first == here else f"kernel {kernel.name}  # {' '.join(kernel.origin)}\nas {first}"
+            text = print_kernel(kernel) if first == here else f"{print_kernel(kernel).splitlines()[0]}\nas {first}"
             parts.append(f"{text}\nllvm ir {codes[known]}")
     return "\n\n".join(parts) + "\n"
 
@@ -258,7 +260,7 @@ def write_ir(folder: Path) -> None:
     """LLVM IR of every kernel of every set, a file for each distinct one."""
     for name in SETS:
         for what, target, program in programs(name):
-            kernels = {s.kernel.key: s.kernel for steps in program.phases.values() for s in steps}
+            kernels = {kernel_key(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
             for kernel in (k for k in kernels.values() if not k.collective):
                 place = folder / re.sub(r"\W+", "-", f"{name} {what} {target}")
                 place.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import pytest
 
 import rlx
 from rlx.ir import kernel as K
+from rlx.ir.kernel_text import print_kernel
 
 CASES = [
     ((37, 1001), (0, 1)), ((512, 600), (0, 1)), ((131, 4000), (0,)), ((5000, 33), (0,)), ((1 << 18,), (0,)), ((131101,), (0,)),
@@ -71,7 +72,7 @@ def test_what_is_summed_is_computed_on_the_way(axes: tuple[int, ...]) -> None:
     for step in program.steps:
         for loop in (s for s in K.walk(step.kernel.body) if isinstance(s, K.Loop) and s.vector):
             loads = [e for e in K.walk((loop.body, loop.reduces)) if isinstance(e, K.Load)]
-            assert all(K.coefficient(e.index, loop.var) == 1 for e in loads), str(step.kernel)
+            assert all(K.coefficient(e.index, loop.var) == 1 for e in loads), print_kernel(step.kernel)
 
 
 @pytest.mark.parametrize("dims, axes", [((1 << 20,), (0,)), ((4096, 512), (0,)), ((1024, 1024), (0, 1))])

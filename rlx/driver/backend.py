@@ -12,6 +12,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_text import print_kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
 from rlx.ir.tuning import Choice
@@ -79,7 +80,7 @@ class Tunable(Protocol):
         ...
 
     def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> Artifact:
-        """As Backend.compile. `choices`: by Kernel.key, how to cut kernels that are not to be cut as usual."""
+        """As Backend.compile. `choices`: by kernel_key, how to cut kernels that are not to be cut as usual."""
         ...
 
 
@@ -101,7 +102,7 @@ class KernelTexts:
 
     def texts(self) -> dict[str, str]:
         p = self.program
-        return {s.kernel.name: str(s.kernel) for s in p.prepare + p.steps + p.commit}
+        return {s.kernel.name: print_kernel(s.kernel) for s in p.prepare + p.steps + p.commit}
 
 
 class Executable(Protocol):

@@ -5,7 +5,6 @@ blocks). Expressions are immutable and may be shared; a renderer emits a shared 
 the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
 
 Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
-More than 500 lines, as the records and their text change together.
 """
 
 from __future__ import annotations
@@ -265,20 +264,11 @@ class Kernel:
     origin: tuple[str, ...] = field(default=())  # the ops it computes, for people
     limits: tuple[Limit, ...] = ()
 
-    def __str__(self) -> str:
-        return print_kernel(self)
-
     @property
     def collective(self) -> Native | None:
         """The op in which all ranks take part that this is a step of."""
         own = (s for s in self.body[:1] if isinstance(s, Native) and s.op in OPS)  # there is one, if any
         return next((s for s in own if OPS[s.op].kind is Kind.COLLECTIVE), None)
-
-    @property
-    def key(self) -> str:
-        """Text without name and origin: kernels with equal keys are compiled once."""
-        return print_kernel(self).split("\n", 1)[1]
-
 
 # -- building expressions ------------------------------------------------------------------------------------------
 
@@ -418,115 +408,3 @@ def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:
     parts = list(walk((kernel.body, kernel.limits)))
     inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
     return inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))}
-
-
-# -- text ----------------------------------------------------------------------------------------------------------
-
-
-def print_kernel(kernel: Kernel) -> str:
-    """Readable text, deterministic: variables, buffers and shared expressions are numbered in order of first use."""
-    return _Printer().kernel(kernel)
-
-
-class _Printer:
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self.lines: list[str] = []
-        self.temps = 0
-
-    def kernel(self, kernel: Kernel) -> str:
-        args = ", ".join(f"{'inout ' if b.writable else ''}{self.name(b, 'b')}: {b.dtype.name}[{b.size}]" for b in kernel.buffers)
-        grid = ", ".join(f"{self.name(v, 'g')} < {extent}" for v, extent in kernel.grid)
-        head = f"kernel {kernel.name}  # {' '.join(kernel.origin)}\n({args}) grid ({grid}) {{"
-        for x in kernel.locals:
-            self.lines.append(f"  local {self.name(x, 'l')}: {x.dtype.name}[{x.size}]{' per row' if x.per_row else ''}")
-        for limit in kernel.limits:
-            self.line(1, f"limit {self.name(limit.var, 'i')} < {self.expr(limit.count, 1)}")
-        self.block(kernel.body, 1)
-        return "\n".join([head, *self.lines, "}"])
-
-    def name(self, x: Any, prefix: str) -> str:
-        if id(x) not in self.names:
-            self.names[id(x)] = f"{prefix}{len(self.names)}"
-        return self.names[id(x)]
-
-    def line(self, depth: int, text: str) -> None:
-        self.lines.append("  " * depth + text)
-
-    def expr(self, e: Expr, depth: int) -> str:
-        if isinstance(e, Const):
-            return f"{e.value!r}" if e.dtype == i64 else f"{e.value!r}:{e.dtype.name}"
-        if isinstance(e, Var):
-            return self.name(e, "v")
-        if id(e) in self.names:
-            return self.names[id(e)]
-        if isinstance(e, Load):
-            guard = f" if {self.expr(e.guard, depth)}" if e.guard is not None else ""
-            text = f"{self.name(e.buffer, 'b')}[{self.expr(e.index, depth)}]{guard}"
-        else:
-            text = f"{e.op}({', '.join(self.expr(a, depth) for a in e.args)}):{e.dtype.name}"
-        if e.dtype == i64 and isinstance(e, Alu):
-            return text
-        self.names[id(e)] = name = f"t{self.temps}"
-        self.temps += 1
-        self.line(depth, f"{name} = {text}")
-        return name
-
-    def block(self, stmts: tuple[Stmt, ...], depth: int) -> None:
-        before = dict(self.names)
-        for s in stmts:
-            self.stmt(s, depth)
-        self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
-
-    def stmt(self, s: Stmt, depth: int) -> None:
-        if isinstance(s, Let):
-            self.line(depth, f"{self.name(s.var, 'x')}:{s.var.dtype.name} = {self.expr(s.value, depth)}")
-        elif isinstance(s, Store):
-            guard = f" if {self.expr(s.guard, depth)}" if s.guard is not None else ""
-            value, index = self.expr(s.value, depth), self.expr(s.index, depth)
-            self.line(depth, f"{self.name(s.buffer, 'b')}[{index}] = {value}{guard}")
-        elif isinstance(s, Check):
-            self.line(depth, f"check {self.expr(s.ok, depth)} else {s.code}")
-        elif isinstance(s, Loop):
-            inits = [(c, self.expr(c.init, depth)) for c in s.carries]
-            self.line(depth, f"{'vector ' if s.vector else ''}for {self.name(s.var, 'i')} < {s.extent}:")
-            for c, init in inits:
-                self.line(depth + 1, f"carry {self.name(c.var, 'c')}:{c.var.dtype.name} = {init}")
-            before = dict(self.names)
-            for inner in s.body:
-                self.stmt(inner, depth + 1)
-            for r in s.reduces:
-                self.line(depth + 1, f"reduce {self.name(r.result, 'r')} {r.op} {self.expr(r.value, depth + 1)}")
-            for c in s.carries:
-                self.line(depth + 1, f"next {self.name(c.var, 'c')} = {self.expr(c.next, depth + 1)}")
-            self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
-        elif isinstance(s, Contract):
-            a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.n), depth)
-            head = f"contract {self.name(s.i, 'i')} < {s.m}, {self.name(s.j, 'j')} < {s.n}, k < {s.k}: "
-            self.line(depth, f"{head}{self.name(s.acc, 'acc')}:{s.acc.dtype.name} = {a} @ {b}")
-            self.block(s.epilogue, depth + 1)
-            if s.rows:
-                self.line(depth, "then each row:")
-                self.block(s.rows, depth + 1)
-        else:
-            outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
-            axes = "".join(f" {self.name(v, 'i')}" for v in s.axes)
-            self.line(depth, f"native {s.op}({s.attrs}) {outputs}{axes} = {inputs}")
-
-    def view(self, v: View) -> str:
-        return f"{self.name(v.buffer, 'b')}[{v.offset}; {'x'.join(map(str, v.dims))}; {','.join(map(str, v.strides))}]"
-
-    def operand(self, o: Operand | Computed, dims: tuple[int, int], depth: int) -> str:
-        if isinstance(o, Computed):
-            self.line(depth, f"{self.name(o, 'm')}:{o.dtype.name} = each row {self.name(o.row, 'i')} < {dims[0]}:")
-            before = dict(self.names)
-            for inner in o.before:
-                self.stmt(inner, depth + 1)
-            self.line(depth + 1, f"each column {self.name(o.column, 'i')} < {dims[1]}:")
-            for inner in o.body:
-                self.stmt(inner, depth + 2)
-            self.line(depth + 2, f"value {self.expr(o.value, depth + 2)}")
-            self.names = {key: v for key, v in self.names.items() if key in before or not v.startswith("t")}
-            return self.name(o, "m")
-        layout = f"panels {o.panel}, {o.group}" if o.panel else f"{o.row_stride}, {o.col_stride}"
-        return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; {layout}]"

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from rlx.errors import ParseError, known
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
-from rlx.ir.op import OPS, Kind, attribute_types
-from rlx.ir.tokens import Tokens, attribute_text, constant_text, name_text
+from rlx.ir.op import OPS, Kind
+from rlx.ir.tokens import Tokens, attribute_texts, constant_text, name_text
 from rlx.ir.updates import Update
 
 
@@ -67,8 +67,8 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
         if isinstance(node.attrs, ConstantAttrs):
             arguments = [constant_text(node.attrs.data, digest)]
         else:
-            names = attribute_types(node.op.attrs) if node.op.attrs and node.attrs else ()
-            arguments = [ref(v) for v in node.inputs] + [f"{n}={attribute_text(getattr(node.attrs, n, None))}" for n in names]
+            arguments = [ref(v) for v in node.inputs]
+            arguments += attribute_texts(node.attrs, node.op.attrs) if node.op.attrs else []
         label = f" {json.dumps(node.name)}" if node.name is not None and not digest else ""
         shapes = ", ".join(map(str, node.shapes))
         lines.append(f"  {refs[node]} = {node.op.name}({', '.join(arguments)}) : {shapes}{label}")

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlx.errors import ParseError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype, f32
+from rlx.ir.op import Attrs, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape
 
 INLINE = 16  # constants of up to this many numbers are written out, larger ones as base64 of their little-endian bytes
@@ -29,6 +30,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 def name_text(name: Any) -> str:
     text = str(name)
     return text if _NAME.fullmatch(text) else json.dumps(text)
+
+
+def attribute_texts(attrs: Attrs | None, declared: type[Attrs] | None = None) -> list[str]:
+    """NAME=VALUE of every attribute; of those that `declared` names, where `attrs` may be anything."""
+    names = attribute_types(declared or type(attrs)) if attrs is not None else ()
+    return [f"{name}={attribute_text(getattr(attrs, name, None))}" for name in names]
 
 
 def attribute_text(value: Any) -> str:
@@ -112,6 +119,11 @@ class Tokens:
     def text(self) -> str:
         return self.tokens[self.at][1]
 
+    @property
+    def following(self) -> str:
+        """The text of the token after this one."""
+        return self.tokens[min(self.at + 1, len(self.tokens) - 1)][1]
+
     def error(self, message: str, cause: Exception | None = None) -> NoReturn:
         raise ParseError(f"line {self.number}: {message}") from cause
 
@@ -187,7 +199,7 @@ class Tokens:
             if depth == _NESTING:
                 self.fail(f"at most {_NESTING} tuples within each other")
             return tuple(self.attribute(depth + 1) for _ in self.items(")"))
-        if self.kind == "word" and self.tokens[self.at + 1][1] == "[":
+        if self.kind == "word" and self.following == "[":
             if text != "dim":
                 return self.shape()
             self.at += 2

@@ -26,6 +26,7 @@ from rlx.driver.disk import disk_cache
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
 from rlx.ir.cost import program_work
+from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Choice, Choices, TunedStep, Tuning, step_key
@@ -59,7 +60,7 @@ def tune(
         if isinstance(wanted, Choices):
             _refuse_unknown(wanted, {}, program)
         return Tuning(why=f"the device {backend.name} has one way to cut each step"), {}
-    steps = {s.kernel.key: s for s in (*program.steps, *program.commit)}
+    steps = {kernel_key(s.kernel): s for s in (*program.steps, *program.commit)}
     keys = {step_key(s.kernel, program.target): text for text, s in steps.items()}
     axes = {key: dict(backend.axes(steps[text].kernel, program.target)) for key, text in keys.items()}
     if isinstance(wanted, Choices):
@@ -116,7 +117,7 @@ class _Tuner:
         begun = {key: self._kept(key, axes[key]) for key in steps if axes[key]}
         found |= {key: step for key, (step, raced) in begun.items() if raced > len(axes[key])}
         weights = self._weights()
-        todo = sorted((key for key in steps if key not in found), key=lambda key: -weights[steps[key].kernel.key])
+        todo = sorted((key for key in steps if key not in found), key=lambda key: -weights[kernel_key(steps[key].kernel)])
         for at, key in enumerate(todo):
             self._progress(at, len(todo), key)
             try:
@@ -147,11 +148,12 @@ class _Tuner:
         return step
 
     def _weights(self) -> dict[str, float]:
-        """Kernel.key -> about how much of a run it is."""
+        """kernel_key -> about how much of a run it is."""
         weights: dict[str, float] = {}
         for step, work in zip((*self._program.steps, *self._program.commit), program_work(self._program).kernels):
             cost = (work.flops or 0) / 10 + work.read_bytes + work.written_bytes
-            weights[step.kernel.key] = weights.get(step.kernel.key, 0) + cost
+            key = kernel_key(step.kernel)
+            weights[key] = weights.get(key, 0) + cost
         return weights
 
     def _entry(self, key: str) -> str:
@@ -227,7 +229,7 @@ class _Trial:
             if time.perf_counter() > self._tuner._deadline:
                 raise _OutOfTime
             backend, kernel, fresh = self._tuner._backend, self._step.kernel, not self._params.entries
-            artifact = backend.compile(self._alone, {kernel.key: dict(choice)})
+            artifact = backend.compile(self._alone, {kernel_key(kernel): dict(choice)})
             made = backend.load(artifact, self._params, self._tuner._index)
             self._tuner._variants += 1
             for b in self._alone.buffers:

@@ -19,6 +19,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.ir.target import Target
 from rlx.ir.tuning import Choice
@@ -56,13 +57,13 @@ class CpuBackend:
         return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
     def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> CpuArtifact:
-        """Object code of every distinct kernel, made once in this process. `choices`: by Kernel.key, see `axes`.
+        """Object code of every distinct kernel, made once in this process. `choices`: by kernel_key, see `axes`.
 
         CompileError: LLVM refuses one, which is a fault of the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
-        keys = {i: kernel.key for i, kernel in kernels.items()}
+        keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(choice.items())) for key, choice in (choices or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
         made = {job: _compiled(job) for job in dict.fromkeys(jobs.values())}

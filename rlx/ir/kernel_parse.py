@@ -1,0 +1,481 @@
+"""Kernels from their text (rlx/ir/kernel_text.py). Text is untrusted: other text is a ParseError that names the line.
+
+What comes out is a kernel whose parts fit together: names are defined above their uses, dtypes agree, stores go to what may be
+written. Whether its accesses lie inside of its buffers is not looked at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from rlx.errors import GraphError, ParseError
+from rlx.ir import kernel as K
+from rlx.ir.dtype import DTYPES, DType, bool_, f64
+from rlx.ir.kernel_text import LEVELS, PLAIN
+from rlx.ir.op import OPS, Attrs
+from rlx.ir.tokens import Tokens
+
+B = TypeVar("B", bound=K.Buffer | K.Local)
+
+
+def parse_kernel(text: str) -> K.Kernel:
+    """The kernel that `print_kernel` printed. ParseError, naming the line, for any other text."""
+    if not isinstance(text, str):
+        raise ParseError(f"a kernel's text is a str, got {type(text).__name__}")
+    parser = KernelParser(text.split("\n"))
+    kernel = parser.kernel()
+    parser.skip_blank()
+    if not parser.ended:
+        parser.fail("nothing after the kernel")
+    return kernel
+
+
+class KernelParser(Tokens):
+    """Reads kernels from lines, one at a time, from where it stands."""
+
+    def __init__(self, lines: list[str], start: int = 0) -> None:
+        super().__init__()
+        self.source, self.place = lines, start  # the line being read, from 0
+        self.vars: dict[str, K.Var] = {}
+        self.unbound: dict[str, int] = {}  # variables that only limits have named so far, with the line
+        self.buffers: dict[str, K.Buffer | K.Local] = {}
+        self.temps: dict[str, K.Expr] = {}
+        self.computed: dict[str, tuple[K.Computed, tuple[int, int]]] = {}  # operands defined above, with rows and columns
+        self.levels = 0  # of ops around the expression being read
+        self.begin()
+
+    # -- lines
+
+    def begin(self) -> None:
+        """Take up the line at `place`."""
+        self.number = self.place + 1
+        self.tokenise("" if self.ended else self.source[self.place])
+
+    def advance(self) -> None:
+        """The line is read: on to the next one."""
+        if self.kind != "end":
+            self.fail("the end of the line")
+        self.place += 1
+        self.begin()
+
+    def skip_blank(self) -> None:
+        while not self.ended and self.kind == "end":
+            self.advance()
+
+    @property
+    def ended(self) -> bool:
+        return self.place >= len(self.source)
+
+    @property
+    def depth(self) -> int:
+        """How far the line is indented, in steps of two spaces; -1: it holds nothing."""
+        line = self.source[self.place] if not self.ended else ""
+        return (len(line) - len(line.lstrip(" "))) // 2 if self.kind != "end" else -1
+
+    # -- the kernel
+
+    def kernel(self) -> K.Kernel:
+        self.vars, self.unbound, self.buffers, self.temps, self.computed = {}, {}, {}, {}, {}
+        self.skip_blank()
+        self.choose({"kernel": None}, "kernel NAME")
+        name = self.name("the kernel's name")
+        origin: list[str] = []
+        if self.accept("of"):
+            while self.kind != "end":
+                origin.append(self.name("an op's name"))
+        self.advance()
+        self.expect("(")
+        buffers = tuple(self.argument() for _ in self.items(")"))
+        self.choose({"grid": None}, "grid")
+        self.expect("(")
+        grid = tuple(self.counted("a grid variable") for _ in self.items(")"))
+        self.expect("{")
+        self.advance()
+        locals_: list[K.Local] = []
+        while self.depth == 1 and self.text == "local":
+            locals_.append(self.local())
+        limits: list[K.Limit] = []
+        body = self.block(1, limits)
+        self.expect("}")
+        self.advance()
+        for var, line in self.unbound.items():
+            raise ParseError(f"line {line}: no loop or grid of the kernel has the variable {var}")
+        return K.Kernel(name, buffers, tuple(locals_), grid, body, tuple(origin), tuple(limits))
+
+    def argument(self) -> K.Buffer:
+        writable = self.text == "inout" and self.following != ":"
+        self.at += writable
+        return self.declare(lambda name, dtype, size: K.Buffer(name, dtype, size, writable))
+
+    def local(self) -> K.Local:
+        self.at += 1
+        made = self.declare(K.Local)
+        if self.accept("per"):
+            self.expect("row")
+            made = self.buffers[made.name] = K.Local(made.name, made.dtype, made.size, True)
+        self.advance()
+        return made
+
+    def declare(self, make: Callable[[str, DType, int], B]) -> B:
+        name = self.unused("a buffer's name")
+        self.expect(":")
+        dtype = self.dtype()
+        self.expect("[")
+        self.buffers[name] = made = make(name, dtype, self.count("a size"))
+        self.expect("]")
+        return made
+
+    def counted(self, what: str) -> tuple[K.Var, int]:
+        """VAR < COUNT"""
+        var = self.bind(what)
+        self.expect("<")
+        return var, self.count(f"how many {what}s there are")
+
+    # -- names
+
+    def unused(self, what: str) -> str:
+        name = self.next("word", what)
+        if any(name in taken for taken in (self.vars, self.buffers, self.temps, self.computed)):
+            self.error(f"the name {name} is taken")
+        return name
+
+    def bind(self, what: str) -> K.Var:
+        """NAME or NAME:DTYPE, a variable that is bound here. Loops beside one another may have the same."""
+        name = self.next("word", what) if self.text in self.vars else self.unused(what)
+        dtype = self.dtype() if self.accept(":") else PLAIN
+        var = self.vars.setdefault(name, K.Var(name, dtype))
+        if var.dtype != dtype:
+            self.error(f"{name} is {var.dtype} above, {dtype} here")
+        self.unbound.pop(name, None)
+        return var
+
+    def dtype(self) -> DType:
+        return self.choose(DTYPES, "a dtype")
+
+    def integer(self, what: str) -> int:
+        text = self.next("number", what)
+        if not text.lstrip("-").isdigit() or len(text) > 40:
+            self.error(f"{what} is an integer, found {text[:60]!r}")
+        return int(text)
+
+    def count(self, what: str) -> int:
+        value = self.integer(what)
+        if value < 0:
+            self.error(f"{what} is at least 0, found {value}")
+        return value
+
+    def memory(self) -> K.Buffer | K.Local:
+        name = self.next("word", "a buffer's name")
+        if name not in self.buffers:
+            self.error(f"no buffer is called {name}; there are {', '.join(self.buffers) or 'none'}")
+        return self.buffers[name]
+
+    def argument_named(self) -> K.Buffer:
+        found = self.memory()
+        if not isinstance(found, K.Buffer):
+            self.error(f"{found.name} is local, an argument of the kernel is needed here")
+        return found
+
+    # -- expressions
+
+    def expr(self) -> K.Expr:
+        """A constant, a variable, an expression named above, or one of them in a scalar op."""
+        text = self.text
+        if self.kind == "number" or (self.kind == "word" and text in ("true", "false", "nan", "inf")):
+            return self.constant_here()
+        if self.kind != "word":
+            self.fail("an expression")
+        if self.following == "(":
+            return self.scalar()
+        self.at += 1
+        found = self.temps.get(text) or (None if text in self.unbound else self.vars.get(text))
+        if found is None:
+            self.error(f"{text} is not defined above")
+        return found
+
+    def constant_here(self) -> K.Const:
+        text = self.text
+        self.at += 1
+        dtype = self.dtype() if self.accept(":") else PLAIN
+        try:
+            if dtype == bool_:
+                return K.Const({"true": True, "false": False}[text], dtype)
+            if not dtype.is_float:
+                return K.Const(int(text), dtype)
+            if text.startswith("0x"):
+                return K.Const(struct.unpack("<d", int(text, 16).to_bytes(f64.itemsize, "little"))[0], dtype)
+            if text in ("true", "false"):
+                raise ValueError
+            return K.Const(float(text), dtype)
+        except (KeyError, ValueError, OverflowError):
+            self.error(f"{text[:60]} is no {dtype}")
+
+    def scalar(self) -> K.Alu:
+        """OP(ARGUMENTS) or OP(ARGUMENTS):DTYPE"""
+        op = self.next("word", "a scalar op")
+        if op not in K.SCALAR_OPS:
+            self.error(f"no scalar op is called {op!r}; there are {', '.join(K.SCALAR_OPS)}")
+        self.expect("(")
+        self.levels += 1
+        if self.levels > LEVELS:
+            self.error(f"more than {LEVELS} ops within each other: give a name to some of them")
+        args = tuple(self.expr() for _ in self.items(")"))
+        self.levels -= 1
+        if len(args) != K.SCALAR_OPS[op]:
+            self.error(f"{op} takes {K.SCALAR_OPS[op]} operands, found {len(args)}")
+        dtype = self.dtype() if self.accept(":") else PLAIN
+        like = args[1:] if op == "select" else args
+        wrong = op == "select" and args[0].dtype != bool_
+        wrong |= len({a.dtype for a in like}) > 1
+        wrong |= op not in ("cast", "bitcast") and dtype != (bool_ if op in K.COMPARISONS else like[0].dtype)
+        if wrong:
+            self.error(f"{op} of {', '.join(str(a.dtype) for a in args)} gives no {dtype}")
+        return K.Alu(op, args, dtype)
+
+    def value(self, dtype: DType, what: str) -> K.Expr:
+        """An expression of this dtype."""
+        found = self.expr()
+        if found.dtype != dtype:
+            self.error(f"{what} is {dtype}, found {found.dtype}")
+        return found
+
+    def index(self) -> K.Expr:
+        return self.value(PLAIN, "an index")
+
+    def guard(self) -> K.Expr | None:
+        return self.value(bool_, "a guard") if self.accept("if") else None
+
+    def temp(self) -> None:
+        """NAME = EXPRESSION, or NAME = BUFFER[INDEX] if GUARD"""
+        name = self.unused("a name")
+        self.expect("=")
+        if self.following == "[":
+            buffer = self.memory()
+            self.expect("[")
+            index = self.index()
+            self.expect("]")
+            self.temps[name] = K.Load(buffer, index, self.guard())
+        else:
+            self.temps[name] = self.expr()
+        self.advance()
+
+    # -- statements
+
+    def block(self, depth: int, limits: list[K.Limit] | None = None, ends: tuple[str, ...] = ()) -> tuple[K.Stmt, ...]:
+        """The statements of the lines indented so far, and names of expressions. `limits`: where the kernel's go, which may
+        stand there. `ends`: words of lines that the block ends before."""
+        found: list[K.Stmt] = []
+        while not self.ended:
+            if self.kind == "end":  # an empty line, or a comment
+                self.advance()
+            elif self.depth != depth or self.text in ends:
+                break
+            elif limits is not None and self.text == "limit" and not found:
+                limits.append(self.limit())
+            elif self.kind == "word" and self.following == "=":
+                self.temp()
+            elif self.text == "computed":
+                self.computed_operand(depth)
+            else:
+                found.append(self.stmt(depth))
+        if self.depth > depth:
+            self.error(f"the line is indented by {self.depth} steps, {depth} are meant")
+        return tuple(found)
+
+    def limit(self) -> K.Limit:
+        self.at += 1
+        name = self.next("word", "a variable")
+        if name not in self.vars:
+            if name in self.buffers or name in self.temps:
+                self.error(f"{name} is no variable")
+            self.vars[name], self.unbound[name] = K.Var(name), self.number
+        self.expect("<")
+        made = K.Limit(self.vars[name], self.index())
+        self.advance()
+        return made
+
+    def stmt(self, depth: int) -> K.Stmt:
+        words = {"let": self.let, "check": self.check, "native": self.native}
+        if self.kind == "word" and self.following == "[":
+            return self.store()
+        if self.text in ("vector", "for"):
+            return self.loop(depth)
+        if self.text == "contract":
+            return self.contract(depth)
+        made = self.choose(words, "a statement: NAME = …, BUFFER[INDEX] = …, let, check, for, contract or native")()
+        self.advance()
+        return made
+
+    def let(self) -> K.Let:
+        var = self.bind("a variable")
+        self.expect("=")
+        return K.Let(var, self.value(var.dtype, f"the value of {var.name}"))
+
+    def check(self) -> K.Check:
+        ok = self.value(bool_, "what is checked")
+        self.choose({"else": None}, "else CODE")
+        code = self.count("the error's code")
+        if code not in K.STATUS:
+            self.error(f"no error has the code {code}; there are {', '.join(map(str, K.STATUS))}")
+        return K.Check(ok, code)
+
+    def store(self) -> K.Store:
+        buffer = self.memory()
+        if isinstance(buffer, K.Buffer) and not buffer.writable:
+            self.error(f"the argument {buffer.name} is not written: it is not inout")
+        self.expect("[")
+        index = self.index()
+        self.expect("]")
+        self.expect("=")
+        made = K.Store(buffer, index, self.value(buffer.dtype.compute, f"a value for {buffer.name}"), self.guard())
+        self.advance()
+        return made
+
+    def loop(self, depth: int) -> K.Loop:
+        if depth > LEVELS:
+            self.error(f"more than {LEVELS} loops within each other")
+        vector = self.accept("vector")
+        self.choose({"for": None}, "for")
+        var, extent = self.counted("iteration")
+        self.expect(":")
+        self.advance()
+        starts: list[tuple[K.Var, K.Expr]] = []
+        while self.depth == depth + 1 and self.accept("carry"):
+            carried = self.bind("a variable")
+            self.expect("=")
+            starts.append((carried, self.value(carried.dtype, f"the first value of {carried.name}")))
+            self.advance()
+        body = self.block(depth + 1, ends=("reduce", "next"))
+        reduces = tuple(self.reductions(depth + 1))
+        carries = []
+        for carried, init in starts:
+            self.block_of_temps(depth + 1)
+            self.choose({"next": None}, f"next {carried.name}")
+            if self.next("word", "a carried variable") != carried.name:
+                self.error(f"expected next {carried.name}")
+            self.expect("=")
+            carries.append(K.Carry(carried, init, self.value(carried.dtype, f"the next value of {carried.name}")))
+            self.advance()
+        return K.Loop(var, extent, body, vector, reduces, tuple(carries))
+
+    def block_of_temps(self, depth: int) -> None:
+        if found := self.block(depth, ends=("reduce", "next")):
+            self.error(f"a {type(found[0]).__name__} stands between the reductions and carries that end a loop")
+
+    def reductions(self, depth: int) -> Iterator[K.Reduce]:
+        while self.depth == depth and self.accept("reduce"):
+            var = self.bind("a variable")
+            self.expect("=")
+            op = self.choose({name: name for name in K.RUNNING}, f"one of {', '.join(sorted(K.RUNNING))}")
+            yield K.Reduce(var, op, self.value(var.dtype, f"a value for {var.name}"))
+            self.advance()
+            self.block_of_temps(depth)
+
+    def contract(self, depth: int) -> K.Contract:
+        self.at += 1
+        i, m = self.counted("row")
+        self.expect(",")
+        j, n = self.counted("column")
+        self.expect(",")
+        self.choose({"k": None}, "k")
+        self.expect("<")
+        k = self.count("the depth")
+        self.expect(":")
+        acc = self.bind("the sum's variable")
+        self.expect("=")
+        a = self.operand((m, k))
+        self.expect("@")
+        b = self.operand((k, n))
+        self.advance()
+        epilogue = self.block(depth + 1)
+        rows: tuple[K.Stmt, ...] = ()
+        if self.depth == depth and self.accept("then"):
+            self.expect("each")
+            self.expect("row")
+            self.expect(":")
+            self.advance()
+            rows = self.block(depth + 1)
+        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows)
+
+    def computed_operand(self, depth: int) -> None:
+        self.at += 1
+        name = self.unused("an operand's name")
+        self.expect(":")
+        dtype = self.dtype()
+        self.choose({"rows": None}, "rows")
+        row, m = self.counted("row")
+        self.expect(":")
+        self.advance()
+        before = self.block(depth + 1, ends=("columns",))
+        self.choose({"columns": None}, "columns")
+        column, n = self.counted("column")
+        self.expect(":")
+        self.advance()
+        body = self.block(depth + 2, ends=("value",))
+        self.choose({"value": None}, "value")
+        self.computed[name] = K.Computed(row, column, self.value(dtype.compute, "an element"), dtype, before, body), (m, n)
+        self.advance()
+
+    def operand(self, dims: tuple[int, int]) -> K.Operand | K.Computed:
+        if self.text in self.computed:
+            made, found = self.computed[self.next("word", "an operand")]
+            return made if found == dims else self.error(f"the operand is {dims[0]} x {dims[1]}, found {found[0]} x {found[1]}")
+        buffer = self.argument_named()
+        self.expect("[")
+        offset, strides, panels = self.index(), (0, 0), (0, 1)
+        self.expect(";")
+        if self.text != "panels":
+            strides = self.pair()
+        if (strides == (0, 0) and self.text == "panels") or self.accept(";"):
+            self.choose({"panels": None}, "panels")
+            panels = self.pair()
+        self.expect("]")
+        return K.Operand(buffer, offset, *strides, *panels)
+
+    def pair(self) -> tuple[int, int]:
+        first = self.integer("an integer")
+        self.expect(",")
+        return first, self.integer("an integer")
+
+    def native(self) -> K.Native:
+        op = self.name("an op's name")
+        self.expect("(")
+        given: dict[str, object] = {}
+        for _ in self.items(")"):
+            self.named_attribute(given)
+        outputs, axes = self.views(), []
+        if self.accept("at"):
+            axes.append(self.bind("a coordinate"))
+            while self.accept(","):
+                axes.append(self.bind("a coordinate"))
+        self.expect("=")
+        return K.Native(op, self.attributes(op, given), self.views(), outputs, tuple(axes))
+
+    def attributes(self, op: str, given: dict[str, object]) -> Attrs | None:
+        if op not in OPS:
+            return self.error(f"no op is called {op!r}, so it has no attributes") if given else None
+        try:
+            return OPS[op].make_attrs(given) if given or OPS[op].attrs else None
+        except (GraphError, ValueError, TypeError, OverflowError) as e:
+            self.error(str(e), e)
+
+    def views(self) -> tuple[K.View, ...]:
+        found: list[K.View] = []
+        while self.kind == "word" and self.text != "at":
+            found.append(self.view())
+            if not self.accept(","):
+                break
+        return tuple(found)
+
+    def view(self) -> K.View:
+        buffer = self.argument_named()
+        self.expect("[")
+        offset = self.integer("an offset")
+        self.expect(";")
+        dims = tuple(self.count("a dim") for _ in self.items(";"))
+        strides = tuple(self.integer("a stride") for _ in self.items("]"))
+        if len(dims) != len(strides):
+            self.error(f"{len(dims)} dims have as many strides, found {len(strides)}")
+        return K.View(buffer, dims, strides, offset)

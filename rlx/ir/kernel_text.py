@@ -1,0 +1,201 @@
+"""The text form of a kernel, and the key made of it. rlx/ir/kernel_parse.py reads it back.
+
+    kernel row_sums of mul sum
+    (b0: f32[600], inout b1: f32[20]) grid (g2 < 20) {
+      vector for i3 < 30:
+        t0 = b0[add(mul(g2, 30), i3)]
+        t1 = mul(t0, 2.0:f32):f32
+        reduce r4:f32 = add t1
+      b1[g2] = r4
+    }
+
+Indentation shows what is inside a loop or an epilogue. `t0` names an expression, not the moment it is computed at: one that is
+shared between loops is written where it is used first. Index arithmetic is written in place unless it is shared. Buffers and
+variables are numbered in order of first use, so the names that a caller gave them are not in the text; without its first line it
+is the same for equal kernels.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from math import isnan
+
+from rlx.ir import kernel as K
+from rlx.ir.dtype import i64
+from rlx.ir.tokens import attribute_texts, name_text
+
+PLAIN = i64  # the dtype that is not written: that of indices
+LEVELS = 32  # of ops within each other in one line, and of loops
+_NAN = struct.pack("<d", float("nan"))
+
+
+def print_kernel(kernel: K.Kernel) -> str:
+    """Text that `parse_kernel` reads back to an equal kernel; deterministic."""
+    return _Printer(kernel).text()
+
+
+def kernel_key(kernel: K.Kernel) -> str:
+    """Text without name and origin: kernels with equal keys are compiled once."""
+    return print_kernel(kernel).split("\n", 1)[1]
+
+
+class _Printer:
+    def __init__(self, kernel: K.Kernel) -> None:
+        self.kernel = kernel
+        self.names: dict[K.Var | K.Buffer | K.Local | K.Computed, str] = {}
+        self.written: dict[int, tuple[str, int]] = {}  # by id: what stands for an expression, and its levels of ops
+        self.lines: list[str] = []
+        self.temps = 0
+        uses = Counter(e for x in K.walk((kernel.body, kernel.limits)) for e in _operands(x))
+        self.shared = {e for e, n in uses.items() if n > 1}
+
+    def text(self) -> str:
+        k = self.kernel
+        origin = f" of {' '.join(map(name_text, k.origin))}" if k.origin else ""
+        args = ", ".join(f"{'inout ' if b.writable else ''}{self.name(b, 'b')}: {b.dtype}[{b.size}]" for b in k.buffers)
+        grid = ", ".join(f"{self.var(v, 'g')} < {extent}" for v, extent in k.grid)
+        head = f"kernel {name_text(k.name)}{origin}\n({args}) grid ({grid}) {{"
+        for x in k.locals:
+            self.line(1, f"local {self.name(x, 'l')}: {x.dtype}[{x.size}]{' per row' if x.per_row else ''}")
+        for limit in k.limits:
+            count = self.expr(limit.count, 1)
+            self.line(1, f"limit {self.name(limit.var, 'i')} < {count}")
+        self.block(k.body, 1)
+        return "\n".join([head, *self.lines, "}"])
+
+    def line(self, depth: int, text: str) -> None:
+        self.lines.append("  " * depth + text)
+
+    def name(self, x: K.Var | K.Buffer | K.Local | K.Computed, prefix: str) -> str:
+        return self.names.setdefault(x, f"{prefix}{len(self.names)}")
+
+    def var(self, v: K.Var, prefix: str) -> str:
+        """A variable where it is bound, with its dtype."""
+        return self.name(v, prefix) + ("" if v.dtype == PLAIN else f":{v.dtype}")
+
+    def guard(self, guard: K.Expr | None, depth: int) -> str:
+        return "" if guard is None else f" if {self.expr(guard, depth)}"
+
+    def expr(self, e: K.Expr, depth: int) -> str:
+        """What stands for `e`, after lines for the expressions in it that get a name. Without recursion: chains may be long."""
+        todo = [(e, False)]
+        while todo:
+            x, ready = todo.pop()
+            if id(x) in self.written or isinstance(x, (K.Const, K.Var)):
+                continue
+            if ready:
+                self.write(x, depth)
+            else:
+                todo.append((x, True))
+                todo += [(part, False) for part in reversed(list(_operands(x)))]
+        return self.known(e)[0]
+
+    def known(self, e: K.Expr) -> tuple[str, int]:
+        """What stands for an expression that is written already, and how many levels of ops that is."""
+        if isinstance(e, K.Const):
+            return const_text(e.value) + ("" if e.dtype == PLAIN else f":{e.dtype}"), 0
+        return (self.name(e, "v"), 0) if isinstance(e, K.Var) else self.written[id(e)]
+
+    def write(self, e: K.Load | K.Alu, depth: int) -> None:
+        """Decide what stands for `e`: a name, after a line that defines it, or an index in place."""
+        if isinstance(e, K.Load):
+            guard = "" if e.guard is None else f" if {self.known(e.guard)[0]}"
+            text, levels = f"{self.name(e.buffer, 'b')}[{self.known(e.index)[0]}]{guard}", 0
+        else:
+            args = [self.known(a) for a in e.args]
+            levels = 1 + max(n for _, n in args)
+            text = f"{e.op}({', '.join(t for t, _ in args)})" + ("" if e.dtype == PLAIN else f":{e.dtype}")
+        if isinstance(e, K.Load) or e.dtype != PLAIN or e in self.shared or levels == LEVELS:
+            self.line(depth, f"t{self.temps} = {text}")
+            text, levels = f"t{self.temps}", 0
+            self.temps += 1
+        self.written[id(e)] = text, levels
+
+    def block(self, stmts: tuple[K.Stmt, ...], depth: int) -> None:
+        for s in stmts:
+            self.stmt(s, depth)
+
+    def stmt(self, s: K.Stmt, depth: int) -> None:
+        if isinstance(s, K.Let):
+            value = self.expr(s.value, depth)
+            self.line(depth, f"let {self.var(s.var, 'x')} = {value}")
+        elif isinstance(s, K.Store):
+            index, value, guard = self.expr(s.index, depth), self.expr(s.value, depth), self.guard(s.guard, depth)
+            self.line(depth, f"{self.name(s.buffer, 'b')}[{index}] = {value}{guard}")
+        elif isinstance(s, K.Check):
+            self.line(depth, f"check {self.expr(s.ok, depth)} else {s.code}")
+        elif isinstance(s, K.Loop):
+            self.loop(s, depth)
+        elif isinstance(s, K.Contract):
+            a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.n), depth)
+            i, j, acc = self.var(s.i, "i"), self.var(s.j, "j"), self.var(s.acc, "acc")
+            self.line(depth, f"contract {i} < {s.m}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}")
+            self.block(s.epilogue, depth + 1)
+            if s.rows:
+                self.line(depth, "then each row:")
+                self.block(s.rows, depth + 1)
+        else:
+            outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
+            axes = f" at {', '.join(self.var(v, 'i') for v in s.axes)}" if s.axes else ""
+            self.line(depth, f"native {name_text(s.op)}({', '.join(attribute_texts(s.attrs))}) {outputs}{axes} = {inputs}")
+
+    def loop(self, s: K.Loop, depth: int) -> None:
+        inits = [self.expr(c.init, depth) for c in s.carries]
+        self.line(depth, f"{'vector ' if s.vector else ''}for {self.var(s.var, 'i')} < {s.extent}:")
+        for c, init in zip(s.carries, inits):
+            self.line(depth + 1, f"carry {self.var(c.var, 'c')} = {init}")
+        self.block(s.body, depth + 1)
+        for r in s.reduces:
+            value = self.expr(r.value, depth + 1)
+            self.line(depth + 1, f"reduce {self.var(r.result, 'r')} = {r.op} {value}")
+        for c in s.carries:
+            self.line(depth + 1, f"next {self.name(c.var, 'c')} = {self.expr(c.next, depth + 1)}")
+
+    def view(self, v: K.View) -> str:
+        return f"{self.name(v.buffer, 'b')}[{v.offset}; {', '.join(map(str, v.dims))}; {', '.join(map(str, v.strides))}]"
+
+    def operand(self, o: K.Operand | K.Computed, dims: tuple[int, int], depth: int) -> str:
+        if isinstance(o, K.Computed):
+            self.line(depth, f"computed {self.name(o, 'm')}:{o.dtype} rows {self.var(o.row, 'i')} < {dims[0]}:")
+            self.block(o.before, depth + 1)
+            self.line(depth + 1, f"columns {self.var(o.column, 'i')} < {dims[1]}:")
+            self.block(o.body, depth + 2)
+            value = self.expr(o.value, depth + 2)
+            self.line(depth + 2, f"value {value}")
+            return self.name(o, "m")
+        panels = f"; panels {o.panel}, {o.group}" if o.panel or o.group != 1 else ""
+        strides = "" if panels and not (o.row_stride or o.col_stride) else f"; {o.row_stride}, {o.col_stride}"
+        return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}{strides}{panels}]"
+
+
+def _operands(x: object) -> Iterator[K.Expr]:
+    """The expressions that stand in a record itself, as often as they do."""
+    if isinstance(x, K.Alu):
+        yield from x.args
+    elif isinstance(x, (K.Load, K.Store)):
+        yield x.index
+        if isinstance(x, K.Store):
+            yield x.value
+        if x.guard is not None:
+            yield x.guard
+    elif isinstance(x, K.Carry):
+        yield from (x.init, x.next)
+    elif isinstance(x, (K.Reduce, K.Let, K.Computed)):
+        yield x.value
+    elif isinstance(x, K.Check):
+        yield x.ok
+    elif isinstance(x, K.Limit):
+        yield x.count
+    elif isinstance(x, K.Operand):
+        yield x.offset
+
+
+def const_text(value: int | float | bool) -> str:
+    """As Python writes it; a NaN by its bits in f64, unless they are the usual ones."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and isnan(value) and (raw := struct.pack("<d", value)) != _NAN:
+        return f"0x{int.from_bytes(raw, 'little'):016x}"
+    return repr(value)
