@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rlx
 from benchmarks.chains_peers import Jax, Numpy, Onnx, Rlx, Torch
 from benchmarks.measure import Call, header, interleaved, share, table
-from rlx.backends.cpu import jit, pool
+from rlx.backends.cpu import pool
 from rlx.backends.cpu.abi import Step
-from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
+from rlx.host import jit
+from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 
 PEERS = ("numpy", "torch", "onnxruntime", "openvino", "jax")
 SLACK = {"f32": 2e-5, "bf16": 2e-2}

@@ -23,8 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from benchmarks.measure import header, share, table
-from rlx.backends.cpu.kernels import rank_reduce
-from rlx.driver import Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce
+from rlx.driver import Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, reduce_code
 from rlx.driver.collective import Form
 from rlx.driver.schedule import PIECE
 from rlx.ir.dtype import f32
@@ -64,7 +63,7 @@ def of_gloo(comm: MPI.Comm) -> Call:
 
 def of_memory(x: np.ndarray) -> Callable[[], object]:
     """Reads and writes the array once."""
-    function, place = rank_reduce.function(Form(ReduceKind.SUM, f32, 1)), x.ctypes.data
+    function, place = reduce_code.function(Form(ReduceKind.SUM, f32, 1)), x.ctypes.data
     source = (ctypes.c_void_p * 1)(place)
     return lambda keep=(x, source): function(place, ctypes.addressof(source), 1, x.size, 1)
 

@@ -12,11 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rlx.backends.cpu import jit
-from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, V, vector
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
+from rlx.host import jit
+from rlx.host.emit import ATTRIBUTES, Emitter, V, vector
 from rlx.ir.target import Target
 
 Call = Callable[[], object]

@@ -56,7 +56,7 @@ def main() -> None:
     artifact = backend.compile(program)
     text = artifact.texts()[program.steps[0].kernel.name]
     show("6. its first step as LLVM IR (rlx.backends.cpu)", text[text.index("define ") :], 30)
-    from rlx.backends.cpu.jit import assembly
+    from rlx.host.jit import assembly
 
     show("7. and as machine code", assembly(text, target), 30)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cpu import jit
 from rlx.backends.cpu.render import render
-from rlx.backends.cpu.target import host_target, machine_of, missing_features, target_for
+from rlx.backends.cpu.target import host_target, target_for
+from rlx.host import jit
+from rlx.host.processor import machine_of, missing_features
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Loop, Store, Var
 from rlx.ir.target import Target

@@ -117,7 +117,7 @@ def all_ready_but(t: Any, who: int) -> None:
 
 
 def serve(pipe: Connection) -> None:
-    from rlx.backends.cpu.ranks import meet_address
+    from rlx.driver.transports.shm_meet import meet_address
 
     meet_address()  # compiles it
     while True:

@@ -22,7 +22,7 @@ from kernel_runs import fenced
 
 import rlx
 from rlx import knobs
-from rlx.backends.cpu import calls, cost, memory
+from rlx.backends.cpu import cost, memory
 from rlx.errors import (
     BindingError,
     IndexRangeError,
@@ -35,6 +35,7 @@ from rlx.errors import (
     RlxError,
     StaleViewError,
 )
+from rlx.host import calls
 
 F = np.float32
 MODES = ("native", "python")

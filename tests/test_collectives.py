@@ -19,10 +19,10 @@ import pytest
 import ranks
 from conformance import HEAP, on_threads, reduced, same_bits
 
-from rlx import knobs
-from rlx.backends.cpu.kernels import rank_reduce
-from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, broadcast, collective
-from rlx.driver.collective import Form, collectives_of, combine
+from rlx import host, knobs
+from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, broadcast, collective, reduce_code
+from rlx.driver.collective import collectives_of
+from rlx.driver.reduction import Form, combine
 from rlx.driver.schedule import ALGORITHMS, MINE, OUT, Figures, Job, What, choose, possible, schedule
 from rlx.driver.symmetric import LocalTransport
 from rlx.errors import TransportError
@@ -103,7 +103,7 @@ def test_every_algorithm_gives_the_same_bits_on_every_rank_in_every_run(dtype):
 
 
 def test_numpy_does_the_same_where_there_is_no_machine_code(monkeypatch):
-    monkeypatch.setattr(collective, "machine_code", lambda: None)
+    monkeypatch.setattr(host, "available", lambda: False)
     collective.reduction.cache_clear()
     try:
         raise_first(on_threads(3, lambda t: conformance.conform(t, 60, 300)))
@@ -130,7 +130,7 @@ def compiled(form: Form, sources: list[np.ndarray], shift: int = 0) -> np.ndarra
     goal = (wide if form.carries else form.dtype).numpy
     out = np.full(count * goal.itemsize + 128, 0xA5, np.uint8)
     table = (ctypes.c_void_p * len(sources))(*(s.ctypes.data for s in sources))
-    rank_reduce.function(form)(out.ctypes.data + 64 + shift, ctypes.addressof(table), len(sources), count, form.ranks)
+    reduce_code.function(form)(out.ctypes.data + 64 + shift, ctypes.addressof(table), len(sources), count, form.ranks)
     size = count * goal.itemsize
     assert (out[: 64 + shift] == 0xA5).all() and (out[64 + shift + size :] == 0xA5).all()
     return out[64 + shift : 64 + shift + size].view(goal)

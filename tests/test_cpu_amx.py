@@ -14,9 +14,10 @@ import pytest
 import test_cpu_contract as plain
 from kernel_runs import TARGETS, TRIPLE
 
-from rlx.backends.cpu import jit
 from rlx.backends.cpu.kernels import contract
-from rlx.backends.cpu.target import machine_of, target_for
+from rlx.backends.cpu.target import target_for
+from rlx.host import jit
+from rlx.host.processor import machine_of
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.target import Target
 
@@ -157,7 +158,7 @@ def test_assembly(kind: str, instruction: str) -> None:
 
 def test_the_knob_leaves_the_unit_alone() -> None:
     """Whether this machine has one or not; panels are then as wide as other tiles want them."""
-    code = "from rlx.backends.cpu.target import host_target; t = host_target(1); "
+    code = "from rlx.host.processor import host_target; t = host_target(1); "
     code += "print([f for f in t.features if 'amx' in f], *t.panel('f32'))"
     environment = {**os.environ, "RLX_AMX": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import rlx
-from rlx.backends.cpu.jit import compile_object, load
 from rlx.backends.cpu.kernels.attention import claim, render
-from rlx.backends.cpu.target import host_features, host_target, target_for
+from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import IndexRangeError
+from rlx.host.jit import compile_object, load
+from rlx.host.processor import host_features
 from rlx.ir import ops
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.backends.cpu import jit
 from rlx.backends.cpu.kernels import contract
 from rlx.backends.cpu.kernels.tiles import Plan, plan
-from rlx.backends.cpu.target import host_target, machine_of, missing_features, target_for
+from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
+from rlx.host import jit
+from rlx.host.processor import machine_of, missing_features
 from rlx.ir.dtype import DType, bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
 from rlx.ir.kernel import (
     Buffer,

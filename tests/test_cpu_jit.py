@@ -15,8 +15,9 @@ import pytest
 
 from rlx import knobs
 from rlx.backends.cpu import target as cpu
-from rlx.backends.cpu.jit import Library, assembly, compile_object, load
 from rlx.errors import CompileError, DeviceUnavailableError
+from rlx.host import processor
+from rlx.host.jit import Library, assembly, compile_object, load
 from rlx.ir.target import Target
 
 HOST = cpu.host_target(1)
@@ -78,7 +79,7 @@ def test_unloading_gives_memory_back() -> None:
 def test_code_outlives_the_interpreter_quietly() -> None:
     """Libraries that are alive at exit do not crash it."""
     script = (
-        "from rlx.backends.cpu.jit import *; from rlx.backends.cpu.target import host_target\n"
+        "from rlx.host.jit import *; from rlx.host.processor import host_target\n"
         f"keep = Library([compile_object({ADD.format(n=3)!r}, host_target(1))], ['add_3'])\n"
         "import builtins; builtins.keep = keep; keep.cycle = keep"
     )
@@ -104,7 +105,7 @@ def test_code_for_another_cpu_is_refused() -> None:
     image = compile_object(ADD.format(n=1), elsewhere)
     with pytest.raises(DeviceUnavailableError, match="needs a CPU with triple="):
         load([image], ["add_1"], elsewhere)
-    unknown = cpu.target_for(cpu.machine_of(HOST)[0], "generic", ("avx512fp16x",))
+    unknown = cpu.target_for(processor.machine_of(HOST)[0], "generic", ("avx512fp16x",))
     with pytest.raises(DeviceUnavailableError, match="avx512fp16x"):
         load([image], ["add_1"], unknown)
     with pytest.raises(CompileError, match="not a CPU target"):
@@ -138,7 +139,7 @@ def test_threads_from_argument_knob_and_machine() -> None:
         assert cpu.host_target().threads == 5
         assert cpu.host_target(2).threads == 2
     with knobs.override(RLX_THREADS=0):
-        assert cpu.host_target().threads == cpu.available_threads() >= 1
+        assert cpu.host_target().threads == processor.available_threads() >= 1
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,8 @@ def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], c
         path = tmp_path / "fs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "membership") == cpus
-    assert cpu.cgroup_quota(tmp_path / "fs", tmp_path / "none") == 1 << 30
+    assert processor.cgroup_quota(tmp_path / "fs", tmp_path / "membership") == cpus
+    assert processor.cgroup_quota(tmp_path / "fs", tmp_path / "none") == 1 << 30
 
 
 FORK = """

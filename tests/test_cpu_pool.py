@@ -16,9 +16,9 @@ import pytest
 
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.executor import module_text
-from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import OptionError
+from rlx.host.jit import Library, compile_object
 
 ROOT = Path(__file__).resolve().parents[1]
 

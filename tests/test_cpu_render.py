@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from kernel_runs import TARGETS, apply, apply_all, pointwise, run
 
-from rlx.backends.cpu.jit import assembly, compile_object
 from rlx.backends.cpu.render import render, task_count
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import CompileError
+from rlx.host.jit import assembly, compile_object
 from rlx.ir.dtype import DTYPES, DType, as_dtype, bf16, bool_, f16, f32, f64, i8, i32, i64, u8
 from rlx.ir.kernel import (
     Buffer,

@@ -19,8 +19,8 @@ import rlx
 from rlx import knobs
 from rlx.backends import get
 from rlx.driver import disk
-from rlx.driver.disk import DAMAGED, FRESH, HEADER, STALE, DiskCache, disk_cache
 from rlx.errors import CorruptFileError, IndexRangeError
+from rlx.host.disk import DAMAGED, FRESH, HEADER, STALE, DiskCache, disk_cache
 from rlx.ir.op import Kind, op
 from rlx.ir.ops import OWN
 from rlx.ir.ops.rules import same
@@ -428,7 +428,7 @@ WORKER = """
 import os, sys, itertools
 import numpy as np, rlx
 from tests.test_disk_cache import two_layers, compiled
-from rlx.driver.disk import disk_cache
+from rlx.host.disk import disk_cache
 for child in range(8):
     if os.fork() == 0:
         for turn in itertools.count() if child < 4 else range(6):  # the first four end by a signal only
@@ -476,7 +476,7 @@ def test_reading_while_others_evict_and_replace(folder):
     """Every read gives the whole entry or none."""
     folder.mkdir(mode=0o700)
     writer = (
-        "import sys; from rlx.driver.disk import DiskCache\n"
+        "import sys; from rlx.host.disk import DiskCache\n"
         "cache = DiskCache(sys.argv[1], 2_000_000)\n"
         "for n in range(400): cache.put(f'object-{n % 40:02x}', [bytes([n % 40]) * 100_000])\n"
     )

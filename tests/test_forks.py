@@ -23,7 +23,7 @@ FORKED = """
 import os, sys, threading, time, warnings
 import numpy as np
 import rlx
-from rlx.driver.calls import Gate
+from rlx.host.gate import Gate
 from rlx.errors import BindingError
 warnings.simplefilter("ignore", DeprecationWarning)  # Python dislikes forks of threaded processes; users do it
 g = rlx.Graph("long")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from code_cases import AFTER, BEFORE, TARGETS, every, failures
 
-from rlx.backends.cpu.jit import compile_object
-from rlx.backends.cpu.legal import faults
 from rlx.errors import CompileError
+from rlx.host.jit import compile_object
+from rlx.host.legal import faults
 from rlx.ir.op import OPS, Kind
 
 HERE = Path(__file__).parent

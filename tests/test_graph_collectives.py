@@ -17,7 +17,6 @@ import rlx
 from rlx.backends import get
 from rlx.compile import lower
 from rlx.compile.check import program_faults
-from rlx.driver.disk import disk_cache
 from rlx.driver.symmetric import LocalTransport, SymmetricBuffer
 from rlx.errors import (
     AttributeValueError,
@@ -27,6 +26,7 @@ from rlx.errors import (
     ShapeError,
     TransportError,
 )
+from rlx.host.disk import disk_cache
 from rlx.ir import ops
 from rlx.ir.cost import program_work
 from rlx.ir.evaluate import evaluate, evaluate_ranks

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.backends.cpu.emit import Emitter, V
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target
 from rlx.compile.assemble import lower
+from rlx.host.emit import Emitter, V
 from rlx.ir.kernel import Buffer, Load, Loop, Store, Var, const, k
 from tests.test_crossing import run as compiled
 

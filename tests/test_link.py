@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from rlx.backends.cpu import target as cpu
-from rlx.backends.cpu.jit import Library, _Linked, compile_object
-from rlx.backends.cpu.link import Foreign, Image
 from rlx.errors import CompileError
+from rlx.host import processor
+from rlx.host.jit import Library, _Linked, compile_object
+from rlx.host.link import Foreign, Image
 
 pytestmark = pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="elsewhere LLVM links")
 HOST = cpu.host_target(1)
@@ -129,18 +130,19 @@ def test_damaged_objects_are_refused_or_stay_within_their_memory():
 
 def test_the_system_tells_what_llvm_tells():
     """But for the matrix unit, which LLVM leaves out on some processors whose system grants it."""
-    triple, has = cpu._linux_x86() or ("", frozenset())
-    assert (triple, has - set(cpu.AMX)) == (cpu._asked_of_llvm()[0], cpu._asked_of_llvm()[1] & set(cpu.X86))
+    triple, has = processor._linux_x86() or ("", frozenset())
+    theirs, features = processor._asked_of_llvm()
+    assert (triple, has - set(processor.AMX)) == (theirs, features & set(processor.X86))
 
 
 def test_features_are_called_as_llvm_calls_them(tmp_path):
     """By a processor with a matrix unit, whichever this one is."""
     flags = "fpu avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8"
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: Some\nflags\t\t: {flags}\nbugs\t\t: none\n")
-    assert cpu._linux_x86(tmp_path / "cpuinfo") == ("x86_64-unknown-linux-gnu", frozenset(cpu.X86 + cpu.AMX))
+    assert processor._linux_x86(tmp_path / "cpuinfo") == ("x86_64-unknown-linux-gnu", frozenset(processor.X86 + processor.AMX))
 
 
 @pytest.mark.parametrize("text", ["", "processor : 0\n", "flags\t\t: \n"])
 def test_a_system_that_does_not_tell(tmp_path, text):
     (tmp_path / "cpuinfo").write_text(text)
-    assert cpu._linux_x86(tmp_path / "cpuinfo") is None and cpu._linux_x86(tmp_path / "none") is None
+    assert processor._linux_x86(tmp_path / "cpuinfo") is None and processor._linux_x86(tmp_path / "none") is None

@@ -21,10 +21,11 @@ import pytest
 import ranks
 from ranks import Ended, all_ready_but
 
-from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect, native
+from rlx import host
+from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect
 from rlx.driver.collective import collectives_of
 from rlx.driver.symmetric import Call, SharedMemory, SymmetricTransport
-from rlx.driver.transports import shm
+from rlx.driver.transports import shm, shm_words
 from rlx.errors import CallMismatchError, HeapBoundsError, OptionError, TransportError, UnknownRankError
 
 LONG = 600.0  # seconds; a wait that lasts so long has not noticed what went wrong
@@ -65,7 +66,7 @@ def test_ranks_write_to_each_other(n):
 
 
 def in_python(name: str, rank: int, n: int) -> None:
-    native._offers.clear()
+    host.available = lambda: False
     with contextlib.closing(ShmTransport(name, rank, n, 5000, LONG)) as t:
         assert t._meet.func is shm.meet
         passed_on(t, 12)
@@ -484,7 +485,7 @@ def test_a_file_of_others_is_refused(tmp_path):
 
 def test_native_words_are_where_others_expect_them():
     assert ctypes.sizeof(shm.Line) == shm.LINE_BYTES and shm.Line.pid.offset == 128 and shm.Line.calls.offset % 8 == 0
-    assert shm.Line.gap2.offset - shm.Line.calls.offset == 2 * shm.CALL_BYTES
+    assert shm.Line.gap2.offset - shm.Line.calls.offset == 2 * shm_words.CALL_BYTES
     assert ctypes.sizeof(shm.Header) <= shm.HEADER_BYTES
 
 

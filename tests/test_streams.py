@@ -8,7 +8,7 @@ import pytest
 
 import rlx
 from rlx.backends.cpu import render
-from rlx.backends.cpu.target import host_features
+from rlx.host.processor import host_features
 
 X86 = host_features()[0].startswith("triple=x86")
 

@@ -15,8 +15,8 @@ from rlx import knobs
 from rlx.backends import get
 from rlx.backends.cpu import backend, memory
 from rlx.compile import lower
-from rlx.driver import disk
 from rlx.errors import OptionError
+from rlx.host import disk
 from rlx.ir.tuning import step_key
 from rlx.runtime import CompileOptions, Session, tune
 

@@ -10,7 +10,6 @@ from importlib import import_module
 
 from rlx.driver.backend import Backend
 from rlx.driver.device import ENTRY_POINTS, Device, extensions
-from rlx.driver.native import offer
 from rlx.errors import DeviceUnavailableError
 
 BACKENDS = {
@@ -18,9 +17,6 @@ BACKENDS = {
     "ref": "rlx.backends.ref.backend:RefBackend",
     "null": "rlx.backends.null.backend:NullBackend",
 }
-
-offer("ranks", lambda: import_module("rlx.backends.cpu.ranks").meet_of)
-offer("collectives", lambda: import_module("rlx.backends.cpu.rank_walk"))
 
 
 @cache

@@ -69,7 +69,7 @@ def devices() -> None:
 
 def cache(clear: bool) -> None:
     """The cache on disk: where it is and what it takes. `clear`: empty it first."""
-    from rlx.driver.disk import disk_cache
+    from rlx.host.disk import disk_cache
 
     kept, why = disk_cache()
     if kept is None:

@@ -5,9 +5,9 @@ is theirs again afterwards (with what is anybody's guess in it). Ranks that call
 each of them, before any array has changed; a call that is wrong in itself (HeapBoundsError, UnknownRankError, and
 CallMismatchError where array and scratch do not fit) is refused on that rank alone, at once.
 
-The meaning of a reduction is `combine`: elements in rank order, 16- and 8-bit floats carried in f32, integers in 64 bits, rounded
-once. Every algorithm (rlx.driver.schedule), transport and size gives these bits, on all ranks; any NaN counts as any other.
-Machine code (rlx.driver.native) does the same, numpy where there is none.
+A reduction means rlx.driver.reduction.combine: elements in rank order, 16- and 8-bit floats carried in f32, integers in 64
+bits, rounded once. Every algorithm (rlx.driver.schedule), transport and size gives these bits, on all ranks; any NaN counts as
+any other. Machine code does the same, numpy where there is none.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from operator import index
 from statistics import median
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from rlx.driver.arena import convert
-from rlx.driver.native import native
+from rlx import host
+from rlx.driver.reduction import Form, ReduceKind, Reduction, accumulator, numpy_reduction
 from rlx.driver.schedule import (
     ALGORITHMS,
     MINE,
@@ -46,8 +45,7 @@ from rlx.driver.schedule import (
 )
 from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
-from rlx.ir.dtype import DTYPES, DType, as_dtype, i64, u64
-from rlx.ir.ops.elementwise import divide_array
+from rlx.ir.dtype import DTYPES, DType, as_dtype
 
 IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result is where the operand was
 PLANS = 256  # prepared calls kept for each transport
@@ -55,23 +53,7 @@ PROBE = 1 << 20  # bytes read to learn what a byte takes
 DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bits, from the lowest on
 
 
-class ReduceKind(Enum):
-    SUM, MEAN, MAX, MIN = 1, 2, 3, 4
-
-
-class Form(NamedTuple):
-    """A reduction of elements. `carried`: the first source is in the accumulating dtype; `carries`: so is the result. `ranks`:
-    what a mean is divided by."""
-
-    kind: ReduceKind
-    dtype: DType
-    ranks: int
-    carried: bool = False
-    carries: bool = False
-
-
 Result = TypeVar("Result")
-Reduction = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # (out, sources): bytes, contiguous
 
 
 class Table(Protocol):
@@ -88,62 +70,22 @@ class Memory(Protocol):
     def remember(self, buffer: SymmetricBuffer, kind: ReduceKind, array: np.ndarray, table: Any) -> None: ...
 
 
-class Native(Protocol):
-    """What machine code does of this (rlx.backends.cpu.rank_walk). `table`, `memory`: None for transports it does not know.
-    `busy`: of Collectives."""
+@runtime_checkable
+class Compiled(Protocol):
+    """A transport with machine code of its own for plans. None: not in this process. `busy`: of Collectives."""
 
-    def reduction(self, form: Form) -> Reduction: ...
-    def table(self, transport: Any, plan: Plan) -> Table | None: ...
-    def memory(self, transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Memory | None: ...
-
-
-def machine_code() -> Native | None:
-    return native("collectives")
-
-
-# -- the meaning ---------------------------------------------------------------------------------------------------
-
-
-def accumulator(dtype: DType) -> DType:
-    """What a reduction of `dtype` is carried in. CallMismatchError: there is none of bool and complex numbers."""
-    if dtype.kind not in "fiu":
-        raise CallMismatchError(f"a reduction takes floats and integers, not {dtype.name}; cast it first")
-    return dtype.compute if dtype.is_float else i64 if dtype.kind == "i" else u64
-
-
-def combine(form: Form, sources: Sequence[np.ndarray]) -> np.ndarray:
-    """The sources, one of each rank in their order, as one array. Of two zeros MAX and MIN keep the first; NaN wins."""
-    wide = accumulator(form.dtype)
-    with np.errstate(all="ignore"):
-        total = sources[0] if form.carried else convert(sources[0], wide)
-        for source in sources[1:]:
-            x = convert(source, wide)
-            if form.kind in (ReduceKind.SUM, ReduceKind.MEAN):
-                total = total + x
-            else:
-                better = x > total if form.kind == ReduceKind.MAX else x < total
-                total = np.where(better | (x != x), x, total)
-        if form.carries:
-            return total
-        if form.kind == ReduceKind.MEAN:
-            total = divide_array(total, np.asarray(form.ranks, wide.numpy))
-        return convert(total, form.dtype)
-
-
-def _numpy_reduction(form: Form) -> Reduction:
-    narrow, wide = form.dtype.numpy, accumulator(form.dtype).numpy
-
-    def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
-        typed = [s.view(wide if form.carried and i == 0 else narrow) for i, s in enumerate(sources)]
-        out.view(wide if form.carries else narrow)[...] = combine(form, typed)
-
-    return run
+    def table(self, plan: Plan) -> Table | None: ...
+    def memory(self, slow: Callable[..., None], busy: ctypes.c_int64) -> Memory | None: ...
 
 
 @cache
 def reduction(form: Form) -> Reduction:
-    code = machine_code()
-    return code.reduction(form) if code else _numpy_reduction(form)
+    """In machine code where it can be made, else in numpy: the same bits."""
+    if not host.available():
+        return numpy_reduction(form)
+    from rlx.driver import reduce_code  # compiles, which only ranks need
+
+    return reduce_code.reduction(form)
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -252,8 +194,7 @@ class Collectives:
         self.plans: OrderedDict[Any, Table] = OrderedDict()
         self.busy = ctypes.c_int64()  # not 0: who is at work with this transport
         self.loaded = 0  # programs so far
-        code = machine_code()
-        self.memory = code.memory(transport, self.all_reduce, self.busy) if code else None
+        self.memory = transport.memory(self.all_reduce, self.busy) if isinstance(transport, Compiled) else None
         self.fast = self.memory.function if self.memory else self.all_reduce
 
     def claim(self, who: int) -> None:
@@ -358,8 +299,13 @@ class Collectives:
         shared = self.heap is not None
         algorithm = algorithm or choose(job, self.figures if job.nbytes > SMALL else None, shared)
         plan = Plan(call, schedule(job, algorithm, shared), dtype, kind, job)
-        code = machine_code()
-        return (code.table(self.transport, plan) if code else None) or Steps(self.transport, self.heap, plan)
+        return self.table(plan)
+
+    def table(self, plan: Plan) -> Table:
+        """The plan in the transport's own code, or by its copies and barriers."""
+        code: Any = self.transport
+        made = code.table(plan) if isinstance(code, Compiled) else None
+        return made or Steps(self.transport, self.heap, plan)
 
     # -- figures
 

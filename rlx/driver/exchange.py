@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.driver.collective import Plan, ReduceKind, Steps, Table, collectives_of, machine_code
+from rlx.driver.collective import Plan, Table, collectives_of
+from rlx.driver.reduction import ReduceKind
 from rlx.driver.schedule import MEETING, Job, What
 from rlx.driver.symmetric import GAVE_UP, Call, SymmetricBuffer, SymmetricTransport
 from rlx.errors import CallMismatchError, CollectiveError, CompileError, HeapBoundsError
@@ -61,8 +62,7 @@ class Exchanges:
             self.tables[step] = alike[key]
         if self._on_any(self._fails_late(program, may_fail)):
             job = Job(What.BROADCAST, transport.num_ranks, transport.this_rank.index, 0, 1, 1)
-            plan, code = Plan(self._ending, [MEETING], u8, None, job), machine_code()
-            self.agreement = (code.table(transport, plan) if code else None) or Steps(transport, known.heap, plan)
+            self.agreement = known.table(Plan(self._ending, [MEETING], u8, None, job))
 
     def begin(self) -> None:
         """Before the steps of a run, at whose end is `release`. CallMismatchError: another rank begins another program's run.

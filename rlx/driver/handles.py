@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rlx.driver.calls import Gate
 from rlx.driver.queue import RunQueue
 from rlx.errors import BindingError, InputShapeError, known
+from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
 
 

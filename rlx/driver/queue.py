@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from rlx.driver.calls import Gate
 from rlx.errors import RlxError
+from rlx.host.gate import Gate
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Calls of a CompiledGraph in machine code, where its executable offers them (rlx.driver.calls).
+"""Calls of a CompiledGraph in machine code, where its executable offers them (rlx.host.gate).
 
 A method's Python body stays what it means: machine code does the plain case, and leaves it all others. What is made holds the
 graph's `_core`, which lacks what is made: so nothing holds itself, and memory goes back with the last reference.
@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from rlx.driver.calls import FastCall
 from rlx.errors import BindingError
+from rlx.host.gate import FastCall
 from rlx.runtime.binding import by_name, by_position
 
 M = TypeVar("M", bound=Callable[..., Any])

@@ -15,7 +15,6 @@ import numpy as np
 
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Executable
-from rlx.driver.calls import FastCalls, Gate
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
@@ -29,6 +28,7 @@ from rlx.errors import (
     Unsupported,
     known,
 )
+from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes

@@ -1,4 +1,4 @@
-"""Compiled programs as bytes, and their places in the cache on disk (rlx.driver.disk): a start from there compiles nothing.
+"""Compiled programs as bytes, and their places in the cache on disk (rlx.host.disk): a start from there compiles nothing.
 
 What is kept is what runs need: buffers, plan, steps, machine code, constants, and what reports say. Kernels come back without
 their loops, as one Native each over the buffers that they load and store. The form is JSON and raw bytes; nothing in it is
@@ -19,8 +19,8 @@ import numpy as np
 from rlx.compile.check import program_faults
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
-from rlx.driver.disk import DAMAGED, FRESH, disk_cache, source_digest
 from rlx.errors import CorruptFileError, RlxError, known
+from rlx.host.disk import DAMAGED, FRESH, disk_cache, source_digest
 from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph

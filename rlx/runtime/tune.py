@@ -22,9 +22,9 @@ import numpy as np
 
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Backend, Executable, Tunable
-from rlx.driver.disk import disk_cache
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known
+from rlx.host.disk import disk_cache
 from rlx.ir.cost import program_work
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step

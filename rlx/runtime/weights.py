@@ -15,8 +15,8 @@ import numpy as np
 
 from rlx.driver import files
 from rlx.driver.backend import Executable
-from rlx.driver.calls import Gate
 from rlx.errors import MissingParamError, UnknownNameError, known
+from rlx.host.gate import Gate
 from rlx.ir.program import Program, Region
 from rlx.runtime.binding import fits
 

@@ -1,6 +1,6 @@
-"""What machine code and the Python around it share: blocks of words that both read, and what is known of a kernel's code.
+"""Words that the executor (rlx.backends.cpu.executor) and the Python around it share, and what is known of a kernel's code.
 
-Loading and running what was compiled before needs these, but not what writes code (rlx.backends.cpu.emit, walker, call_code).
+Loading and running what was compiled before needs these, but not what writes code.
 """
 
 from __future__ import annotations
@@ -8,18 +8,12 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from rlx.host.abi import I32, I64, P
+
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
 MAX_CPUS = 1024  # those with higher numbers are never marked as pinned
 ATTEND = -1  # what a run returns when all went well, but `Pool.attend` should be called before the next
-
-
-# Offsets of the words of a numpy array that calls read
-OB_TYPE = 8  # PyObject; below, PyArrayObject
-DATA, NDIM, DIMS, BASE, DESCR, FLAGS = 16, 24, 32, 48, 56, 64
-IN_ORDER = 0x101  # flags: C-contiguous, aligned
-
-P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Step(ctypes.Structure):
@@ -48,28 +42,6 @@ class Control(ctypes.Structure):
         ("caller_asleep", I32), ("stop", I32), ("alone", I32), ("pad", I32 * 3),
         ("idle_spins", I64), ("busy_spins", I64), ("yields", I64), ("wait", P), ("sched_yield", P), ("getcpu", P),
         ("pinned", ctypes.c_int8 * MAX_CPUS),
-    ]  # fmt: skip
-
-
-class Input(ctypes.Structure):
-    """What an input must be, and the `slot` its bytes go to, unless they lie there. `fixed`: they must. `given`: what was
-    passed, or is bound."""
-
-    _fields_ = [
-        ("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("slot", P), ("fixed", I64), ("name", P), ("given", P),
-    ]  # fmt: skip
-
-
-class Call(ctypes.Structure):
-    """One function. `walk(run)` is the run; memory [low, high) holds slots. Python objects: `slow`; `settle`, called with a
-    status that is not 0; `result`, to be called first if `makes`; `acquire` and `release` of a lock to hold, or null.
-    `yields`: the GIL is released meanwhile."""
-
-    _fields_ = [
-        ("inputs", P), ("count", I64), ("low", P), ("high", P), ("gate", P), ("walk", P), ("run", P), ("slow", P), ("settle", P),
-        ("result", P), ("makes", I64), ("acquire", P), ("release", P), ("yields", I64),
-        ("array_type", P), ("list_type", P), ("tuple_type", P), ("dict_type", P), ("str_type", P), ("true", P), ("false", P),
-        ("error_type", P), ("error", P), ("trace", P),
     ]  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rlx.backends.cpu.target import host_target, processor
+from rlx.backends.cpu.target import host_target
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError
+from rlx.host.processor import processor
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
@@ -79,7 +80,7 @@ class CpuBackend:
         return f"{processor()}, {self.compiler()}"
 
     def compiler(self) -> str:
-        from rlx.backends.cpu.jit import compiler_version
+        from rlx.host.jit import compiler_version
 
         return compiler_version()
 
@@ -127,8 +128,8 @@ class _Job:
 def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.cost import estimated_ns, may_fail
-    from rlx.backends.cpu.jit import compile_object
     from rlx.backends.cpu.render import render
+    from rlx.host.jit import compile_object
 
     if job.kernel.collective:  # the executable has a function for it; others need the GIL meanwhile
         return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""

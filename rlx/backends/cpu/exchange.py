@@ -1,6 +1,6 @@
-"""Collectives as steps of a run: functions that the walker calls as it calls kernels (ABI: rlx.backends.cpu.emit.Rendered).
+"""Collectives as steps of a run: functions that the walker calls as it calls kernels (ABI: rlx.host.emit.Rendered).
 
-Where all heaps lie in this process's memory, machine code walks a collective's table (rlx.backends.cpu.rank_walk) without
+Where all heaps lie in this process's memory, machine code walks a collective's table (rlx.driver.transports.shm_walk) without
 Python, unless a meeting is not over at once. Other transports are called in Python.
 
 Python that machine code calls may be interrupted (Ctrl-C) before its first line, and ctypes would swallow that: so what is
@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cpu.emit import V
-from rlx.backends.cpu.executor import I64, Body, Functions, P, fields_of
-from rlx.backends.cpu.jit import Library, compile_object
 from rlx.backends.cpu.target import host_target
 from rlx.driver.collective import abandon, collectives_of
 from rlx.driver.exchange import Exchanges
 from rlx.errors import CollectiveError
+from rlx.host.abi import I64, P
+from rlx.host.emit import V
+from rlx.host.functions import Body, Functions, fields_of
+from rlx.host.jit import Library, compile_object
 from rlx.ir.kernel import Buffer, Native
 
 FAILED = 1 << 16  # ExchangeCalls.FAILED
@@ -104,25 +105,25 @@ class ExchangeCalls:
 
     def agreement(self) -> tuple[int, ...] | None:
         """What comes behind the last step, if anything does; as `begin`."""
-        from rlx.backends.cpu import rank_walk
+        from rlx.driver.transports import shm_walk
 
         table = self.exchanges.agreement
         if table is None:
             return None
         if "agree" not in self._made:
             in_python = lambda args, exchanges=self.exchanges: exchanges.agree()  # noqa: E731
-            in_code = isinstance(table, rank_walk.Table)
+            in_code = isinstance(table, shm_walk.Table)
             self._made["agree"] = self._in_code(table, 0) if in_code else self._in_python(in_python)
         function, block, _ = self._made["agree"]
         return function, 0, 0, block
 
     def step(self, step: Native) -> tuple[int, int]:
         """Of a collective: the address of its function, and the argument behind those of operand and result."""
-        from rlx.backends.cpu import rank_walk  # compiles what most programs do not need
+        from rlx.driver.transports import shm_walk  # compiles what most programs do not need
 
         if step not in self._made:
             table = self.exchanges.tables.get(step)
-            in_code = isinstance(table, rank_walk.Table)
+            in_code = isinstance(table, shm_walk.Table)
             x = step.inputs[0].buffer
             copied = x.size * x.dtype.itemsize if step.attrs.in_place else 0  # type: ignore[union-attr]
             self._made[step] = self._in_code(table, copied) if in_code else self._in_python(self._performs(step))
@@ -141,9 +142,9 @@ class ExchangeCalls:
         return self._calling("rlx_exchange_in_python", Block(), act)
 
     def _in_code(self, table: Any, copied: int) -> tuple[int, int, Any]:
-        from rlx.backends.cpu import rank_walk
+        from rlx.driver.transports import shm_walk
 
-        block = Block(walk=table.address, begin=rank_walk.begin_address(), copied=copied)
+        block = Block(walk=table.address, begin=shm_walk.begin_address(), copied=copied)
         return self._calling("rlx_exchange", block, table.settle)
 
     def _calling(self, function: str, block: Block, act: Callable[[int], None]) -> tuple[int, int, Any]:

@@ -18,15 +18,15 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.jit import load
 from rlx.backends.cpu.memory import Region as Memory
 from rlx.driver import files
-from rlx.driver.calls import FastCall
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import IndexRangeError, InputShapeError, PlanError
+from rlx.host.gate import FastCall
+from rlx.host.jit import load
 from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step
 
@@ -206,8 +206,8 @@ class CpuExecutable:
             raise
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
-        """FastCalls protocol (rlx.driver.calls). Bound arrays are read where they are, if kernels can."""
-        from rlx.backends.cpu import calls  # compiles what most programs do not need
+        """FastCalls protocol (rlx.host.gate). Bound arrays are read where they are, if kernels can."""
+        from rlx.host import calls  # compiles what most programs do not need
 
         if calls.refusal() is not None:
             return None
@@ -222,7 +222,7 @@ class CpuExecutable:
         codes = [code for _, code in self._coded("steps", "commit")]
         alone, long = any(c.may_fail for c in codes), sum(c.work_ns for c in codes) > calls.GIL_NS
         taken = self._arena.address, self._arena.address + self._arena.nbytes
-        return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long)
+        return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long, pool.run_address())
 
     def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
         """Whether steps can read the bound array where it lies: as the slot would, with nothing else of ours there. What is

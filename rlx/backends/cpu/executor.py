@@ -18,55 +18,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 from rlx.backends.cpu.abi import ATTEND, BIAS, END, GENERATION, MAX_CPUS, Control, Run, Step
-from rlx.backends.cpu.abi import I64 as I64  # for others
-from rlx.backends.cpu.abi import P as P
-from rlx.backends.cpu.emit import Emitter, V
-
-
-def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, int]]:
-    """name -> LLVM type, byte offset, alignment; no two of the structures share a name."""
-    return {
-        name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
-        for structure in structures
-        for name, kind in structure._fields_  # pyright: ignore
-    }
-
+from rlx.host.emit import V
+from rlx.host.functions import EVERYBODY, NULL, Body, Functions, fields_of
 
 STEP_BYTES = ctypes.sizeof(Step)
-NULL = V("null", "ptr")
-EVERYBODY = V("2147483647", "i32")
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 
 
-class Body(Emitter):
-    """The body of one function, for a processor (platform.machine()) and a futex system call (its number; 0: none)."""
+class ExecutorBody(Body):
+    """Body of a function on a Control block, a Run and its Steps."""
 
     fields = fields_of(Step, Run, Control)
-
-    def __init__(self, machine: str = "", futex: int = 0) -> None:
-        super().__init__()
-        self.machine, self.futex_call = machine, futex
-
-    def at(self, base: V, name: str) -> V:
-        return self.gep(base, self.fields[name][1])
-
-    def get(self, base: V, name: str, order: str = "") -> V:
-        """A field of the structure at `base`; atomically if an order is given."""
-        ty, offset, align = self.fields[name]
-        place = self.gep(base, offset)
-        return self.load_atomic(ty, place, order) if order else self.load(ty, place, align)
-
-    def put(self, base: V, name: str, value: V | int, order: str = "") -> None:
-        ty, offset, align = self.fields[name]
-        place, value = self.gep(base, offset), self.const(ty, value)
-        self.store_atomic(value, place, order) if order else self.store(value, place, align)
-
-    def change(self, op: str, base: V, name: str, by: V | int) -> V:
-        """Atomically; the value before."""
-        return self.update_atomic(op, self.at(base, name), self.const(self.fields[name][0], by))
 
     def tasks_left(self, ticket: V) -> V:
         """Tasks to be taken if positive."""
@@ -74,13 +38,6 @@ class Body(Emitter):
 
     def between_runs(self, ticket: V) -> V:
         return self.cmp("sle", self.tasks_left(ticket), END - BIAS)
-
-    def pause(self) -> None:
-        """Leave the core's other thread some room, in a waiting loop."""
-        if self.machine in ("x86_64", "AMD64"):
-            self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
-        elif self.machine in ("aarch64", "arm64"):
-            self.intrinsic("aarch64.hint", self.const("i32", 1), suffix=(), returns="void")
 
     def turn(self, c: V) -> V:
         """One turn of a waiting loop: the generation, after a short pause."""
@@ -96,43 +53,6 @@ class Body(Emitter):
         elif operation == WAIT:
             self.call(self.get(c, "wait"), "i32", self.const("i32", 500))
 
-    def python(self, name: str, returns: str, *args: V) -> V:
-        """A call of CPython's C interface."""
-        self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
-        return self.call(name, returns, *args)
-
-
-class Functions:
-    """Native functions of one module, in Python's words."""
-
-    def __init__(self) -> None:
-        self._texts: list[Callable[[Any], str]] = []  # what gives the text of each
-
-    def native(self, returns: str, /, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
-        """Decorator of what writes the body of a native function, given its parameters. Those called rlx_… are exported."""
-
-        def made(write: Callable[..., None]) -> Callable[..., V]:
-            name = write.__name__
-
-            def text(e: Body) -> str:
-                write(e, *(V(f"%{p}", ty) for p, ty in parameters.items()))
-                if returns == "void":
-                    e.ret()
-                listed = ", ".join(f"{ty} %{p}" for p, ty in parameters.items())
-                return e.function(name, listed, linkage="" if name.startswith("rlx_") else "internal", returns=returns)
-
-            self._texts.append(text)
-            return lambda e, *args: e.call(name, returns, *args)
-
-        return made
-
-    def module_text(self, body: Callable[[], Body]) -> str:
-        """The module as LLVM IR; `body` makes a function's body, empty."""
-        bodies = [body() for _ in self._texts]
-        functions = [text(e) for text, e in zip(self._texts, bodies)]
-        declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
-        return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
-
 
 _functions = Functions()
 _native = _functions.native
@@ -140,18 +60,18 @@ _native = _functions.native
 
 def module_text(machine: str, futex: int) -> str:
     """The walker as LLVM IR for a processor (platform.machine()), with the number of its futex system call (0: none)."""
-    return _functions.module_text(lambda: Body(machine, futex))
+    return _functions.module_text(lambda: ExecutorBody(machine, futex))
 
 
 # -- steps and tasks -----------------------------------------------------------------------------------------------
 
 
-def _tasks(e: Body, step: V) -> V:
+def _tasks(e: ExecutorBody, step: V) -> V:
     """From this step on to the end of its group."""
     return e.bin("add", e.get(step, "tasks"), e.get(step, "after"))
 
 
-def _kernel(e: Body, run: V, step: V, tid: V) -> Callable[[V], V]:
+def _kernel(e: ExecutorBody, run: V, step: V, tid: V) -> Callable[[V], V]:
     """What writes a call of the step's function for a task, on the scratch of thread `tid`."""
     fn, args, status = e.get(step, "fn"), e.get(step, "args"), e.at(run, "status")
     scratch = e.gep(e.get(run, "scratch"), e.bin("mul", e.get(run, "stride"), tid))
@@ -159,7 +79,7 @@ def _kernel(e: Body, run: V, step: V, tid: V) -> Callable[[V], V]:
 
 
 @_native("void", run="ptr", step="ptr", tid="i64", task="i64")
-def perform(e: Body, run: V, step: V, tid: V, task: V) -> None:
+def perform(e: ExecutorBody, run: V, step: V, tid: V, task: V) -> None:
     """A task of the group that starts with this step."""
     with e.loop(0, None, STEP_BYTES, carried=[task]) as each:
         here, (task,) = e.gep(step, each.index), each.carried
@@ -172,7 +92,7 @@ def perform(e: Body, run: V, step: V, tid: V, task: V) -> None:
 
 
 @_native("ptr", step="ptr")
-def last_of(e: Body, step: V) -> None:
+def last_of(e: ExecutorBody, step: V) -> None:
     """The last step of this one's group."""
     with e.loop(0, None, STEP_BYTES) as each:
         here = e.gep(step, each.index)
@@ -182,7 +102,7 @@ def last_of(e: Body, step: V) -> None:
 
 
 @_native("void", c="ptr", low="i64")
-def publish(e: Body, c: V, low: V) -> None:
+def publish(e: ExecutorBody, c: V, low: V) -> None:
     """A new generation with `low` in the low half."""
     with e.loop(0, None, carried=[e.get(c, "ticket", "monotonic")]) as attempt:
         (old,) = attempt.carried
@@ -193,13 +113,13 @@ def publish(e: Body, c: V, low: V) -> None:
         attempt.next = [found]
 
 
-def _workers_are_free(e: Body, c: V) -> V:
+def _workers_are_free(e: ExecutorBody, c: V) -> V:
     """Whether fewer runs go on beside this one than there are workers: else their callers have a use for the CPUs."""
     return e.cmp("slt", e.get(c, "alone", "monotonic"), e.get(c, "workers"))
 
 
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
-def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
+def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
     """All tasks up to `done`'s are done: go on. Runs groups of one task here (all steps where `c` is null). True: a larger group
     is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
     pooled, end = e.cmp("ne", c, NULL), e.get(run, "end")
@@ -236,7 +156,7 @@ def advance(e: Body, c: V, run: V, done: V, tid: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64", ticket="i64")
-def wait(e: Body, c: V, tid: V, ticket: V) -> None:
+def wait(e: ExecutorBody, c: V, tid: V, ticket: V) -> None:
     """For a generation other than the ticket's; may return early."""
     seen = e.bin("lshr", ticket, 32)
     spins = e.select(e.between_runs(ticket), e.get(c, "idle_spins"), e.get(c, "busy_spins"))
@@ -256,7 +176,7 @@ def wait(e: Body, c: V, tid: V, ticket: V) -> None:
 
 
 @_native("i64", c="ptr", tid="i64")
-def take(e: Body, c: V, tid: V) -> None:
+def take(e: ExecutorBody, c: V, tid: V) -> None:
     """Wait for a task of a published group: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
     with e.loop(0, None):
         ticket = e.get(c, "ticket", "seq_cst")
@@ -272,7 +192,7 @@ def take(e: Body, c: V, tid: V) -> None:
 
 
 @_native("i64", c="ptr", tid="i64", first="i64")
-def work(e: Body, c: V, tid: V, first: V) -> None:
+def work(e: ExecutorBody, c: V, tid: V, first: V) -> None:
     """Do task `first` of the published group, and more as long as there are some. Returns the next task to do, as `take`."""
     run, step = e.get(c, "run"), e.get(c, "step")
     tasks = _tasks(e, step)
@@ -293,7 +213,7 @@ def work(e: Body, c: V, tid: V, first: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64", first="i64")
-def share(e: Body, c: V, tid: V, first: V) -> None:
+def share(e: ExecutorBody, c: V, tid: V, first: V) -> None:
     """Take part from task `first` on: the caller (tid 0) until its run has ended, a worker until the pool stops."""
     with e.loop(0, None, carried=[first]) as each:
         (task,) = each.carried
@@ -303,7 +223,7 @@ def share(e: Body, c: V, tid: V, first: V) -> None:
 
 
 @_native("i32", c="ptr", run="ptr", before="ptr")
-def together(e: Body, c: V, run: V, before: V) -> None:
+def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
     """A run that holds the pool's lock; `before`: the place of a step before the first. The status, or ATTEND: the pool has
     no workers, or we are on the CPU of one, which then cannot run."""
     helped = e.cmp("ne", e.get(c, "workers"), 0)
@@ -327,7 +247,7 @@ def together(e: Body, c: V, run: V, before: V) -> None:
 
 
 @_native("i32", run="ptr")
-def rlx_run(e: Body, run: V) -> None:
+def rlx_run(e: ExecutorBody, run: V) -> None:
     """The whole run: its status, or ATTEND. Alone if another run has the pool."""
     e.put(run, "status", 0)
     before = e.gep(e.get(run, "first"), -STEP_BYTES)
@@ -345,7 +265,7 @@ def rlx_run(e: Body, run: V) -> None:
 
 
 @_native("ptr", self="ptr", unused="ptr")
-def rlx_run_py(e: Body, self: V, unused: V) -> None:
+def rlx_run_py(e: ExecutorBody, self: V, unused: V) -> None:
     """rlx_run as a CPython function of no arguments: `self` is an int, the Run's address. Other Python threads go on."""
     run = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
@@ -355,13 +275,13 @@ def rlx_run_py(e: Body, self: V, unused: V) -> None:
 
 
 @_native("void", c="ptr", tid="i64")
-def rlx_work(e: Body, c: V, tid: V) -> None:
+def rlx_work(e: ExecutorBody, c: V, tid: V) -> None:
     """What a worker does, until the pool stops."""
     share(e, c, tid, take(e, c, tid))
 
 
 @_native("void", c="ptr")
-def rlx_stop(e: Body, c: V) -> None:
+def rlx_stop(e: ExecutorBody, c: V) -> None:
     """Let every worker leave; may be called at any time."""
     e.put(c, "stop", 1, "seq_cst")
     e.change("add", c, "ticket", GENERATION)
@@ -369,7 +289,7 @@ def rlx_stop(e: Body, c: V) -> None:
 
 
 @_native("i64", c="ptr", turns="i64")
-def rlx_spin(e: Body, c: V, turns: V) -> None:
+def rlx_spin(e: ExecutorBody, c: V, turns: V) -> None:
     """Turns of the waiting loop, to learn how long one takes."""
     with e.loop(0, turns):
         e.turn(c)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import V, vector
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
 from rlx.backends.shared.nest import distinct, nested, operands, stores
 from rlx.errors import CompileError
+from rlx.host import alu
+from rlx.host.emit import V, vector
 from rlx.ir.dtype import i64
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 

@@ -11,46 +11,28 @@ import contextlib
 import ctypes
 import os
 import platform
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
-from rlx.backends.cpu.jit import Library, kept_object
 from rlx.backends.cpu.memory import allocate
-from rlx.backends.cpu.target import host_target, usable_cpus
+from rlx.backends.cpu.target import host_target
 from rlx.errors import OptionError
+from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
+from rlx.host.jit import Library, kept_object
+from rlx.host.processor import usable_cpus
 
 # How long a thread spins before it sleeps, between runs and within one. A thread that spins uses up the share of the CPU that the
 # system grants it, and loses the CPU to other programs later, with a task in hand: no longer than waking it up takes.
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 50
 YIELDS = 8  # sched_yield calls between spinning and sleeping
-FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # syscall numbers, Linux
-
 __all__ = [
-    "ATTEND", "MAX_TASKS", "MethodDef", "Pool", "Run", "Step", "address_of", "builtin", "callable_of", "futex_call", "pool",
-    "run_address", "worker_cpus",
+    "ATTEND", "MAX_TASKS", "Pool", "Run", "Step", "callable_of", "pool", "run_address", "worker_cpus",
 ]  # fmt: skip
-
-
-def futex_call() -> int:
-    """The number of the futex system call, 0 where there is none that we know."""
-    return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
-
-
-def address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-class MethodDef(ctypes.Structure):
-    """PyMethodDef of CPython's stable ABI. It must outlive the functions made of it."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
 
 
 @cache
@@ -64,8 +46,7 @@ def _made() -> tuple[Library, MethodDef]:
 
     image = kept_object(f"worker pool {machine} {futex}", text, host_target(1))
     library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
-    no_arguments = 4  # METH_NOARGS
-    return library, MethodDef(b"run", library.address("rlx_run_py"), no_arguments, b"The whole run.")
+    return library, MethodDef(b"run", library.address("rlx_run_py"), METH_NOARGS, b"The whole run.")
 
 
 def _walker() -> tuple[Library, MethodDef]:
@@ -85,13 +66,6 @@ def _library() -> Library:
 def run_address() -> int:
     """Of rlx_run: i32 (ptr run)."""
     return _library().address("rlx_run")
-
-
-def builtin(definition: MethodDef, itself: Any, module: Any = None) -> Callable[..., Any]:
-    """A built-in function that is given `itself` first. It keeps that and `module` (its __module__), whatever they are."""
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
-    return make(ctypes.addressof(definition), itself, None if module is None else id(module))
 
 
 def callable_of(run: Run) -> Callable[[], int]:

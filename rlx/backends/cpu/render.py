@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
-from rlx.backends.cpu.emit import STREAMS, Emitter, Rendered, V
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import NO_CHOICE, other_tasks
@@ -27,6 +27,7 @@ from rlx.backends.cpu.loops import (
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
+from rlx.host.emit import STREAMS, Emitter, V
 from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Loop, Native, Stmt, Var, coefficient, expressions, loaded_buffers
 from rlx.ir.target import Target
 
@@ -42,7 +43,7 @@ Limits = Sequence[V | None]  # of each dimension: how many of its points are ask
 
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
-    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.backends.cpu.emit.Rendered). `choice`: see `axes`."""
+    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `choice`: see `axes`."""
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract):
         return contract.render(kernel, target, symbol, choice)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.shared.nest import operands, postorder
+from rlx.host import alu
+from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
 
 Pointers = Mapping[Buffer | Local, V]

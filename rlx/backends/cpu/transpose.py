@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.loops import emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, address
 from rlx.backends.shared.nest import distinct
+from rlx.host import alu
+from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 TILES = 4  # of a block

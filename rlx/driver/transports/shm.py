@@ -27,70 +27,34 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from rlx.driver.native import native
+from rlx import host
 from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Copies, Rank, SymmetricHeap, as_call, mismatch
+from rlx.driver.transports.shm_words import (
+    DIED,
+    DIFFER,
+    HEADER_BYTES,
+    INTERRUPTED,
+    LEFT,
+    LINE_BYTES,
+    PENDING,
+    SHUT,
+    SILENT,
+    STAGE_BYTES,
+    WAITING,
+    Header,
+    Line,
+    Meeting,
+)
 from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
 
-HEADER_BYTES, LINE_BYTES, STAGE_BYTES = PAGE, 256, 16 << 10
-CALL_BYTES, WORDS = 32, ("what", "offset", "len", "detail")
 MAGIC = 0x31736B6E61527872  # the layout's version is its last character
 FOLDER = "/dev/shm"
 SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # turns (some 20 to 60 ns each) before a rank yields its CPU, and how often it does
 SLICE = 0.01  # seconds that a rank waits in compiled code before it looks whether the others live
-DIFFER, WAITING = 1, 2  # what a meeting returns: see Meeting
-SHUT = 1
-PENDING = 2  # a collective in compiled code has come to a meeting and waits to go on: if another begins, this one was abandoned
-
-P, I64, I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-
-
-class Header(ctypes.Structure):
-    """Of the file. `magic` is written last. `refused` - 1 is a rank that came with other sizes: `its_ranks`, `its_heap`."""
-
-    _fields_ = [
-        ("magic", I64), ("num_ranks", I64), ("heap_size", I64), ("refused", I64), ("its_ranks", I64), ("its_heap", I64),
-    ]  # fmt: skip
-
-
-class Line(ctypes.Structure):
-    """A rank's words. The first 128 bytes change at each meeting, the others when it joins, fails or leaves."""
-
-    _fields_ = [
-        ("epoch", I64),  # the meeting this rank came to last; its low half is a futex
-        ("sleepers", I32),  # ranks that sleep until it changes
-        ("gap", I32 * 5),
-        ("calls", I64 * 8),  # what, offset, len, detail of the last two meetings
-        ("gap2", I64 * 4),
-        ("pid", I64),  # 0: has not joined
-        ("started", I64),  # when the process began: tells it from a later one of the same number
-        ("left", I64),  # 1: has closed its transport
-        ("fault", I64),  # not 0: why this rank meets nobody any more, a key of WHY, and above its low byte the rank at fault
-        ("gap3", I64 * 12),
-    ]  # fmt: skip
-
-
-class Meeting(ctypes.Structure):
-    """What a rank's compiled code is given; private memory of its process.
-
-    rlx.backends.cpu.ranks: `i64 rlx_ranks_meet(ptr meeting)` comes to meeting `number` with the call what, offset, len, detail,
-    and waits for a while. 0: all are here with the same call. 1: all are here, calls differ. 2 + r: rank r is not here yet;
-    then it may be called again (`ShmTransport.settle` does so until all are here or an error is raised).
-
-    So a collective in one piece: number += 1; write the call; write to stages + (2 * rank + (number & 1)) * STAGE_BYTES; meet;
-    0: read the stages of all ranks at (2 * r + (number & 1)) * STAGE_BYTES."""
-
-    _fields_ = [
-        ("lines", P), ("stages", P), ("heaps", P), ("stride", I64),  # rank r's heap: heaps + r * stride
-        ("rank", I64), ("ranks", I64), ("number", I64), ("what", I64), ("offset", I64), ("len", I64), ("detail", I64),
-        ("spins", I64), ("yields", I64), ("seconds", I64), ("nanoseconds", I64), ("wait", P), ("sched_yield", P),
-        ("shut", I64),  # not 0: nothing may begin. SHUT: the transport is closed, or has failed; PENDING: see there
-    ]  # fmt: skip
-
-
-DIED, LEFT, SILENT, INTERRUPTED = 1, 2, 3, 4
 WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a meeting in time", INTERRUPTED: "was interrupted in a meeting"}
 STATES = {"T": ", which is stopped", "t": ", which is traced"}
 
@@ -138,8 +102,7 @@ class ShmTransport(Copies):
             lines=base + HEADER_BYTES, stages=base + stages, heaps=base + heaps, stride=self.heap.stride, rank=rank,
             ranks=self.num_ranks, yields=YIELDS, nanoseconds=round(SLICE * 1e9),
         )  # fmt: skip
-        make = native("ranks")
-        self._meet: Callable[[], int] = make(self.meeting) if make else partial(meet, self.meeting, self._lines)
+        self._meet: Callable[[], int] = _meet_of(self.meeting) or partial(meet, self.meeting, self._lines)
         _used.add(self)
 
     def _hurry(self) -> None:
@@ -194,6 +157,22 @@ class ShmTransport(Copies):
             self.meeting.shut &= ~PENDING  # the call ends here, on every rank
             raise error
 
+    # -- plans of collectives (rlx.driver.collective.Compiled)
+
+    def table(self, plan: Any) -> Any:
+        if not host.available():
+            return None
+        from rlx.driver.transports import shm_walk  # compiles, which only collectives need
+
+        return shm_walk.Table(self, plan)
+
+    def memory(self, slow: Callable[..., None], busy: ctypes.c_int64) -> Any:
+        if not host.available():
+            return None
+        from rlx.driver.transports import shm_walk
+
+        return shm_walk.remembered(self, slow, busy)
+
     def close(self) -> None:
         self._leave()
         self._shut(self._why or f"rank {self.this_rank.index} left")
@@ -241,6 +220,15 @@ def _refuse_to_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_to_fork)
+
+
+def _meet_of(meeting: Meeting) -> Callable[[], int] | None:
+    """Machine code that comes to a meeting and waits a while; None: it cannot be made here."""
+    if not host.available():
+        return None
+    from rlx.driver.transports import shm_meet  # compiles, which only ranks need
+
+    return shm_meet.meet_of(meeting)
 
 
 def meet(m: Meeting, lines: Sequence[Line]) -> int:

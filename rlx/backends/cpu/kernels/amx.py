@@ -8,8 +8,8 @@ every switch of threads until then.
 
 from __future__ import annotations
 
-from rlx.backends.cpu.emit import Emitter, V
 from rlx.backends.cpu.kernels.tile import Layout
+from rlx.host.emit import Emitter, V
 
 SIDE = 16  # rows of a block, its columns of 4 bytes, and groups that one instruction sums over
 FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # by products of a group: feature, instruction

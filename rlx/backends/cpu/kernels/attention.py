@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
 from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
+from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, View

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, V, vector
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.tile import Layout, halves, lane_mask, load_line
-from rlx.backends.cpu.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
+from rlx.host import alu
+from rlx.host.emit import Emitter, V, vector
+from rlx.host.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
 from rlx.ir.dtype import f32
 
 F32 = 4  # bytes

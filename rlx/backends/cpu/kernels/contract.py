@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from rlx.backends.cpu.emit import Emitter, Rendered, V, stored, vector
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import (
@@ -25,6 +25,7 @@ from rlx.backends.cpu.kernels.tile import (
 from rlx.backends.cpu.kernels.tiles import NO_CHOICE, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope, expr, limit_of
+from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import u8, u16, u32
 from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Store, k, walk
 from rlx.ir.target import Target

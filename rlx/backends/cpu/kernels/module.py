@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlx.backends.cpu.emit import ATTRIBUTES, PARAMETERS, Emitter, Rendered, V
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.scope import Scope, limit_of
+from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V
 from rlx.ir.kernel import Buffer, Kernel, Native
 
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")

@@ -17,11 +17,12 @@ from functools import partial
 from itertools import chain
 from math import prod
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, Rendered, V, vector
+from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, axis_limits, divided, share, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, tile_function
 from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
+from rlx.host import alu
+from rlx.host.emit import Emitter, V, vector
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.kernel import Kernel, Native, View

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import Emitter, V, stored, vector
 from rlx.backends.cpu.kernels.module import step
+from rlx.host import alu
+from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, u32
 
 

@@ -10,25 +10,25 @@ fills a stage again has come to another meeting in between. Where a meeting is n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from rlx.backends.cpu import calls
-from rlx.backends.cpu.abi import DATA, DESCR, DIMS, FLAGS, NDIM
-from rlx.backends.cpu.emit import V
-from rlx.backends.cpu.executor import I64, NULL, Body, Functions, P, fields_of
-from rlx.backends.cpu.jit import Library, compile_object
-from rlx.backends.cpu.kernels import rank_reduce
-from rlx.backends.cpu.pool import MethodDef, builtin
-from rlx.backends.cpu.ranks import meet_address
-from rlx.backends.cpu.target import host_target
-from rlx.driver.collective import Form, Plan, Reduction, detail_of, together
+from rlx.driver import reduce_code
+from rlx.driver.collective import Plan, detail_of, together
 from rlx.driver.schedule import MINE, OUT, Place
-from rlx.driver.transports.shm import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting, ShmTransport
+from rlx.driver.transports.shm_meet import meet_address
+from rlx.driver.transports.shm_words import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting
 from rlx.forks import Lock
+from rlx.host import calls
+from rlx.host.abi import DATA, DESCR, DIMS, FLAGS, I64, NDIM, OB_TYPE, P
+from rlx.host.builtin import METH_FASTCALL, MethodDef, builtin
+from rlx.host.emit import V
+from rlx.host.functions import NULL, Body, Functions, fields_of
+from rlx.host.jit import Library, compile_object
+from rlx.host.processor import host_target
 
 ENTRIES = 32  # calls of all_reduce that a transport's function remembers
 USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
@@ -154,7 +154,7 @@ def is_known(e: WalkBody, one: V, k: V, args: V) -> None:
     unless(e.cmp("eq", e.get(one, "buffer"), e.load("ptr", args, 8)))
     unless(e.cmp("eq", e.get(one, "kind"), e.load("ptr", e.gep(args, 16), 8)))
     array = e.load("ptr", e.gep(args, 8), 8)
-    unless(e.cmp("eq", e.load("ptr", e.gep(array, calls.OB_TYPE), 8), e.get(k, "array_type")))
+    unless(e.cmp("eq", e.load("ptr", e.gep(array, OB_TYPE), 8), e.get(k, "array_type")))
     unless(e.cmp("eq", e.load("ptr", e.gep(array, DESCR), 8), e.get(one, "descr")))
     unless(e.cmp("eq", e.bin("and", e.load("i32", e.gep(array, FLAGS), 4), USABLE), USABLE))
     ndim = e.get(one, "ndim")
@@ -227,7 +227,7 @@ def _make() -> Made:
     symbols = ("rlx_ranks_go_on", "rlx_ranks_begin", "rlx_all_reduce")
     library = Library([compile_object(_functions.module_text(WalkBody), host_target(1), "collectives", keep=True)], symbols)
     document = b"all_reduce($self, buffer, array, kind, /)\n--\n\nEvery rank's array combined, in place."
-    definition = MethodDef(b"all_reduce", library.address("rlx_all_reduce"), calls.METH_FASTCALL, document)
+    definition = MethodDef(b"all_reduce", library.address("rlx_all_reduce"), METH_FASTCALL, document)
     begin, go_on = library.function("rlx_ranks_begin", I64, P, P, P), library.function("rlx_ranks_go_on", I64, P)
     return begin, go_on, definition, library
 
@@ -304,9 +304,9 @@ class Table:
                 for i, s in enumerate(step.sources):
                     if s.where < 0:
                         row.own, row.own_at = i, s.at
-                library = rank_reduce.library(form := self.plan.form(step))
+                library = reduce_code.library(form := self.plan.form(step))
                 row.source, row.sources, row.amount = ctypes.addressof(table), len(table), step.nbytes // self.plan.job.itemsize
-                row.divisor, row.fn = form.ranks, library.address(rank_reduce.SYMBOL)
+                row.divisor, row.fn = form.ranks, library.address(reduce_code.SYMBOL)
                 self.kept += [table, library]
         return rows
 
@@ -351,22 +351,6 @@ class Remembered:
         table.settle(code)
 
 
-# -- what the driver is given --------------------------------------------------------------------------------------
-
-
-def reduction(form: Form) -> Reduction:
-    function, itemsize = rank_reduce.function(form), form.dtype.itemsize
-
-    def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
-        table = (P * len(sources))(*(s.ctypes.data for s in sources))
-        function(out.ctypes.data, ctypes.addressof(table), len(sources), sources[-1].nbytes // itemsize, form.ranks)
-
-    return run
-
-
-def table(transport: Any, plan: Plan) -> Table | None:
-    return Table(transport, plan) if isinstance(transport, ShmTransport) else None
-
-
-def memory(transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Remembered | None:
-    return Remembered(transport, slow, busy) if isinstance(transport, ShmTransport) and calls.refusal() is None else None
+def remembered(transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Remembered | None:
+    """None: this process's Python or numpy is not one that built-in functions here know."""
+    return Remembered(transport, slow, busy) if calls.refusal() is None else None

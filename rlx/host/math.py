@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from rlx.backends.cpu.emit import Emitter, V
+from rlx.host.emit import Emitter, V
 
 EXP = (0.0013821304310113192, 0.00836866907775402, 0.04166825860738754, 0.1666652113199234, 0.4999999403953552, 1.0, 1.0)
 EXPM1 = (0.001386994612403214, 0.008366253226995468, 0.04166744276881218, 0.1666654646396637, 0.4999999701976776)

@@ -1,6 +1,6 @@
 """LLVM IR text to object code, and object code to addresses. The only user of llvmlite beside target.py.
 
-LLVM is loaded when something is compiled: what was compiled before and kept on disk (rlx.driver.disk) runs without it.
+LLVM is loaded when something is compiled: what was compiled before and kept on disk (rlx.host.disk) runs without it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.backends.cpu.legal import faults
-from rlx.backends.cpu.link import Foreign, Image
-from rlx.backends.cpu.target import host_target, machine_of, missing_features
-from rlx.driver.disk import DiskCache, disk_cache, source_digest
 from rlx.errors import CompileError, DeviceUnavailableError
+from rlx.host.disk import DiskCache, disk_cache, source_digest
+from rlx.host.legal import faults
+from rlx.host.link import Foreign, Image
+from rlx.host.processor import host_target, machine_of, missing_features
 from rlx.ir.target import Target
 
 if TYPE_CHECKING:

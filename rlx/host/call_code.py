@@ -1,14 +1,14 @@
-"""The machine code of calls (rlx.backends.cpu.calls): functions on a Call, each written by the function decorated here."""
+"""The machine code of calls (rlx.host.calls): functions on a Call, each written by the function decorated here."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 
-from rlx.backends.cpu.abi import DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input
-from rlx.backends.cpu.emit import V
-from rlx.backends.cpu.executor import NULL, Body, Functions, fields_of
-from rlx.driver.calls import Gate
+from rlx.host.abi import DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input
+from rlx.host.emit import V
+from rlx.host.functions import NULL, Body, Functions, fields_of
+from rlx.host.gate import Gate
 
 
 class CallBody(Body):

@@ -11,14 +11,16 @@ mean is divided by.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
-from rlx.backends.cpu import alu
-from rlx.backends.cpu.emit import ATTRIBUTES, Emitter, V, vector
-from rlx.backends.cpu.jit import Library, compile_object
-from rlx.backends.cpu.target import host_target
-from rlx.driver.collective import Form, ReduceKind, accumulator
+import numpy as np
+
+from rlx.driver.reduction import Form, ReduceKind, Reduction, accumulator
+from rlx.host import alu
+from rlx.host.emit import ATTRIBUTES, Emitter, V, vector
+from rlx.host.jit import Library, compile_object
+from rlx.host.processor import host_target
 from rlx.ir.dtype import DType
 from rlx.ir.target import Target
 
@@ -99,4 +101,15 @@ def function(form: Form) -> Callable[..., None]:
     return library(form).function(SYMBOL, None, *arguments)
 
 
-__all__ = ["SYMBOL", "function", "library", "module_text"]
+def reduction(form: Form) -> Reduction:
+    """On arrays of bytes."""
+    call, itemsize = function(form), form.dtype.itemsize
+
+    def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:
+        table = (ctypes.c_void_p * len(sources))(*(s.ctypes.data for s in sources))
+        call(out.ctypes.data, ctypes.addressof(table), len(sources), sources[-1].nbytes // itemsize, form.ranks)
+
+    return run
+
+
+__all__ = ["SYMBOL", "function", "library", "module_text", "reduction"]

@@ -11,8 +11,8 @@ from functools import partial
 from itertools import zip_longest
 from math import inf
 
-from rlx.backends.cpu import math
-from rlx.backends.cpu.emit import Emitter, V, computed, stored, vector
+from rlx.host import math
+from rlx.host.emit import Emitter, V, computed, stored, vector
 from rlx.ir.dtype import DType, bf16, f8e4m3, f8e5m2, f16
 from rlx.ir.kernel import Alu, Const
 

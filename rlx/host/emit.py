@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlx.backends.cpu.abi import Rendered as Rendered
 from rlx.ir.dtype import DType
 
 LLVM_TYPES = {  # bool as stored; as computed it is i1

@@ -2,7 +2,7 @@
 
 In: ELF objects for x86-64 as LLVM writes them for generated kernels (position independent, no data to be written). Out: one
 piece of executable memory. Calls to other libraries go through a table behind the code. Objects of another kind, or with
-what generated kernels do not have, are left to LLVM's linker (rlx.backends.cpu.jit).
+what generated kernels do not have, are left to LLVM's linker (rlx.host.jit).
 """
 
 from __future__ import annotations

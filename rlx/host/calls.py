@@ -25,18 +25,17 @@ from typing import Any
 import numpy as np
 
 from rlx import knobs
-from rlx.backends.cpu.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
-from rlx.backends.cpu.jit import Library, kept_object
-from rlx.backends.cpu.pool import MethodDef, builtin, run_address
-from rlx.backends.cpu.target import host_target
-from rlx.driver.calls import FastCall
 from rlx.errors import OptionError
 from rlx.forks import Lock
+from rlx.host.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE, Call, Input, P
+from rlx.host.builtin import METH_FASTCALL, METH_KEYWORDS, METH_NOARGS, MethodDef, builtin
+from rlx.host.gate import FastCall
+from rlx.host.jit import Library, kept_object
+from rlx.host.processor import host_target
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
 GIL_NS = 20_000  # a run estimated at more lets other Python threads go on; taking the GIL back may wait for them, milliseconds
 
-METH_NOARGS, METH_FASTCALL, METH_KEYWORDS = 4, 0x80, 2
 FORMS = {"list": "rlx_call_list", "dict": "rlx_call_dict", "none": "rlx_call_bound"}  # what is passed -> function
 
 
@@ -129,7 +128,7 @@ def _made(name: str, form: str, doc: str) -> MethodDef:
 @cache
 def _library() -> Library:
     def text() -> str:
-        from rlx.backends.cpu import call_code  # not needed where its code is kept on disk
+        from rlx.host import call_code  # not needed where its code is kept on disk
 
         return call_code.module_text()
 
@@ -138,10 +137,11 @@ def _library() -> Library:
 
 def make(
     wanted: FastCall, inputs: Sequence[Slot], taken: tuple[int, int], run: int, settle: Callable[[int], None],
-    alone: bool, yields: bool,
+    alone: bool, yields: bool, walk: int,
 ) -> Callable[..., Any]:  # fmt: skip
-    """The function. `taken`: first address and end of the memory that slots lie in; `run`: address of the pool.Run, which
-    `settle` keeps alive; `alone`: to hold the lock meanwhile; `yields`: without the GIL."""
+    """The function. `taken`: first address and end of the memory that slots lie in; `walk`: address of the function
+    `i32 (ptr run)` that performs a run; `run`: its argument, which `settle` keeps alive; `alone`: to hold the lock meanwhile;
+    `yields`: without the GIL."""
     rows = (Input * max(1, len(inputs)))()
     kept: list[Any] = [rows, wanted, settle]
     for row, i in zip(rows, inputs):
@@ -152,7 +152,7 @@ def make(
         row.given = None if i.array is None else id(i.array)
         kept += [dims, name, i]
     call = Call(inputs=ctypes.addressof(rows), count=len(inputs), low=taken[0], high=taken[1])
-    call.gate, call.walk, call.run = ctypes.addressof(wanted.gate), run_address(), run
+    call.gate, call.walk, call.run = ctypes.addressof(wanted.gate), walk, run
     call.slow, call.settle, call.result, call.makes = id(wanted.slow), id(settle), id(wanted.result), wanted.makes
     if alone or yields or wanted.makes:
         acquire, release = wanted.gate.lock.acquire, wanted.gate.lock.release

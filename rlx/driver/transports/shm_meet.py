@@ -11,19 +11,18 @@ import platform
 from collections.abc import Callable
 from functools import cache
 
-from rlx.backends.cpu import executor
-from rlx.backends.cpu.emit import V
-from rlx.backends.cpu.executor import EVERYBODY, NULL, Functions, fields_of
-from rlx.backends.cpu.jit import Library, compile_object
-from rlx.backends.cpu.pool import MethodDef, address_of, builtin, futex_call
-from rlx.backends.cpu.target import host_target
-from rlx.driver.transports.shm import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
+from rlx.driver.transports.shm_words import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
 from rlx.forks import Lock
+from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
+from rlx.host.emit import V
+from rlx.host.functions import EVERYBODY, NULL, Body, Functions, fields_of
+from rlx.host.jit import Library, compile_object
+from rlx.host.processor import host_target
 
 WAIT, WAKE = 0, 1  # futex operations, across processes
 
 
-class Body(executor.Body):
+class MeetingBody(Body):
     fields = fields_of(Line, Meeting)
 
 
@@ -32,7 +31,7 @@ _native = _functions.native
 
 
 @_native("i1", m="ptr", line="ptr", number="i64")
-def came(e: Body, m: V, line: V, number: V) -> None:
+def came(e: MeetingBody, m: V, line: V, number: V) -> None:
     """Whether the rank of `line` has come to meeting `number`; waits a while for it."""
     there = lambda order: e.cmp("sge", e.get(line, "epoch", order), number)  # noqa: E731
     yes = e.const("i1", True)
@@ -57,14 +56,14 @@ def came(e: Body, m: V, line: V, number: V) -> None:
     e.ret(there("acquire"))
 
 
-def futex(e: Body, m: V, line: V, operation: int, value: V, timeout: V) -> None:
+def futex(e: MeetingBody, m: V, line: V, operation: int, value: V, timeout: V) -> None:
     """On the low half of a rank's epoch (of a little-endian machine)."""
     args = e.i64(e.futex_call), e.at(line, "epoch"), e.const("i32", operation), value, timeout, NULL, e.i64(0)
     e.call(e.get(m, "wait"), "i64 (i64, ...)", *args)
 
 
 @_native("i64", m="ptr")
-def rlx_ranks_meet(e: Body, m: V) -> None:
+def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
     """Come to the meeting that `m` says, and wait a while: 0, 1 or 2 + rank; see Meeting."""
     lines, number = e.get(m, "lines"), e.get(m, "number")
     half = e.bin("mul", e.bin("and", number, 1), CALL_BYTES)
@@ -93,7 +92,7 @@ def rlx_ranks_meet(e: Body, m: V) -> None:
 
 
 @_native("ptr", self="ptr", unused="ptr")
-def rlx_ranks_meet_py(e: Body, self: V, unused: V) -> None:
+def rlx_ranks_meet_py(e: MeetingBody, self: V, unused: V) -> None:
     """rlx_ranks_meet as a CPython function of no arguments: `self` is an int, the Meeting's address. Other threads go on."""
     m = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
@@ -107,9 +106,9 @@ _making = Lock()
 
 @cache
 def _made() -> tuple[Library, MethodDef]:
-    text = _functions.module_text(lambda: Body(platform.machine(), futex_call()))
+    text = _functions.module_text(lambda: MeetingBody(platform.machine(), futex_call()))
     library = Library([compile_object(text, host_target(1), "ranks", keep=True)], ("rlx_ranks_meet", "rlx_ranks_meet_py"))
-    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), 4, b"Come to a meeting.")  # 4: METH_NOARGS
+    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), METH_NOARGS, b"Come to a meeting.")
 
 
 def _library() -> tuple[Library, MethodDef]:

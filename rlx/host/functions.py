@@ -1,0 +1,94 @@
+"""Native functions written in Python: bodies over blocks of words, and the module of LLVM IR that they make."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlx.host.abi import P
+from rlx.host.emit import Emitter, V
+
+NULL = V("null", "ptr")
+EVERYBODY = V("2147483647", "i32")  # sleepers that a futex wakes
+
+
+def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, int]]:
+    """name -> LLVM type, byte offset, alignment; no two of the structures share a name."""
+    return {
+        name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
+        for structure in structures
+        for name, kind in structure._fields_  # pyright: ignore
+    }
+
+
+class Body(Emitter):
+    """The body of one function, for a processor (platform.machine()) and a futex system call (its number; 0: none)."""
+
+    fields: Mapping[str, tuple[str, int, int]] = {}  # name -> LLVM type, byte offset, alignment (fields_of)
+
+    def __init__(self, machine: str = "", futex: int = 0) -> None:
+        super().__init__()
+        self.machine, self.futex_call = machine, futex
+
+    def at(self, base: V, name: str) -> V:
+        return self.gep(base, self.fields[name][1])
+
+    def get(self, base: V, name: str, order: str = "") -> V:
+        """A field of the structure at `base`; atomically if an order is given."""
+        ty, offset, align = self.fields[name]
+        place = self.gep(base, offset)
+        return self.load_atomic(ty, place, order) if order else self.load(ty, place, align)
+
+    def put(self, base: V, name: str, value: V | int, order: str = "") -> None:
+        ty, offset, align = self.fields[name]
+        place, value = self.gep(base, offset), self.const(ty, value)
+        self.store_atomic(value, place, order) if order else self.store(value, place, align)
+
+    def change(self, op: str, base: V, name: str, by: V | int) -> V:
+        """Atomically; the value before."""
+        return self.update_atomic(op, self.at(base, name), self.const(self.fields[name][0], by))
+
+    def pause(self) -> None:
+        """Leave the core's other thread some room, in a waiting loop."""
+        if self.machine in ("x86_64", "AMD64"):
+            self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
+        elif self.machine in ("aarch64", "arm64"):
+            self.intrinsic("aarch64.hint", self.const("i32", 1), suffix=(), returns="void")
+
+    def python(self, name: str, returns: str, *args: V) -> V:
+        """A call of CPython's C interface."""
+        self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
+        return self.call(name, returns, *args)
+
+
+class Functions:
+    """Native functions of one module, in Python's words."""
+
+    def __init__(self) -> None:
+        self._texts: list[Callable[[Any], str]] = []  # what gives the text of each
+
+    def native(self, returns: str, /, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
+        """Decorator of what writes the body of a native function, given its parameters. Those called rlx_… are exported."""
+
+        def made(write: Callable[..., None]) -> Callable[..., V]:
+            name = write.__name__
+
+            def text(e: Body) -> str:
+                write(e, *(V(f"%{p}", ty) for p, ty in parameters.items()))
+                if returns == "void":
+                    e.ret()
+                listed = ", ".join(f"{ty} %{p}" for p, ty in parameters.items())
+                return e.function(name, listed, linkage="" if name.startswith("rlx_") else "internal", returns=returns)
+
+            self._texts.append(text)
+            return lambda e, *args: e.call(name, returns, *args)
+
+        return made
+
+    def module_text(self, body: Callable[[], Body]) -> str:
+        """The module as LLVM IR; `body` makes a function's body, empty."""
+        bodies = [body() for _ in self._texts]
+        functions = [text(e) for text, e in zip(self._texts, bodies)]
+        declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
+        return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])
