@@ -18,8 +18,8 @@ import pytest
 import rlx
 from rlx import knobs
 from rlx.backends import get
-from rlx.driver import disk
 from rlx.errors import CorruptFileError, IndexRangeError
+from rlx.host import disk
 from rlx.host.disk import DAMAGED, FRESH, HEADER, STALE, DiskCache, disk_cache
 from rlx.ir.op import Kind, op
 from rlx.ir.ops import OWN
@@ -147,13 +147,13 @@ def test_what_gives_another_key_and_how_a_miss_is_explained(folder, monkeypatch)
     assert note(two_layers(), threads=2) == ("compiled", "target threads differs: 1 -> 2")
     assert note(two_layers(), precision="bf16") == ("compiled", "option precision differs: 'f32' -> 'bf16'")
     assert note(two_layers(), disable=["fuse"]) == ("compiled", "option disable differs: () -> ('fuse',)")
-    from rlx.backends.cpu import jit, target
+    from rlx.host import jit, processor
 
-    here = target.host_features()
-    monkeypatch.setattr(target, "host_features", lambda: here[:-1])
+    here = processor.host_features()
+    monkeypatch.setattr(processor, "host_features", lambda: here[:-1])
     state, why = note(two_layers())
     assert state == "compiled" and why.startswith("target features differs: ('triple=")
-    monkeypatch.setattr(target, "host_features", lambda: here)
+    monkeypatch.setattr(processor, "host_features", lambda: here)
     monkeypatch.setattr(jit, "compiler_version", lambda: "llvmlite-99")
     assert note(two_layers()) == ("compiled", "compiler differs: llvmlite-0.50.0 -> llvmlite-99".replace("llvmlite-0.50.0", REAL))
     assert note(two_layers(), debug=True) == ("cached", "")  # changes no code
