@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from rlx.ir.dtype import DType
-from rlx.ir.ops.packed_rows import packed_sample
 
 
 def torch_(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,29 +160,8 @@ def scatter_add(attrs: Any, x: torch.Tensor, indices: torch.Tensor, updates: tor
     return x.index_add(attrs.axis, indices.reshape(-1), flat)
 
 
-def pack_panels(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
-    *batch, rows, columns = w.shape
-    rows = math.ceil(rows / attrs.group) * attrs.group
-    out = np.zeros((*batch, math.ceil(columns / attrs.panel), rows, attrs.panel), w.dtype)
-    for at in itertools.product(*map(range, w.shape)):
-        *b, row, column = at
-        out[(*b, column // attrs.panel, row, column % attrs.panel)] = w[at]
-    if attrs.group == 1:
-        return out
-    return np.stack([out[..., first :: attrs.group, :] for first in range(attrs.group)], -1)
-
-
-def panel_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    table = [packed[panel, :, lane].ravel() for panel in range(packed.shape[0]) for lane in range(packed.shape[2])]
-    return np.array([table[i] for i in ids.astype(int).ravel()]).reshape(*ids.shape, -1)
-
-
-def quant_rows(case: Any, attrs: Any, packed: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The rows that the sample packed, decoded by the gguf package."""
-    again = np.zeros(packed.shape, np.uint8)
-    rows = dequantize(case, attrs, packed_sample([again], attrs.format, attrs.entries))
-    assert (again == packed).all()
-    return rows[ids.astype(int)]
+def quant_rows(case: Any, attrs: Any, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return dequantize(case, attrs, w)[ids.astype(int)]
 
 
 def attention(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> np.ndarray:
@@ -275,19 +253,19 @@ def dequantize(case: Any, attrs: Any, packed: np.ndarray) -> np.ndarray:
     return gguf.quants.dequantize(packed.astype(np.uint8), kind)[..., : attrs.columns].astype(np.float64)
 
 
-def pack_quant(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
-    """The integers, scales and mins of each block first; then a panel's bytes one after the other."""
-    nbytes, numbers = {"q8_0": (34, 2), "q4_0": (18, 2), "q4_k": (144, 4), "q5_k": (176, 4), "q6_k": (210, 2)}[attrs.format]
+def packed_blocks(format: str, w: np.ndarray) -> np.ndarray:
+    """The memory of pack_quant: the integers, scales and mins of each block first; then a panel's bytes one after the other."""
+    nbytes, numbers = {"q8_0": (34, 2), "q4_0": (18, 2), "q4_k": (144, 4), "q5_k": (176, 4), "q6_k": (210, 2)}[format]
     b = np.zeros((-(-len(w) // 32) * 32, w.shape[1] // nbytes, nbytes), np.uint8)
     b[: len(w)] = w.reshape(len(w), -1, nbytes)
     scales, mins = b[..., :0], b[..., :0]
-    head, rest = (b[..., 208:], b) if attrs.format == "q6_k" else (b[..., :numbers], b[..., numbers:])
+    head, rest = (b[..., 208:], b) if format == "q6_k" else (b[..., :numbers], b[..., numbers:])
     halves = lambda x, size: np.stack((x.reshape(*b.shape[:2], -1, size) & 15, x.reshape(*b.shape[:2], -1, size) >> 4), -2)  # noqa: E731
-    if attrs.format == "q8_0":
+    if format == "q8_0":
         q = rest ^ 128
-    elif attrs.format == "q4_0":
+    elif format == "q4_0":
         q = halves(rest, 16)
-    elif attrs.format == "q6_k":
+    elif format == "q6_k":
         high = np.stack([rest[..., 128:192].reshape(*b.shape[:2], 2, 32) >> s & 3 for s in (0, 2, 4, 6)], -2)
         q, scales = halves(rest[..., :128], 64).reshape(high.shape) | high << 4, rest[..., 192:208]
     else:
@@ -295,10 +273,10 @@ def pack_quant(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
         scales = np.concatenate((s[..., :4] & 63, s[..., 8:] & 15 | s[..., :4] >> 6 << 4), -1)
         mins = np.concatenate((s[..., 4:8] & 63, s[..., 8:] >> 4 | s[..., 4:8] >> 6 << 4), -1)
         q = halves(rest[..., -128:], 32).reshape(*b.shape[:2], -1)
-        if attrs.format == "q5_k":
+        if format == "q5_k":
             q |= (np.stack([rest[..., 12:44] >> g & 1 for g in range(8)], -2) << 4).reshape(q.shape)
     q = q.reshape(*b.shape[:2], -1)
-    above = {"q5_k": 1, "q6_k": 2}.get(attrs.format, 0)
+    above = {"q5_k": 1, "q6_k": 2}.get(format, 0)
     out: list[int] = []
 
     def dwords(r: int, block: int, start: int, shift: int, bits: int) -> None:
@@ -315,10 +293,10 @@ def pack_quant(case: Any, attrs: Any, w: np.ndarray) -> np.ndarray:
                 each = scales.shape[2] * 32 // q.shape[2]
                 out += scales[r : r + 32, block, turn * each : (turn + 1) * each].T.ravel().tolist()
                 out += mins[r : r + 32, block, turn : turn + 1].ravel().tolist()
-                for at in range(32 * turn, 32 * turn + 32, 4 if attrs.format == "q8_0" else 8):
+                for at in range(32 * turn, 32 * turn + 32, 4 if format == "q8_0" else 8):
                     if above and at % (32 // above) == 0:
                         dwords(r, block, at, 4, above)
-                    dwords(r, block, at, 0, 8 if attrs.format == "q8_0" else 4)
+                    dwords(r, block, at, 0, 8 if format == "q8_0" else 4)
     return np.array(out).reshape(len(b) // 32, -1)
 
 
@@ -397,8 +375,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),
     "squeeze": torch_(lambda a, x: x.squeeze(a.axes)), "unsqueeze": torch_(unsqueezed),
     "matmul": plain(torch.matmul), "int8_matmul": plain(torch.matmul),
-    "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack_panels": pack_panels,
-    "panel_rows": panel_rows, "quant_rows": quant_rows,
+    "linear": plain(lambda x, w, b=None: F.linear(x, w.T, b)), "pack": plain(torch.clone),
+    "quant_rows": quant_rows,
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "valid_rows": numbers_of_rows,
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
@@ -410,7 +388,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "layer_norm": normalised(F.layer_norm), "rms_norm": normalised(F.rms_norm),
     "group_norm": torch_(lambda a, x, *affine: F.group_norm(x, a.groups, *affine, eps=a.eps)),
     "attention": attention, "attention_parts": attention_parts,
-    "rope": rope, "dequantize": dequantize, "pack_quant": pack_quant, "dequant_matmul": dequant_matmul,
+    "rope": rope, "dequantize": dequantize, "pack_quant": plain(torch.clone), "dequant_matmul": dequant_matmul,
     "threshold": threshold, "random_bits": random_numbers(lambda bits: bits),
     "random_uniform": random_numbers(lambda bits: (bits >> 8) / 2**24), "gumbel": random_numbers(gumbel),
     # among one rank; among more: test_graph_collectives.py

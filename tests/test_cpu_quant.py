@@ -13,15 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernel_runs import TARGETS, run
+from op_oracles import packed_blocks
 
 import rlx
 from rlx.backends.cpu.kernels import quant
 from rlx.ir.dtype import as_dtype, u8
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View
-from rlx.ir.op import OPS
 from rlx.ir.ops.quant import dequant_matmul
-from rlx.ir.ops.quant_pack import PACKINGS, PANEL, PackAttrs, pack_quant
+from rlx.ir.ops.quant_pack import PACKINGS, PANEL, PackAttrs
+from rlx.ir.ops.quant_pack import packed as packed_of
 from rlx.ir.quant import FORMATS
 from rlx.ir.target import Target
 
@@ -37,10 +38,6 @@ def weights(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
         scale = rng.uniform(-1, 1, packed.shape[:2]).astype(np.float16)
         packed[..., at : at + 2] = scale[..., None].view(np.uint8)
     return packed.reshape(rows, -1)
-
-
-def packed_of(name: str, w: np.ndarray) -> np.ndarray:
-    return OPS["pack_quant"].reference(PackAttrs(name), w)
 
 
 def product(
@@ -128,13 +125,18 @@ def test_extreme_activations():
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_packing_loops_agree_with_numpy(name):
-    """The op's loops, as every backend runs them, and its reference; blocks of random bits, an odd number of rows."""
-    w = weights(name, PANEL + 5, 2 * FORMATS[name].block, seed=3)
+    """The op's loops, and what numpy says of them; blocks of random bits, an odd number of rows."""
+    k = 2 * FORMATS[name].block
+    w = weights(name, PANEL + 5, k, seed=3)
     g = Graph("pack")
-    g.set_outputs([pack_quant(g.param("w", w.shape, u8), format=name)])
+    g.set_outputs([dequant_matmul(g.input("x", (1, k), as_dtype("f32")), g.param("w", w.shape, u8), format=name)])
     compiled = rlx.Session(rlx.Device.CPU).compile(g)
     compiled.set_param("w", w)
-    assert (compiled.run({})[0] == packed_of(name, w)).all()
+    (prepared,) = [b for b in compiled.program().buffers if b.layout is not None]
+    assert (compiled._executable.read(prepared.id).reshape(prepared.shape.static) == packed_of(name, w)).all()
+    assert prepared.shape.static == packed_of(name, w).shape
+    kind = {"int8": "q8_0", "int4": "q4_0"}.get(name, name)
+    assert (packed_blocks(kind, w).ravel() == packed_of(name, w).ravel()).all()
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMAT_NAMES) - {"q8_0", "int8"}))

@@ -237,7 +237,7 @@ def test_reports_name_each_node_once_with_its_kernel() -> None:
     g.set_outputs([rlx.exp(rlx.attention(q, q, q)).reshape(6, 4) @ param(g, "w", 4, 2)])
     nodes = lower(g, get("ref").target(1), rlx.CompileOptions()).nodes
     assert sorted((n.op, n.how) for n in nodes) == [
-        ("attention", "native"), ("exp", "lowered"), ("matmul", "lowered"), ("pack_panels", "prepared"), ("reshape", "view"),
+        ("attention", "native"), ("exp", "lowered"), ("matmul", "lowered"), ("pack", "prepared"), ("reshape", "view"),
     ]  # fmt: skip
     assert all(bool(n.kernel) is (n.how != "view") for n in nodes)
 
@@ -254,7 +254,7 @@ def test_weights_are_packed_once_and_ahead_of_runs() -> None:
 
     _, program = compiled(build)
     assert [len(program.prepare), len(program.steps)] == [1, 2]
-    assert "pack_panels" in program.prepare[0].kernel.origin
+    assert "pack" in program.prepare[0].kernel.origin
     for step in program.steps:
         (body,) = step.kernel.body
         assert isinstance(body, K.Contract) and body.b.panel == 3
@@ -265,7 +265,7 @@ def test_a_joined_weight_is_packed_without_being_written_in_between() -> None:
         return [x(g, 4, 6) @ rlx.concat(param(g, "a", 5, 6), param(g, "b", 5, 6), axis=0).T]
 
     g, program = compiled(build)
-    assert len(program.prepare) == 1 and {"concat", "pack_panels"} <= set(program.prepare[0].kernel.origin)
+    assert len(program.prepare) == 1 and {"concat", "pack"} <= set(program.prepare[0].kernel.origin)
     run_and_compare(g)
 
 

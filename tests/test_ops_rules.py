@@ -28,8 +28,8 @@ from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, apply
 from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Alu, Const, Var
+from rlx.ir.layout import Layout
 from rlx.ir.op import OPS, Kind
-from rlx.ir.program import Layout
 from rlx.ir.shape import contiguous_strides
 
 CASES = cases(awkward=False)
@@ -116,7 +116,6 @@ ERRORS = [
     (lambda: o.gelu(leaf(2), approximate="erf"), AttributeValueError, "'none' or 'tanh', got 'erf'"),
     (lambda: o.argmax(leaf(2, 0)), ShapeError, "no element"),
     (lambda: o.top_k(leaf(3), 4), AttributeValueError, "between 0 and the last dim, 3"),
-    (lambda: o.pack_panels(leaf(3, 4), 0), AttributeValueError, "at least one column"),
     (lambda: o.iota((2,), axis=1), AttributeValueError, "axis 1"),
     (lambda: o.cast(leaf(2), "f31"), DTypeError, "not a dtype"),
     (lambda: o.attention(leaf(1, 2, 3, 4), leaf(1, 2, 3, 4), leaf(1, 2, 4, 4)), ShapeError, "v k's batch"),
@@ -301,20 +300,6 @@ def test_reshape_leaves_dims_alone_that_it_does_not_regroup():
     axes = [Var("c") for _ in merged.dims]
     row, column = OPS["reshape"].element(Coordinates(), merged.node, 0, tuple(axes))
     assert column is axes[2] and "div" not in repr(row) and "rem" not in repr(row)
-
-
-def test_pack_panels_guards_the_missing_columns():
-    seen = {}
-
-    class Guarded(Coordinates):
-        def element(self, value, coords, guard=None):
-            seen["guard"] = guard
-            return coords
-
-    for width, guarded in ((4, False), (5, True)):
-        value = o.pack_panels(leaf(3, 8), width)
-        OPS["pack_panels"].element(Guarded(), value.node, 0, tuple(Var("c") for _ in value.dims))
-        assert (seen["guard"] is not None) == guarded
 
 
 # -- contractions ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ REFUSED = {
     "attention", "attention_parts",  # positions that count from the last row
     "reshape", "concat", "iota",  # rows taken apart, or put behind others
     "random_bits", "random_uniform", "gumbel",  # each number depends on how many there are
-    "pack_panels", "pack_quant", "panel_rows", "quant_rows",  # for weights, which have one length
+    "quant_rows",  # for weights, which have one length
 }  # fmt: skip
 
 

@@ -88,7 +88,9 @@ class _Assembler:
             if region is Region.PREPARED:
                 name = f"{self.key(node)}[{base.index}]"
             data = node.attrs.data if node.op is CONSTANT else None  # type: ignore[union-attr]
-            self.buffers.append(BufferDecl(number, region, base.shape, name, data))
+            tiles = self.fusion.places.tiles.get(base)
+            shape = base.shape if tiles is None else base.shape.with_dims(tiles.dims)
+            self.buffers.append(BufferDecl(number, region, shape, name, data, tiles))
         return self.ids[base]
 
     def computed_region(self, base: Value) -> Region:

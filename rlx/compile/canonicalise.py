@@ -12,10 +12,10 @@ from rlx.compile.options import CompileOptions
 from rlx.errors import IndexRangeError
 from rlx.ir.dtype import DType
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
+from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import view as v
-from rlx.ir.program import Layout
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Target

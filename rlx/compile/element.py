@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rlx.compile.fuse import Fusion, Group
@@ -9,8 +10,8 @@ from rlx.ir import kernel as K
 from rlx.ir.dtype import DType
 from rlx.ir.graph import CONSTANT, Active, Node, Value
 from rlx.ir.kernel import k
+from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
-from rlx.ir.program import Layout
 
 ZERO = k.const(0)  # one object, so that what is found at coordinate 0 is found again
 
@@ -63,6 +64,15 @@ class KernelBuilder:
             self.memo[key] = (self._element(value, coords), (coords, self.guard))  # keeps ids alive
         return self.memo[key][0]
 
+    def in_tiles(self, value: Value) -> bool:
+        """Whether the value lies in memory in tiles."""
+        return value in self.places.tiles
+
+    def stored(self, value: Value, place: Sequence[K.Expr]) -> K.Expr:
+        """What lies at a place in the memory of a value in tiles."""
+        tiles = self.places.tiles[value]
+        return self._load(self.places.base(value), index(Layout(tiles.strides), tiles.dims, place), tiles.size)
+
     def check(self, ok: K.Expr, code: int) -> None:
         """The run fails with `code` unless `ok` holds at every point."""
         self.block.append(K.Check(ok if self.guard is None else k.or_(k.not_(self.guard), ok), code))
@@ -93,7 +103,8 @@ class KernelBuilder:
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.fusion.memory(base)
         if base not in self.buffers:
-            self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, base.shape.num_elements, writable)
+            size = math.prod(self.places.memory(base))
+            self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, size, writable)
         return self.buffers[base]
 
     def open_stores(self, values: Sequence[Value]) -> None:
@@ -101,16 +112,19 @@ class KernelBuilder:
             self.buffer(v, writable=True)
 
     def store_value(self, value: Value, coords: Sequence[K.Expr], what: K.Expr, guard: K.Expr | None = None) -> K.Store:
-        _, layout = self.places.locate(value)
-        return K.Store(self.buffer(value, writable=True), index(layout, value.shape.static, coords), what, guard)
+        """Write one element; of a value in tiles, by its place in memory."""
+        tiles = self.places.tiles.get(value)
+        layout, dims = (Layout(tiles.strides), tiles.dims) if tiles else (self.places.locate(value)[1], value.shape.static)
+        return K.Store(self.buffer(value, writable=True), index(layout, dims, coords), what, guard)
 
     def native(self, node: Node) -> K.Native:
         def view(value: Value) -> K.View:
+            if (tiles := self.places.tiles.get(value)) is not None:
+                return K.View(self.buffer(self.places.base(value)), tiles.dims, tiles.strides)
             base, layout = self.places.locate(value)
             return K.View(self.buffer(base), value.shape.static, layout.strides, layout.offset)
 
-        packed = self.fusion.packed.get(node)
-        inputs = tuple(map(view, node.inputs if packed is None else (node.inputs[0], packed)))
+        inputs = tuple(map(view, node.inputs))
         self.open_stores(node.results)
         axes: tuple[K.Var, ...] = ()
         if self.active and self.active.outer == 1:
@@ -122,11 +136,10 @@ class KernelBuilder:
         node = value.node
         if node.op is CONSTANT and value.shape.num_elements == 1:
             return k.const(node.attrs.data.reshape(-1)[0].item(), value.dtype.compute)  # type: ignore[union-attr]
-        base, layout = self.places.locate(value)
-        if base.node not in self.group.forms:
-            at = index(layout, value.shape.static, coords)
-            inside = isinstance(at, K.Const) and 0 <= at.value < base.shape.num_elements  # then it may be read anywhere
-            return K.Load(self.buffer(base), at, None if inside else self.guard)
+        if (base := self.places.base(value)).node not in self.group.forms:
+            if (tiles := self.places.tiles.get(value)) is not None:
+                return self.stored(value, tiles.place(coords))
+            return self._load(base, index(self.places.locate(value)[1], value.shape.static, coords), base.shape.num_elements)
         if node.op.kind is Kind.POINTWISE:
             assert node.op.scalar is not None
             return node.op.scalar(k, node.attrs, *(self.element(v, aligned(v, coords)) for v in node.inputs))
@@ -134,6 +147,10 @@ class KernelBuilder:
             return self._reduction(node, coords)
         assert node.op.element is not None, node
         return node.op.element(self, node, value.index, coords)
+
+    def _load(self, base: Value, at: K.Expr, size: int) -> K.Load:
+        inside = isinstance(at, K.Const) and 0 <= at.value < size  # then it may be read anywhere
+        return K.Load(self.buffer(base), at, None if inside else self.guard)
 
     def _reduction(self, node: Node, coords: tuple[K.Expr, ...]) -> K.Expr:
         """A reduction over any axes, as serial loops inside the current scope."""

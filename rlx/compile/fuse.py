@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import count
 
 from rlx.compile.layout import Places, static_nodes
-from rlx.compile.packing import contraction, packed_operands
+from rlx.compile.packing import contraction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.target import Target
@@ -51,13 +51,12 @@ class Group:
 
 @dataclass
 class Fusion:
-    """Groups in execution order, where values lie, and the packed right operand of each contraction that has one."""
+    """Groups in execution order, and where values lie."""
 
     graph: Graph
     places: Places
     groups: list[Group]
     static: set[Node]
-    packed: dict[Node, Value]
     threads: int  # that the kernels' points are for
 
     @cached_property
@@ -72,25 +71,16 @@ class Fusion:
 
 def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) -> Fusion:
     """Group the nodes of a legalised graph. `natives`: nodes the target claimed. `alone`: one node per group."""
-    packed = packed_operands(graph, target, natives)
     places = Places(graph)
-    fuser = _Fuser(graph, target, natives, places, packed, alone)
-    return Fusion(graph, places, fuser.run(), fuser.static, packed, target.threads)
+    fuser = _Fuser(graph, target, natives, places, alone)
+    return Fusion(graph, places, fuser.run(), fuser.static, target.threads)
 
 
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        target: Target,
-        natives: set[Node],
-        places: Places,
-        packed: dict[Node, Value],
-        alone: bool,
-    ) -> None:
-        self.target, self.natives, self.places, self.packed, self.alone = target, natives, places, packed, alone
+    def __init__(self, graph: Graph, target: Target, natives: set[Node], places: Places, alone: bool) -> None:
+        self.target, self.natives, self.places, self.alone = target, natives, places, alone
         self.after = run_before(graph)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
@@ -120,13 +110,12 @@ class _Fuser:
         return [g for g in ordered if g.stores]
 
     def in_order(self, graph: Graph) -> list[Node]:
-        """All nodes, each behind its operands, its packed weights, and what must read a state before it is updated."""
+        """All nodes, each behind its operands and what must run before it."""
         done: dict[Node, None] = {}
         stack = list(reversed(graph.nodes()))
         while stack:
             node = stack[-1]
             before = [*(v.node for v in node.inputs), *self.after.get(node, ())]
-            before += [self.packed[node].node] if node in self.packed else []
             waiting = [n for n in reversed(before) if n not in done]
             if waiting and node not in done:
                 stack += waiting
@@ -138,10 +127,8 @@ class _Fuser:
         return node.op.kind is Kind.VIEW and node not in self.places.computed
 
     def operands(self, node: Node) -> tuple[Value, ...]:
-        """What the node's kernel reads: a packed right operand in place of the plain one."""
-        if self.is_alias(node):
-            return ()
-        return (node.inputs[0], self.packed[node]) if node in self.packed else node.inputs
+        """What the node's kernel reads."""
+        return () if self.is_alias(node) else node.inputs
 
     # -- placing one node
 
@@ -153,7 +140,7 @@ class _Fuser:
         elif node.op.kind is Kind.POINTWISE:
             self.place_pointwise(node)
         else:
-            group = self.start(node, node.shapes[0].static)
+            group = self.start(node, self.places.memory(node.results[0]))
             if not self.alone:
                 self.absorb(group, node)
 
@@ -286,7 +273,7 @@ class _Fuser:
                 continue
             values = [v for n in other.forms for v in n.results]
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
-            bigger = node.shapes[0].num_elements > 2 * base.shape.num_elements
+            bigger = math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # a reduction in two steps, the first of which is in parts
             if read_elsewhere or bigger or self.roots.intersection(values):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value
+from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.op import Kind
-from rlx.ir.program import Layout
 from rlx.ir.shape import contiguous_strides
 
 
@@ -24,9 +24,12 @@ class Places:
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
         exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # on row-major memory alone
         self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])
+        self.tiles: dict[Value, TiledLayout] = {}  # of values in tiles, and of views that only permute their axes
         self._memo: dict[Value, tuple[Value, Layout]] = {}
         for node in self.nodes:
-            if node.op.kind is Kind.VIEW and node not in self.computed and not self._addressable(node):
+            if node.op.tiled is not None or (node.op.kind is Kind.VIEW and node.inputs[0] in self.tiles):
+                self._tile(node)
+            elif node.op.kind is Kind.VIEW and not self._addressable(node):
                 self.computed.add(node)
         for value in (v for n in exchanged for v in n.inputs):
             if value.node.op.kind is Kind.VIEW and not self.is_row_major(value):
@@ -38,6 +41,7 @@ class Places:
         found = self._memo.get(value)
         if found is None:
             node = value.node
+            assert value not in self.tiles, f"{value} lies in tiles, not in strides"
             if node.op.kind is Kind.VIEW and node not in self.computed:
                 base, layout = self.locate(node.inputs[0])
                 seen = _view(value, layout)
@@ -49,14 +53,35 @@ class Places:
         return found
 
     def base(self, value: Value) -> Value:
-        return self.locate(value)[0]
+        while value in self.tiles and value.node.op.tiled is None:
+            value = value.node.inputs[0]
+        return value if value in self.tiles else self.locate(value)[0]
+
+    def memory(self, base: Value) -> tuple[int, ...]:
+        """Dims of the buffer that holds a base value."""
+        return self.tiles[base].dims if base in self.tiles else base.shape.static
 
     def is_row_major(self, value: Value) -> bool:
         """Whether the value's elements are the base's own bytes in order, from the start."""
+        if value in self.tiles:
+            return False
         base, layout = self.locate(value)
         dims, plain = value.shape.static, contiguous_strides(value.shape.static)
         whole = layout.offset == 0 and base.shape.num_elements == value.shape.num_elements
         return whole and (0 in dims or all(d == 1 or x == y for d, x, y in zip(dims, layout.strides, plain)))
+
+    def _tile(self, node: Node) -> None:
+        """Note the tiles of a result that lies in such, or of a view of one; a view that they cannot express is computed."""
+        (value,), source = node.results[:1], node.inputs[0].shape
+        if node.op.tiled is not None:
+            self.tiles[value] = node.op.tiled(node.attrs, *(v.shape for v in node.inputs))
+            return
+        layout = _view(value, Layout(contiguous_strides(source.static))) if len(node.shapes) == 1 else None
+        seen = layout and self.tiles[node.inputs[0]].viewed(layout, value.shape.static)
+        if seen:
+            self.tiles[value] = seen
+        else:
+            self.computed.add(node)
 
     def _addressable(self, node: Node) -> bool:
         base, layout = self.locate(node.inputs[0])
@@ -67,7 +92,8 @@ class Places:
             return False
         self.orders[base] = order
         self._memo.clear()
-        views = (n for n in self.nodes[: self.nodes.index(node) + 1] if n.op.kind is Kind.VIEW and n not in self.computed)
+        before = self.nodes[: self.nodes.index(node) + 1]
+        views = (n for n in before if n.op.kind is Kind.VIEW and n not in self.computed and n.inputs[0] not in self.tiles)
         if all(map(self._seen, views)):
             return True
         del self.orders[base]

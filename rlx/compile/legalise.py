@@ -90,6 +90,8 @@ def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     """`graph` in ops that the target claims or that are core. CompileError names the node that cannot be had, and why."""
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        if node.op.tiled is not None:  # where it lies is decided when all else is (rlx.compile.packing)
+            return inputs
         results = keep(node, inputs)
         how, why = decide(results[0].node, target)
         if how == "refused":

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.fuse import Fusion, Group, contraction
 from rlx.ir import kernel as K
 from rlx.ir.graph import Active, Node, Value
 from rlx.ir.kernel import k
+from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
-from rlx.ir.program import Layout
 
 COLUMNS = range(1024, 4097)  # of a run that is summed on its own: some KB of each row, and its sums stay in the first-level cache
 ROWS_AT_ONCE = 4  # from as many parts of the axis, each read in order; rows side by side were up to four times slower
@@ -331,10 +330,10 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
 
     a = _operand(b, left, [*zip(points, facts.a_batch), *zip(points[batch:], facts.a_rows)], rows, facts.a_sum)
     a = replace(a, offset=k.add(a.offset, k.mul(first, a.row_stride)))
-    if anchor in b.fusion.packed:
-        packed = b.fusion.packed[anchor]
-        how: Any = packed.node.attrs
-        other = K.Operand(b.buffer(packed), ZERO, panel=how.panel, group=how.group)
+    if (tiles := b.places.tiles.get(right)) is not None:
+        (columns, panel), (summed, group) = tiles.parts[:2]
+        assert (columns, summed) == (1, 0), f"{tiles} are no panels of columns"
+        other = K.Operand(b.buffer(b.places.base(right)), ZERO, panel=panel, group=group)
     else:
         other = _operand(b, right, [*zip(points, facts.b_batch)], facts.b_sum, facts.b_columns)
     result = anchor.results[0]

@@ -18,9 +18,9 @@ from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Active, Extent, Graph, Node, Value, constant, keep
+from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import valid_rows
-from rlx.ir.program import Layout
 from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Target
 from rlx.ir.verify import where

@@ -27,9 +27,9 @@ from rlx.compile.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
 from rlx.ir.graph import CONSTANT, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
+from rlx.ir.layout import Layout
 from rlx.ir.op import Attrs, Kind, attribute_types
 from rlx.ir.placement import REPLICATED, Partial, Placement, Replicated, Split
-from rlx.ir.program import Layout
 from rlx.ir.shape import DimLike, contiguous_strides
 from rlx.ir.verify import where
 

@@ -14,7 +14,7 @@ from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
 from rlx.compile.outputs import outputs
-from rlx.compile.packing import rows_from_packs
+from rlx.compile.packing import packing
 from rlx.compile.padding import padding
 from rlx.compile.precision import precision
 from rlx.compile.reductions import reductions
@@ -33,10 +33,10 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("precision", precision),
     ("legalise", legalise),
     ("tidy", canonicalise),
-    ("packs", rows_from_packs),
     ("reductions", reductions),
     ("state", state),
     ("outputs", outputs),
+    ("packing", packing),
 )
 
 

@@ -166,8 +166,8 @@ class OpDef:
     # (Value, Placement) per result; None: as its kind or decomposition says; a text: why it needs them whole
     partitioned: Callable[..., Any] | None = None
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
-    # (node, pack) -> what `node` gives, by this op, from `pack`, a packed form of a param that `node` reads; None: it cannot
-    unpacks: Callable[..., Any] | None = None
+    # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` then see places in it
+    tiled: Callable[..., Any] | None = None
     own_memory: bool = False  # INDEX: the result is memory of the run's own, whatever is known before: never folded or prepared
     flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple

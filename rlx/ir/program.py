@@ -15,6 +15,7 @@ import numpy as np
 
 from rlx.ir.graph import Active
 from rlx.ir.kernel import Kernel, Native, loaded_buffers
+from rlx.ir.layout import TiledLayout
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 
@@ -32,22 +33,16 @@ class Region(Enum):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a tensor lies in a buffer: strides in elements per dim, and the offset of element 0."""
-
-    strides: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True)
 class BufferDecl:
-    """One buffer of the program. `shape`: dims of the value it was made for. Its place is Program.plan (arena regions)."""
+    """One buffer of the program. `shape`: dims of its memory, which are those of the value it was made for, or of the tiles
+    (`layout`) that this lies in. Its place is Program.plan (arena regions)."""
 
     id: int
     region: Region
     shape: Shape
     name: str  # input, param, handle or output name; "%7" for others
     data: np.ndarray | None = field(default=None, compare=False)  # CONSTANT
+    layout: TiledLayout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +169,8 @@ def print_program(program: Program) -> str:
     lines = [f"program {program.name} for {program.target.name}, arena {program.plan.size_bytes} bytes"]
     for b in program.buffers:
         place = f" @ {program.plan.offsets[b.id]}" if b.id in program.plan.offsets else ""
-        lines.append(f"  %{b.id} {b.region.value} {b.name!r} {b.shape}{place}")
+        tiles = f" in {b.layout}" if b.layout else ""
+        lines.append(f"  %{b.id} {b.region.value} {b.name!r} {b.shape}{tiles}{place}")
     for phase, steps in program.phases.items():
         lines.append(f"{phase}:")
         for s in steps:

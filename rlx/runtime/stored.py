@@ -25,6 +25,7 @@ from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
+from rlx.ir.layout import TiledLayout
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import OWN
 from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
@@ -183,7 +184,7 @@ def _described(p: Program) -> dict[str, Any]:
     phases = {name: [(kernels[s.kernel], s.args, s.beside) for s in steps] for name, steps in p.phases.items()}
     return {
         "name": p.name,
-        "buffers": [(b.region.value, _shape(b.shape), b.name, b.data is not None) for b in p.buffers],
+        "buffers": [(b.region.value, _shape(b.shape), b.name, b.data is not None, _tiles(b.layout)) for b in p.buffers],
         "kernels": [_kernel_described(kernel) for kernel in kernels],
         "phases": phases, "saved": [at for at, _ in p.abort],
         "inputs": p.inputs, "params": p.params, "handles": p.handles, "extent": p.extent,
@@ -201,6 +202,10 @@ def _kernel_described(kernel: Kernel) -> tuple[Any, ...]:
     return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers], together
 
 
+def _tiles(layout: TiledLayout | None) -> tuple[Any, ...]:
+    return () if layout is None else (layout.shape, layout.parts, layout.cell)
+
+
 def _shape(shape: Shape) -> tuple[Any, ...]:
     return shape.dtype.name, *shape.static
 
@@ -209,10 +214,13 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     """The program, and the parts that are not its constants."""
     data = iter(parts)
     buffers = []
-    for i, (region, shape, name, constant) in enumerate(d["buffers"]):
+    for i, (region, shape, name, constant, tiles) in enumerate(d["buffers"]):
         made = _read_shape(shape)
         array = np.frombuffer(next(data, b""), made.dtype.numpy).reshape(made.static) if constant else None
-        buffers.append(BufferDecl(i, Region(region), made, _text(name), array))
+        layout = tiles and TiledLayout(_ids(tiles[0]), tuple((_whole(a), _whole(s)) for a, s in tiles[1]), _whole(tiles[2]))
+        if layout and layout.dims != made.dims:
+            raise ValueError(f"the tiles {layout} take {layout.dims}, not {made}")
+        buffers.append(BufferDecl(i, Region(region), made, _text(name), array, layout or None))
     kernels = [_kernel(*row) for row in d["kernels"]]
     phases = {
         name: tuple(Step(kernels[_whole(k)], _ids(args), beside is True) for k, args, beside in d["phases"][name])

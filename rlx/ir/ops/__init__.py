@@ -4,7 +4,7 @@
 from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu, softplus
 from rlx.ir.ops.attention import attention, attention_parts, rope
 from rlx.ir.ops.collective import all_gather, all_reduce, all_to_all, broadcast_rank, exchange, rank_slice, reduce_scatter
-from rlx.ir.ops.contract import int8_matmul, linear, matmul, pack_panels
+from rlx.ir.ops.contract import int8_matmul, linear, matmul
 from rlx.ir.ops.elementwise import (
     abs, add, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
     is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
@@ -15,7 +15,8 @@ from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
-from rlx.ir.ops.packed_rows import panel_rows, quant_rows
+from rlx.ir.ops.pack import pack
+from rlx.ir.ops.packed_rows import quant_rows
 from rlx.ir.ops.random import gumbel, random_bits, random_uniform, threshold
 from rlx.ir.ops.reduce import all, any, log_softmax, max, mean, min, prod, softmax, sum, variance
 from rlx.ir.ops.state import take_rows, update_rows, valid_rows
@@ -32,8 +33,8 @@ __all__ = [
     "embedding", "equal", "erf", "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm",
     "gumbel", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
     "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack_panels", "pack_quant", "pad",
-    "panel_rows", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "reciprocal",
+    "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow",
+    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "reciprocal",
     "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left",
     "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt",
     "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze",

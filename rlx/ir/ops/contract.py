@@ -1,17 +1,15 @@
-"""Contractions: sums of products, and the packed form of their right operand."""
+"""Contractions: sums of products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.errors import DTypeError, ShapeError
 from rlx.ir.dtype import i8, i32, u8
-from rlx.ir.kernel import k
-from rlx.ir.op import Attrs, Contraction, Kind, Sample, op
-from rlx.ir.ops.rules import same_dtype, static_dim
+from rlx.ir.op import Contraction, Kind, Sample, op
+from rlx.ir.ops.rules import same_dtype
 from rlx.ir.shape import Shape, broadcast_dims
 
 
@@ -90,62 +88,4 @@ linear = op(
     decompose=lambda attrs, x, w, b=None: matmul(x, w) if b is None else matmul(x, w) + b,
     samples=(Sample(((3, 17), (17, 5), (5,))), Sample(((2, 3, 33), (33, 4))), Sample(((17,), (17, 3), (3,)))),
     doc="x @ w + b with w [in, out] and b [out], which may be left out.",
-)  # fmt: skip
-
-
-class PanelAttrs(Attrs):
-    panel: int
-    group: int = 1
-
-    def __post_init__(self) -> None:
-        if self.panel < 1 or self.group < 1:
-            raise AttributeValueError(f"a panel has at least one column, a group one row, got {self.panel} and {self.group}")
-
-
-def _panels_shape(attrs: PanelAttrs, w: Shape) -> Shape:
-    if w.rank < 2:
-        raise ShapeError(f"the operand is [..., k, n], got {w}")
-    columns = static_dim(w.dims[-1], "packing")
-    dims = (*w.dims[:-2], -(-columns // attrs.panel), w.dims[-2], attrs.panel)
-    if attrs.group == 1:
-        return w.with_dims(dims)
-    rows = static_dim(w.dims[-2], "packing")
-    return w.with_dims((*dims[:-2], -(-rows // attrs.group), attrs.panel, attrs.group))
-
-
-def _panels_array(attrs: PanelAttrs, w: np.ndarray) -> np.ndarray:
-    count = -(-w.shape[-1] // attrs.panel)
-    padded = np.zeros((*w.shape[:-2], -(-w.shape[-2] // attrs.group) * attrs.group, count * attrs.panel), w.dtype)
-    padded[..., : w.shape[-2], : w.shape[-1]] = w
-    panels = np.moveaxis(padded.reshape(*padded.shape[:-1], count, attrs.panel), -2, -3)
-    if attrs.group == 1:
-        return panels
-    return np.swapaxes(panels.reshape(*panels.shape[:-2], -1, attrs.group, attrs.panel), -1, -2)
-
-
-def _panels_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
-    if (group := node.attrs.group) > 1:
-        *coords, inner = coords
-        coords[-2] = k.add(k.mul(coords[-2], k.const(group)), inner)
-    *batch, panel, row, lane = coords
-    width, (rows, columns) = node.attrs.panel, ctx.dims(node.inputs[0])[-2:]
-    column = k.add(k.mul(panel, k.const(width)), lane)
-    guard = None if columns % width == 0 else k.lt(column, k.const(columns))
-    if rows % group:
-        inside = k.lt(row, k.const(rows))
-        guard = inside if guard is None else k.and_(guard, inside)
-    return ctx.element(node.inputs[0], (*batch, row, column), guard)
-
-
-pack_panels = op(
-    "pack_panels", kind=Kind.INDEX, infer=_panels_shape, attrs=PanelAttrs, dtypes="fiu",
-    reference=_panels_array, element=_panels_element, rows=lambda a, i, axis, w: axis if axis < w.rank - 2 else None,
-    samples=(
-        Sample(((3, 17),), {"panel": 8}), Sample(((5, 48),), {"panel": 48}), Sample(((2, 4, 33),), {"panel": 16}),
-        Sample(((3, 2),), {"panel": 4}), Sample(((4, 17),), {"panel": 8, "group": 2}),
-        Sample(((2, 6, 5),), {"panel": 4, "group": 3}), Sample(((2, 5, 9),), {"panel": 4, "group": 4}),
-    ),
-    doc="[..., k, n] as panels of columns [..., ceil(n / panel), k, panel], zeros in the last one's missing columns: the form "
-    "in which a contraction streams its right operand. With `group` rows interleaved, the last ones filled up with zeros: "
-    "[..., ceil(k / group), panel, group].",
 )  # fmt: skip

@@ -36,7 +36,7 @@ class DequantizeAttrs(FormatAttrs):
     columns: int
 
 
-def _check_rows(form: QuantFormat, columns: int, packed: Shape) -> None:
+def check_rows(form: QuantFormat, columns: int, packed: Shape) -> None:
     if packed.dtype != u8 or not packed.rank:
         raise DTypeError(f"packed rows are u8 [..., row bytes], got {packed}")
     want, found = form.row_bytes(columns), static_dim(packed.dims[-1], form.name)
@@ -47,7 +47,7 @@ def _check_rows(form: QuantFormat, columns: int, packed: Shape) -> None:
 def _dequantize_shape(attrs: DequantizeAttrs, packed: Shape) -> Shape:
     if attrs.columns < 0:
         raise AttributeValueError(f"columns cannot be negative, got {attrs.columns}")
-    _check_rows(FORMATS[attrs.format], attrs.columns, packed)
+    check_rows(FORMATS[attrs.format], attrs.columns, packed)
     return Shape((*packed.dims[:-1], attrs.columns), f32)
 
 
@@ -125,12 +125,15 @@ _ELEMENTS: dict[str, Callable[[Block, Any], Any]] = {
 }  # fmt: skip
 
 
-def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
-    form = FORMATS[node.attrs.format]
-    *row, column = coords
+def block_element(form: QuantFormat, column: Any, byte: Callable[[Any], Any]) -> Any:
+    """Element `column` of a row of blocks, whose bytes `byte` gives."""
     start = k.mul(k.div(column, form.block), form.nbytes)
-    block = Block(lambda at: ctx.element(node.inputs[0], (*row, k.add(start, at))))
-    return _ELEMENTS[form.name](block, k.rem(column, form.block))
+    return _ELEMENTS[form.name](Block(lambda at: byte(k.add(start, at))), k.rem(column, form.block))
+
+
+def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+    *row, column = coords
+    return block_element(FORMATS[node.attrs.format], column, lambda at: ctx.element(node.inputs[0], (*row, at)))
 
 
 def _dequantize_partitioned(p: Any, attrs: DequantizeAttrs, packed: Any) -> Any:
@@ -162,7 +165,7 @@ dequantize = op(
 def _product_shape(attrs: FormatAttrs, x: Shape, packed: Shape) -> Shape:
     if not x.rank or packed.rank != 2:
         raise ShapeError(f"x is [..., k] and the packed weights are [n, row bytes], got {x} and {packed}")
-    _check_rows(FORMATS[attrs.format], static_dim(x.dims[-1], "dequant_matmul"), packed)
+    check_rows(FORMATS[attrs.format], static_dim(x.dims[-1], "dequant_matmul"), packed)
     return x.with_dims((*x.dims[:-1], packed.dims[0]))
 
 
@@ -176,12 +179,12 @@ def _product_of(attrs: FormatAttrs, x: Any, packed: Any) -> Any:
     return matmul(x.astype(wide), transpose(weights)).astype(x.dtype)
 
 
-def _random_weights(form: QuantFormat) -> Callable[[np.random.Generator, list[np.ndarray]], None]:
+def random_weights(form: QuantFormat, operand: int = 1) -> Callable[[np.random.Generator, list[np.ndarray]], None]:
     """Random bytes as weights of common size: every f16 scale gets a magnitude between 2**-13 and 2**-12."""
 
     def settle(rng: np.random.Generator, operands: list[np.ndarray]) -> None:
-        operands[1][:] = rng.integers(0, 256, operands[1].shape)
-        blocks = operands[1].reshape(-1, form.nbytes)
+        operands[operand][:] = rng.integers(0, 256, operands[operand].shape)
+        blocks = operands[operand].reshape(-1, form.nbytes)
         for at in form.scales:
             blocks[:, at + 1] = blocks[:, at + 1] & 0x83 | 0x08
 
@@ -192,7 +195,7 @@ dequant_matmul = op(
     "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=FormatAttrs, arity=(2, 2),
     reference=_product, decompose=_product_of, flops=lambda operands, results: 2 * math.prod(results[0]) * operands[0][-1],
     samples=tuple(
-        Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=_random_weights(f))
+        Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
     ),
     doc="x @ dequantize(packed).T: x [..., k] times packed weights [n, row bytes] gives [..., n] in x's dtype; sums are f32 (f64 "

@@ -19,6 +19,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.dtype import u8
 from rlx.ir.kernel import Loop, Var, const, k
+from rlx.ir.layout import TiledLayout
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import Shape
@@ -140,14 +141,21 @@ def packing(attrs: PackAttrs) -> Packing:
 
 def _shape(attrs: PackAttrs, w: Shape) -> Shape:
     p = packing(attrs)
-    rows, nbytes = (static_dim(d, "packing") for d in w.dims) if w.rank == 2 else (0, -1)
+    nbytes = static_dim(w.dims[1], "packing") if w.rank == 2 else -1
     if w.dtype != u8 or nbytes < 0 or nbytes % p.nbytes:
         raise ShapeError(f"{attrs.format} weights are u8[rows, multiple of {p.nbytes}], got {w}")
-    return Shape((-(-rows // PANEL), nbytes // p.nbytes * p.panel_bytes), u8)
+    return w
 
 
-def _array(attrs: PackAttrs, w: np.ndarray) -> np.ndarray:
-    p = packing(attrs)
+def _tiled(attrs: PackAttrs, w: Shape) -> TiledLayout:
+    """Panels of rows, in each of which one block of every row after another."""
+    p, (rows, nbytes) = packing(attrs), w.static
+    return TiledLayout((rows, nbytes // p.nbytes), ((0, PANEL), (1, 1)), p.panel_bytes)
+
+
+def packed(format: str, w: np.ndarray) -> np.ndarray:
+    """The memory, u8 [panels, panel bytes], in which pack_quant keeps w."""
+    p = PACKINGS[format]
     panels, blocks, turns = -(-w.shape[0] // PANEL), w.shape[1] // p.nbytes, p.block // STEP
     padded = np.zeros((panels * PANEL, w.shape[1]), np.uint8)
     padded[: w.shape[0]] = w
@@ -208,11 +216,12 @@ def _kernel(ctx: Any, node: Any) -> Any:
 
 
 pack_quant = op(
-    "pack_quant", kind=Kind.KERNEL, infer=_shape, attrs=PackAttrs, dtypes="u", reference=_array, kernel=_kernel,
+    "pack_quant", kind=Kind.KERNEL, infer=_shape, attrs=PackAttrs, dtypes="u", kernel=_kernel, tiled=_tiled,
+    reference=lambda attrs, w: np.asarray(w), rows=lambda attrs, operand, axis, w: axis,
     samples=tuple(
         Sample(((rows, blocks * PACKINGS[name].nbytes),), {"format": name}, low=0, high=256, dtypes=("u8",))
         for name, rows, blocks in (("q8_0", 5, 2), ("q4_0", 33, 2), ("q4_k", 32, 1), ("q5_k", 3, 1), ("q6_k", 2, 2))
     ),
-    doc="Rows of quantised blocks u8[rows, row bytes] as panels u8[ceil(rows / 32), panel bytes] in the order in which "
-    "dequant_matmul streams them (see the module); missing rows are zeros.",
+    doc="Rows of quantised blocks u8[rows, row bytes] kept as panels u8[ceil(rows / 32), panel bytes] in the order in which "
+    "dequant_matmul streams them (see the module); missing rows are zeros. In a graph that is given to a compile: w itself.",
 )  # fmt: skip

@@ -13,10 +13,10 @@ import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.kernel import k
+from rlx.ir.layout import Layout
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, divide, static_dim
 from rlx.ir.ops.state import take_rows
-from rlx.ir.program import Layout
 from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides
 
 END = 2**63 - 1  # a slice's stop: to the end of the dim

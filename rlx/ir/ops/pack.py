@@ -1,0 +1,55 @@
+"""pack: a tensor kept in tiles. Its value is the operand's own; only where the elements lie is another matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError
+from rlx.ir.layout import TiledLayout
+from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.ops.rules import static_dim
+from rlx.ir.shape import Shape
+
+
+class PackAttrs(Attrs):
+    """`layout`: (axis, step) of each part of the memory, outermost first (rlx.ir.layout.TiledLayout.parts)."""
+
+    layout: tuple[tuple[int, int], ...]
+
+
+def panels(columns: int, group: int = 1) -> tuple[tuple[int, int], ...]:
+    """The tiles of a matrix [k, n] in which a contraction streams its right operand: panels of columns, rows in groups."""
+    inner = ((1, 1), (0, 1)) if group > 1 else ((1, 1),)
+    return ((1, columns), (0, group), *inner)
+
+
+def _tiled(attrs: PackAttrs, x: Shape) -> TiledLayout:
+    return TiledLayout(tuple(static_dim(d, "packing") for d in x.dims), attrs.layout)
+
+
+def _shape(attrs: PackAttrs, x: Shape) -> Shape:
+    if fault := TiledLayout(tuple(1 for _ in x.dims), attrs.layout).fault():
+        raise AttributeValueError(f"layout {attrs.layout} of {x}: {fault}")
+    return x
+
+
+def _element(ctx: Any, node: Any, result: int, place: Sequence[Any]) -> Any:
+    """`place` is where in the memory the element lies; what is filled in is 0."""
+    at, inside = _tiled(node.attrs, node.inputs[0].shape).element(place)
+    return ctx.element(node.inputs[0], at, inside)
+
+
+pack = op(
+    "pack", kind=Kind.INDEX, infer=_shape, attrs=PackAttrs, dtypes="fiub", element=_element, tiled=_tiled,
+    reference=lambda attrs, x: np.asarray(x), rows=lambda attrs, operand, axis, x: axis,
+    samples=(
+        Sample(((3, 17),), {"layout": panels(8)}), Sample(((5, 4),), {"layout": panels(2, 4)}),
+        Sample(((2, 3, 5),), {"layout": ((0, 1), (2, 4), (1, 1), (2, 2), (2, 1))}),
+    ),
+    doc="x kept in tiles, padded. A compile decides where this is done: in a graph that is given to it, pack(x) stands for x.",
+)  # fmt: skip
+
+__all__ = ["PackAttrs", "pack", "panels"]
