@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlx.compile.fuse import Fusion, Group
 from rlx.ir import kernel as K
-from rlx.ir.dtype import DType
+from rlx.ir.dtype import DType, index_
 from rlx.ir.graph import CONSTANT, Active, Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
@@ -48,7 +48,7 @@ class KernelBuilder:
         return self.fusion.threads
 
     def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
-        """The element of `value` at `coords` (one i64 expression per dim), in its compute dtype; zero where `guard` is false."""
+        """The element of `value` at `coords` (one index per dim), in its compute dtype; zero where `guard` is false."""
         if guard is not None:
             outside = self.guard
             self.guard = guard if outside is None else k.and_(outside, guard)
@@ -98,7 +98,7 @@ class KernelBuilder:
         """Points of `var`, `each` of them to a row of the active axis, end with the extent."""
         extent = self.fusion.graph.extent
         assert extent is not None
-        self.limits.append(K.Limit(var, k.mul(self.element(extent.leaf, ()), each)))
+        self.limits.append(K.Limit(var, k.mul(k.cast(self.element(extent.leaf, ()), index_), each)))
 
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.fusion.memory(base)

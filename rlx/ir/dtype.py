@@ -57,7 +57,7 @@ _NUMPY = {
     "f64": np.float64, "f32": np.float32, "f16": np.float16,
     "i64": np.int64, "i32": np.int32, "i16": np.int16, "i8": np.int8,
     "u64": np.uint64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8,
-    "bool": np.bool_, "c64": np.complex64,
+    "bool": np.bool_, "c64": np.complex64, "index": np.int64,
 }  # fmt: skip
 _ML_DTYPES = {"bf16": "bfloat16", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 
@@ -66,11 +66,14 @@ f8e4m3, f8e5m2 = DType("f8e4m3", 8, "f"), DType("f8e5m2", 8, "f")
 i64, i32, i16, i8 = DType("i64", 64, "i"), DType("i32", 32, "i"), DType("i16", 16, "i"), DType("i8", 8, "i")
 u64, u32, u16, u8 = DType("u64", 64, "u"), DType("u32", 32, "u"), DType("u16", 16, "u"), DType("u8", 8, "u")
 bool_, c64 = DType("bool", 8, "b"), DType("c64", 64, "c")
+# Positions in memory, loop variables and counts inside of kernels: signed, as wide as a device's addresses want (i64 on the host, i32
+# where a renderer knows that every buffer is small enough). No tensor has it: data becomes an index by a cast.
+index_ = DType("index", 64, "i")
 
 DTYPES: dict[str, DType] = {
     d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_, c64)
 }
-_BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items()}
+_BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items() if k in DTYPES}
 _BY_NUMPY_NAME = {v: DTYPES[k] for k, v in _ML_DTYPES.items()}
 
 

@@ -3,6 +3,8 @@
 A Kernel runs its body once for every point of `grid` (points are independent; a backend spreads them over threads or
 blocks). Expressions are immutable and may be shared; a renderer emits a shared one once per scope. Arithmetic happens in
 the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
+Positions and loop variables are of dtype `index`, which each renderer maps to an integer of its own; casts lead there from data
+and back.
 
 Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
 """
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from rlx.ir.dtype import DType, bool_, i64
+from rlx.ir.dtype import DType, bool_, i64, index_
 from rlx.ir.op import OPS, Attrs, Kind
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
@@ -63,10 +65,10 @@ class Const:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Var:
-    """A loop or grid index (i64), a finished reduction, or a carried value."""
+    """A loop or grid index, a finished reduction, or a carried value."""
 
     name: str
-    dtype: DType = i64
+    dtype: DType = index_
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -246,7 +248,7 @@ Stmt = Let | Store | Loop | Check | Contract | Native
 @dataclass(frozen=True, eq=False, slots=True)
 class Limit:
     """Points at which `var` (of the grid, of a vector Loop without reductions, a Contract's i, a Native's axis) is `count` or
-    more need not be computed: a permission, not a duty. `count`: i64, from constants and loads that no point changes."""
+    more need not be computed: a permission, not a duty. `count`: an index, from constants and loads that no point changes."""
 
     var: Var
     count: Expr
@@ -273,21 +275,21 @@ class Kernel:
 # -- building expressions ------------------------------------------------------------------------------------------
 
 
-def const(value: Any, dtype: DType = i64) -> Const:
+def const(value: Any, dtype: DType = index_) -> Const:
     return Const({"f": float, "b": bool}.get(dtype.kind, int)(value), dtype)
 
 
 def alu(op: str, *args: Expr, dtype: DType | None = None) -> Expr:
-    """An Alu node; integer index arithmetic (i64) with constants is folded, so that addresses stay affine and short."""
+    """An Alu node; index arithmetic (and that of i64) with constants is folded, so that addresses stay affine and short."""
     if dtype is None:
         dtype = bool_ if op in COMPARISONS else args[1 if op == "select" else 0].dtype
-    folded = _fold(op, args) if dtype == i64 else None
+    folded = _fold(op, args, dtype) if dtype in (index_, i64) else None
     return folded if folded is not None else Alu(op, args, dtype)
 
 
-def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
+def _fold(op: str, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
     if all(isinstance(a, Const) for a in args) and op in FOLD:
-        return const(FOLD[op](*(a.value for a in args)))  # type: ignore[union-attr]
+        return const(FOLD[op](*(a.value for a in args)), dtype)  # type: ignore[union-attr]
     if len(args) != 2:
         return None
     for a, b in (args, args[::-1]):  # sub, div and rem have a neutral right operand only
@@ -295,7 +297,7 @@ def _fold(op: str, args: tuple[Expr, ...]) -> Expr | None:
             return b
         if op in _NEUTRAL and is_const(b, _NEUTRAL[op]) and (b is args[1] or op in ("add", "mul")):
             return a
-    return const(0) if op == "rem" and is_const(args[1], 1) else None
+    return const(0, dtype) if op == "rem" and is_const(args[1], 1) else None
 
 
 def _quotient(a: int, b: int) -> int:
@@ -324,7 +326,7 @@ class _Builder:
             raise AttributeError(f"no scalar op {op!r}")
 
         def make(*args: Any, dtype: DType | None = None) -> Expr:
-            like = next((a.dtype for a in reversed(args) if isinstance(a, Expr)), i64)
+            like = next((a.dtype for a in reversed(args) if isinstance(a, Expr)), index_)
             return alu(name, *(a if isinstance(a, Expr) else const(a, like) for a in args), dtype=dtype)
 
         return make

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rlx.errors import GraphError, ParseError
 from rlx.ir import kernel as K
-from rlx.ir.dtype import DTYPES, DType, bool_, f64
+from rlx.ir.dtype import DTYPES, DType, bool_, f64, index_
 from rlx.ir.kernel_text import LEVELS, PLAIN
 from rlx.ir.op import OPS, Attrs
 from rlx.ir.tokens import Tokens
@@ -152,7 +152,7 @@ class KernelParser(Tokens):
         return var
 
     def dtype(self) -> DType:
-        return self.choose(DTYPES, "a dtype")
+        return self.choose({**DTYPES, "index": index_}, "a dtype")
 
     def integer(self, what: str) -> int:
         text = self.next("number", what)

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from math import isnan
 
 from rlx.ir import kernel as K
-from rlx.ir.dtype import i64
+from rlx.ir.dtype import index_
 from rlx.ir.tokens import attribute_texts, name_text
 
-PLAIN = i64  # the dtype that is not written: that of indices
+PLAIN = index_  # the dtype that is not written
 LEVELS = 32  # of ops within each other in one line, and of loops
 _NAN = struct.pack("<d", float("nan"))
 

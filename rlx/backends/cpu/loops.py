@@ -12,7 +12,7 @@ from rlx.backends.shared.nest import distinct, nested, operands, stores
 from rlx.errors import CompileError
 from rlx.host import alu
 from rlx.host.emit import V, vector
-from rlx.ir.dtype import i64
+from rlx.ir.dtype import i64, index_
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 MAX_LANES = 16
@@ -96,7 +96,7 @@ def weight(stmts: Iterable[Stmt]) -> int:
 
 def _weight_of(node: Expr) -> int:
     if isinstance(node, Alu):
-        return 0 if node.dtype == i64 else WEIGHTS.get(node.op, 1)  # i64: addresses, for the most part
+        return 0 if node.dtype in (index_, i64) else WEIGHTS.get(node.op, 1)  # i64: positions, for the most part
     return int(isinstance(node, Load))
 
 

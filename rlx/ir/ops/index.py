@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
-from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64
+from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
@@ -50,8 +50,8 @@ def _in_range(index: Any, size: int) -> Any:
 
 
 def picked(ctx: Any, indices: Any, coords: Sequence[Any], size: int) -> Any:
-    """The index that stands at `coords`, i64: one that is not in 0 … size-1 fails the run, and reads the nearest that is."""
-    index = k.cast(ctx.element(indices, tuple(coords)), i64)
+    """The index that stands at `coords`: one that is not in 0 … size-1 fails the run, and reads the nearest that is."""
+    index = k.cast(ctx.element(indices, tuple(coords)), index_)
     ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
     return k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
 
@@ -149,7 +149,7 @@ def _scatter_kernel(ctx: Any, node: Any) -> Any:
     grid, at = lines(ctx.dims(x), axis)
     size, i, j, picks = ctx.dims(x)[axis], Var("i"), Var("j"), [Var("s") for _ in index_dims]
     line = ctx.local(x.dtype.compute, size)
-    index = k.cast(ctx.element(indices, tuple(picks)), i64)
+    index = k.cast(ctx.element(indices, tuple(picks)), index_)
     inside = _in_range(index, size)
     safe = k.select(inside, index, k.const(0))
     around = at(None)

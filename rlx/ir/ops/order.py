@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
-from rlx.ir.dtype import bool_, i32, i64
+from rlx.ir.dtype import bool_, i32, i64, index_
 from rlx.ir.kernel import Carry, Load, Loop, Reduce, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
@@ -113,7 +113,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         match = k.or_(k.eq(value, best), _is_nan(value))  # a NaN is only where the best one is
         place = k.select(k.and_(match, inside) if length % size else match, k.cast(j, i32), const(size - 1, i32))
         parts.append(Loop(j, size, (), vector=True, reduces=(Reduce(found, "min", place),)))
-        return parts, k.add(start, k.cast(found, i64))
+        return parts, k.add(start, k.cast(found, index_))
 
     def kernel(ctx: Any, node: Any) -> Any:
         x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
@@ -122,7 +122,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         to, dtype, i = at(const(0) if node.attrs.keepdims else None), x.dtype.compute, Var("i")
         if axis == x.rank - 1 and length >= 2 * LANES:
             parts, found = blocks(ctx, x, length, at)
-            return grid, (*parts, ctx.store(0, to, found))
+            return grid, (*parts, ctx.store(0, to, k.cast(found, i64)))
         wide = axis < x.rank - 1 and dims[-1] >= LANES and not ctx.cut(len(to) - 1)
         if wide and length < 1 << 31:
             return _best_of_columns(ctx, node, axis, better)
@@ -133,7 +133,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
             Carry(best, ctx.element(x, at(const(0))), k.select(take, value, best)),
             Carry(found, const(0), k.select(take, i, found)),
         ))  # fmt: skip
-        return grid, (loop, ctx.store(0, to, found))
+        return grid, (loop, ctx.store(0, to, k.cast(found, i64)))
 
     def padded(p: Any, attrs: ArgAttrs, x: Any) -> Any:
         axis = axis_of(attrs.axis, x.rank)
@@ -266,7 +266,7 @@ def _sort_kernel(ctx: Any, node: Any) -> Any:
     grid, coords = lines(ctx.dims(x), x.rank - 1)
     stages = max(n - 1, 0).bit_length()
     full = 1 << stages
-    values, places = ctx.local(x.dtype.compute, full), ctx.local(i64, full)
+    values, places = ctx.local(x.dtype.compute, full), ctx.local(index_, full)
     i, j, t, m = Var("i"), Var("j"), Var("t"), Var("m")
     real = k.lt(i, k.const(n))
     fill = Loop(i, full, (
@@ -291,7 +291,7 @@ def _sort_kernel(ctx: Any, node: Any) -> Any:
         Carry(size, const(2), k.select(ended, k.mul(size, k.const(2)), size)),
         Carry(step, const(1), k.select(ended, size, k.div(step, k.const(2)))),
     ))  # fmt: skip
-    out = Loop(m, n, (ctx.store(0, coords(m), Load(values, m)), ctx.store(1, coords(m), Load(places, m))))
+    out = Loop(m, n, (ctx.store(0, coords(m), Load(values, m)), ctx.store(1, coords(m), k.cast(Load(places, m), i64))))
     return grid, (fill, passes, out) if stages else (fill, out)
 
 

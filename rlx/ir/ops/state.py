@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
-from rlx.ir.dtype import DType, as_dtype, i64
+from rlx.ir.dtype import DType, as_dtype, index_
 from rlx.ir.kernel import Check, Loop, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
@@ -102,7 +102,7 @@ def _take_array(attrs: TakeRowsAttrs, state: np.ndarray, at: np.ndarray) -> np.n
 
 def _range(ctx: Any, at: Any, count: int, size: int) -> tuple[Any, Any]:
     """The position, and whether `count` rows from it lie inside `size`."""
-    start = k.cast(ctx.element(at, ()), i64)
+    start = k.cast(ctx.element(at, ()), index_)
     return start, k.and_(k.le(k.const(0), start), k.le(start, k.const(size - count)))
 
 
@@ -171,7 +171,7 @@ def _valid_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> A
     row = k.rem(k.div(coords[axis], k.const(node.attrs.inner)), k.const(node.attrs.rows(ctx.dims(x)[axis])))
     if ctx.dims(x)[axis] == node.attrs.rows(ctx.dims(x)[axis]):
         row = coords[axis]
-    valid = k.lt(row, k.cast(ctx.element(extent, ()), i64))
+    valid = k.lt(row, k.cast(ctx.element(extent, ()), index_))
     value = ctx.element(x, coords, valid)
     return value if node.attrs.fill == "0" else k.select(valid, value, const(node.attrs.value(x.dtype), value.dtype))
 
