@@ -66,8 +66,8 @@ f8e4m3, f8e5m2 = DType("f8e4m3", 8, "f"), DType("f8e5m2", 8, "f")
 i64, i32, i16, i8 = DType("i64", 64, "i"), DType("i32", 32, "i"), DType("i16", 16, "i"), DType("i8", 8, "i")
 u64, u32, u16, u8 = DType("u64", 64, "u"), DType("u32", 32, "u"), DType("u16", 16, "u"), DType("u8", 8, "u")
 bool_, c64 = DType("bool", 8, "b"), DType("c64", 64, "c")
-# Positions in memory, loop variables and counts inside of kernels: signed, as wide as a device's addresses want (i64 on the host, i32
-# where a renderer knows that every buffer is small enough). No tensor has it: data becomes an index by a cast.
+# Positions in memory, loop variables and counts inside of kernels: signed, as wide as a device's addresses want (i64 on the host,
+# i32 where a renderer knows that every buffer is small enough). No tensor has it: data becomes an index by a cast.
 index_ = DType("index", 64, "i")
 
 DTYPES: dict[str, DType] = {
