@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 from kernel_runs import TARGETS, apply, apply_all, pointwise, run
@@ -13,7 +12,7 @@ from rlx.backends.cpu.render import render, task_count
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import CompileError
 from rlx.host.jit import assembly, compile_object
-from rlx.ir.dtype import DTYPES, DType, as_dtype, bf16, bool_, f16, f32, f64, i8, i32, i64, u8
+from rlx.ir.dtype import DTYPES, DType, as_dtype, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8
 from rlx.ir.kernel import (
     Buffer,
     Carry,
@@ -37,7 +36,8 @@ from rlx.ir.kernel import (
 SIZES = (1, 2, 7, 15, 16, 17, 33, 100)
 INTS = [d for d in DTYPES.values() if d.is_int]
 FLOATS = [f64, f32, f16, bf16]
-STORED = [*INTS, *FLOATS, bool_]
+EIGHT_BITS = [f8e4m3, f8e5m2]
+STORED = [*INTS, *FLOATS, *EIGHT_BITS, bool_]
 RNG = np.random.default_rng(7)
 every_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 
@@ -185,7 +185,7 @@ def test_casts(source: DType) -> None:
                 want = np.array(whole, to.numpy)
             elif to.kind == "b":
                 want = values != 0
-            elif source in (f64, i64) and to == bf16:
+            elif (source, to) == (i64, bf16) or (source == f64 and to in (bf16, *EIGHT_BITS)):
                 continue  # ml_dtypes rounds these twice
             else:
                 want = values.astype(to.numpy)
@@ -193,7 +193,17 @@ def test_casts(source: DType) -> None:
 
 
 @pytest.mark.parametrize(
-    "one, other", [("f32", "i32"), ("f64", "u64"), ("f16", "i16"), ("bf16", "u16"), ("i8", "u8"), ("i32", "u32")]
+    "one, other",
+    [
+        ("f32", "i32"),
+        ("f64", "u64"),
+        ("f16", "i16"),
+        ("bf16", "u16"),
+        ("i8", "u8"),
+        ("i32", "u32"),
+        ("f8e4m3", "u8"),
+        ("f8e5m2", "i8"),
+    ],
 )
 def test_bitcasts(one: str, other: str) -> None:
     for source, to in ((one, other), (other, one)):
@@ -204,8 +214,8 @@ def test_bitcasts(one: str, other: str) -> None:
         same(got[number], values.view(as_dtype(to).numpy)[number])
 
 
-@pytest.mark.parametrize("dtype, host", [(bf16, ml_dtypes.bfloat16), (f16, np.float16)], ids=str)
-def test_arithmetic_in_16_bits_rounds_after_each_operation(dtype: DType, host: type) -> None:
+@pytest.mark.parametrize("dtype, host", [(d, d.numpy.type) for d in (bf16, f16, *EIGHT_BITS)], ids=str)
+def test_arithmetic_in_narrow_floats_rounds_after_each_operation(dtype: DType, host: type) -> None:
     a, b = (RNG.normal(0, 1, 300).astype(host) for _ in range(2))
     got = apply(lambda x, y: k.mul(k.add(k.cast(x, dtype), k.cast(y, dtype)), const(1.1, dtype)), dtype, a, b)
     total = (a.astype(np.float32) + b.astype(np.float32)).astype(host).astype(np.float32)

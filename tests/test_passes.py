@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.compile import CompileOptions
-from rlx.compile.canonicalise import FOLD_BYTES, RULES, canonicalise, holds, share_equal
+from rlx.compile.canonicalise import FOLD_BYTES, RULES, canonicalise, share_equal
 from rlx.compile.legalise import bind_dims, decisions, legalise
 from rlx.compile.pipeline import PIPELINE, run_passes
 from rlx.compile.precision import precision
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, VerifyError
 from rlx.ir import DTYPES, OPS, Graph, Kind, Target, ops
+from rlx.ir.dtype import holds
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import CONSTANT, Node, Value, constant
 from rlx.ir.rewrite import Var, pattern, rewrite, rule

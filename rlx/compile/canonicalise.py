@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 from rlx.compile.options import CompileOptions
 from rlx.errors import IndexRangeError
-from rlx.ir.dtype import DType
+from rlx.ir.dtype import holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
@@ -122,20 +122,6 @@ RULES: tuple[Rule, ...] = (
     keep_outer_dims, drop_view, drop_cast, merge_casts, fold_constants,
 )  # fmt: skip
 
-# exponent and fraction bits
-_FLOATS = {"f64": (11, 52), "f32": (8, 23), "f16": (5, 10), "bf16": (8, 7), "f8e4m3": (4, 3), "f8e5m2": (5, 2)}
-
-
-def holds(wide: DType, narrow: DType) -> bool:
-    """Whether every value of `narrow` is one of `wide` of the same kind (bool: of any), so that a cast there loses nothing."""
-    if narrow.kind == "b":
-        return wide.kind in "bfiu"
-    if narrow.is_float and wide.is_float:
-        return all(a >= b for a, b in zip(_FLOATS[wide.name], _FLOATS[narrow.name]))
-    room = wide.bits - narrow.bits - (narrow.kind != wide.kind)  # an unsigned number needs one bit more to be signed
-    return (narrow.kind, wide.kind) in {("i", "i"), ("u", "u"), ("u", "i")} and room >= 0
-
-
 def _axes(node: Node) -> tuple[int, ...]:
     rank = node.inputs[0].rank
     axes = node.attrs.axes  # type: ignore[union-attr]
@@ -167,4 +153,4 @@ def canonicalise(graph: Graph, target: Target, options: CompileOptions) -> Graph
         graph = shared  # a rule may fit now: where(c, x, x)
 
 
-__all__ = ["RULES", "canonicalise", "holds", "share_equal"]
+__all__ = ["RULES", "canonicalise", "share_equal"]

@@ -1,9 +1,10 @@
 """The precision policy as casts around contractions; everything else, and every input and output, keeps its dtype.
 
-A contraction of f32 operands gets them in the policy's dtype, accumulates in f32 as every contraction of narrow operands
-does, and its result is widened again. Norms, softmax and other reductions stay f32. "auto" is bf16 where the target says
-that it is fast at it, else nothing. A composite with contractions inside (attention) is narrowed whole if the target
-claims the narrow form, kept if it claims only the f32 one, and otherwise decomposed so that its parts can be narrowed.
+A contraction of f32 operands gets them in the policy's dtype (an operand that is narrower stays as it is), accumulates in
+f32 as every contraction of narrow operands does, and its result is widened again. Norms, softmax and other reductions stay
+f32. "auto" is bf16 where the target says that it is fast at it, else nothing. A composite with contractions inside
+(attention) is narrowed whole if the target claims the narrow form, kept if it claims only the f32 one, and otherwise
+decomposed so that its parts can be narrowed.
 "int8" is no cast: rlx.compile.int8.
 """
 
@@ -40,7 +41,7 @@ def precision(graph: Graph, target: Target, options: CompileOptions, notes: list
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
         node = results[0].node
-        if node.op.kind is Kind.CONTRACT and all(v.dtype == f32 for v in inputs):
+        if node.op.kind is Kind.CONTRACT and node.shapes[0].dtype == f32 and any(v.dtype == f32 for v in inputs):
             note(node, "narrowed", f"{narrow} operands and result, f32 accumulation")
             return _widened(_on(node, narrow, range(len(inputs))), node)
         into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None

@@ -55,19 +55,19 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
 
 
 def rounded(e: Emitter, value: V, dtype: DType) -> V:
-    """A float as it would be after a store to and a load from `dtype`: the same unless that is f16 or bf16."""
-    return from_memory(e, to_memory(e, value, dtype), dtype) if dtype in (f16, bf16) else value
+    """A float as it would be after a store to and a load from `dtype`: the same unless that is a narrow one."""
+    return from_memory(e, to_memory(e, value, dtype), dtype) if dtype.is_narrow else value
 
 
 def constant(e: Emitter, c: Const, lanes: int) -> V:
-    """A constant of the IR; f16 and bf16 ones are rounded to their type."""
-    value = float(c.dtype.numpy.type(c.value)) if c.dtype in (f16, bf16) else c.value
+    """A constant of the IR; those of narrow floats are rounded to their type."""
+    value = float(c.dtype.numpy.type(c.value)) if c.dtype.is_narrow else c.value
     return e.const(vector(computed(c.dtype), lanes), value)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
 
-# Results of these are representable in a 16-bit float type if their operands are.
+# Results of these are representable in a narrow float type if their operands are.
 EXACT = frozenset({"neg", "abs", "min", "max", "select", "floor", "ceil", "round", "trunc", "bitcast"})
 # Integer operations whose second operand may need a guard: they take it as a number where that is known.
 GUARDED = frozenset({"div", "rem", "shl", "shr", "pow"})
@@ -93,7 +93,7 @@ def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
     if to.kind == "b":
         return a if source.kind == "b" else e.cmp("une" if source.is_float else "ne", a, 0)
     if source.is_float and to.is_float:
-        if a.scalar == "double" and to in (f16, bf16):
+        if a.scalar == "double" and to.is_narrow:
             a = _to_odd(e, a)
         elif a.scalar != ty:
             a = e.convert("fptrunc" if a.scalar == "double" else "fpext", a, ty)

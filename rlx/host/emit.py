@@ -18,7 +18,7 @@ LLVM_TYPES = {  # bool as stored; as computed it is i1
     "index": "i64",
     "f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat",
     "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
-    "u64": "i64", "u32": "i32", "u16": "i16", "u8": "i8", "bool": "i8",
+    "u64": "i64", "u32": "i32", "u16": "i16", "u8": "i8", "bool": "i8", "f8e4m3": "i8", "f8e5m2": "i8",
 }  # fmt: skip
 
 

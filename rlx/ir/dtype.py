@@ -50,7 +50,12 @@ class DType:
     @property
     def compute(self) -> DType:
         """The type arithmetic on this dtype is carried out in: 16-bit and 8-bit floats widen to f32."""
-        return f32 if self.kind == "f" and self.bits < 32 else self
+        return f32 if self.is_narrow else self
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is a float that arithmetic does not know: f16, bf16, f8e4m3, f8e5m2."""
+        return self.kind == "f" and self.bits < 32
 
 
 _NUMPY = {
@@ -73,6 +78,9 @@ index_ = DType("index", 64, "i")
 DTYPES: dict[str, DType] = {
     d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_, c64)
 }
+_FLOATS = {  # bits of exponent and fraction
+    "f64": (11, 52), "f32": (8, 23), "f16": (5, 10), "bf16": (8, 7), "f8e4m3": (4, 3), "f8e5m2": (5, 2),
+}  # fmt: skip
 _BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items() if k in DTYPES}
 _BY_NUMPY_NAME = {v: DTYPES[k] for k, v in _ML_DTYPES.items()}
 
@@ -91,3 +99,25 @@ def as_dtype(x: DType | str | np.dtype | type) -> DType:
     if found is None:
         raise DTypeError(f"numpy dtype {host} has no rlx form; known: {known(DTYPES)}")
     return found
+
+
+def holds(wide: DType, narrow: DType) -> bool:
+    """Whether every value of `narrow` is one of `wide` of the same kind (bool: of any), so that a cast there loses nothing."""
+    if narrow.kind == "b":
+        return wide.kind in "bfiuc"
+    if wide.kind == "c":
+        return narrow == wide or (narrow.is_float and holds(f32, narrow))
+    if narrow.is_float and wide.is_float:
+        return all(a >= b for a, b in zip(_FLOATS[wide.name], _FLOATS[narrow.name]))
+    room = wide.bits - narrow.bits - (narrow.kind != wide.kind)  # an unsigned number needs one bit more to be signed
+    return (narrow.kind, wide.kind) in {("i", "i"), ("u", "u"), ("u", "i")} and room >= 0
+
+
+def product(a: DType, b: DType) -> DType | None:
+    """The dtype of a sum of products of `a` by `b`: their own if they are one; of two floats the one that holds the other;
+    else f32, also of two 8-bit floats, whose sums they cannot tell apart. None: they are not multiplied."""
+    if a == b:
+        return f32 if a.is_float and a.bits == 8 else a
+    if not (a.is_float and b.is_float):
+        return None
+    return a if holds(a, b) else b if holds(b, a) else f32

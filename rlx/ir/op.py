@@ -175,6 +175,7 @@ class OpDef:
     collective: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None  # (node, gradient of every result) -> gradient of the operand: Value
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
+    as_stored: bool = False  # `reference` sees narrow floats as they are, and not in f32
     roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition
     samples: tuple[Sample, ...] = ()
     doc: str = ""
@@ -240,15 +241,17 @@ OPS: dict[str, OpDef] = {}
 KINDS = {"f": "floats", "i": "signed integers", "u": "unsigned integers", "b": "bool", "c": "complex"}
 
 
-def _rounding(reference: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
-    """`reference` seeing 16-bit and 8-bit floats as f32, its results rounded once to the result dtype; without warnings."""
+def _rounding(reference: Callable[..., Any], infer: Callable[..., Any], as_stored: bool) -> Callable[..., Any]:
+    """`reference` seeing 16-bit and 8-bit floats as f32, or `as_stored`, its results rounded once to the result dtype; without
+    warnings."""
 
     def run(attrs: Attrs | None, *arrays: Any) -> Any:
         arrays = tuple(np.asarray(a) for a in arrays)
         shapes = [Shape(a.shape, a.dtype) for a in arrays]
         want = infer(attrs, *shapes)
         with np.errstate(all="ignore"):
-            made = reference(attrs, *(a.astype(s.dtype.compute.numpy, copy=False) for a, s in zip(arrays, shapes)))
+            seen = (a if as_stored else a.astype(s.dtype.compute.numpy, copy=False) for a, s in zip(arrays, shapes))
+            made = reference(attrs, *seen)
             made = made if isinstance(made, tuple) else (made,)
             results = tuple(
                 np.asarray(m).astype(w.dtype.compute.numpy, copy=False).astype(w.dtype.numpy, copy=False)
@@ -267,7 +270,7 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     """
     if name in OPS:
         raise GraphError(f"op {name!r} is declared twice")
-    facts["reference"] = _rounding(facts["reference"], facts["infer"])
+    facts["reference"] = _rounding(facts["reference"], facts["infer"], facts.get("as_stored", False))
     declared = OPS[name] = OpDef(name=name, **facts)
     most = declared.arity[1]
     attr_names = list(attribute_types(declared.attrs)) if declared.attrs else []

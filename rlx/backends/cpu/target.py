@@ -7,16 +7,20 @@ from dataclasses import replace
 from functools import partial
 
 from rlx.host import processor
+from rlx.ir.dtype import DTYPES, product
 from rlx.ir.target import Target
 
 
 def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[int, int]:
     """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed. And rows
-    interleaved: as many as one instruction adds the products of, two of bf16, four of i8 by u8."""
+    interleaved: as many as one instruction adds the products of, two of bf16, four of i8 by u8. `dtype`: see Target.panel."""
     columns = 48 if vector_bytes == 64 else 16
     if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in features:
         columns = 32  # two blocks of the matrix unit
-    found = {"f32": columns, "f16": columns, "bf16": columns, "u8 i8": columns, "f64": columns // 2}.get(dtype, 0)
+    operands = [DTYPES[name] for name in dtype.split()]
+    total = product(operands[0], operands[-1])  # in whose compute dtype products are summed
+    floats = columns * 4 // max(4, total.itemsize) if total and total.is_float else 0
+    found = columns if dtype == "u8 i8" else floats
     group = {"bf16": 2 if "avx512bf16" in features else 1, "u8 i8": 4 if "avx512vnni" in features and vector_bytes == 64 else 1}
     return found, group.get(dtype, 1)
 

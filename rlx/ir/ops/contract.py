@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.dtype import i8, i32, u8
+from rlx.ir.dtype import holds, i8, i32, product, u8
 from rlx.ir.op import Contraction, Kind, Sample, op
-from rlx.ir.ops.rules import same_dtype
 from rlx.ir.shape import Shape, broadcast_dims
 
 
@@ -30,7 +29,8 @@ def _contraction(attrs: Any, a: Shape, b: Shape) -> Contraction:
 
 
 def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
-    same_dtype(a, b)
+    if (dtype := product(a.dtype, b.dtype)) is None:
+        raise DTypeError(f"operands are {a.dtype} and {b.dtype}, which are not multiplied; cast one: x.astype({b.dtype.name!r})")
     if not a.rank or not b.rank:
         raise ShapeError("an operand without dims has nothing to sum over; use mul")
     c = _contraction(attrs, a, b)
@@ -38,7 +38,7 @@ def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
     if inner[0] != inner[1]:
         raise ShapeError(f"the last dim of {a} is {inner[0]}, dim {c.b_sum[0]} of {b} is {inner[1]}")
     batch = broadcast_dims(tuple(a.dims[i] for i in c.a_batch if i >= 0), tuple(b.dims[i] for i in c.b_batch if i >= 0))
-    return a.with_dims((*batch, *(a.dims[i] for i in c.a_rows), *(b.dims[i] for i in c.b_columns)))
+    return Shape((*batch, *(a.dims[i] for i in c.a_rows), *(b.dims[i] for i in c.b_columns)), dtype)
 
 
 matmul = op(
@@ -49,8 +49,13 @@ matmul = op(
         Sample(((2, 1, 5, 4), (3, 4, 2))), Sample(((5, 4), (3, 4, 2))), Sample(((17,), (17, 3))), Sample(((3, 17), (17,))),
         Sample(((5,), (5,))), Sample(((4,), (2, 4, 3))), Sample(((2, 3, 4), (4,))), Sample(((1, 33), (33, 49))),
         Sample(((0, 3), (3, 2))), Sample(((2, 0), (0, 3))),
+        Sample(((3, 17), (17, 5)), dtypes=("f32", "bf16")), Sample(((2, 3, 33), (33, 49)), dtypes=("f32", "f8e4m3")),
+        Sample(((1, 33), (33, 49)), dtypes=("f32", "f16")), Sample(((5, 4), (3, 4, 2)), dtypes=("bf16", "f8e5m2")),
+        Sample(((3, 17), (17, 5)), dtypes=("f16", "bf16")), Sample(((9, 6), (6,)), dtypes=("f64", "f32")),
+        Sample(((2, 5), (5, 3)), dtypes=("f8e4m3", "f8e5m2")), Sample(((4, 7), (7, 20)), dtypes=("bf16", "f32")),
     ),
-    doc="numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast; 16-bit floats accumulate in f32, integers wrap.",
+    doc="numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast; 16-bit floats accumulate in f32, integers wrap. Floats "
+    "of two dtypes give the one that holds both (f32 where neither does), 8-bit floats f32; a narrow weight stays narrow.",
 )  # fmt: skip
 
 
@@ -76,16 +81,22 @@ def _linear_shape(attrs: Any, x: Shape, w: Shape, b: Shape | None = None) -> Sha
         raise ShapeError(f"the weights are [in, out], got {w}")
     out = _matmul_shape(attrs, x, w)
     if b is not None:
-        same_dtype(x, b)
+        if not holds(out.dtype, b.dtype):
+            raise DTypeError(f"x @ w is {out.dtype}, which does not hold a bias of {b.dtype}; cast one of them")
         if b.dims != w.dims[1:]:
             raise ShapeError(f"the bias must be [{w.dims[1]}], got {b}")
     return out
 
 
+def _linear(attrs: Any, x: Any, w: Any, b: Any = None) -> Any:
+    out = matmul(x, w)
+    return out if b is None else out + (b if b.dtype == out.dtype else b.astype(out.dtype))
+
+
 linear = op(
     "linear", kind=Kind.COMPOSITE, infer=_linear_shape, arity=(2, 3),
     reference=lambda attrs, x, w, b=None: np.matmul(x, w) if b is None else np.matmul(x, w) + b,
-    decompose=lambda attrs, x, w, b=None: matmul(x, w) if b is None else matmul(x, w) + b,
+    decompose=_linear,
     samples=(Sample(((3, 17), (17, 5), (5,))), Sample(((2, 3, 33), (33, 4))), Sample(((17,), (17, 3), (3,)))),
     doc="x @ w + b with w [in, out] and b [out], which may be left out.",
 )  # fmt: skip

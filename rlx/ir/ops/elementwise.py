@@ -244,7 +244,7 @@ cast = op(
     reference=lambda attrs, x: cast_array(x, attrs.dtype), scalar=_cast_scalar, partitioned=_cast_partitioned,
     samples=tuple(
         Sample(((3, 17),), {"dtype": as_dtype(d)}, low=-300.0, high=300.0)
-        for d in ("f32", "f64", "f16", "bf16", "i64", "i32", "i8", "u8", "u32", "bool")
+        for d in ("f32", "f64", "f16", "bf16", "f8e4m3", "f8e5m2", "i64", "i32", "i8", "u8", "u32", "bool")
     ),
     doc="The same values in another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0.",
 )  # fmt: skip

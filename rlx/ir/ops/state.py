@@ -209,7 +209,7 @@ take_rows = op(
 )  # fmt: skip
 valid_rows = op(
     "valid_rows", kind=Kind.INDEX, infer=_valid_shape, attrs=ValidRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
-    reference=_valid_array, element=_valid_element, rows=_valid_rows, partitioned=_valid_partitioned,
+    reference=_valid_array, as_stored=True, element=_valid_element, rows=_valid_rows, partitioned=_valid_partitioned,
     samples=(
         Sample(((5, 17), ()), low=1, high=5, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"axis": 1, "fill": "least"}, low=1, high=9, dtypes=("", "i32")),
