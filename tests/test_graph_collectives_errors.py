@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,60 @@ def test_so_in_checked_mode(where: str, device: str) -> None:
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_so_over_shared_memory(where: str) -> None:
     check_failures(ranks.run(2, fail_here, where, True, "cpu", (0,), heap_size=HEAP), (0,))
+
+
+BAD: dict[str, Callable[[rlx.CompiledGraph, dict[str, Any]], Any]] = {
+    "run": lambda c, x: c.run({"x": x["x"]}),
+    "run_slots": lambda c, x: c.run_slots([x["x"], x["x"]]),
+    "run_raw": lambda c, x: c.run_raw(x | {"z": x["x"]}),
+    "run_read_outputs": lambda c, x: c.run_read_outputs(x, [7]),
+    "run_typed": lambda c, x: c.run_typed({"x": (b"", "f32")}),
+    "run_feed_gpu_handle": lambda c, x: c.run_feed_gpu_handle(x, "none", 0),
+    "run_pipelined": lambda c, x: c.run_pipelined([x, {}]),
+    "commit_no_wait": lambda c, x: c.commit_no_wait({}),
+}
+
+
+def bad_here(transport: Any, device: str) -> list[str]:
+    """Rank 0 begins each run with a bad input, the others with good ones; then all do; then rank 0 lacks a weight."""
+    n, me = transport.num_ranks, transport.this_rank.index
+    g = Graph("given")
+    x, i, w = g.input("x", (1, 8), "f32"), g.input("i", (2,), "i64"), g.param("w", (8,), "f32")
+    g.set_outputs([ops.all_reduce(ops.gather(x + w, i, axis=1), ranks=n)])
+    c, lacks = (rlx.Session(device, threads=1, transport=transport).compile(g) for _ in range(2))
+    c.set_param("w", np.zeros(8, np.float32))
+    inputs, said = {"x": np.ones((1, 8), np.float32), "i": np.array([0, 1])}, []
+    if me:
+        lacks.set_param("w", np.zeros(8, np.float32))
+
+    def outcome(act: Callable[[], Any]) -> None:
+        try:
+            act()
+            said.append("fine")
+        except rlx.RlxError as e:
+            said.append(f"{type(e).__name__} {e}")
+
+    for bad in BAD.values():
+        outcome(lambda bad=bad: bad(c, inputs) if me == 0 else c.run(inputs))
+        outcome(lambda: c.run(inputs))
+    outcome(lambda: lacks.run(inputs))
+    outcome(lambda: c.run(inputs))
+    outcome(lambda: c.run({}))  # bad on all of them
+    outcome(lambda: c.run(inputs))
+    return said
+
+
+@pytest.mark.parametrize("device,processes", [("ref", False), ("cpu", False), ("cpu", True)])
+def test_a_run_that_is_refused_on_one_rank_fails_on_all_at_once(device: str, processes: bool) -> None:
+    """Within far less than the timeout, which would break the transport for good."""
+    bad = partial(bad_here, device=device)
+    found = ranks.run(2, bad_here, device, heap_size=HEAP) if processes else good(together(local(2), bad))
+    for at, name in enumerate(BAD):
+        assert re.match("(Binding|UnknownName|MissingInput|InputShape|InputDType)Error", found[0][2 * at]), (name, found[0])
+        assert found[1][2 * at].startswith("CollectiveError") and "rank 0 failed" in found[1][2 * at], (name, found[1])
+        assert found[0][2 * at + 1] == found[1][2 * at + 1] == "fine"
+    assert found[0][-4].startswith("MissingParamError") and "rank 0 failed" in found[1][-4]
+    assert all(f[-2].startswith("MissingInputError") and f[-1] == f[-3] == "fine" for f in found)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

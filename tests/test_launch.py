@@ -73,6 +73,12 @@ if case == "alone":  # rank 1 fails, the others do not notice: one does not list
     if me == 2:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     asleep()
+if case == "absent":  # rank 1 ends well, and never connects; rank 2 looks for it only when that is known
+    if me == 1:
+        sys.exit(0)
+    while me == 2 and not list(Path("/dev/shm").glob(f"rlx-*-{os.environ['RLX_JOB']}.ended")):
+        time.sleep(0.01)
+    connect(100, timeout=600)
 if case == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(40 + me))
     asleep()
@@ -179,6 +185,15 @@ def test_a_failure_ends_all_and_is_passed_on(script, tmp_path, case, code, said)
     assert found == code and re.search(rf"^rlx: rank 1 \(process \d+\) ended with {said}$", err, re.M), err
     assert all(re.search(rf"^\[{rank}\] rlx.errors.TransportError: rank 1 ", err, re.M) for rank in (0, 2)), err
     assert (case == "raise") == ("[1] ValueError: of rank 1" in err)
+
+
+def test_ranks_hear_of_one_that_ends_without_connecting(script, tmp_path):
+    process = start(3, script, "absent", tmp_path, options=["--timeout", "100"])
+    code, _, err = finish(process)
+    assert code == 1
+    for rank in (0, 2):
+        assert re.search(rf"^\[{rank}\] rlx.errors.TransportError: rank 1 ended before it called connect", err, re.M), err
+    assert not [name for name in os.listdir(shm.FOLDER) if name.startswith(f"rlx-{os.getuid()}-{process.pid}-")]
 
 
 def test_who_does_not_notice_a_failure_is_ended(script, tmp_path):

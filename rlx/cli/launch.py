@@ -55,6 +55,7 @@ class Launched:
 
     def __init__(self, program: list[str], ranks: int, job: str, prefix: bool) -> None:
         self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code; as they come
+        self._job = job
         self.deadline: float | None = None  # when those who still run are ended
         self._asked = False  # they have been sent SIGTERM
         self._writing = threading.Lock()
@@ -81,6 +82,7 @@ class Launched:
         with forwarding(lambda number: self._pass_on(number, timeout)):
             for _ in self.processes:
                 rank, code = self._next(timeout)
+                self._tell(rank)
                 if code and not failed:
                     failed = code if code > 0 else 128 - code
                     how = f"exit code {code}" if code > 0 else f"{signal.Signals(-code).name}"
@@ -108,6 +110,13 @@ class Launched:
                 if self.deadline is not None:
                     self.end(signal.SIGKILL if self._asked else signal.SIGTERM)
                     self._asked = True
+
+    def _tell(self, rank: int) -> None:
+        """Others may wait for this rank to connect."""
+        from rlx.driver.transports.shm import list_ended
+
+        with contextlib.suppress(RlxError, OSError):  # no shared memory here: then nobody waits in it
+            list_ended(self._job, rank)
 
     def _pass_on(self, number: int, timeout: float) -> None:
         self.end(number)

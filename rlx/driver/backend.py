@@ -165,6 +165,10 @@ class Executable(Protocol):
         """Put back what run_steps changed in handles, where no commit shall follow. Other ranks then do not commit either."""
         ...
 
+    def run_refuse(self) -> None:
+        """This rank does not begin the run that the others begin: they get a CollectiveError. Nothing without collectives."""
+        ...
+
     def clone(self) -> Executable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
         ...

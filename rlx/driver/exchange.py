@@ -87,6 +87,15 @@ class Exchanges:
             with suppress(CollectiveError):  # they go on, which is no news; and why they are gone is told by the next call
                 self.transport.barrier(GAVE_UP)
 
+    def refuse(self) -> None:
+        """Instead of a run: this rank does not begin it, and the others are to learn it. Not where another thread of this rank is
+        at work with the transport, as the others are in its run."""
+        if self.steps and self.transport:
+            with suppress(CollectiveError):
+                collectives_of(self.transport).claim(id(self))
+                self.give_up()
+                self.release()
+
     def _fails_late(self, program: Program, may_fail: Sequence[bool]) -> bool:
         """Whether a step may fail when nothing is left that the others wait for."""
         done = [step.kernel.collective for step in program.steps]

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
+from rlx.driver.backend import Executable
 from rlx.errors import BindingError
 from rlx.host.gate import FastCall
 from rlx.runtime.binding import by_name, by_position
@@ -40,6 +41,20 @@ class _Method:
 def in_machine_code(form: Literal["list", "dict"], result: Callable[[Any], Any], makes: bool = False) -> Callable[[M], M]:
     """Decorator of a method of one argument, of that form, and what gives its result (see FastCall)."""
     return lambda body: cast(M, _Method(body, form, result, makes))
+
+
+class Beginning:
+    """A context for the checks before a run: an error in it means that this rank does not begin the run. The others, who do,
+    hear of it at once."""
+
+    def __init__(self, executable: Executable) -> None:
+        self._executable = executable
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self._executable.run_refuse()
 
 
 def copies(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -31,8 +31,9 @@ from rlx.errors import (
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import by_name, by_position, filled_rows, fits, from_bytes
-from rlx.runtime.calls import bound, copies, in_machine_code
+from rlx.runtime.binding import by_name, by_position, fits, from_bytes
+from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
+from rlx.runtime.checked import check_numbers
 from rlx.runtime.outputs import OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Weights
@@ -54,6 +55,7 @@ class CompiledGraph:
         self._output_views = tuple(self._host_view(o.buffer).reshape(o.shape.static) for o in program.outputs)
         self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
+        self._beginning = Beginning(executable)  # of a run: all checks of what is given come within it
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = self._gate.lock
         executable.handles.join(self._gate)
@@ -112,7 +114,7 @@ class CompiledGraph:
     @in_machine_code("dict", lambda self: partial(copies, self._output_views), makes=True)
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
         """One run on named arrays; a fresh array per output."""
-        arrays = by_name("input", {} if inputs is None else inputs, self._inputs)
+        arrays = self._given({} if inputs is None else inputs)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -120,8 +122,9 @@ class CompiledGraph:
 
     def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int]) -> list[np.ndarray]:
         """One run; fresh arrays of these outputs only."""
-        wanted = [self._output_index(i) for i in indices]
-        arrays = by_name("input", inputs, self._inputs)
+        with self._beginning:
+            wanted = [self._output_index(i) for i in indices]
+            arrays = by_name("input", inputs, self._inputs)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -131,7 +134,7 @@ class CompiledGraph:
     @in_machine_code("dict", lambda self: partial(list, self._raw()), makes=True)
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
         """One run; (address, element count) per output, in place. The bytes are valid until the next run."""
-        arrays = by_name("input", inputs, self._inputs)
+        arrays = self._given(inputs)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -151,18 +154,19 @@ class CompiledGraph:
 
         Nothing is allocated. An input that is the array `input_view` gave is not copied.
         """
-        if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
-            inputs = by_position("input", inputs, self._inputs)
         at, ours = 0, False
-        for view, dtype, shape, memory in self._fast:
-            array = inputs[at]
-            if array is not view:
-                same = type(array) is np.ndarray and (array.dtype is dtype or array.dtype == dtype) and array.shape == shape
-                if not same:
-                    fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
-                else:
-                    ours = ours or array.base is memory
-            at += 1
+        with self._beginning:
+            if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
+                inputs = by_position("input", inputs, self._inputs)
+            for view, dtype, shape, memory in self._fast:
+                array = inputs[at]
+                if array is not view:
+                    same = type(array) is np.ndarray and (array.dtype is dtype or array.dtype == dtype) and array.shape == shape
+                    if not same:
+                        fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
+                    else:
+                        ours = ours or array.base is memory
+                at += 1
         if ours:
             inputs = self._apart(inputs)
         self._drain()
@@ -187,12 +191,13 @@ class CompiledGraph:
     def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
         """One run on raw little-endian bytes; (bytes, dtype) per output."""
         decls = {b.name: b for b in self._inputs}
-        if not isinstance(inputs, Mapping) or any(not isinstance(v, tuple) or len(v) != 2 for v in inputs.values()):
-            raise BindingError("run_typed takes {name: (bytes, dtype)}")
-        arrays = {
-            name: from_bytes(f"input {name!r}", data, dtype, decls[name].shape) if name in decls else None
-            for name, (data, dtype) in inputs.items()
-        }
+        with self._beginning:
+            if not isinstance(inputs, Mapping) or any(not isinstance(v, tuple) or len(v) != 2 for v in inputs.values()):
+                raise BindingError("run_typed takes {name: (bytes, dtype)}")
+            arrays = {
+                name: from_bytes(f"input {name!r}", data, dtype, decls[name].shape) if name in decls else None
+                for name, (data, dtype) in inputs.items()
+            }
         outputs = self.run(arrays)  # type: ignore[arg-type]
         return [(array.tobytes(), o.shape.dtype) for array, o in zip(outputs, self._program.outputs)]
 
@@ -224,7 +229,7 @@ class CompiledGraph:
         runs on one HandleStore come after those that are queued on it.
 
         A graph with collectives runs here and now, and has run when this returns: ranks come to their meetings in one order."""
-        self._enqueue(by_name("input", inputs, self._inputs), None)
+        self._enqueue(self._given(inputs), None)
 
     def sync_pending(self) -> None:
         """Wait for every queued run. The first that failed ends the queue: its error is raised with its index, the states are
@@ -234,7 +239,8 @@ class CompiledGraph:
     def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
         """Queue a run per set, wait once; out[run][output], fresh arrays. All sets are checked before the first run; if one
         fails all the same, it is as sync_pending says, and there are no results."""
-        sets = [by_name("input", inputs, self._inputs) for inputs in input_sets]
+        with self._beginning:
+            sets = [by_name("input", inputs, self._inputs) for inputs in input_sets]
         results: list[list[np.ndarray]] = [[] for _ in sets]
         self._drain()  # what was queued before is not of these
         for arrays, result in zip(sets, results):
@@ -297,8 +303,9 @@ class CompiledGraph:
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
         """One run, after which `handle` takes that output's value, on the device; returns the output too."""
-        feed = self._feed_of(handle, output_index)
-        arrays = by_name("input", inputs, self._inputs)
+        with self._beginning:
+            feed = self._feed_of(handle, output_index)
+            arrays = by_name("input", inputs, self._inputs)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -407,6 +414,11 @@ class CompiledGraph:
 
     # -- inside
 
+    def _given(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """The inputs of a run, in order."""
+        with self._beginning:
+            return by_name("input", inputs, self._inputs)
+
     def _run(self, arrays: list[np.ndarray]) -> None:
         self._ready()
         self._copy_in(arrays)
@@ -414,8 +426,9 @@ class CompiledGraph:
 
     def _ready(self) -> None:
         """What a run reads is there: weights and states."""
-        self._weights.ready()
-        self.handles.check()
+        with self._beginning:
+            self._weights.ready()
+            self.handles.check()
 
     def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The arrays, those that lie in another input's slot copied: filling that slot would change them."""
@@ -438,7 +451,7 @@ class CompiledGraph:
         if self.options.checked:
             self._executable.run_steps()
             try:
-                self._check_numbers()
+                check_numbers(self._executable, self._extent and self._extent[0])
             except NumericsError:
                 self._executable.run_abort()
                 raise
@@ -447,20 +460,6 @@ class CompiledGraph:
             self._executable.run()
         for goal, source in self._feeds.values():
             self._executable.copy(goal, source)
-
-    def _check_numbers(self) -> None:
-        """Checked mode: no NaN in an output or a next state, before any state changes."""
-        program = self._program
-        named = [(f"output {o.name!r}", o.buffer, o.shape, o.active) for o in program.outputs]
-        for step in program.commit:
-            source, handle = step.args
-            decl = program.buffers[handle]
-            named.append((f"the next state of handle {decl.name!r}", source, decl.shape, ()))
-        for what, buffer, shape, active in named:
-            array = self._executable.read(buffer).reshape(shape.static)
-            array = filled_rows(array, active, self._extent[0]) if self._extent else array
-            if shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
-                raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
         """The buffers of a handle, and of the output that is to feed it."""

@@ -190,6 +190,10 @@ class CpuExecutable:
             self._exchange.exchanges.give_up()
         self._undo(len(self.program.steps))
 
+    def run_refuse(self) -> None:
+        if self._exchange:
+            self._exchange.exchanges.refuse()
+
     def _undo(self, failed: int) -> None:
         """What the steps before `failed` changed in handles."""
         coded = self._code.artifact.coded["abort"]

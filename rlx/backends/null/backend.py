@@ -111,6 +111,10 @@ class NullExecutable:
         for step in self.program.commit:
             self._record("commit", step)
 
+    def run_abort(self) -> None: ...  # no state, so nothing to put back
+
+    def run_refuse(self) -> None: ...  # no other rank is waited for
+
     def _record(self, phase: str, step: Step) -> None:
         read, written = (sum(self.decls[b].nbytes for b in ids) for ids in (step.reads, step.writes))
         self.launches.append(Launch(phase, step.kernel.name, read, written))

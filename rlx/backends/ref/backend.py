@@ -154,6 +154,9 @@ class RefExecutable:
         self.exchanges.give_up()
         self._undo(len(self.program.steps))
 
+    def run_refuse(self) -> None:
+        self.exchanges.refuse()
+
     def _undo(self, failed: int) -> None:
         for at, step in self.program.abort:
             if at < failed:

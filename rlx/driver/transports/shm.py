@@ -34,6 +34,7 @@ import numpy as np
 from rlx import host
 from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Copies, Rank, SymmetricHeap, as_call, mismatch
 from rlx.driver.transports.shm_words import (
+    ABSENT,
     DIED,
     DIFFER,
     HEADER_BYTES,
@@ -56,6 +57,7 @@ FOLDER = "/dev/shm"
 SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # turns (some 20 to 60 ns each) before a rank yields its CPU, and how often it does
 SLICE = 0.01  # seconds that a rank waits in compiled code before it looks whether the others live
 WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a meeting in time", INTERRUPTED: "was interrupted in a meeting"}
+WHY[ABSENT] = "ended before it called connect"
 STATES = {"T": ", which is stopped", "t": ", which is traced"}
 
 
@@ -72,7 +74,7 @@ class ShmTransport(Copies):
             raise UnknownRankError(f"rank {rank} of {num_ranks}, from 0")
         if not timeout > 0:
             raise OptionError(f"timeout is a positive number of seconds, got {timeout!r}")
-        self._why = ""
+        self._why, self._name = "", name
         number = _opened(path := path_of(name), time.monotonic() + timeout)
         try:
             try:
@@ -191,6 +193,9 @@ class ShmTransport(Copies):
                 raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
         number, late = self.meeting.number, time.monotonic() > deadline
         gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
+        if not all(line.pid for line in self._lines):
+            for rank in _ended(self._name) & {rank for rank, line in enumerate(self._lines) if not line.pid}:
+                gone[rank] = ABSENT
         absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # read last: they may have come and gone
         for rank in absent:
             if gone[rank] and not self._lines[rank].fault:  # else the next look says who is at fault
@@ -204,7 +209,8 @@ class ShmTransport(Copies):
         self._lines[self.this_rank.index].fault = why | rank << 8
         pid = self._lines[rank].pid if 0 <= rank < self.num_ranks else 0
         state, _ = process(pid) if pid else ("", 0)
-        who = f"rank {rank} (process {pid}{STATES.get(state, '')})" if pid else f"rank {rank} (which has not joined)"
+        unknown = "" if why == ABSENT else " (which has not joined)"
+        who = f"rank {rank} (process {pid}{STATES.get(state, '')})" if pid else f"rank {rank}{unknown}"
         self._shut(f"{who} {WHY.get(why, 'failed')}{more}")
         return TransportError(self._why)
 
@@ -389,9 +395,38 @@ def _forget(number: int, path: str) -> None:
 
 
 def remove(name: str) -> None:
-    """The file of ranks that have ended before all had joined, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path_of(name))
+    """The files of ranks that have ended before all had joined, if there are any."""
+    for path in (path_of(name), _list_of(name)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+# -- ranks that end without joining. Whoever started them lists them in a file, locked while that process lives
+
+
+def _list_of(name: str) -> str:
+    return path_of(name) + ".ended"
+
+
+def list_ended(name: str, rank: int) -> None:
+    """By the process that started the ranks: this one has ended. Ranks that wait for it to join hear of it at once."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    if name not in _lists:
+        _lists[name] = os.open(_list_of(name), flags, 0o600)
+        _locked(_lists[name])  # so that it is not swept
+    os.write(_lists[name], rank.to_bytes(4, "little"))
+
+
+_lists: dict[str, int] = {}  # name -> descriptor of the list
+
+
+def _ended(name: str) -> set[int]:
+    try:
+        with open(_list_of(name), "rb") as f:
+            raw = f.read()
+    except FileNotFoundError:
+        return set()
+    return {int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)}
 
 
 def _sweep() -> None:

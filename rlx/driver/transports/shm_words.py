@@ -58,4 +58,4 @@ class Meeting(ctypes.Structure):
     ]  # fmt: skip
 
 
-DIED, LEFT, SILENT, INTERRUPTED = 1, 2, 3, 4
+DIED, LEFT, SILENT, INTERRUPTED, ABSENT = 1, 2, 3, 4, 5

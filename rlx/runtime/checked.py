@@ -1,0 +1,24 @@
+"""Checked mode (CompileOptions(checked=True)): a run that makes a NaN is an error, and changes no state."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlx.driver.backend import Executable
+from rlx.errors import NumericsError
+from rlx.runtime.binding import filled_rows
+
+
+def check_numbers(executable: Executable, rows: int | None) -> None:
+    """NumericsError: an output or a next state has a NaN. Between steps and commit. `rows`: the active extent, if it is set."""
+    program = executable.program
+    named = [(f"output {o.name!r}", o.buffer, o.shape, o.active) for o in program.outputs]
+    for step in program.commit:
+        source, handle = step.args
+        decl = program.buffers[handle]
+        named.append((f"the next state of handle {decl.name!r}", source, decl.shape, ()))
+    for what, buffer, shape, active in named:
+        array = executable.read(buffer).reshape(shape.static)
+        array = array if rows is None else filled_rows(array, active, rows)
+        if shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
+            raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
