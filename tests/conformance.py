@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from rlx.driver import ReduceKind, SymmetricBuffer, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from rlx.driver.symmetric import MEET, Call, LocalTransport, SharedMemory
+from rlx.driver.barrier import MEET, Call
+from rlx.driver.symmetric import LocalTransport, SharedMemory
 from rlx.errors import CallMismatchError, HeapBoundsError, UnknownRankError
 from rlx.ir.dtype import DTYPES
 
@@ -279,25 +280,44 @@ def mismatches(transport: Any) -> None:
     def place(x: np.ndarray, at: int = 0) -> SymmetricBuffer:
         return SymmetricBuffer(me, at, x.nbytes)
 
-    def disagreements() -> Iterator[tuple[Callable[[], object], np.ndarray]]:
+    def disagreements() -> Iterator[tuple[Callable[[], object], np.ndarray, str, str]]:
+        """A call that differs on the last rank, its array, and how the error describes the call of the others and of the last."""
         for size in (16, 1 << 15):
             x = np.full(size, me.index, np.float32)
             short = x[:-1]
             other = x.view(np.int32)
-            yield lambda x=x: all_reduce(transport, place(x), x, MAX if last else SUM), x
-            yield lambda x=x, y=short: all_reduce(transport, place(y if last else x), y if last else x, SUM), x
-            yield lambda x=x, y=other: all_reduce(transport, place(x), y if last else x, SUM), x
-            yield lambda x=x: all_reduce(transport, place(x, 4 if last else 0), x, SUM), x
-            yield lambda x=x: all_reduce(transport, place(x), x, SUM, "two_shot" if last else "one_shot"), x
-            yield lambda x=x: all_reduce(transport, place(x), x, SUM, "ring" if last else None), x
-            yield lambda x=x: broadcast(transport, place(x), x, int(last)), x
-            yield lambda x=x: broadcast(transport, place(x), x, 0) if last else all_reduce(transport, place(x), x, SUM), x
-            yield lambda x=x: transport.barrier(Call(77) if last else MEET), x
-            yield lambda x=x: transport.barrier() if last else all_reduce(transport, place(x), x, SUM), x
+            usual = f"all_reduce of f32[{size}], SUM, scratch at byte 0"
+            yield lambda x=x: all_reduce(transport, place(x), x, MAX if last else SUM), x, usual, usual.replace("SUM", "MAX")
+            yield (
+                lambda x=x, y=short: all_reduce(transport, place(y if last else x), y if last else x, SUM), x,
+                usual, usual.replace(f"[{size}]", f"[{size - 1}]"),
+            )  # fmt: skip
+            yield (
+                lambda x=x, y=other: all_reduce(transport, place(x), y if last else x, SUM),
+                x,
+                usual,
+                usual.replace("f32", "i32"),
+            )
+            moved = usual.replace("byte 0", "byte 4")
+            yield lambda x=x: all_reduce(transport, place(x, 4 if last else 0), x, SUM), x, usual, moved
+            one, two = (f"{usual}, algorithm '{way}_shot'" for way in ("one", "two"))
+            yield lambda x=x: all_reduce(transport, place(x), x, SUM, "two_shot" if last else "one_shot"), x, one, two
+            ring = f"{usual}, algorithm 'ring'"
+            yield lambda x=x: all_reduce(transport, place(x), x, SUM, "ring" if last else None), x, usual, ring
+            roots = [f"broadcast of f32[{size}], root {r}, scratch at byte 0" for r in (0, 1)]
+            yield lambda x=x: broadcast(transport, place(x), x, int(last)), x, *roots
+            yield (
+                lambda x=x: broadcast(transport, place(x), x, 0) if last else all_reduce(transport, place(x), x, SUM), x,
+                usual, roots[0],
+            )  # fmt: skip
+            yield lambda x=x: transport.barrier(Call(77) if last else MEET), x, "barrier()", "Call(77, 0, 0, 0)"
+            yield lambda x=x: transport.barrier() if last else all_reduce(transport, place(x), x, SUM), x, usual, "barrier()"
 
-    for act, x in disagreements():
+    ranks = [", ".join(map(str, range(transport.num_ranks - 1))), transport.num_ranks - 1]
+    for act, x, *calls in disagreements():
         before = x.copy()
-        refused(CallMismatchError, act, "disagree")
+        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, calls))
+        refused(CallMismatchError, act, f"ranks disagree on the call. {said}")
         assert same_bits(x, before)
         y = np.full(5, me.index + 1, np.int32)
         all_reduce(transport, place(y, 8), y, ReduceKind.SUM)

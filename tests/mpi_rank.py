@@ -12,7 +12,8 @@ import numpy as np
 from conformance import conform
 
 from rlx.driver import Rank, SymmetricBuffer, all_reduce
-from rlx.driver.symmetric import Call, SymmetricTransport
+from rlx.driver.barrier import Call
+from rlx.driver.symmetric import SymmetricTransport
 from rlx.driver.transports.mpi import MpiTransport
 from rlx.errors import CollectiveError
 

@@ -20,7 +20,7 @@ import ranks
 from conformance import HEAP, on_threads, reduced, same_bits
 
 from rlx import host, knobs
-from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, broadcast, collective, reduce_code
+from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, barrier, broadcast, collective, reduce_code
 from rlx.driver.collective import collectives_of
 from rlx.driver.reduction import Form, combine
 from rlx.driver.schedule import ALGORITHMS, MINE, OUT, Figures, Job, What, choose, possible, schedule
@@ -261,14 +261,14 @@ def test_ranks_choose_by_the_figures_of_rank_0():
 
 
 def test_words_of_a_call_have_a_place_each():
-    most = {name: (1 << bits) - 1 for name, bits in collective.DETAIL.items()}
-    alone = [collective.detail_of(**{name: value}) for name, value in most.items()]
-    assert sum(alone) == collective.detail_of(**most) < 1 << 63
-    assert [word.bit_count() for word in alone] == [collective.DETAIL[name] for name in most]
-    assert len(ALGORITHMS) < 1 << collective.DETAIL["way"] and len(DTYPES) < 1 << collective.DETAIL["dtype"]
+    most = {name: (1 << bits) - 1 for name, bits in barrier.DETAIL.items()}
+    alone = [barrier.detail_of(**{name: value}) for name, value in most.items()]
+    assert sum(alone) == barrier.detail_of(**most) < 1 << 63
+    assert [word.bit_count() for word in alone] == [barrier.DETAIL[name] for name in most]
+    assert len(ALGORITHMS) < 1 << barrier.DETAIL["way"] and len(DTYPES) < 1 << barrier.DETAIL["dtype"]
     for wrong in ({"way": 16}, {"root": -1}, {"else": 0}):
         with pytest.raises(AssertionError):
-            collective.detail_of(**wrong)
+            barrier.detail_of(**wrong)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------

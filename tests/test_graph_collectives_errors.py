@@ -20,7 +20,8 @@ import ranks
 from collective_graphs import HEAP, compiled_on, good, local, mlp, run_all, together
 
 import rlx
-from rlx.driver.symmetric import MEET, LocalTransport, Rank, SymmetricBuffer
+from rlx.driver.barrier import MEET
+from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer
 from rlx.errors import (
     CallMismatchError,
     CollectiveError,

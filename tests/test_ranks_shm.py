@@ -23,8 +23,9 @@ from ranks import Ended, all_ready_but
 
 from rlx import host
 from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect
+from rlx.driver.barrier import Call
 from rlx.driver.collective import collectives_of
-from rlx.driver.symmetric import Call, SharedMemory, SymmetricTransport
+from rlx.driver.symmetric import SharedMemory, SymmetricTransport
 from rlx.driver.transports import shm, shm_words
 from rlx.errors import CallMismatchError, HeapBoundsError, OptionError, TransportError, UnknownRankError
 
@@ -147,9 +148,9 @@ def refusals(t: ShmTransport) -> None:
     with pytest.raises(CallMismatchError, match="contiguous"):
         t.put(SymmetricBuffer(here, 0, 4), np.zeros(8, np.uint8)[::2])
     t.barrier()
-    wanted = "rank 0: (4, 1, 2, 0); rank 1: (4, 1, 2, 1)"
+    wanted = "rank 0: Call(99, 1, 2, 0); rank 1: Call(99, 1, 2, 1)"
     with pytest.raises(CallMismatchError) as caught:
-        t.barrier(Call(4, 1, 2, t.this_rank.index))
+        t.barrier(Call(99, 1, 2, t.this_rank.index))
     assert wanted in str(caught.value)
     t.barrier()  # it goes on: all know of it
 

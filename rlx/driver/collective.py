@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from functools import cache
 from operator import index
 from statistics import median
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from rlx import host
+from rlx.driver.barrier import Call, detail_of
 from rlx.driver.reduction import Form, ReduceKind, Reduction, accumulator, numpy_reduction
 from rlx.driver.schedule import (
     ALGORITHMS,
@@ -43,14 +43,13 @@ from rlx.driver.schedule import (
     possible,
     schedule,
 )
-from rlx.driver.symmetric import Call, Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
+from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype
 
 IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result is where the operand was
 PLANS = 256  # prepared calls kept for each transport
 PROBE = 1 << 20  # bytes read to learn what a byte takes
-DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bits, from the lowest on
 
 
 Result = TypeVar("Result")
@@ -89,17 +88,6 @@ def reduction(form: Form) -> Reduction:
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
-
-
-def detail_of(**fields: int) -> int:
-    """Call.detail with these of its fields; the others are 0."""
-    found = at = 0
-    for name, bits in DETAIL.items():
-        value = fields.pop(name, 0)
-        assert 0 <= value < 1 << bits, (name, value)
-        found, at = found | value << at, at + bits
-    assert not fields and at < 64
-    return found
 
 
 @dataclass

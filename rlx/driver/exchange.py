@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from rlx.driver.barrier import ENDING, GAVE_UP, LOADED, RUNNING, Call
 from rlx.driver.collective import Plan, Table, collectives_of
 from rlx.driver.reduction import ReduceKind
 from rlx.driver.schedule import MEETING, Job, What
-from rlx.driver.symmetric import GAVE_UP, Call, SymmetricBuffer, SymmetricTransport
+from rlx.driver.symmetric import SymmetricBuffer, SymmetricTransport
 from rlx.errors import CallMismatchError, CollectiveError, CompileError, HeapBoundsError
 from rlx.ir.dtype import u8
 from rlx.ir.kernel import Native
 from rlx.ir.program import Program
 
-LOADED, RUNNING, ENDING = 1001, 1002, 1003  # Call.what of the meetings when programs are loaded, and when runs begin and end
 ALIGNMENT = 64
 
 

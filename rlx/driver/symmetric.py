@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
 
 from rlx.driver.arena import aligned_bytes
-from rlx.errors import CallMismatchError, CollectiveError, HeapBoundsError, TransportError, UnknownRankError, whole
+from rlx.driver.barrier import MEET, Call, as_call, mismatch
+from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
 
 TIMEOUT = 30.0  # seconds that a rank waits for the others, where nobody says
 PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset is aligned alike in all of them
@@ -52,19 +53,6 @@ class SymmetricBuffer:
     def on(self, rank: Rank) -> SymmetricBuffer:
         """The same bytes of another rank's heap."""
         return SymmetricBuffer(rank, self.offset, self.len)
-
-
-class Call(NamedTuple):
-    """What a rank is about to do together with the others. All must be about to do the same."""
-
-    what: int = 0  # 0: only to meet
-    offset: int = 0  # of the heap, bytes
-    len: int = 0  # bytes
-    detail: int = 0
-
-
-MEET = Call()  # only to meet
-GAVE_UP = Call(1004)  # comes, once, instead of what is next: this rank failed in what all do together
 
 
 @runtime_checkable
@@ -149,24 +137,6 @@ def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_
         raise CallMismatchError(f"the array to copy {buffer} into is read-only")
     if array.nbytes != buffer.len:
         raise CallMismatchError(f"an array of {array.nbytes} bytes for {buffer}")
-
-
-def as_call(call: Any) -> Call:
-    """`call` as a Call; CallMismatchError if it is none."""
-    if not isinstance(call, tuple) or len(call) != len(Call._fields):
-        raise CallMismatchError(f"a barrier takes a Call, got {call!r}")
-    return Call(*call)
-
-
-def mismatch(calls: Sequence[Call]) -> CollectiveError:
-    """The error of ranks that met with different calls; `calls` by rank. CallMismatchError, but where some gave up."""
-    groups: dict[Call, list[int]] = {}
-    for rank, call in enumerate(calls):
-        groups.setdefault(call, []).append(rank)
-    if gone := groups.get(GAVE_UP):
-        return CollectiveError(f"rank {', '.join(map(str, gone))} failed in what all do together; its own error says why")
-    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {tuple(call)}" for call, ranks in groups.items())
-    return CallMismatchError(f"ranks disagree on the call (what, offset, bytes, detail): {said}")
 
 
 class _Meeting:

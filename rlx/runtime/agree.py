@@ -10,10 +10,8 @@ import hashlib
 import numpy as np
 
 from rlx.driver import Rank, SymmetricTransport, broadcast
+from rlx.driver.barrier import AGREE, Call
 from rlx.driver.exchange import at_end
-from rlx.driver.symmetric import Call
-
-AGREE = 2001  # Call.what
 
 
 def agreed(transport: SymmetricTransport, number: int, *what: object) -> int:

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.driver.symmetric import MEET, TIMEOUT, Call, Rank, SymmetricBuffer, as_call, check_copy, mismatch
+from rlx.driver.barrier import HELLO, MEET, Call, as_call, mismatch
+from rlx.driver.symmetric import TIMEOUT, Rank, SymmetricBuffer, check_copy
 from rlx.errors import CollectiveError, TransportError, whole
 
 PIECE = 16 << 20  # bytes that one timeout is for: a link of 1 MB/s is slow, not dead
@@ -28,7 +29,7 @@ SPIN = 200e-6  # seconds of polling before a rank begins to sleep between polls
 NAP = 100e-6  # seconds
 GRACE = 1.0  # seconds for the others to say what happened: launchers end a job when one leaves without MPI_Finalize
 SEGMENTS = "/dev/shm/mpich_shm_"
-HELLO, LEFT, FAILED = -1, -2, -3  # Call.what of this file: a first meeting, a rank that leaves, one that gave up
+LEFT, FAILED = -2, -3  # Call.what of this file: a rank that leaves, one that gave up
 
 
 class MpiTransport:

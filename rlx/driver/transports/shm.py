@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from rlx import host
-from rlx.driver.symmetric import MEET, PAGE, TIMEOUT, Call, Copies, Rank, SymmetricHeap, as_call, mismatch
+from rlx.driver.barrier import MEET, Call, as_call, mismatch
+from rlx.driver.symmetric import PAGE, TIMEOUT, Copies, Rank, SymmetricHeap
 from rlx.driver.transports.shm_words import (
     ABSENT,
     DIED,

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from rlx.driver import reduce_code
-from rlx.driver.collective import Plan, detail_of, together
+from rlx.driver.barrier import detail_of
+from rlx.driver.collective import Plan, together
 from rlx.driver.schedule import MINE, OUT, Place
 from rlx.driver.transports.shm_meet import meet_address
 from rlx.driver.transports.shm_words import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting

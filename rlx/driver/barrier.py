@@ -1,0 +1,91 @@
+"""What a rank says at a barrier that it is about to do: calls as a few words that all ranks compare, and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rlx.driver.reduction import ReduceKind
+from rlx.driver.schedule import ALGORITHMS, What
+from rlx.errors import CallMismatchError, CollectiveError
+from rlx.ir.dtype import DTYPES
+
+# Call.what beside those of collectives (What)
+LOADED, RUNNING, ENDING = 1001, 1002, 1003  # programs are loaded, runs begin, and end
+AGREE = 2001  # rlx.runtime.agree
+HELLO = -1  # a transport is made
+DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bits, from the lowest on
+
+
+class Call(NamedTuple):
+    """What a rank is about to do together with the others. All must be about to do the same."""
+
+    what: int = 0  # 0: only to meet
+    offset: int = 0  # of the heap, bytes
+    len: int = 0  # bytes
+    detail: int = 0  # of a collective: DETAIL; else a digest
+
+
+MEET = Call()  # only to meet
+GAVE_UP = Call(1004)  # comes, once, instead of what is next: this rank failed in what all do together
+
+
+def detail_of(**fields: int) -> int:
+    """Call.detail with these of its fields; the others are 0."""
+    found = at = 0
+    for name, bits in DETAIL.items():
+        value = fields.pop(name, 0)
+        assert 0 <= value < 1 << bits, (name, value)
+        found, at = found | value << at, at + bits
+    assert not fields and at < 64
+    return found
+
+
+def as_call(call: Any) -> Call:
+    """`call` as a Call; CallMismatchError if it is none."""
+    if not isinstance(call, tuple) or len(call) != len(Call._fields):
+        raise CallMismatchError(f"a barrier takes a Call, got {call!r}")
+    return Call(*call)
+
+
+def mismatch(calls: Sequence[Call]) -> CollectiveError:
+    """The error of ranks that met with different calls; `calls` by rank. CallMismatchError, but where some gave up."""
+    groups: dict[Call, list[int]] = {}
+    for rank, call in enumerate(calls):
+        groups.setdefault(call, []).append(rank)
+    if gone := groups.get(GAVE_UP):
+        return CollectiveError(f"rank {', '.join(map(str, gone))} failed in what all do together; its own error says why")
+    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {described(call)}" for call, ranks in groups.items())
+    return CallMismatchError(f"ranks disagree on the call. {said}")
+
+
+def described(call: Call) -> str:
+    """The call in words. One that nothing of rlx makes: its numbers."""
+    place = f"{call.len} bytes at byte {call.offset} of the heap"
+    digest = f"{call.detail & (1 << 64) - 1:x}"
+    known = {
+        MEET.what: "barrier()",
+        HELLO: f"connect(heap_size={call.len})",
+        LOADED: f"load of a graph, collectives {digest} in {place}",
+        RUNNING: f"run of a graph, collectives {digest} in {place}",
+        ENDING: f"end of a run of a graph, collectives {digest} in {place}",
+        AGREE: f"call of a model, arguments {digest}",
+    }
+    return known.get(call.what) or _collective(call) or f"Call{tuple(call)}"
+
+
+def _collective(call: Call) -> str | None:
+    """all_reduce of f32[64], … ; None: it is no collective."""
+    fields, rest = {}, call.detail
+    for name, bits in DETAIL.items():
+        fields[name], rest = rest & (1 << bits) - 1, rest >> bits
+    dtypes, kinds, ways = list(DTYPES.values()), [None, *ReduceKind], [None, *ALGORITHMS]
+    known = fields["dtype"] < len(dtypes) and fields["kind"] < len(kinds) and fields["way"] < len(ways)
+    if rest or not known or call.what not in [what.value for what in What]:
+        return None
+    dtype, kind, way = dtypes[fields["dtype"]], kinds[fields["kind"]], ways[fields["way"]]
+    text = f"{What(call.what).name.lower()} of {dtype.name}[{call.len // dtype.itemsize}]"
+    text += f", {kind.name}" if kind else f", root {fields['root']}" if call.what == What.BROADCAST else ""
+    text += f", scratch at byte {call.offset}" + (", which is the array" if fields["in_place"] else "")
+    return text + (f", algorithm {way!r}" if way else "")
