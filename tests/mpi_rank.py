@@ -25,7 +25,7 @@ def passed_on(t: SymmetricTransport) -> str:
     """Every rank writes to the next one's heap and reads back; large copies go in pieces."""
     me, n = t.this_rank.index, t.num_ranks
     after = Rank((me + 1) % n)
-    for nbytes in (1, 8, 1023, 0, (33 << 20) + 5):
+    for nbytes in (1, 8, 1023, 0, (17 << 20) + 5):
         sent = np.random.default_rng([me, nbytes]).integers(0, 256, nbytes, np.uint8)
         t.put(SymmetricBuffer(after, 3, nbytes), sent)
         t.barrier()

@@ -56,6 +56,12 @@ def exit_code(*args: str) -> int:
 
 
 @pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of commands that find the default model's code on disk, as all do but the first of a user."""
+    return {"RLX_CACHE": "1", "RLX_CACHE_DIR": str(tmp_path_factory.mktemp("kept"))}
+
+
+@pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
     return load(default_folder()).embed(TEXTS)
 
@@ -77,41 +83,41 @@ def test_embed_prints_similarities_time_and_memory(vectors):
     assert done.stderr == ""
 
 
-def test_numbers_fit_a_narrow_terminal_and_markup_is_shown_as_text(vectors):
-    done = rlx_command("embed", *TEXTS[:2], "x" * 200, "[bold]x[/bold]", "\x1b[31mred", COLUMNS="80")
+def test_numbers_fit_a_narrow_terminal_and_markup_is_shown_as_text(vectors, kept):
+    done = rlx_command("embed", *TEXTS[:2], "x" * 200, "[bold]x[/bold]", "\x1b[31mred", COLUMNS="80", **kept)
     assert done.returncode == 0 and f"{vectors[0] @ vectors[1]:.2f}" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
     assert len(rows) == 5 and all(len(re.findall(r"-?[01]\.\d\d ", row)) == 5 and len(row) <= 80 for row in rows)
     assert "[bold]x[/bold]" in done.stdout and "\x1b" not in done.stdout
 
 
-def test_output_is_what_python_gives(tmp_path, vectors):
+def test_output_is_what_python_gives(tmp_path, vectors, kept):
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(TEXTS[1:]) + "\n", "utf-8")
     out = tmp_path / "vectors.data"
-    done = rlx_command("embed", TEXTS[0], "--file", str(lines), "--output", str(out))
+    done = rlx_command("embed", TEXTS[0], "--file", str(lines), "--output", str(out), **kept)
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(out), vectors)
     assert str(out) in done.stdout.replace("\n", "")
 
 
-def test_standard_input_with_a_blank_line(tmp_path, vectors):
+def test_standard_input_with_a_blank_line(tmp_path, vectors, kept):
     """A blank line is a text."""
     out = tmp_path / "vectors.npy"
-    done = rlx_command("embed", "--file", "-", "--output", str(out), text="\n".join([TEXTS[0], "", *TEXTS[1:]]))
+    done = rlx_command("embed", "--file", "-", "--output", str(out), text="\n".join([TEXTS[0], "", *TEXTS[1:]]), **kept)
     assert done.returncode == 0, done.stderr
     found = np.load(out)
     assert found.shape == (4, 384)
     np.testing.assert_array_equal(found[[0, 2, 3]], vectors)
 
 
-def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys):
+def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys, kept):
     lines = tmp_path / "lines.txt"
     lines.write_text("word\n" * 256, "utf-8")
     assert exit_code("embed", "--file", str(lines)) == 0
     shown_here = capsys.readouterr()
     assert shown_here.err == "" and "256 texts" in shown_here.out and "similarity" not in shown_here.out
-    code, shown = on_a_terminal("embed", "--file", str(lines))
+    code, shown = on_a_terminal("embed", "--file", str(lines), **kept)
     assert code == 0 and "embedding" in shown and "100%" in shown
 
 

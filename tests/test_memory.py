@@ -64,13 +64,21 @@ def write_model(folder: Path, tied: bool) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": tied}))
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A model that is tied, and one that is not."""
+    found = {tied: tmp_path_factory.mktemp("model") for tied in (True, False)}
+    for tied, folder in found.items():
+        write_model(folder, tied)
+    return found
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("tied", "weights"), [(True, "f32"), (False, ""), (True, "int8")])
-def test_the_peak_is_what_was_stated(tied, weights, tmp_path):
+def test_the_peak_is_what_was_stated(tied, weights, folders):
     """Within 5%, but for pages of libraries' files, which are the system's to keep; what is no file's is within 5% of the
     model's own bytes and a heap. The table of a tied model is counted, and there, once."""
-    write_model(tmp_path, tied)
-    done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path), weights], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", RUN, str(folders[tied]), weights], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     peak, stated = found["peak"], sum(found["stated"].values())
     assert 0.95 * stated - LIBRARIES < peak < 1.05 * stated + LIBRARIES, found
