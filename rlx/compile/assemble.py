@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rlx.compile.check import check_program
 from rlx.compile.concurrent import side_by_side
-from rlx.compile.fuse import Fusion, Group, fuse
+from rlx.compile.facts import Facts, facts_of
+from rlx.compile.fuse import Group, fuse
 from rlx.compile.inplace import inplace_pairs
-from rlx.compile.legalise import bind_dims, decide, decisions
+from rlx.compile.legalise import Decision, decisions
 from rlx.compile.lower import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
-from rlx.compile.padding import active_axes
 from rlx.compile.pipeline import run_passes
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
@@ -27,13 +28,12 @@ LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE,
 def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
     stages: dict[str, str] = {}
-    legal = run_passes(graph, target, options, stages if options.wants_text else None)
-    natives = {n for n in legal.nodes() if decide(n, target)[0] == "native"}
-    fusion = fuse(legal, target, natives, alone="fuse" in options.disable)
-    active = active_axes(fusion.graph)
-    lowered = {group: lower_group(group, fusion, natives, active) for group in fusion.groups}
-    reports = _reports(bind_dims(graph, target, options), target, fusion, lowered)
-    program = _Assembler(fusion, lowered, target, options).program(graph, stages, reports)
+    graphs: dict[str, Graph] = {}
+    facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
+    groups = fuse(facts, alone="fuse" in options.disable)
+    lowered = {group: lower_group(group, facts) for group in groups}
+    reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
+    program = _Assembler(facts, lowered, options).program(graph, stages, reports)
     check_program(program)
     return program
 
@@ -41,27 +41,28 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
 class _Assembler:
     """Numbers the buffers, turns kernels into steps, and plans the arena."""
 
-    def __init__(self, fusion: Fusion, lowered: dict[Group, Lowered], target: Target, options: CompileOptions) -> None:
-        self.fusion, self.lowered, self.target, self.options = fusion, lowered, target, options
-        self.output_bases = {fusion.places.base(v) for v in fusion.graph.outputs}
+    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], options: CompileOptions) -> None:
+        """`lowered`: the groups in execution order, each with its kernel."""
+        self.facts, self.lowered, self.target, self.options = facts, lowered, facts.target, options
+        self.output_bases = {facts.places.base(v) for v in facts.graph.outputs}
         self.ids: dict[Value, int] = {}
         self.buffers: list[BufferDecl] = []
         self._keys: dict[Node, str] = {}
 
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
-        graph, places = self.fusion.graph, self.fusion.places
+        graph, places = self.facts.graph, self.facts.places
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
         undo = {u.undo.node: u for u in graph.updates}
-        groups = [g for g in self.fusion.groups if g.anchor not in undo]
+        groups = [g for g in self.lowered if g.anchor not in undo]
         prepare, made = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
         order = side_by_side(made, 1 if "beside" in self.options.disable else self.target.threads)
         steps = tuple(replace(made[i], beside=beside) for i, beside in order)
-        copied = [(h, v) for h, v in graph.assigns if self.fusion.memory(v) is v]
+        copied = [(h, v) for h, v in graph.assigns if self.facts.memory(v) is v]
         commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in copied)
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
-        abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.fusion.groups if g.anchor in undo)
+        abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.lowered if g.anchor in undo)
         active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)
         named = zip(graph.output_names, graph.outputs, active, strict=True)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
@@ -88,13 +89,13 @@ class _Assembler:
             if region is Region.PREPARED:
                 name = f"{self.key(node)}[{base.index}]"
             data = node.attrs.data if node.op is CONSTANT else None  # type: ignore[union-attr]
-            tiles = self.fusion.places.tiles.get(base)
+            tiles = self.facts.places.tiles.get(base)
             shape = base.shape if tiles is None else base.shape.with_dims(tiles.dims)
             self.buffers.append(BufferDecl(number, region, shape, name, data, tiles))
         return self.ids[base]
 
     def computed_region(self, base: Value) -> Region:
-        if base.node in self.fusion.static:
+        if base.node in self.facts.static:
             return Region.PREPARED
         return Region.OUTPUT if base in self.output_bases else Region.ARENA
 
@@ -122,17 +123,16 @@ def copy_kernel(handle: Value) -> K.Kernel:
     return K.Kernel("commit", (source, goal), (), (), (body,), ("assign",))
 
 
-def _reports(graph: Graph, target: Target, fusion: Fusion, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
-    """What became of each node: the pass's decisions on the user's nodes, then the kernel of each node that is left."""
+def _reports(decided: Sequence[Decision], facts: Facts, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
+    """What became of each node: what was decided of the user's nodes, then the kernel of each node that is left."""
 
     def report(node: Node, how: str, kernel: str = "", why: str = "") -> NodeReport:
         return NodeReport(node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}", node.op.name, how, kernel, why)
 
-    out = [report(d.node, d.how, why=d.why) for d in decisions(graph, target) if d.how == "decomposed"]
-    for group in fusion.groups:
-        kernel = lowered[group].kernel
+    out = [report(d.node, d.how, why=d.why) for d in decided if d.how == "decomposed"]
+    for group, (kernel, _) in lowered.items():
         native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
         how = "prepared" if group.static else native
-        out += [report(node, how, kernel.name, decide(node, target)[1]) for node in group.nodes]
-    views = (n for n in fusion.graph.nodes() if n.op.kind is Kind.VIEW and n not in fusion.places.computed)
+        out += [report(node, how, kernel.name, facts.claims[node] or "") for node in group.nodes]
+    views = (n for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed)
     return (*out, *(report(node, "view") for node in views))

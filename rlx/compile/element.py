@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rlx.compile.fuse import Fusion, Group
+from rlx.compile.facts import Facts
+from rlx.compile.fuse import Group
 from rlx.ir import kernel as K
 from rlx.ir.dtype import DType, index_
-from rlx.ir.graph import CONSTANT, Active, Node, Value
+from rlx.ir.graph import CONSTANT, Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
@@ -24,8 +25,8 @@ class KernelBuilder:
     checked, and what an expression gives there is not used.
     """
 
-    def __init__(self, group: Group, fusion: Fusion, active: Mapping[Value, Active]) -> None:
-        self.group, self.fusion, self.places = group, fusion, fusion.places
+    def __init__(self, group: Group, facts: Facts) -> None:
+        self.group, self.facts, self.places = group, facts, facts.places
         self.buffers: dict[Value, K.Buffer] = {}
         self.locals: list[K.Local] = []
         self.block: list[K.Stmt] = []
@@ -33,7 +34,7 @@ class KernelBuilder:
         self.guard: K.Expr | None = None
         self.limits: list[K.Limit] = []
         self.rows: set[K.Expr] = set()  # of the active axis that an op's own kernel stores to
-        whole = {active.get(v) for v in group.stores}  # else the rows of the group's space that are needed up to the extent only
+        whole = {facts.active.get(v) for v in group.stores}  # else the rows of the group's space that the extent cuts
         self.active = whole.pop() if len(whole) == 1 and 0 not in group.dims else None
         self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # of the current scope
 
@@ -45,7 +46,7 @@ class KernelBuilder:
     @property
     def threads(self) -> int:
         """That share the points of the grid; no result depends on it."""
-        return self.fusion.threads
+        return self.facts.target.threads
 
     def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
         """The element of `value` at `coords` (one index per dim), in its compute dtype; zero where `guard` is false."""
@@ -96,12 +97,12 @@ class KernelBuilder:
 
     def limit(self, var: K.Var, each: int) -> None:
         """Points of `var`, `each` of them to a row of the active axis, end with the extent."""
-        extent = self.fusion.graph.extent
+        extent = self.facts.graph.extent
         assert extent is not None
         self.limits.append(K.Limit(var, k.mul(k.cast(self.element(extent.leaf, ()), index_), each)))
 
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
-        base = self.fusion.memory(base)
+        base = self.facts.memory(base)
         if base not in self.buffers:
             size = math.prod(self.places.memory(base))
             self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, size, writable)

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 
-from rlx.compile.layout import Places, static_nodes
+from rlx.compile.facts import Facts
 from rlx.compile.packing import contraction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
-from rlx.ir.target import Target
-from rlx.ir.updates import run_before
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
 MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
@@ -49,39 +46,18 @@ class Group:
         return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
 
 
-@dataclass
-class Fusion:
-    """Groups in execution order, and where values lie."""
-
-    graph: Graph
-    places: Places
-    groups: list[Group]
-    static: set[Node]
-    threads: int  # that the kernels' points are for
-
-    @cached_property
-    def updated(self) -> dict[Value, Value]:
-        """What is written over a handle -> the handle."""
-        return {v: u.handle for u in self.graph.updates for v in (u.result, u.undo)}
-
-    def memory(self, base: Value) -> Value:
-        """The value whose buffer holds `base`: itself, or the handle that it is written over."""
-        return self.updated.get(base, base)
-
-
-def fuse(graph: Graph, target: Target, natives: set[Node], alone: bool = False) -> Fusion:
-    """Group the nodes of a legalised graph. `natives`: nodes the target claimed. `alone`: one node per group."""
-    places = Places(graph)
-    fuser = _Fuser(graph, target, natives, places, alone)
-    return Fusion(graph, places, fuser.run(), fuser.static, target.threads)
+def fuse(facts: Facts, alone: bool = False) -> list[Group]:
+    """The groups of a graph's nodes, in execution order. `alone`: one node per group."""
+    return _Fuser(facts, alone).run()
 
 
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(self, graph: Graph, target: Target, natives: set[Node], places: Places, alone: bool) -> None:
-        self.target, self.natives, self.places, self.alone = target, natives, places, alone
-        self.after = run_before(graph)
+    def __init__(self, facts: Facts, alone: bool) -> None:
+        graph = facts.graph
+        self.facts, self.target, self.places, self.static, self.alone = facts, facts.target, facts.places, facts.static, alone
+        self.after = dict(facts.before)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
         exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
@@ -89,7 +65,6 @@ class _Fuser:
             self.after |= {b: [*self.after.get(b, ()), a] for a, b in zip(exchanges, exchanges[1:])}
             self.nodes = self.in_order(graph)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.static = static_nodes(self.nodes)
         self.group_of: dict[Node, Group] = {}
         self.groups: list[Group] = []
         self.readers: dict[Value, set[Node]] = {}  # result -> the nodes that read it, through views too
@@ -97,8 +72,8 @@ class _Fuser:
             for value in self.operands(node):
                 self.readers.setdefault(value, set()).add(node)
                 if self.is_alias(value.node):
-                    self.readers.setdefault(places.base(value), set()).add(node)
-        self.roots = {places.base(v) for v in graph.roots()}
+                    self.readers.setdefault(self.places.base(value), set()).add(node)
+        self.roots = {self.places.base(v) for v in graph.roots()}
 
     def run(self) -> list[Group]:
         for node in self.nodes:
@@ -133,7 +108,7 @@ class _Fuser:
     # -- placing one node
 
     def place(self, node: Node) -> None:
-        if node in self.natives or node in self.updated or node.op.kind in _ANCHORS:
+        if self.facts.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
             self.start(node, node.shapes[0].static, anchor=node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
@@ -163,7 +138,7 @@ class _Fuser:
 
     def takes(self, group: Group, node: Node) -> bool:
         """Whether the group may grow by this node: natives and whole-op kernels do not."""
-        is_open = group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and group.anchor not in self.natives)
+        is_open = group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and not self.facts.is_native(group.anchor))
         return not self.alone and is_open and group.static == (node in self.static) and len(group.forms) < MAX_NODES
 
     def reduces_rows(self, node: Node) -> bool:

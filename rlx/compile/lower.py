@@ -8,13 +8,15 @@ its pass 0 in the epilogue, where `acc` is at hand, and the later ones, its redu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
-from rlx.compile.fuse import Fusion, Group, contraction
+from rlx.compile.facts import Facts
+from rlx.compile.fuse import Group, contraction
 from rlx.ir import kernel as K
-from rlx.ir.graph import Active, Node, Value
+from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
@@ -59,21 +61,20 @@ class _Points:
         return k.mul(self.grid[-1][0], inner), inner, each
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Lowered(NamedTuple):
     """A kernel and the base values behind its buffers, in argument order."""
 
     kernel: K.Kernel
     args: tuple[Value, ...]
 
 
-def lower_group(group: Group, fusion: Fusion, natives: set[Node], active: Mapping[Value, Active]) -> Lowered:
-    """The kernel of one group. `active`: rows past the extent of these values are not needed."""
-    builder, anchor = KernelBuilder(group, fusion, active), group.anchor
+def lower_group(group: Group, facts: Facts) -> Lowered:
+    """The kernel of one group."""
+    builder, anchor = KernelBuilder(group, facts), group.anchor
     exchanged = anchor is not None and anchor.op.kind is Kind.COLLECTIVE
     if anchor is None:
         grid, body = _Rows(builder).loops()
-    elif anchor in natives or exchanged:
+    elif facts.is_native(anchor) or exchanged:
         builder.active = None if exchanged else builder.active  # all of it, on every rank
         grid, body = (), (builder.native(anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:

@@ -46,11 +46,13 @@ def run_passes(
     options: CompileOptions,
     trace: dict[str, str] | None = None,
     passes: tuple[tuple[str, Pass], ...] = PIPELINE,
+    graphs: dict[str, Graph] | None = None,
 ) -> Graph:
     """`graph` after every pass that `options` leaves on; `graph` itself stays as it was.
 
     `trace`, where given, receives the text of the input ("graph") and of each stage by the pass's name; so does
-    the folder `options.dump`. Raises what a pass raises, and VerifyError naming a pass that broke the graph.
+    the folder `options.dump`. `graphs` receives the graph after each pass. Raises what a pass raises, and VerifyError naming a
+    pass that broke the graph.
     """
     watched = trace is not None or options.wants_text
     stages = trace if trace is not None else {}
@@ -63,6 +65,8 @@ def run_passes(
             continue
         before, graph = graph, run(graph, target, options)
         _check(graph, sound, f"pass {name!r} broke the graph", before)
+        if graphs is not None:
+            graphs[name] = graph
         if watched:
             _keep(stages, name, graph, options)
     return graph

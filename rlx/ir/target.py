@@ -28,7 +28,6 @@ class Target:
     vector_bytes: int = 16
     threads: int = 1
     alignment: int = 64  # bytes, of every buffer
-    level: str = "kernel"  # "graph": takes the legalised graph whole
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
