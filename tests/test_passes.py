@@ -17,7 +17,7 @@ from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, V
 from rlx.ir import DTYPES, OPS, Graph, Kind, Target, ops
 from rlx.ir.dtype import holds
 from rlx.ir.evaluate import evaluate
-from rlx.ir.graph import CONSTANT, Node, Value, constant
+from rlx.ir.graph import CONSTANT, Node, Value, constant, same_values
 from rlx.ir.rewrite import Var, pattern, rewrite, rule
 
 TARGET = Target("any", frozenset(DTYPES))
@@ -243,7 +243,7 @@ def test_a_replacement_of_another_shape_is_not_made():
     g.set_outputs([x + y, x + x])
     fired: list[str] = []
     found = rewrite(g, [first], fired)
-    assert fired == ["first"] and found.outputs[1] == x and found.outputs[0].node.op is ops.add.op
+    assert fired == ["first"] and found.outputs[1] is x and found.outputs[0].node.op is ops.add.op
 
 
 def test_one_variable_matches_one_value():
@@ -320,7 +320,7 @@ def test_equal_nodes_are_shared_and_unlike_ones_are_not():
     axes = [ops.sum(x, axis=0), ops.sum(x, axis=1), ops.sum(x, axis=0, keepdims=True)]
     g.set_outputs([*same, *zeros, *axes])
     out = share_equal(g).outputs
-    assert out[0] == out[1] and out[2] == out[3] and out[4] == out[5]
+    assert out[0] is out[1] and out[2] is out[3] and out[4] is out[5]
     assert len(set(out[6:])) == 5
 
 
@@ -331,8 +331,8 @@ def test_results_of_several_and_leaves_survive():
     best2, _ = ops.top_k(x, k=2)
     g.set_outputs([best, where_, best2, x])
     found = canonicalise(g, TARGET, OPTIONS)
-    assert found.inputs == [x, unused] and found.outputs[0] == found.outputs[2] and found.outputs[3] == x
-    assert found.outputs[1] == Value(found.outputs[0].node, 1)
+    assert same_values(found.inputs, [x, unused]) and found.outputs[0] is found.outputs[2] and found.outputs[3] is x
+    assert found.outputs[1] is found.outputs[0].node.results[1]
 
 
 # -- named dims ----------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def graphs(draw) -> Graph:
         if made.shape.num_elements <= 20000 and made.rank:
             pool.append(made)
     if handle is not None:
-        nexts = [v for v in pool if v.shape == handle.shape and v != handle]
+        nexts = [v for v in pool if v.shape == handle.shape and v is not handle]
         g.assign(handle, draw(st.sampled_from(nexts)) if nexts else handle + handle)
     outputs = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3))
     g.set_outputs([*outputs, pool[-1]])

@@ -205,7 +205,7 @@ def test_updates_are_printed_parsed_and_evaluated() -> None:
     for found, want in zip(evaluate(g, *given)[0], evaluate(plain, *given)[0], strict=True):
         np.testing.assert_array_equal(found, want)
     again = g.rebuild(lambda node, inputs: Node(node.op, inputs, node.attrs, node.shapes, node.name, node.source).results)
-    assert str(again) == str(g) and again.updates[0].result != g.updates[0].result
+    assert str(again) == str(g) and again.updates[0].result is not g.updates[0].result
 
 
 def test_the_verifier_names_a_wrong_update() -> None:
@@ -223,7 +223,7 @@ def test_the_verifier_names_a_wrong_update() -> None:
     g = crossed()
     one = state_pass(g, get("ref").target(), rlx.CompileOptions())
     a, b = g.handles
-    (rows, at) = next(v.node.inputs[1:] for h, v in g.assigns if h == b)
+    (rows, at) = next(v.node.inputs[1:] for h, v in g.assigns if h is b)
     saved = rlx.take_rows(b, at, count=1)
     new_b = dict(one.assigns)[b]
     one.updates.append(Update(b, new_b, saved, rlx.update_rows(new_b, saved, at)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rlx.compile.facts import Facts
 from rlx.compile.fuse import Group
@@ -108,7 +108,7 @@ class KernelBuilder:
             self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, size, writable)
         return self.buffers[base]
 
-    def open_stores(self, values: Sequence[Value]) -> None:
+    def open_stores(self, values: Iterable[Value]) -> None:
         for v in values:
             self.buffer(v, writable=True)
 

@@ -36,7 +36,7 @@ class Group:
     forms: dict[Node, str] = field(default_factory=dict)  # in topological order
     absorbed: set[Node] = field(default_factory=set)
     reads: set[Group] = field(default_factory=set)
-    stores: list[Value] = field(default_factory=list)  # results written to memory
+    stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
 
     @property
     def nodes(self) -> list[Node]:
@@ -81,7 +81,8 @@ class _Fuser:
                 self.place(node)
         ordered = self.ordered()
         for group in ordered:
-            group.stores = [v for n in group.nodes if n not in group.absorbed for v in n.results if self.is_stored(v, group)]
+            made = [v for n in group.nodes if n not in group.absorbed for v in n.results]
+            group.stores = dict.fromkeys(v for v in made if self.is_stored(v, group))
         return [g for g in ordered if g.stores]
 
     def in_order(self, graph: Graph) -> list[Node]:

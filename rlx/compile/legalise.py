@@ -168,10 +168,10 @@ def into_contractions(node: Node) -> list[int] | None:
         return expand(results[0].node, visit) if inner.op.kind is Kind.COMPOSITE and inner.op.decompose else results
 
     expand(node, visit)
-    reached = set(contracted)
+    own, reached = set(node.inputs), set(contracted)
     for v in contracted:  # grows
         varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]
-        if v not in node.inputs and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
+        if v not in own and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
             contracted += varying
             reached.update(varying)
     return [i for i, v in enumerate(node.inputs) if v in reached] if contracted else None

@@ -96,7 +96,7 @@ def _look_ups(graph: Graph, static: set[Node], packs: Mapping[Node, Value]) -> d
 def _based(value: Value, table: Value) -> bool:
     while value.node.op.kind is Kind.VIEW:
         value = value.node.inputs[0]
-    return value == table
+    return value is table
 
 
 def _plain_readers(
@@ -107,7 +107,7 @@ def _plain_readers(
         if node.op.kind is Kind.VIEW:
             for v in node.results:
                 yield from _plain_readers(v, readers, packs)
-        elif node not in packs or value in node.inputs[:1]:
+        elif node not in packs or value is node.inputs[0]:
             yield value, node
 
 
@@ -115,15 +115,15 @@ def _out_of(
     packed: Value, value: Value, reader: Node, readers: Mapping[Value, Sequence[Node]], graph: Graph
 ) -> dict[Node, Remake] | None:
     """How a node that looks up parts of `value` does so in the pack, or the nodes that decode them; None: it cannot."""
-    if reader.op is not OPS["gather"] or reader.inputs[0] != value or value.shape.num_elements == 0:
+    if reader.op is not OPS["gather"] or reader.inputs[0] is not value or value.shape.num_elements == 0:
         return None
     if packed.node.op is pack.op:  # type: ignore[attr-defined]
         again = _again(packed, value)
         return None if again is None else {reader: lambda inputs: keep(reader, (again, *inputs[1:]))}
     decoders, form = readers.get(reader.results[0], ()), packed.node.attrs.format  # type: ignore[union-attr]
-    fits = value == packed.node.inputs[0] and axis_of(reader.attrs.axis, value.rank) == 0  # type: ignore[union-attr]
+    fits = value is packed.node.inputs[0] and axis_of(reader.attrs.axis, value.rank) == 0  # type: ignore[union-attr]
     same = all(n.op is OPS["dequantize"] and n.attrs.format == form for n in decoders)  # type: ignore[union-attr]
-    if not (fits and same and decoders) or reader.results[0] in graph.roots():
+    if not (fits and same and decoders) or reader.results[0] in set(graph.roots()):
         return None
 
     def decoded(node: Node) -> Remake:
@@ -136,7 +136,7 @@ def _out_of(
 def _again(packed: Value, value: Value) -> Value | None:
     """`value`, which the packed matrix is or is transposed from, as a view of the pack; None: it is neither."""
     out, source = packed, packed.node.inputs[0]
-    while source != value:
+    while source is not value:
         if source.node.op is not OPS["transpose"]:
             return None
         axes = tuple(axis_of(a, source.rank) for a in source.node.attrs.axes) or tuple(reversed(range(source.rank)))  # type: ignore[union-attr]

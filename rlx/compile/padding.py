@@ -17,7 +17,7 @@ from rlx.compile.legalise import expand
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
 from rlx.ir.dtype import DType
-from rlx.ir.graph import Active, Extent, Graph, Node, Value, constant, keep
+from rlx.ir.graph import INPUT, Active, Extent, Graph, Node, Value, constant, keep
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import valid_rows
@@ -164,7 +164,7 @@ class Padding(Rows):
 
     def leaf(self, leaf: Value) -> Actives:
         axes = self.axes.get(leaf, ())
-        if axes and leaf not in self.graph.inputs:
+        if axes and leaf.node.op is not INPUT:
             raise self.refusal(leaf.node, f"{leaf.node.op.name}s are set once, for every length; give it the dims of the longest")
         if any(leaf.shape.static[a] != self.upper for a in axes):
             raise self.refusal(leaf.node, "its axis holds more than the rows: give them an axis of their own, and reshape")

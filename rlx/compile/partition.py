@@ -25,7 +25,7 @@ from rlx.compile.legalise import expand
 from rlx.compile.padding import carried
 from rlx.compile.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
-from rlx.ir.graph import CONSTANT, PARAM, Active, Graph, Node, Value
+from rlx.ir.graph import CONSTANT, HANDLE, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.layout import Layout
 from rlx.ir.op import Attrs, Kind, attribute_types
@@ -185,10 +185,10 @@ class _Partition:
         for leaf in g.leaves():
             split = self.marks.get(str(leaf.name), REPLICATED)
             dims = split.local(leaf.shape.static, self.ranks) if isinstance(split, Split) else leaf.dims
-            if leaf in g.handles:
+            if leaf.node.op is HANDLE:
                 local = out.handle(BufferHandle(str(leaf.name), dims, leaf.dtype))
             else:
-                local = (out.param if leaf in g.params else out.input)(str(leaf.name), dims, leaf.dtype)
+                local = (out.param if leaf.node.op is PARAM else out.input)(str(leaf.name), dims, leaf.dtype)
             self.put(leaf, local, split)
         for node in g.nodes():
             self.reader = where(node)
@@ -340,7 +340,7 @@ class _Partition:
     def plan(self, node: Node, i: int, split: Split) -> Plan | str:
         """How the node runs on parts of operand i; a text: why it cannot."""
         op, x = node.op, node.inputs[i]
-        operands: list[Placement] = [split if v == x else REPLICATED for v in node.inputs]
+        operands: list[Placement] = [split if v is x else REPLICATED for v in node.inputs]
         results: tuple[Placement | None, ...] = ()
         if op.contract is not None:
             facts = op.contract(node.attrs, *(v.shape for v in node.inputs))
@@ -468,7 +468,7 @@ def _dim_attributes(attrs: Attrs | None) -> list[str]:
 
 def _same(a: Value, b: Value, seen: set[tuple[Value, Value]]) -> bool:
     """Whether two values are computed alike from the very same values."""
-    if a == b or (a, b) in seen:
+    if a is b or (a, b) in seen:
         return True
     m, n = a.node, b.node
     if (m.op, a.index, m.shapes, len(m.inputs)) != (n.op, b.index, n.shapes, len(n.inputs)):

@@ -42,11 +42,11 @@ def _refusal(
     node = value.node
     if node.op.update is None:
         return f"its next value comes from {where(node)}, not from an op that replaces a part of it (update_rows)"
-    if node.inputs[0] != handle:
+    if node.inputs[0] is not handle:
         return f"{where(node)} replaces a part of {node.inputs[0]!r}, not of the handle itself"
-    if sum(v == value for _, v in graph.assigns) > 1:
+    if sum(v is value for _, v in graph.assigns) > 1:
         return "its next value is also another handle's"
-    if any(v == handle or (v.node in before and v.node.op.kind is Kind.VIEW) for v in node.inputs[1:]):
+    if any(v is handle or (v.node in before and v.node.op.kind is Kind.VIEW) for v in node.inputs[1:]):
         return f"{where(node)} takes its new rows from the old state itself"
     late = _first_after(before, node, accepted)
     return None if late is None else f"{where(late)} reads the old state, but needs the new one first"

@@ -92,7 +92,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin is Literal:
-        return any(value == a and type(value) is type(a) for a in args)
+        return any(type(value) is type(a) and value == a for a in args)
     if origin in (Union, UnionType):
         return any(fits(value, a) for a in args)
     if origin is tuple:

@@ -71,7 +71,7 @@ def rule(*patterns: Pattern) -> Callable[[Callable[..., Value | None]], Rule]:
 def match(wanted: Operand, value: Value, found: dict[str, Value]) -> bool:
     """Whether `value` has the wanted form; `found` receives the operand of each Var."""
     if isinstance(wanted, Var):
-        return found.setdefault(wanted.name, value) == value
+        return found.setdefault(wanted.name, value) is value
     if not isinstance(wanted, Pattern):
         return _is_number(value, wanted)
     node = value.node
@@ -123,7 +123,7 @@ def _first(rules: Iterable[Rule], value: Value, fired: list[str]) -> Value | Non
             if p is not None and not match(p, value, found):
                 continue
             made = r.make(value.node, **found)
-            if made is None or made == value or made.shape != value.shape:
+            if made is None or made is value or made.shape != value.shape:
                 continue
             fired.append(r.name)
             return made if made.node in _around(value.node, 3) else inherit(made, value.node)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlx.ir.node import Node, Value, same_values
 from rlx.ir.op import Kind
 
 if TYPE_CHECKING:
-    from rlx.ir.graph import Graph, Node, Value
+    from rlx.ir.graph import Graph
 
 
 class Update(NamedTuple):
@@ -55,17 +56,17 @@ def run_before(graph: Graph) -> dict[Node, list[Node]]:
 
 def update_faults(graph: Graph) -> Iterator[str]:
     """Broken rules of the updates of a graph whose nodes are sound, one sentence each."""
-    seen: set[Value] = set()
+    seen, assigns = set[Value](), set(graph.assigns)
     for u in graph.updates:
         what = f"update of {u.handle.name!r}"
         if u.handle in seen:
             yield f"{what}: it is updated twice"
         seen.add(u.handle)
-        if (u.handle, u.result) not in graph.assigns:
+        if (u.handle, u.result) not in assigns:
             yield f"{what}: {u.result!r} is not what the handle is assigned"
-        if u.result.node.op.update is None or u.result.node.inputs[0] != u.handle:
+        if u.result.node.op.update is None or u.result.node.inputs[0] is not u.handle:
             yield f"{what}: {u.result!r} does not replace a part of the handle"
-        elif u.undo.node.op is not u.result.node.op or u.undo.node.inputs[:2] != (u.result, u.saved):
+        elif u.undo.node.op is not u.result.node.op or not same_values(u.undo.node.inputs[:2], (u.result, u.saved)):
             yield f"{what}: {u.undo!r} does not put {u.saved!r} back"
     if graph.updates and (late := _cyclic(graph)) is not None:
         yield f"{late!r} reads a state that is updated in place, but needs the new one first"

@@ -76,9 +76,9 @@ def _result_faults(graph: Graph) -> Iterator[str]:
     for i, out in enumerate(graph.outputs):
         if not _in_range(out):
             yield f"output {i} is no result of a node: {out!r}"
-    seen: set[Value] = set()
+    seen, handles = set[Value](), set(graph.handles)
     for handle, value in graph.assigns:
-        if handle not in graph.handles:
+        if handle not in handles:
             yield f"assign to {handle!r}, which is no declared handle"
         elif not _in_range(value):
             yield f"handle {handle.name!r} is assigned {value!r}, which is no result of a node"

@@ -1,0 +1,314 @@
+"""Nodes and values. Nodes are frozen and typed at birth: an ill-typed node cannot exist.
+
+A Value is one result of a Node and is what ops take and give. There is one Value object per result, so that values are told
+apart by identity: `is`, dicts and sets. `==` belongs to users and compares elements.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NoReturn
+from weakref import ref
+
+import numpy as np
+
+from rlx.errors import DTypeError, GraphError, IndexRangeError, ShapeError
+from rlx.ir.dtype import DType, as_dtype, bool_, i64
+from rlx.ir.op import OPS, Attrs, Kind, OpDef
+from rlx.ir.shape import DimLike, Shape
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One application of an op. Compared by identity; a pass removes duplicates."""
+
+    op: OpDef
+    inputs: tuple[Value, ...]
+    attrs: Attrs | None
+    shapes: tuple[Shape, ...]
+    name: str | None = None
+    source: str | None = field(default=None, repr=False)  # file:line of the call that made it
+    # its Values that are in use, by index. Weak: a Value holds its node, and cycles would outlive the graph
+    _values: dict[int, ref[Value]] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        label = f" {self.name!r}" if self.name else ""
+        return f"<{self.op.name}{label} {', '.join(map(str, self.shapes))}>"
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return tuple(Value(self, i) for i in range(len(self.shapes)))
+
+
+_making = Lock()  # two threads may ask for the same result at once
+
+
+@dataclass(frozen=True, eq=False, init=False, slots=True, weakref_slot=True)
+class Value:
+    """One result of a node: an operand for other ops. There is one object per result: `is` says whether two are the same."""
+
+    node: Node
+    index: int = 0
+
+    def __new__(cls, node: Node, index: int = 0) -> Value:
+        found = node._values.get(index)
+        value = None if found is None else found()
+        if value is not None:
+            return value
+        with _making:
+            found = node._values.get(index)
+            value = None if found is None else found()
+            if value is None:
+                value = object.__new__(cls)
+                object.__setattr__(value, "node", node)
+                object.__setattr__(value, "index", index)
+                node._values[index] = ref(value)
+        return value
+
+    @property
+    def shape(self) -> Shape:
+        return self.node.shapes[self.index]
+
+    @property
+    def dims(self) -> tuple[DimLike, ...]:
+        return self.shape.dims
+
+    @property
+    def dtype(self) -> DType:
+        return self.shape.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.shape.rank
+
+    @property
+    def name(self) -> str | None:
+        return self.node.name
+
+    def __repr__(self) -> str:
+        return f"{self.node!r}[{self.index}]" if len(self.node.shapes) > 1 else repr(self.node)
+
+    def __bool__(self) -> NoReturn:
+        raise GraphError(
+            f"{self!r} has no truth value before a run: to choose by element, use rlx.where; to ask whether two values are the "
+            "same one, use `is` (a == b compares elements, and so do `in` and index() of a list)"
+        )
+
+    def __iter__(self) -> Iterator[Value]:
+        raise GraphError(f"{self!r} cannot be iterated; use rlx.split")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> Any:
+        """`array + value` is the op; other functions of numpy have nothing to compute with."""
+        if method == "__call__" and not options and ufunc.__name__ in _OPERATORS:
+            name, swapped = _OPERATORS[ufunc.__name__]
+            return _call(name, *(reversed(operands) if swapped else operands))
+        hint = f"rlx.{ufunc.__name__}" if ufunc.__name__ in OPS else "the functions of rlx"
+        raise GraphError(f"np.{ufunc.__name__} of {self!r}, which has no elements before a run; use {hint}")
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: Any) -> Value: return _call("equal", self, other)  # type: ignore[override]
+    def __ne__(self, other: Any) -> Value: return _call("not_equal", self, other)  # type: ignore[override]
+    def __add__(self, other: Any) -> Value: return _call("add", self, other)
+    def __radd__(self, other: Any) -> Value: return _call("add", other, self)
+    def __sub__(self, other: Any) -> Value: return _call("sub", self, other)
+    def __rsub__(self, other: Any) -> Value: return _call("sub", other, self)
+    def __mul__(self, other: Any) -> Value: return _call("mul", self, other)
+    def __rmul__(self, other: Any) -> Value: return _call("mul", other, self)
+    def __truediv__(self, other: Any) -> Value: return _call("div", self, other)
+    def __rtruediv__(self, other: Any) -> Value: return _call("div", other, self)
+    def __pow__(self, other: Any) -> Value: return _call("pow", self, other)
+    def __rpow__(self, other: Any) -> Value: return _call("pow", other, self)
+    def __matmul__(self, other: Any) -> Value: return _call("matmul", self, other)
+    def __rmatmul__(self, other: Any) -> Value: return _call("matmul", other, self)
+    def __neg__(self) -> Value: return _call("neg", self)
+    def __abs__(self) -> Value: return _call("abs", self)
+    def __lt__(self, other: Any) -> Value: return _call("less", self, other)
+    def __le__(self, other: Any) -> Value: return _call("less_equal", self, other)
+    def __gt__(self, other: Any) -> Value: return _call("less", other, self)
+    def __ge__(self, other: Any) -> Value: return _call("less_equal", other, self)
+    def __and__(self, other: Any) -> Value: return _call("logical_and", self, other)
+    def __or__(self, other: Any) -> Value: return _call("logical_or", self, other)
+    def __invert__(self) -> Value: return _call("logical_not", self)
+
+    def reshape(self, *dims: Any) -> Value:
+        """The same elements in row-major order under other dims; one dim may be -1."""
+        return _call("reshape", self, dims=tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], Sequence) else dims)
+
+    def transpose(self, *axes: int) -> Value:
+        """Dims permuted by `axes` (none given: reversed)."""
+        return _call("transpose", self, axes=axes or tuple(reversed(range(self.rank))))
+
+    def __getitem__(self, key: Any) -> Value:
+        """x[1], x[:, 2:5], x[..., None, ::-1]: ints, slices, None and ... as in numpy. For other indices: rlx.gather."""
+        return _indexed(self, key if isinstance(key, tuple) else (key,))
+
+    @property
+    def T(self) -> Value:
+        return self.transpose()
+
+    def astype(self, dtype: DType | str) -> Value:
+        return _call("cast", self, dtype=as_dtype(dtype))
+
+
+_OPERATORS = {  # the ufunc of an operator -> (op, whether its operands change places)
+    "add": ("add", False), "subtract": ("sub", False), "multiply": ("mul", False), "divide": ("div", False),
+    "power": ("pow", False), "matmul": ("matmul", False),
+    "bitwise_and": ("logical_and", False), "bitwise_or": ("logical_or", False),
+    "equal": ("equal", False), "not_equal": ("not_equal", False), "less": ("less", False), "less_equal": ("less_equal", False),
+    "greater": ("less", True), "greater_equal": ("less_equal", True),
+}  # fmt: skip
+
+
+def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
+    """Whether both hold the same values in the same order."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+def _call(name: str, *operands: Any, **attrs: Any) -> Value:
+    return apply(OPS[name], operands, attrs)  # type: ignore[return-value]
+
+
+def _indexed(x: Value, keys: tuple[Any, ...]) -> Value:
+    """A slice of x, then a reshape that drops the dims indexed by an int and adds those asked for by None."""
+    end, dots = 2**63 - 1, [i for i, e in enumerate(keys) if e is Ellipsis]
+    missing = x.rank - sum(e is not None and e is not Ellipsis for e in keys)
+    if missing < 0 or len(dots) > 1:
+        raise ShapeError(f"{x!r} has {x.rank} dims, indexed by {len(keys)} keys of which {len(dots)} are ...")
+    at = dots[0] if dots else len(keys)
+    ranges: list[tuple[int, int, int]] = []
+    kept: list[int | None] = []  # dims of the result: an axis of the slice, or None for a dim of 1
+    for e in (*keys[:at], *(slice(None),) * missing, *keys[at + 1 :]):
+        if isinstance(e, slice):
+            step = 1 if e.step is None else e.step
+            start = e.start if e.start is not None else 0 if step > 0 else end
+            kept.append(len(ranges))
+            ranges.append((start, e.stop if e.stop is not None else end if step > 0 else -end, step))
+        elif e is None:
+            kept.append(None)
+        elif isinstance(e, (int, np.integer)):
+            i, dim = int(e), x.dims[len(ranges)]
+            if isinstance(dim, int) and not -dim <= i < dim:
+                raise IndexRangeError(f"index {i} of {x!r}: dim {len(ranges)} is {dim}")
+            ranges.append((i, i + 1 if i != -1 else end, 1))
+        else:
+            raise GraphError(f"{x!r} indexed by {type(e).__name__}; use rlx.gather")
+    starts, stops, steps = zip(*ranges) if ranges else ((), (), ())
+    part = x if all(r == (0, end, 1) for r in ranges) else _call("slice", x, starts=starts, stops=stops, steps=steps)
+    if kept == list(range(x.rank)):
+        return part
+    return _call("reshape", part, dims=tuple(1 if i is None else part.dims[i] for i in kept))
+
+
+def caller() -> str | None:
+    """file:line of the nearest frame outside rlx: the line an error should point at."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
+
+
+class ConstantAttrs(Attrs):
+    """A constant's data: a read-only array in the dtype's host form. Compared by bytes."""
+
+    data: np.ndarray
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.data.flags.c_contiguous and not self.data.flags.writeable
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.data.dtype.name, self.data.shape, self.data.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConstantAttrs) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class LeafAttrs(Attrs):
+    """What a named leaf promises: its shape."""
+
+    shape: Shape
+
+
+def _leaf(name: str, attrs: type[Attrs], shape_of: Callable[[Any], Shape]) -> OpDef:
+    def reference(attrs: Any) -> np.ndarray:
+        if not isinstance(attrs, ConstantAttrs):
+            raise GraphError(f"a {name} has no value of its own; bind it")
+        return attrs.data
+
+    OPS[name] = OpDef(name=name, kind=Kind.LEAF, infer=shape_of, reference=reference, attrs=attrs, arity=(0, 0))
+    return OPS[name]
+
+
+INPUT = _leaf("input", LeafAttrs, lambda a: a.shape)
+PARAM = _leaf("param", LeafAttrs, lambda a: a.shape)
+HANDLE = _leaf("handle", LeafAttrs, lambda a: a.shape)
+CONSTANT = _leaf("constant", ConstantAttrs, lambda a: Shape(a.data.shape, a.data.dtype))
+
+
+def constant(data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
+    """A constant Value from anything numpy can hold; Python floats become f32 and ints i64 unless `dtype` says otherwise."""
+    try:
+        array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
+    except (ValueError, OverflowError) as e:  # ragged lists, text, integers past the dtype's range
+        kind = "" if dtype is None else f" of {as_dtype(dtype)}"
+        raise DTypeError(f"a constant{kind} cannot hold {data!r:.60}: {e}") from e
+    if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
+        array = array.astype(np.float32)
+    array = np.array(array, order="C")  # a copy: the caller's array may change later
+    array.flags.writeable = False
+    attrs = ConstantAttrs(array)
+    return Value(Node(CONSTANT, (), attrs, (Shape(array.shape, as_dtype(array.dtype)),), name, caller()))
+
+
+def apply(
+    op: OpDef, operands: Sequence[Any], attrs: dict[str, Any], *, shape: Any = None, name: str | None = None
+) -> Value | tuple[Value, ...]:
+    """A node of `op`. Non-Value operands become constants: in the dtype of the first Value among the operands of the op's
+    dtype, i64 where an index stands, bool where a condition stands (OpDef.roles).
+
+    `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).
+    """
+    roles = op.roles.ljust(len(operands), "x")
+    own = next((x.dtype for x, r in zip(operands, roles) if isinstance(x, Value) and r == "x"), None)
+    like = {"x": own, "i": i64, "b": bool_}
+    values = tuple(x if isinstance(x, Value) else _constant_operand(op, x, like[r]) for x, r in zip(operands, roles))
+    made = op.make_attrs(attrs)
+    shapes = op.result_shapes(made, tuple(v.shape for v in values))
+    if shape is not None:
+        _check_given(op, shape, shapes)
+    node = Node(op, values, made, shapes, name, caller())
+    return node.results[0] if len(shapes) == 1 else node.results
+
+
+def _constant_operand(op: OpDef, x: Any, like: DType | None) -> Value:
+    if isinstance(x, (bool, int, float, np.generic)) and not isinstance(x, np.ndarray):
+        if like is not None and like.is_int and isinstance(x, float) and not float(x).is_integer():
+            raise DTypeError(f"{op.name}: the constant {x} does not fit {like}; cast the operand first")
+        return constant(x, like)
+    if isinstance(x, (np.ndarray, list, tuple)):
+        return constant(x, None if isinstance(x, np.ndarray) else like)
+    hint = "; pass a result of it: node.results[i]" if isinstance(x, Node) else ""
+    raise GraphError(f"{op.name}: an operand is a Value, a number or an array, got {type(x).__name__}{hint}")
+
+
+def _check_given(op: OpDef, given: Any, inferred: tuple[Shape, ...]) -> None:
+    given_list = given if isinstance(given, tuple) and given and isinstance(given[0], (Shape, tuple)) else (given,)
+    if len(given_list) != len(inferred):
+        raise ShapeError(f"{op.name}: {len(given_list)} shapes given for {len(inferred)} results")
+    for want, found in zip(given_list, inferred):
+        want = want if isinstance(want, Shape) else found.with_dims(Shape(want, found.dtype).dims)
+        if want != found:
+            raise ShapeError(f"{op.name}: the given shape {want} is not the inferred {found}")
