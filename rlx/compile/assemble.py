@@ -30,7 +30,7 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
     facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
-    groups = fuse(facts, alone="fuse" in options.disable)
+    groups = fuse(facts, alone="fuse" in options.disable, operands="operands" not in options.disable)
     lowered = {group: lower_group(group, facts) for group in groups}
     reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
     program = _Assembler(facts, lowered, options).program(graph, stages, reports)

@@ -4,7 +4,8 @@ A group iterates over one space, `dims`. Nodes join the group of a producer when
 computed (pointwise), or a reduction over the last axis of it (row programs: softmax, norms). The producer may be a
 contraction: then the pointwise nodes become its epilogue and the reductions run on each finished row. Nodes read at other
 coordinates (under a view, a gather, a reduction over another axis) are absorbed when they have no other reader, and are
-recomputed where they are read; otherwise they are written to memory.
+recomputed where they are read; otherwise they are written to memory. A contraction takes in the producers of its operands
+where the target finds that quicker (rlx/compile/operands.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from rlx.compile.facts import Facts
+from rlx.compile.operands import computable, producer
 from rlx.compile.packing import contraction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
@@ -37,6 +39,7 @@ class Group:
     absorbed: set[Node] = field(default_factory=set)
     reads: set[Group] = field(default_factory=set)
     stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
+    operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
 
     @property
     def nodes(self) -> list[Node]:
@@ -46,17 +49,19 @@ class Group:
         return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
 
 
-def fuse(facts: Facts, alone: bool = False) -> list[Group]:
-    """The groups of a graph's nodes, in execution order. `alone`: one node per group."""
-    return _Fuser(facts, alone).run()
+def fuse(facts: Facts, alone: bool = False, operands: bool = True) -> list[Group]:
+    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `operands`: contractions may compute
+    theirs."""
+    return _Fuser(facts, alone, operands and not alone).run()
 
 
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(self, facts: Facts, alone: bool) -> None:
+    def __init__(self, facts: Facts, alone: bool, computes: bool) -> None:
         graph = facts.graph
         self.facts, self.target, self.places, self.static, self.alone = facts, facts.target, facts.places, facts.static, alone
+        self.computes = computes
         self.after = dict(facts.before)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
@@ -110,7 +115,9 @@ class _Fuser:
 
     def place(self, node: Node) -> None:
         if self.facts.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
-            self.start(node, node.shapes[0].static, anchor=node)
+            group = self.start(node, node.shapes[0].static, anchor=node)
+            if self.computes and not group.static and self.takes(group, node):
+                self.absorb_operands(group, node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
         elif node.op.kind is Kind.POINTWISE:
@@ -257,6 +264,27 @@ class _Fuser:
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
+
+    def absorb_operands(self, group: Group, node: Node) -> None:
+        """Take in the loop groups that compute the operands of a contraction, where nothing else reads what they compute."""
+        facts = contraction(node)
+        for side, (value, walked) in enumerate(zip(node.inputs, (facts.a_sum, facts.b_columns))):
+            other = self.producer(value)
+            if other is None or (side and value in self.places.tiles) or not self.may_join(other, group):
+                continue
+            values = [v for n in other.forms for v in n.results]
+            others = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}
+            both = any(self.producer(v) is other for v in node.inputs[: side] + node.inputs[side + 1 :])
+            if others or both or self.roots.intersection(values):
+                continue
+            fits = computable(value, other.forms, self.places, walked, side)
+            fits = fits and self.evaluations(node, {*other.forms}) <= MAX_EVALUATIONS
+            if fits and self.target.computes(producer(node, facts, side, other.forms)):
+                other.stores = {self.places.base(value): None}
+                group.operands[side], own = other, group.forms
+                group.forms = dict.fromkeys(other.forms, "full")
+                self.take_over(group, other, absorbed=set(other.forms))
+                group.forms = {**dict.fromkeys(other.forms, "full"), **own}
 
     def evaluations(self, node: Node, inside: set[Node]) -> int:
         """How many evaluations of nodes `inside` one element of `node` takes, not counted far past the most that may be."""

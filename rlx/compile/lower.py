@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.facts import Facts
 from rlx.compile.fuse import Group, contraction
+from rlx.compile.operands import is_expensive
 from rlx.ir import kernel as K
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
@@ -23,7 +24,6 @@ from rlx.ir.op import Kind
 
 COLUMNS = range(1024, 4097)  # of a run that is summed on its own: some KB of each row, and its sums stay in the first-level cache
 ROWS_AT_ONCE = 4  # from as many parts of the axis, each read in order; rows side by side were up to four times slower
-EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
 LEAST_RUN, LEAST_ROWS = 64, 16  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
 MOST_LOADS_AGAIN = 2  # a value made of more loads than this is kept rather than made again
 
@@ -96,9 +96,11 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
 class _Rows:
     """Passes over the rows of a group: levels, what each pass computes, what is kept between them."""
 
-    def __init__(self, builder: KernelBuilder, acc: Value | None = None) -> None:
-        """`acc`: the contraction's result; its reductions wait for pass 1, when the row is finished."""
-        self.b, self.group, self.acc = builder, builder.group, acc
+    def __init__(self, builder: KernelBuilder, acc: Value | None = None, operand: Group | None = None) -> None:
+        """`acc`: the contraction's result; its reductions wait for pass 1, when the row is finished. `operand`: the group that
+        computes an operand of the contraction, in place of the builder's."""
+        self.b, self.group = builder, operand or builder.group
+        self.per_row = acc is not None or operand is not None
         self.reductions = self.group.row_reductions()
         self.level: dict[Node, int] = {}
         for node in self.group.nodes:
@@ -120,7 +122,7 @@ class _Rows:
             for root in reduced + self.stored(p) + kept.get(p, []):
                 for value in self.earlier(root, p):
                     if value not in self.kept and self.worth_keeping(value):
-                        self.kept[value] = self.b.local(value.dtype.compute, self.group.dims[-1], per_row=self.acc is not None)
+                        self.kept[value] = self.b.local(value.dtype.compute, self.group.dims[-1], per_row=self.per_row)
                         kept.setdefault(self.level[value.node], []).append(value)
 
     def stored(self, p: int) -> list[Value]:
@@ -154,7 +156,7 @@ class _Rows:
             if v.node not in self.group.forms:
                 loads += v.shape.num_elements > 1
             elif self.group.forms[v.node] == "full":
-                if v.node.op.kind is not Kind.POINTWISE or _is_expensive(v.node):
+                if v.node.op.kind is not Kind.POINTWISE or is_expensive(v.node):
                     return True
                 todo += v.node.inputs
         return loads > MOST_LOADS_AGAIN
@@ -255,6 +257,20 @@ class _Rows:
         b.memo.clear()
         return body, reduces
 
+    def operand(self, value: Value, at: Coords, row: K.Var, column: K.Var, rows: Sequence[K.Expr]) -> K.Computed:
+        """The operand `value`, element (row, column) of which has coordinates at(column). `rows`: those of its row in the space
+        of the group, where there are reductions of rows."""
+        before = [s for p in range(self.last) for s in self.one_pass(p, self.group.dims[-1], lambda c: (*rows, c))]
+        b, outside = self.b, dict(self.b.bound)
+        b.bound.update((v, K.Load(x, column)) for v, x in self.kept.items())
+        b.block = []
+        element = b.element(value, at(column))
+        body, b.block, b.bound = b.block, [], outside
+        b.memo.clear()
+        while body and column not in K.walk(body[0]):  # as the check of an index that picks the row
+            before.append(body.pop(0))
+        return K.Computed(row, column, element, value.dtype, tuple(before), tuple(body))
+
     def reduce_of(self, node: Node, at: Sequence[K.Expr]) -> K.Reduce:
         assert node.op.reduce is not None
         value = self.b.element(node.inputs[0], aligned(node.inputs[0], at))
@@ -303,13 +319,6 @@ class _Rows:
         return out
 
 
-def _is_expensive(node: Node) -> bool:
-    """Whether one element of a pointwise node takes more than a few instructions, judged by what it lowers to."""
-    assert node.op.scalar is not None
-    made = node.op.scalar(k, node.attrs, *(K.Var("x", v.dtype.compute) for v in node.inputs))
-    return any(isinstance(e, K.Alu) and e.op in EXPENSIVE for e in K.walk(made))
-
-
 # -- contractions --------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +328,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes that one stride walks; the grid takes the others
     apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
+    apart = 0 if 0 in b.group.operands else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]
@@ -329,14 +339,24 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         b.limit(i, each)
     at_row = (*points, *split(k.add(first, i), row_dims))
 
-    a = _operand(b, left, [*zip(points, facts.a_batch), *zip(points[batch:], facts.a_rows)], rows, facts.a_sum)
-    a = replace(a, offset=k.add(a.offset, k.mul(first, a.row_stride)))
+    walked = [*zip(points, facts.a_batch), *zip(points[batch:], facts.a_rows)]
+    if 0 in b.group.operands:
+        row = K.Var("r")
+        a = _computed(b, 0, left, row, [*walked, *zip(split(k.add(first, row), row_dims), rows)], facts.a_sum)
+    else:
+        plain = _operand(b, left, walked, rows, facts.a_sum)
+        a = replace(plain, offset=k.add(plain.offset, k.mul(first, plain.row_stride)))
+    walked = [*zip(points, facts.b_batch)]
     if (tiles := b.places.tiles.get(right)) is not None:
         (columns, panel), (summed, group) = tiles.parts[:2]
         assert (columns, summed) == (1, 0), f"{tiles} are no panels of columns"
         other = K.Operand(b.buffer(b.places.base(right)), ZERO, panel=panel, group=group)
+    elif 1 in b.group.operands:
+        row = K.Var("r")
+        inner = split(row, [right.shape.static[axis] for axis in facts.b_sum])
+        other = _computed(b, 1, right, row, [*walked, *zip(inner, facts.b_sum)], facts.b_columns)
     else:
-        other = _operand(b, right, [*zip(points, facts.b_batch)], facts.b_sum, facts.b_columns)
+        other = _operand(b, right, walked, facts.b_sum, facts.b_columns)
     result = anchor.results[0]
     acc = K.Var("acc", result.dtype.compute)  # narrow floats are summed in f32, integers in their own type
     b.open_stores(b.group.stores)
@@ -352,6 +372,24 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     depth = math.prod(left.shape.static[x] for x in facts.a_sum)
     contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes))
     return tuple(grid.grid), (contract,)
+
+
+def _computed(
+    b: KernelBuilder, side: int, value: Value, row: K.Var, walked: list[tuple[K.Expr, int]], columns: tuple[int, ...]
+) -> K.Computed:
+    """Operand number `side`, computed by the group that was absorbed for it. `walked`: as in _operand, those of its row too."""
+    group, dims, column = b.group.operands[side], value.shape.static, K.Var("c")
+
+    def at(column: K.Expr) -> tuple[K.Expr, ...]:
+        places = dict(zip(columns, split(column, [dims[a] for a in columns])))
+        places |= {axis: v for v, axis in walked if axis >= 0}
+        return tuple(ZERO if d == 1 else places[axis] for axis, d in enumerate(dims))
+
+    rows: Sequence[K.Expr] = at(ZERO)[:-1]
+    if group.row_reductions() and dims != group.dims:  # a reshape that keeps the rows
+        flat = K.linear(zip(rows, (math.prod(dims[a + 1 : -1]) for a in range(len(dims) - 1))))
+        rows = split(flat, group.dims[:-1])
+    return _Rows(b, operand=group).operand(value, at, row, column, rows)
 
 
 def _operand(

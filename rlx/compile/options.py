@@ -14,7 +14,7 @@ from rlx.ir.handle import BufferHandle
 from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
-OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "inplace", "reuse", "beside")  # the others are needed to get a program at all
+OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "inplace", "reuse", "beside")  # others are always needed
 TUNE_SECONDS = 10.0  # of a compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 

@@ -22,7 +22,7 @@ from rlx.host.processor import processor
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
-from rlx.ir.target import Target
+from rlx.ir.target import Producer, Target
 from rlx.ir.tuning import Choice
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
 def with_natives(target: Target) -> Target:
     """`target`, a CPU that need not be this one, with the claims of this backend's native kernels."""
     splits = {"attention": partial(_attention_in_parts, target.threads)}
-    return replace(target, natives=NATIVES, packs={"dequant_matmul": _packed_weights}, splits=splits)
+    packs, computes = {"dequant_matmul": _packed_weights}, partial(_computes, target)
+    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
@@ -156,6 +157,12 @@ def _claim_attention(node: Node) -> str | None:
     from rlx.backends.cpu.kernels import attention
 
     return attention.claim(node)
+
+
+def _computes(target: Target, producer: Producer) -> bool:
+    from rlx.backends.cpu.kernels import computed
+
+    return computed.computes(target, producer)
 
 
 def _attention_in_parts(threads: int, node: Node) -> Value | None:

@@ -49,6 +49,7 @@ class RefBackend:
             features=(f"panel={panel}",),
             alignment=ALIGNMENT,
             natives=NATIVES if index else {},
+            computes=lambda producer: True,
             panel=lambda dtype: panel,
         )
 

@@ -22,12 +22,12 @@ from rlx.backends.cpu.kernels.tile import (
     tile_function,
     turn_function,
 )
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, kept_locals, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import u8, u16, u32
-from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Store, k, walk
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Store, k
 from rlx.ir.target import Target
 
 
@@ -67,8 +67,7 @@ class _Contraction(Module):
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
-        kept = {x for x in walk((contract.epilogue, contract.rows)) if isinstance(x, Local)}  # from one row's turn to another
-        self.kept = tuple(x for x in kernel.locals if x.per_row and x in kept)
+        self.kept = kept_locals(kernel, contract)
         sizes = {x: (block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in kernel.locals}
         self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
 

@@ -15,7 +15,7 @@ from math import prod
 
 from rlx.backends.cpu.kernels import amx
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
-from rlx.ir.kernel import Computed, Contract, Kernel, Operand
+from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
 
 MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
@@ -25,6 +25,7 @@ FEWEST_ROWS = 4  # fewer take about as long: what they wait for is `b`
 GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
 TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
 SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
+COMPUTED_ROWS = 32  # fewer rows of a block, and reading all of `b` for them takes longer than computing rows of `a` twice
 AHEAD_TILES = 3  # up to so many full tiles of rows per panel, the time to read one is near that of its arithmetic
 IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
@@ -106,7 +107,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
     assert group in (1, GROUPS.get(dtypes)), f"{kernel.name}: groups of {group} of {dtypes}"
     stage_a = _stage_a(c, group)
     batch = prod(extent for _, extent in kernel.grid)
-    row_bytes = sum(x.size * x.dtype.itemsize for x in kernel.locals if x.per_row)
+    row_bytes = sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
@@ -192,6 +193,12 @@ def panel_of(b: Operand | Computed) -> tuple[int, int]:
     return (b.panel, b.group) if isinstance(b, Operand) else (0, 1)
 
 
+def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
+    """Locals of which every row of a block has its own: those of a computed operand serve one row after the other."""
+    used = {x for x in walk((c.epilogue, c.rows)) if isinstance(x, Local)}
+    return tuple(x for x in kernel.locals if x.per_row and x in used)
+
+
 def _stage_a(c: Contract, group: int) -> bool:
     a = c.a
     if isinstance(a, Computed) or group == 1:
@@ -225,7 +232,10 @@ def _tasks(
     if shares and wanted > batch * blocks and row_tiles >= 8 * threads:
         blocks = -(-max(blocks, 2 * threads) // threads) * threads
     elif wanted > batch * blocks and not c.rows:
-        groups = min(panels, -(-wanted // (batch * blocks)))
+        if isinstance(c.a, Computed):  # every group of columns computes its rows again
+            blocks = max(blocks, min(-(-wanted // batch), c.m // COMPUTED_ROWS))
+            wanted = threads if wanted > batch * blocks else wanted
+        groups = max(1, min(panels, -(-wanted // (batch * blocks))))
     if wanted > batch * blocks * groups:  # whole rows in one task, or few columns: lower blocks
         most = max(threads, row_tiles // 4)
         blocks = min(row_tiles, max(blocks, min(most, -(-wanted // (batch * groups)))))

@@ -1,0 +1,138 @@
+"""Contractions that compute their operands, and products with packed weights that take what follows: one kernel against several.
+
+    python benchmarks/fused_operands.py [--threads 1 2] [--rounds 9] [--cases norm cast gather gated dequant] [--force]
+
+Each pair is the same graph compiled twice, as usual and with the fusion disabled ("operands" for what comes before a product,
+"followers" for what comes after a claimed op), and run in turns. `kernels` counts the steps of both. With --force every operand
+that may be computed is, whatever the rule of the target says: the rule is right where `as is` is the quicker one of both forms.
+One thread is measured in its CPU time, more in wall time: run those on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    os.environ.setdefault("RLX_CACHE", "0")  # a forced form is no entry for others
+
+import numpy as np
+
+import rlx
+from benchmarks.measure import Call, header, interleaved, table
+from rlx.backends.cpu import backend
+from rlx.ir.graph import Graph, Value
+from rlx.ir.ops import dequant_matmul
+from rlx.ir.quant import FORMATS
+
+ROWS, DEPTHS = (1, 16, 128, 512), (384, 1024, 4096)
+FORMATS_MEASURED, QUANTISED_ROWS = ("q8_0", "q4_k"), (1, 16, 128)
+Made = tuple[str, Graph, str]  # name, graph, fusion that is disabled in the other form
+
+
+def norm(rows: int, d: int) -> Graph:
+    g = rlx.Graph("norm")
+    x, s, w = g.input("x", (rows, d), rlx.f32), g.param("s", (d,), rlx.f32), g.param("w", (d, d), rlx.f32)
+    g.set_outputs([rlx.rms_norm(x, s) @ w])
+    return g
+
+
+def cast(rows: int, d: int) -> Graph:
+    g = rlx.Graph("cast")
+    x, w = g.input("x", (rows, d), rlx.f32), g.param("w", (d, d), rlx.bf16)
+    g.set_outputs([(x.astype("bf16") @ w).astype("f32")])
+    return g
+
+
+def gather(rows: int, d: int) -> Graph:
+    g = rlx.Graph("gather")
+    t, ids, w = g.param("t", (2048, d), rlx.f32), g.input("ids", (rows,), rlx.i32), g.param("w", (d, d), rlx.f32)
+    g.set_outputs([rlx.gather(t, ids, axis=0) @ w])
+    return g
+
+
+def gated(rows: int, d: int) -> Graph:
+    """The second product of a gated MLP: silu(a) * b of twice the width before it."""
+    g = rlx.Graph("gated")
+    x, w = g.input("x", (rows, 2, d), rlx.f32), g.param("w", (d, d), rlx.f32)
+    up, down = (part.reshape((rows, d)) for part in rlx.split(x, 2, axis=1))
+    g.set_outputs([(rlx.silu(up) * down) @ w])
+    return g
+
+
+def dequant(rows: int, d: int, form: str) -> Graph:
+    g = rlx.Graph("dequant")
+    x, r, b = g.input("x", (rows, d), rlx.f32), g.input("r", (rows, d), rlx.f32), g.param("b", (d,), rlx.f32)
+    w = g.param("w", (d, FORMATS[form].row_bytes(d)), rlx.u8)
+    g.set_outputs([rlx.silu(dequant_matmul(x, w, format=form) + b) + r])
+    return g
+
+
+def cases(names: list[str]) -> Iterator[Made]:
+    before: dict[str, Callable[[int, int], Graph]] = {"norm": norm, "cast": cast, "gather": gather, "gated": gated}
+    for name in names:
+        for rows in ROWS if name in before else ():
+            for d in DEPTHS:
+                yield f"{name} {rows} x {d}", before[name](rows, d), "operands"
+        for form in FORMATS_MEASURED if name == "dequant" else ():
+            for rows in QUANTISED_ROWS:
+                yield f"silu(dequant {form} + b) + r, {rows} x 4096", dequant(rows, 4096, form), "followers"
+
+
+def value_of(leaf: Value, rng: np.random.Generator) -> np.ndarray:
+    dims = leaf.shape.static
+    if leaf.dtype == rlx.u8:
+        return rng.integers(0, 60, dims, np.uint8)  # scales stay small
+    if leaf.dtype == rlx.i32:
+        return rng.integers(0, 2048, dims, np.int32)
+    return (rng.standard_normal(dims, np.float32) / np.sqrt(dims[-1])).astype(leaf.dtype.numpy)
+
+
+def compiled(graph: Graph, threads: int, disable: tuple[str, ...]) -> tuple[Call, np.ndarray, int]:
+    """(call, result, kernels of a run)"""
+    made = rlx.Session(rlx.Device.CPU).compile(graph, rlx.CompileOptions(threads=threads, disable=disable))
+    rng = np.random.default_rng(0)
+    for leaf in graph.params:
+        made.set_param(leaf.node.name or "", value_of(leaf, rng))
+    slots = [made.input_view(leaf.node.name or "") for leaf in graph.inputs]
+    for slot, leaf in zip(slots, graph.inputs):
+        slot[...] = value_of(leaf, rng)
+    result = made.run({leaf.node.name or "": slot.copy() for leaf, slot in zip(graph.inputs, slots)})[0]
+    return made.bound(slots), result, len(made.program().steps)
+
+
+def measure(threads: int, rounds: int, names: list[str]) -> None:
+    lines = []
+    for name, graph, fusion in cases(names):
+        (one, found, few), (other, expected, more) = (compiled(graph, threads, off) for off in ((), (fusion,)))
+        if not np.array_equal(found, expected):
+            raise SystemExit(f"{name}: the forms differ by {np.abs(found.astype('f4') - expected.astype('f4')).max()}")
+        times = interleaved({"as is": one, "apart": other}, rounds, threads=threads)
+        micros = [f"{times[form] * 1e6:.1f}" for form in ("as is", "apart")]
+        lines.append([name, f"{few} / {more}", *micros, f"{times['apart'] / times['as is']:.3f}" if few < more else "-"])
+    print(f"\n{threads} thread(s), us; {'thread CPU time' if threads == 1 else 'wall time'}")
+    print(table(["case", "kernels", "as is", "apart", "apart / as is"], lines), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", nargs="+", default=["norm", "cast", "gather", "gated", "dequant"])
+    parser.add_argument("--force", action="store_true")
+    args = parser.parse_args()
+    if args.force:
+        usual = backend.with_natives
+        backend.with_natives = lambda target: replace(usual(target), computes=lambda producer: True)
+    print(header("numpy", "llvmlite"), flush=True)
+    for threads in args.threads:
+        measure(threads, args.rounds, args.cases)
+
+
+if __name__ == "__main__":
+    main()

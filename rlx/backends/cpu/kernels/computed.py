@@ -1,0 +1,45 @@
+"""The rule that says which operands a contraction computes itself (Target.computes), from measured times.
+
+Apart, the operand's kernel is shared out among threads, writes the operand, and all threads wait for it. Computed, each task
+evaluates its own rows (of a right operand: panels), as many times as the other side is cut into pieces. Constants were
+fitted to `benchmarks/fused_operands.py --force` on one and two threads.
+"""
+
+from __future__ import annotations
+
+from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, GROUPS, SCRATCH, plan
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Operand, Var, const
+from rlx.ir.target import Producer, Target
+
+VECTOR_NS = 0.35  # of one operation on a vector, with its share of loads and stores
+SHARED_NS = 12_000  # of work from which on threads share it
+STEP_NS = 50, 800  # of one step more: on one thread, on several
+BYTE_NS = 0.02  # of the operand, written and read again
+
+
+def computes(target: Target, p: Producer) -> bool:
+    """Whether the product is quicker if it computes this operand."""
+    size = p.dtype.itemsize
+    elements = p.batch // p.repeats * p.k * (p.n if p.side else p.m)
+    if not elements * p.m * p.n or (not p.side and min(p.m, BLOCK_ROWS) * p.k * max(size, 2) > SCRATCH):
+        return False  # blocks would be lower than without, and read the other operand more often
+    cut = _cut(target, p)
+    copies = (cut[0] if p.side else cut[1]) * p.repeats
+    work = elements * p.work * VECTOR_NS / (target.vector_bytes // 4)
+    apart = work / target.threads if work > SHARED_NS else work
+    saved = STEP_NS[target.threads > 1] + elements * size * BYTE_NS / target.threads
+    return work * copies / min(target.threads, max(1, cut[2])) <= apart + saved
+
+
+def _cut(target: Target, p: Producer) -> tuple[int, int, int]:
+    """(blocks of rows, groups of columns, tasks) of the product with that operand."""
+    panel, group = target.panel(p.dtype.name)
+    acc = Var("acc", p.dtype.compute)
+    group = group if GROUPS.get((p.dtype, p.dtype, acc.dtype)) == group else 1
+    made = Computed(Var("r"), Var("c"), const(0, f32), p.dtype)
+    other = Operand(Buffer("b", p.dtype, p.k * p.n), const(0), p.n, 1, 0 if p.side else panel, 1 if p.side else group)
+    left, right = (other, made) if p.side else (made, other)
+    contract = Contract(Var("i"), Var("j"), p.m, p.n, p.k, left, right, acc, ())
+    found = plan(Kernel("", (), (), ((Var("g"), p.batch),), (contract,)), contract, target)
+    return found.blocks, found.groups, found.tasks

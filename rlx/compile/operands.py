@@ -1,0 +1,65 @@
+"""Operands of a contraction that are computed in its kernel: which producers may be, and what a target needs to know to decide.
+
+A loop group (a norm, a cast, a chain of pointwise ops, a gather of rows) that only the contraction reads can be evaluated where
+the contraction reads its elements, instead of being written to memory by a kernel of its own. Rows may then be computed more
+than once, by every task that takes some of the columns, so the target says where that is quicker (Target.computes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from rlx.compile.layout import Places
+from rlx.ir import kernel as K
+from rlx.ir.graph import Node, Value
+from rlx.ir.op import Contraction, Kind
+from rlx.ir.target import Producer
+
+EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
+EXPENSIVE_WORK = 12  # of one such operation, in additions
+
+
+def is_expensive(node: Node) -> bool:
+    """Whether one element of a pointwise node takes more than a few instructions, judged by what it lowers to."""
+    return not EXPENSIVE.isdisjoint(_operations(node))
+
+
+def work(node: Node) -> int:
+    """Of one element of a node, in additions; a few where the op does not say."""
+    return sum(EXPENSIVE_WORK if op in EXPENSIVE else 1 for op in _operations(node)) if node.op.scalar else 2
+
+
+def _operations(node: Node) -> list[str]:
+    assert node.op.scalar is not None
+    made = node.op.scalar(K.k, node.attrs, *(K.Var("x", v.dtype.compute) for v in node.inputs))
+    return [e.op for e in K.walk(made) if isinstance(e, K.Alu)]
+
+
+def computable(value: Value, forms: dict[Node, str], places: Places, walked: tuple[int, ...], side: int) -> bool:
+    """Whether the nodes of a loop group (with their forms) give the operand element by element, in the order of memory.
+
+    `walked`: the axes of the operand that a row of it runs along. A left operand may need reductions of rows first, if they are
+    the rows of the group."""
+    base = places.base(value)
+    if forms.get(base.node) != "full" or not places.is_row_major(value) or walked != (value.rank - 1,):
+        return False
+    reductions = [n for n in forms if n.op.kind is Kind.REDUCE]
+    if reductions and (side or any(forms[n] == "full" for n in reductions) or value.dims[-1] != base.dims[-1]):
+        return False  # such a one would be computed again for each element
+    read = (v for n in forms if n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for v in n.inputs if v.rank and v.node not in forms)
+    return all(places.locate(v)[1].strides[-1] in (0, 1) or v.dims[-1] == 1 for v in read)
+
+
+def producer(node: Node, facts: Contraction, side: int, nodes: Iterable[Node]) -> Producer:
+    """Facts of an operand (0: left, 1: right) of a contraction, computed by `nodes`."""
+    left, dims = node.inputs[0], node.shapes[0].static
+    n = math.prod(dims[len(dims) - len(facts.b_columns) :])
+    depth = math.prod(left.shape.static[a] for a in facts.a_sum)
+    batch = math.prod(dims[: len(facts.a_batch)])
+    m = math.prod(dims) // max(1, batch * n)
+    operand = node.inputs[side]
+    own = math.prod(operand.shape.static[a] for a in (facts.a_batch, facts.b_batch)[side] if a >= 0)
+    elements = max(1, operand.shape.num_elements)
+    total = sum(work(x) * (x.inputs[0].shape if x.op.kind is Kind.REDUCE else x.shapes[0]).num_elements for x in nodes)
+    return Producer(side, m, n, depth, batch, batch // max(1, own), operand.dtype, total / elements)
