@@ -3,7 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import ModelError, known
+from rlx.errors import (
+    BindingError,
+    CorruptFileError,
+    IndexRangeError,
+    InputDTypeError,
+    InputShapeError,
+    ModelError,
+    NumericsError,
+    OptionError,
+    RlxError,
+    Unsupported,
+    known,
+)
 from rlx.frontends.beams import beam_search
 from rlx.frontends.embedding import ENCODERS, EmbeddingModel, default_folder
 from rlx.frontends.generate import Generator
@@ -26,4 +38,8 @@ def load(path: str | Path, **how: Any) -> Any:
     return LanguageModel(path, **how)
 
 
-__all__ = ["EmbeddingModel", "Generator", "LanguageModel", "beam_search", "default_folder", "load"]
+__all__ = [
+    "BindingError", "CorruptFileError", "EmbeddingModel", "Generator", "IndexRangeError", "InputDTypeError",
+    "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError", "Unsupported",
+    "beam_search", "default_folder", "load",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from functools import partial
@@ -386,9 +387,11 @@ def test_feeds_move_outputs_into_state(session: rlx.Session) -> None:
     got = compiled.run_feed_gpu_handle({"x": np.ones(3, F)}, "h", 1)
     np.testing.assert_array_equal(got, [1, 1, 1])
     np.testing.assert_array_equal(compiled.read_handle("h"), [1, 1, 1])
-    for handle, output in (("g", 0), ("g", None), ("h", 2), ("h", True), ("h", -1)):
-        with pytest.raises(UnknownNameError, match="no (handle|output)"):
-            compiled.set_gpu_handle_feed(handle, output)
+    for output in (2, True, -1):
+        with pytest.raises(UnknownNameError, match="no output"):
+            compiled.set_gpu_handle_feed("h", output)
+    assert compiled.set_gpu_handle_feed("h", 0) is compiled.set_gpu_handle_feed("h", None) is True
+    assert compiled.set_gpu_handle_feed("g", 0) is compiled.set_gpu_handle_feed("g", None) is False
 
 
 def test_snapshots_restore_state(session: rlx.Session) -> None:
@@ -485,3 +488,62 @@ def test_knobs_print_and_dump_what_options_do_not_say(tmp_path, capsys) -> None:
     assert "graph seen" in shown[2] and "define " not in shown[2] and "define " in shown[3]
     session.compile(g, rlx.CompileOptions(verbose=True))
     assert "different kernels" in capsys.readouterr().out
+
+
+# -- arguments of a wrong type ---------------------------------------------------------------------------------------
+
+JUNK = (None, 0, -1, True, 1.5, "x", "", b"x", [], [None], [[]], (), {}, {"x": None}, {None: 1}, {"x": (None, None)}, set())
+
+
+def everything(session: rlx.Session) -> rlx.CompiledGraph:
+    g = rlx.Graph("everything")
+    x, w, h = g.input("x", (2,), "f32"), g.param("w", (2,), "f32"), g.handle(rlx.BufferHandle("h", (2,), "f32"))
+    g.set_outputs([x + w, h * 2.0])
+    compiled = session.compile(g)
+    compiled.set_param("w", np.zeros(2, F))
+    return compiled
+
+
+def test_arguments_of_any_type_are_taken_or_refused_by_an_error_of_ours(session: rlx.Session) -> None:
+    """Every public method, called with each kind of junk for each of its arguments."""
+    compiled = everything(session)
+    fine = {"inputs": {"x": np.ones(2, F)}, "name": "h", "handle": "h", "output_index": 0, "output": 0, "row": 0, "row_inner": 1}
+    fine |= {"data": bytes(8), "dtype": "f32", "array": np.zeros(2, F), "indices": [0], "k": 1, "store": compiled.handles}
+    compiled.run(fine["inputs"])
+    called, refused = 0, 0
+    for method in (name for name in dir(rlx.CompiledGraph) if not name.startswith("_")):
+        if isinstance(vars(rlx.CompiledGraph).get(method), property):
+            continue
+        made = getattr(type(compiled), method)
+        names = [n for n in inspect.signature(getattr(made, "__wrapped__", made)).parameters if n != "self"]
+        for wrong in names:
+            for junk in JUNK:
+                arguments = [junk if name == wrong else fine.get(name, junk) for name in names]
+                called += 1
+                try:
+                    getattr(compiled, method)(*arguments)
+                except rlx.RlxError as e:
+                    refused += 1
+                    assert len(str(e)) > 10, (method, wrong, junk, e)
+                except BaseException as e:
+                    raise AssertionError(f"{method}({wrong}={junk!r}): {e!r}") from e
+    assert called > 300 and refused > called // 2
+    np.testing.assert_array_equal(compiled.run(fine["inputs"])[0], [1, 1])
+
+
+@pytest.mark.parametrize("call,said", [
+    (lambda c: c.run_pipelined(None), "run_pipelined takes a sequence of {name: array}, one for each run; got NoneType"),
+    (lambda c: c.run_read_outputs({"x": np.ones(2, F)}, 0), "indices are those of outputs, or None for all; got int"),
+    (lambda c: c.bind_handle(["h"], np.ones(2, F)), r"the name of a handle is text, got \['h'\]"),
+    (lambda c: c.set_params({1: np.ones(2, F)}), "the name of a param is text, got 1"),
+])  # fmt: skip
+def test_what_to_pass_instead_is_said(call, said) -> None:
+    with pytest.raises(BindingError, match=said):
+        call(everything(rlx.Session("cpu")))
+
+
+def test_all_outputs_are_read_where_no_indices_are_given(session: rlx.Session) -> None:
+    compiled = everything(session)
+    found = compiled.run_read_outputs({"x": np.ones(2, F)}, None)
+    assert [a.tolist() for a in found] == [a.tolist() for a in compiled.run({"x": np.ones(2, F)})] and len(found) == 2
+    assert [a.tolist() for a in compiled.run_read_outputs({"x": np.ones(2, F)}, iter([1, 0]))] == [[0, 0], [1, 1]]

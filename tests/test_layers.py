@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rlx import errors
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -242,3 +244,24 @@ def test_the_words_page_names_what_exists():
             assert hasattr(importlib.import_module(module), attribute), name
     words = re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)
     assert len(words) == len(set(words)) and {"node", "region", "kernel", "slot", "active extent"} <= set(words)
+
+
+ERRORS = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, errors.RlxError)}
+
+
+@pytest.mark.parametrize("package,module", [
+    ("ir", "rlx.ir"), ("compile", "rlx.compile"), ("driver", "rlx.driver"), ("runtime", "rlx.runtime"),
+    ("backends", "rlx.runtime"), ("compile", "rlx.runtime"), ("driver", "rlx.runtime"), ("frontends", "rlx.models"),
+])  # fmt: skip
+def test_errors_can_be_imported_where_they_are_raised(package: str, module: str) -> None:
+    """Also through the runtime, which passes on what lies below it."""
+    there = importlib.import_module(module)
+    raised = {
+        alias.name
+        for file in (PACKAGE / package).rglob("*.py")
+        for node, name, _ in imports(ast.parse(file.read_text()))
+        if name == "rlx.errors" and isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } & ERRORS
+    assert raised and sorted(raised - set(there.__all__)) == []
+    assert all(getattr(there, name) is getattr(errors, name) for name in raised)

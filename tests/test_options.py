@@ -78,7 +78,7 @@ def test_replace_knows_its_fields():
 def test_the_key_holds_what_changes_code_and_is_the_same_in_another_process():
     plain = CompileOptions(disable={"fuse", "inplace", "reuse"}, dims={"n": 2})
     assert plain.key == plain.replace(verbose=True, dump="there", debug=True).key
-    changes = {"precision": "bf16", "alignment": 128, "threads": 1, "deterministic": False, "checked": True, "dims": {"n": 3}}
+    changes = {"precision": "bf16", "alignment": 128, "threads": 1, "checked": True, "dims": {"n": 3}}
     keys = {plain.replace(**{name: value}).key for name, value in changes.items()} | {plain.key, plain.bind_handle(STATE).key}
     assert len(keys) == len(changes) + 2
     code = "from rlx.compile import CompileOptions as C; print(C(disable={'fuse','inplace','reuse'}, dims={'n': 2}).key)"
@@ -90,3 +90,11 @@ def test_the_key_holds_what_changes_code_and_is_the_same_in_another_process():
 
 def test_dump_takes_any_path(tmp_path):
     assert CompileOptions(dump=tmp_path).dump == str(tmp_path)
+
+
+@pytest.mark.parametrize("value", [False, None, 1, "yes"])
+def test_results_are_always_repeatable(value) -> None:
+    """No code is faster for giving other bits from run to run, so there is nothing to turn off."""
+    assert CompileOptions(deterministic=True) == CompileOptions()
+    with pytest.raises(OptionError, match="runs always give the same bits"):
+        CompileOptions(deterministic=value)

@@ -2,5 +2,19 @@
 
 from rlx.compile.assemble import lower
 from rlx.compile.options import CompileOptions
+from rlx.errors import (
+    CompileError,
+    GraphError,
+    IndexRangeError,
+    OptionError,
+    PlanError,
+    RlxError,
+    UnboundDimError,
+    UnknownRankError,
+    VerifyError,
+)
 
-__all__ = ["CompileOptions", "lower"]
+__all__ = [
+    "CompileError", "CompileOptions", "GraphError", "IndexRangeError", "OptionError", "PlanError", "RlxError",
+    "UnboundDimError", "UnknownRankError", "VerifyError", "lower",
+]  # fmt: skip

@@ -28,8 +28,9 @@ class CompileOptions:
     row and per column (rlx.compile.int8), the others as declared. `disable`: names of passes to leave out. `alignment`: bytes
     between buffer starts, None: the target's. `dims`: values of named dims. `extent`: a named dim that stays active, and
     the most it can be in a run. `handles`: states the caller will bind.
-    `threads`: None: as many as the process may use. `checked`: raise NumericsError where a NaN appears. `debug`: guard
-    stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
+    `threads`: None: as many as the process may use. `deterministic`: True, as every run of a graph gives the same bits at a given
+    number of threads; False is refused, as nothing would be faster for it. `checked`: raise NumericsError where a
+    NaN appears. `debug`: guard stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
     `tune`: True, or how many seconds a compile may spend on trying how kernels are best cut on this machine (see README); or
     choices made before: a report's `tuning`, its `choices`, or the path of a file of them. Results are the same bits.
     """
@@ -51,9 +52,13 @@ class CompileOptions:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise OptionError(f"precision={self.precision!r} is not a policy; choose one of {known(PRECISIONS)}")
-        for flag in ("deterministic", "checked", "debug", "verbose"):
+        for flag in ("checked", "debug", "verbose"):
             if not isinstance(getattr(self, flag), bool):
                 raise OptionError(f"{flag} is True or False, got {getattr(self, flag)!r}")
+        if self.deterministic is not True:
+            raise OptionError(
+                f"deterministic={self.deterministic!r}: runs always give the same bits, and none is faster without; leave it out"
+            )
         if self.threads is not None and whole("threads", self.threads) < 1:
             raise OptionError(f"threads={self.threads}: give at least 1, or None for all that the process may use")
         if (a := self.alignment) is not None and (whole("alignment", a) < LEAST_ALIGNMENT or a & (a - 1)):
@@ -112,10 +117,10 @@ class CompileOptions:
 def _pass_names(names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"disable is a collection of pass names, got {names!r}; choose from {known(OPTIONAL_PASSES)}")
-    chosen = tuple(sorted(set(names)))
-    if wrong := [n for n in chosen if n not in OPTIONAL_PASSES]:
+    names = list(names)
+    if wrong := [n for n in names if n not in OPTIONAL_PASSES]:
         raise OptionError(f"disable={wrong}: not passes that can be left out; those are {known(OPTIONAL_PASSES)}")
-    return chosen
+    return tuple(sorted(set(names)))
 
 
 def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:

@@ -11,12 +11,33 @@ from rlx.driver.params import ParamEntry, ParamStore
 from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
 from rlx.driver.transports.shm import ShmTransport
+from rlx.errors import (
+    BindingError,
+    CallMismatchError,
+    CollectiveError,
+    CompileError,
+    CorruptFileError,
+    DeviceUnavailableError,
+    HeapBoundsError,
+    InputDTypeError,
+    InputShapeError,
+    OptionError,
+    OutOfMemoryError,
+    RlxError,
+    TransferError,
+    TransportError,
+    UnknownDeviceError,
+    UnknownNameError,
+    UnknownRankError,
+)
 from rlx.ir.handle import BufferHandle
 
 __all__ = [
-    "Artifact", "Backend", "Buffer", "BufferHandle", "CommandStream", "Device", "DeviceArena", "Executable",
-    "HandleStore", "HostArena", "HostMemory", "Launch", "LocalTransport", "Memory", "ParamEntry", "ParamStore", "Rank",
-    "ReduceKind", "ShmTransport", "Slot", "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream",
-    "all_gather", "all_reduce", "all_to_all", "bf16_to_f32", "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16",
-    "f32_to_f16", "memory_of", "recording", "reduce_scatter",
+    "Artifact", "Backend", "BindingError", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError", "CommandStream",
+    "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceUnavailableError", "Executable", "HandleStore",
+    "HeapBoundsError", "HostArena", "HostMemory", "InputDTypeError", "InputShapeError", "Launch", "LocalTransport", "Memory",
+    "OptionError", "OutOfMemoryError", "ParamEntry", "ParamStore", "Rank", "ReduceKind", "RlxError", "ShmTransport", "Slot",
+    "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
+    "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "all_gather", "all_reduce", "all_to_all", "bf16_to_f32",
+    "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

@@ -1,6 +1,24 @@
 """The vocabulary: graphs, their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
 
 # isort: off
+from rlx.errors import (
+    AttributeValueError,
+    DTypeError,
+    DuplicateNameError,
+    GraphError,
+    IndexRangeError,
+    InputDTypeError,
+    InputShapeError,
+    MissingInputError,
+    NumericsError,
+    OptionError,
+    ParseError,
+    RlxError,
+    ShapeError,
+    UnboundDimError,
+    UnknownNameError,
+    VerifyError,
+)
 from rlx.ir.dtype import (
     DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
 )  # fmt: skip
@@ -16,7 +34,10 @@ from rlx.ir.verify import faults
 from rlx.ir import ops  # last: fills OPS, whose rows are written with all of the above
 
 __all__ = [
-    "Attrs", "BufferHandle", "DTYPES", "DType", "Dim", "Graph", "Kernel", "Kind", "Node", "OPS", "OpDef", "Program", "Shape",
-    "Target", "Value", "as_dtype", "bf16", "bool_", "c64", "constant", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "faults",
-    "fingerprint", "i16", "i32", "i64", "i8", "ops", "parse_graph", "print_graph", "u16", "u32", "u64", "u8",
+    "AttributeValueError", "Attrs", "BufferHandle", "DTYPES", "DType", "DTypeError", "Dim", "DuplicateNameError", "Graph",
+    "GraphError", "IndexRangeError", "InputDTypeError", "InputShapeError", "Kernel", "Kind", "MissingInputError", "Node",
+    "NumericsError", "OPS", "OpDef", "OptionError", "ParseError", "Program", "RlxError", "Shape", "ShapeError", "Target",
+    "UnboundDimError", "UnknownNameError", "Value", "VerifyError", "as_dtype", "bf16", "bool_", "c64", "constant", "f16",
+    "f32", "f64", "f8e4m3", "f8e5m2", "faults", "fingerprint", "i16", "i32", "i64", "i8", "ops", "parse_graph", "print_graph",
+    "u16", "u32", "u64", "u8",
 ]  # fmt: skip

@@ -28,6 +28,36 @@ from rlx.driver import (
 )
 from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
+from rlx.errors import (
+    BindingError,
+    CallMismatchError,
+    CollectiveError,
+    CompileError,
+    CorruptFileError,
+    DeviceUnavailableError,
+    DuplicateNameError,
+    GraphError,
+    HeapBoundsError,
+    IndexRangeError,
+    InputDTypeError,
+    InputShapeError,
+    MissingInputError,
+    MissingParamError,
+    NumericsError,
+    OptionError,
+    OutOfMemoryError,
+    PlanError,
+    RlxError,
+    StaleViewError,
+    TransferError,
+    TransportError,
+    UnboundDimError,
+    UnknownDeviceError,
+    UnknownNameError,
+    UnknownRankError,
+    Unsupported,
+    VerifyError,
+)
 from rlx.runtime.agree import agreed, of_first
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView
@@ -35,9 +65,14 @@ from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session
 
 __all__ = [
-    "Allocations", "BucketedCompileCache", "Buffer", "BufferHandle", "CommandStream", "CompileCache", "CompileOptions",
-    "CompileReport", "CompiledGraph", "Device", "DeviceArena", "HandleStore", "HostArena", "LocalTransport", "MemoryPlan",
-    "OutputView", "ParamStore", "Partitioned", "Rank", "ReduceKind", "Session", "ShmTransport", "Snapshot", "SymmetricBuffer",
-    "SymmetricHeap", "SymmetricTransport", "SyncStream", "agreed", "all_gather", "all_reduce", "all_to_all", "available",
-    "broadcast", "connect", "is_available", "map_file", "of_first", "partition", "power_of_two_ladder", "reduce_scatter",
+    "Allocations", "BindingError", "BucketedCompileCache", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
+    "CommandStream", "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
+    "Device", "DeviceArena", "DeviceUnavailableError", "DuplicateNameError", "GraphError", "HandleStore", "HeapBoundsError",
+    "HostArena", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport", "MemoryPlan", "MissingInputError",
+    "MissingParamError", "NumericsError", "OptionError", "OutOfMemoryError", "OutputView", "ParamStore", "Partitioned",
+    "PlanError", "Rank", "ReduceKind", "RlxError", "Session", "ShmTransport", "Snapshot", "StaleViewError", "SymmetricBuffer",
+    "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError", "UnboundDimError",
+    "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "Unsupported", "VerifyError", "agreed", "all_gather",
+    "all_reduce", "all_to_all", "available", "broadcast", "connect", "is_available", "map_file", "of_first", "partition",
+    "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

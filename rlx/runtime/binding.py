@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
+
+T = TypeVar("T")
 
 
 def fits(what: str, array: object, shape: Shape) -> np.ndarray:
@@ -24,6 +27,20 @@ def fits(what: str, array: object, shape: Shape) -> np.ndarray:
     if found.shape != shape.static:
         raise InputShapeError(f"{what} is {shape}; got dims {list(found.shape)}")
     return found
+
+
+def named(what: str, name: object) -> str:
+    """`name`, if it is text: of others no look-up makes sense."""
+    if not isinstance(name, str):
+        raise UnknownNameError(f"the name of a {what} is text, got {name!r}")
+    return name
+
+
+def each(wanted: str, given: Iterable[T]) -> list[T]:
+    """The elements. BindingError, which says what is `wanted`: there are none to go through, or they have names."""
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise BindingError(f"{wanted}; got {type(given).__name__}")
+    return list(given)
 
 
 def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:

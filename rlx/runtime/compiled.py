@@ -2,6 +2,8 @@
 
 The fast paths are `bound` and `run_slots`: they compare dtype and dims, copy what is not in its slot and make one native call,
 on the CPU in machine code (rlx.runtime.calls).
+
+More than 500 lines: it is one class, the public surface of a compiled graph.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from rlx.errors import (
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import by_name, by_position, fits, from_bytes
+from rlx.runtime.binding import by_name, by_position, each, fits, from_bytes, named
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
 from rlx.runtime.outputs import OutputView
@@ -84,7 +86,7 @@ class CompiledGraph:
         UnknownNameError, InputShapeError, InputDTypeError; CorruptFileError: it lies in a mapped file that was cut off since.
         None of them changes anything.
         """
-        self.set_params({name: array})
+        self.set_params({named("param", name): array})
 
     def set_params(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set several weights at once: what depends on more than one is computed once, and threads share the work.
@@ -100,9 +102,7 @@ class CompiledGraph:
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
         """The same from raw little-endian bytes of exactly the param's size."""
-        decl = self._weights.decls.get(name)
-        if decl is None:
-            raise UnknownNameError(f"no param is called {name!r}; there are {known(self._weights.decls)}")
+        decl = self._weights.decl(name)
         self.set_param(name, from_bytes(f"param {name!r}", data, dtype, decl.shape))
 
     def missing_params(self) -> list[str]:
@@ -120,10 +120,11 @@ class CompiledGraph:
             self._run(arrays)
             return copies(self._current_outputs())
 
-    def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int]) -> list[np.ndarray]:
-        """One run; fresh arrays of these outputs only."""
+    def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int] | None) -> list[np.ndarray]:
+        """One run; fresh arrays of these outputs only. None: of all."""
         with self._beginning:
-            wanted = [self._output_index(i) for i in indices]
+            given = range(len(self._program.outputs)) if indices is None else indices
+            wanted = [self._output_index(i) for i in each("indices are those of outputs, or None for all", given)]
             arrays = by_name("input", inputs, self._inputs)
         self._drain()
         with self._lock, self._gate:
@@ -240,7 +241,8 @@ class CompiledGraph:
         """Queue a run per set, wait once; out[run][output], fresh arrays. All sets are checked before the first run; if one
         fails all the same, it is as sync_pending says, and there are no results."""
         with self._beginning:
-            sets = [by_name("input", inputs, self._inputs) for inputs in input_sets]
+            given = each("run_pipelined takes a sequence of {name: array}, one for each run", input_sets)
+            sets = [by_name("input", inputs, self._inputs) for inputs in given]
         results: list[list[np.ndarray]] = [[] for _ in sets]
         self._drain()  # what was queued before is not of these
         for arrays, result in zip(sets, results):
@@ -266,7 +268,7 @@ class CompiledGraph:
 
     def bind_handle(self, name: str, array: np.ndarray) -> bool:
         """Set a state. False where the graph has no such handle; wrong dims or dtype raise and change nothing."""
-        decl = self._handles.get(name)
+        decl = self._handles.get(named("handle", name))
         if decl is None:
             return False
         value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
@@ -278,7 +280,7 @@ class CompiledGraph:
 
     def read_handle(self, name: str) -> np.ndarray | None:
         """A fresh array with the state, or None where the graph has no such handle. A state never set is zeros."""
-        decl = self._handles.get(name)
+        decl = self._handles.get(named("handle", name))
         if decl is None:
             return None
         self._drain()
@@ -289,17 +291,20 @@ class CompiledGraph:
     read_gpu_handle = read_handle
 
     def has_gpu_handle(self, name: str) -> bool:
-        return name in self._handles
+        return named("handle", name) in self._handles
 
-    def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> None:
-        """After each run `handle` takes the value of that output, on the device. None ends the feed."""
-        self._handle(handle)
+    def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> bool:
+        """After each run `handle` takes the value of that output, on the device. None ends the feed. False: there is no such
+        handle in the graph, and nothing has changed."""
+        if not self.has_gpu_handle(handle):
+            return False
         feed = None if output_index is None else self._feed_of(handle, output_index)
         self._drain()  # queued runs are to feed what they fed
         with self._lock, self._gate:
             self._feeds.pop(handle, None)
             self._feeds.update({} if feed is None else {handle: feed})
             self._gate.barred = len(self._feeds)
+        return True
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
         """One run, after which `handle` takes that output's value, on the device; returns the output too."""
@@ -471,7 +476,7 @@ class CompiledGraph:
         return decl.id, self._program.outputs[output].buffer
 
     def _handle(self, name: str) -> BufferDecl:
-        if name not in self._handles:
+        if named("handle", name) not in self._handles:
             raise UnknownNameError(f"no handle is called {name!r}; there are {known(self._handles)}")
         return self._handles[name]
 

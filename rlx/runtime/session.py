@@ -72,6 +72,8 @@ class Session:
     def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
         """Where the bytes of an executable would be, but for its code and scratch. Nothing is allocated for it."""
         options = options or CompileOptions()
+        if not isinstance(graph, Graph) or not isinstance(options, CompileOptions):
+            raise OptionError(f"plan takes a Graph and CompileOptions, got {type(graph).__name__}, {type(options).__name__}")
         program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
         return MemoryPlan.of(program, planned_bytes(program))
 

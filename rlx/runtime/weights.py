@@ -17,8 +17,8 @@ from rlx.driver import files
 from rlx.driver.backend import Executable
 from rlx.errors import MissingParamError, UnknownNameError, known
 from rlx.host.gate import Gate
-from rlx.ir.program import Program, Region
-from rlx.runtime.binding import fits
+from rlx.ir.program import BufferDecl, Program, Region
+from rlx.runtime.binding import fits, named
 
 IN_THREADS = 4 << 20  # bytes of params set at once from which on threads share the work
 
@@ -57,11 +57,15 @@ class Weights:
         self.store.kept |= values.keys() & self.kept
         self._made(todo)
 
+    def decl(self, name: str) -> BufferDecl:
+        """UnknownNameError: there is no such param."""
+        if named("param", name) not in self.decls:
+            raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
+        return self.decls[name]
+
     def _checked(self, name: str, array: object) -> np.ndarray:
         """The array as a param's bytes lie."""
-        decl = self.decls.get(name)
-        if decl is None:
-            raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
+        decl = self.decl(name)
         found = fits(f"param {name!r}", array, decl.shape)
         files.check(found)
         return np.asarray(found if found.flags.c_contiguous else files.in_memory(found))
