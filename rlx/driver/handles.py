@@ -26,7 +26,7 @@ class StateMemory(Protocol):
     """What a backend gives a store: an object, or a module, with these functions."""
 
     def allocate(self, nbytes: int, /) -> Any:
-        """Zeroed memory, at one address for life; `data`: its bytes in the host's sight, uint8 and flat."""
+        """Zeroed memory, at one `address` for life; `data`: its bytes in the host's sight, uint8 and flat."""
         ...
 
     def freeze(self, regions: Sequence[Any], /) -> None:
@@ -41,6 +41,10 @@ class StateMemory(Protocol):
 @dataclass(frozen=True)
 class PlainBytes:
     data: np.ndarray
+
+    @property
+    def address(self) -> int:
+        return self.data.ctypes.data
 
 
 class PlainMemory:

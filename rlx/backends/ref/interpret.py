@@ -17,14 +17,15 @@ from typing import NoReturn
 
 import numpy as np
 
-from rlx.backends.ref.scalar import compute, convert, identity, reduce_ufunc
+from rlx.backends.ref.scalar import compute, convert, reduce_ufunc
+from rlx.backends.shared.loaded import POISON
+from rlx.backends.shared.nest import identity
 from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Local, Stmt
 from rlx.ir.op import OPS
 
 MAX_POINTS = 1 << 21  # elements of the largest array that a kernel's grid and loops may be spread over at once
-POISON = 0xCB  # byte that fills memory nobody has written
 
 
 def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:

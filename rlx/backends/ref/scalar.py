@@ -54,18 +54,6 @@ def _float_to_int(a: Array, target: DType) -> Array:
     return np.where(a < low, np.array(info.min, target.numpy), out)
 
 
-def identity(op: str, dtype: DType) -> int | float | bool:
-    """What a reduction with `op` starts from."""
-    if op in ("max", "min"):
-        if dtype.is_float:
-            return -math.inf if op == "max" else math.inf
-        if dtype.kind == "b":
-            return op == "min"
-        info = np.iinfo(dtype.numpy)
-        return int(info.min if op == "max" else info.max)
-    return {"add": 0, "mul": 1, "or": 0, "and": True if dtype.kind == "b" else -1 if dtype.kind == "i" else 2**dtype.bits - 1}[op]
-
-
 def reduce_ufunc(op: str, dtype: np.dtype) -> np.ufunc:
     """The binary ufunc that a reduction with `op` combines with. max and min let NaN through."""
     return {

@@ -1,9 +1,13 @@
-"""Analysis of loop nests of the kernel IR: what is inside statements and expressions, in an order that suits a renderer."""
+"""Loop nests of the kernel IR: what is inside statements and expressions, in an order that suits a renderer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import numpy as np
+
+from rlx.ir.dtype import DType
 from rlx.ir.kernel import Alu, Expr, Load, Loop, Stmt, Store
 
 
@@ -50,3 +54,15 @@ def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
 
 def stores(stmts: Iterable[Stmt]) -> list[Store]:
     return [s for s in nested(stmts) if isinstance(s, Store)]
+
+
+def identity(op: str, dtype: DType) -> int | float | bool:
+    """What a reduction with `op` starts from."""
+    if op in ("max", "min"):
+        if dtype.is_float:
+            return -math.inf if op == "max" else math.inf
+        if dtype.kind == "b":
+            return op == "min"
+        info = np.iinfo(dtype.numpy)
+        return int(info.min if op == "max" else info.max)
+    return {"add": 0, "mul": 1, "or": 0, "and": True if dtype.kind == "b" else -1 if dtype.kind == "i" else 2**dtype.bits - 1}[op]

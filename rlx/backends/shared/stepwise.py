@@ -1,0 +1,162 @@
+"""An executable in host memory that runs the steps of a program one after another, for backends that look for faults.
+
+What is undefined before a run (the arena but for its inputs, outputs) is filled with poison, so that a wrong plan or a read
+before a write gives wrong results. A backend supplies one function: it runs a kernel on arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from rlx.backends.shared.loaded import POISON, Loaded, check_fits
+from rlx.driver.exchange import Exchanges
+from rlx.driver.handles import HandleStore, PlainBytes, PlainMemory
+from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
+from rlx.errors import CollectiveError, IndexRangeError
+from rlx.ir.kernel import STATUS, Check, Kernel, walk
+from rlx.ir.program import Program, Region, Step
+
+STATES = PlainMemory()
+# a kernel and flat, aligned arrays, one per buffer -> 0, or the code of a failed Check
+RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
+
+
+class StepwiseExecutable:
+    """Executable protocol (rlx.driver.backend) over `run_kernel`. `code_bytes`: of its machine code, for memory()."""
+
+    def __init__(
+        self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
+        transport: SymmetricTransport | None = None, code_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        self.program, self.code_bytes, self._run_kernel = program, code_bytes, run_kernel
+        may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
+        self.exchanges = Exchanges(program, transport, may_fail)
+        self.loaded = Loaded(program, params or ParamStore(), handles or HandleStore(), STATES, poisoned)
+        for b in program.buffers:  # params are in the store from the beginning
+            self.loaded.address(b.id)
+
+    # -- buffers
+
+    @property
+    def params(self) -> ParamStore:
+        return self.loaded.params
+
+    @property
+    def handles(self) -> HandleStore:
+        return self.loaded.handles
+
+    @property
+    def arena_ptr(self) -> int:
+        return self.loaded.arena.address
+
+    def use_handles(self, store: HandleStore) -> None:
+        self.loaded.use_handles(store)
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        self.loaded.write(buffer, array)
+
+    def read(self, buffer: int) -> np.ndarray:
+        return self.loaded.read(buffer)
+
+    def copy(self, goal: int, source: int) -> None:
+        self.loaded.copy(goal, source)
+
+    def view(self, buffer: int) -> np.ndarray:
+        return self.loaded.view(buffer)
+
+    def address(self, buffer: int) -> int:
+        return self.loaded.address(buffer)
+
+    def clone(self) -> StepwiseExecutable:
+        handles, transport = self.handles.copy(), self.exchanges.transport
+        other = StepwiseExecutable(self.program, self._run_kernel, self.params, handles, transport, self.code_bytes)
+        other.loaded.arena.data[:] = self.loaded.arena.data
+        return other
+
+    def allocations(self) -> dict[str, int]:
+        """Zeros: numpy's memory is Python's, and counted there."""
+        return {"count": 0, "live_bytes": 0, "total_bytes": 0}
+
+    def memory(self) -> dict[str, int]:
+        return self.loaded.memory() | {"code": self.code_bytes}
+
+    # -- running
+
+    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
+        for buffer, array in (given or {}).items():
+            check_fits(self.loaded.decls[buffer], array)
+        arrays = {buffer: np.require(array, requirements=["C", "A"]) for buffer, array in (given or {}).items()}
+        for i in steps:
+            self._run(self.program.prepare[i], arrays)
+
+    def run(self) -> None:
+        self.run_steps()
+        if self.exchanges.agreement:
+            self._agree()
+        self._commit()
+
+    def run_steps(self) -> None:
+        for b in self.program.buffers:
+            if b.region in (Region.ARENA, Region.OUTPUT):
+                memory, start = self.loaded.place(b.id)
+                memory.data[start : start + b.nbytes] = POISON
+        done = 0
+        try:
+            self.exchanges.begin()
+            for step in self.program.steps:
+                self._run(step)
+                done += 1
+        except (IndexRangeError, CollectiveError) as e:
+            if isinstance(e, IndexRangeError):
+                self.exchanges.give_up()
+            self._undo(done)
+            raise
+        finally:
+            self.exchanges.release()
+
+    def run_commit(self) -> None:
+        self._agree()
+        self._commit()
+
+    def run_abort(self) -> None:
+        self.exchanges.give_up()
+        self._undo(len(self.program.steps))
+
+    def run_refuse(self) -> None:
+        self.exchanges.refuse()
+
+    def _agree(self) -> None:
+        try:
+            self.exchanges.agree()
+        except CollectiveError:
+            self._undo(len(self.program.steps))
+            raise
+
+    def _undo(self, failed: int) -> None:
+        """Undo updates in place by the steps before `failed`."""
+        for at, step in self.program.abort:
+            if at < failed:
+                self._run(step)
+
+    def _commit(self) -> None:
+        for step in self.program.commit:
+            self._run(step)
+
+    def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
+        arrays = [(given[a] if a in given else self.loaded.view(a)).reshape(-1) for a in step.args]
+        if step.kernel.collective:
+            self.exchanges.perform(step.kernel.collective, *arrays)
+        elif status := self._run_kernel(step.kernel, arrays):
+            where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
+            raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
+
+
+def poisoned(nbytes: int, alignment: int) -> PlainBytes:
+    """`nbytes` poisoned bytes, aligned."""
+    base = np.full(nbytes + alignment, POISON, np.uint8)
+    start = -base.ctypes.data % alignment
+    return PlainBytes(base[start : start + nbytes])
