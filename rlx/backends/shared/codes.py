@@ -1,0 +1,36 @@
+"""Kernels compiled once: equal ones, in a program or in several, share their code."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_text import kernel_key
+
+KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
+Code = TypeVar("Code")
+
+
+class Codes(Generic[Code]):
+    """Code by kernel_key; the last `kept` that were asked for stay. `make` compiles those that are missing, all at once."""
+
+    def __init__(self, make: Callable[[Sequence[tuple[str, Kernel]]], Sequence[Code]], kept: int = KEPT) -> None:
+        self._make, self._kept, self._lock = make, kept, threading.Lock()
+        self._codes: OrderedDict[str, Code] = OrderedDict()
+
+    def of(self, kernels: Iterable[Kernel]) -> dict[str, Code]:
+        """The code of each kernel, by its key."""
+        wanted = {kernel_key(kernel): kernel for kernel in {id(x): x for x in kernels}.values()}
+        with self._lock:
+            found = {key: self._codes[key] for key in wanted if key in self._codes}
+            missing = [(key, kernel) for key, kernel in wanted.items() if key not in found]
+            found |= zip((key for key, _ in missing), self._make(missing) if missing else (), strict=True)
+            for key in wanted:
+                self._codes[key] = found[key]
+                self._codes.move_to_end(key)
+            while len(self._codes) > self._kept:
+                self._codes.popitem(last=False)
+        return found

@@ -1,0 +1,45 @@
+"""Contractions as plain loops, for renderers without a tile generator: every element of the result is a sum over k."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Operand, Reduce, Stmt, Var, alu, const, k
+
+
+def without_contract(kernel: Kernel) -> Kernel:
+    """The same function without a Contract. Its rows become a dimension of the grid, and its columns another one where nothing
+    is done for a whole row; so limits on rows are limits of the grid, and memory private to a row (Local.per_row) is private
+    to a point."""
+    found = next((s for s in kernel.body if isinstance(s, Contract)), None)
+    if found is None:
+        return kernel
+    step, dtype = Var("k"), found.acc.dtype
+    before = _row(found.a, found.i) if isinstance(found.a, Computed) else ()
+    inside, a = _element(found.a, found.i, step, found.k)
+    again = _row(found.b, step) if isinstance(found.b, Computed) else ()  # a row of b for every element that is summed
+    inside_b, b = _element(found.b, step, found.j, found.k)
+    body = (*inside, *again, *inside_b)
+    product = Reduce(found.acc, "add", k.mul(k.cast(a, dtype), k.cast(b, dtype)))
+    element = (Loop(step, found.k, body, vector=not body, reduces=(product,)), *found.epilogue)
+    grid = (*kernel.grid, (found.i, found.m))
+    if not (found.rows or before[1:]):
+        return replace(kernel, grid=(*grid, (found.j, found.n)), body=(*before, *element))
+    return replace(kernel, grid=grid, body=(*before, Loop(found.j, found.n, element), *found.rows))
+
+
+def _row(o: Computed, row: Expr) -> tuple[Stmt, ...]:
+    return (Let(o.row, row), *o.before)
+
+
+def _element(o: Operand | Computed, row: Expr, column: Expr, depth: int) -> tuple[tuple[Stmt, ...], Expr]:
+    """Element (row, column) of an operand that sums `depth` products, and the statements that compute it."""
+    if isinstance(o, Computed):
+        return (Let(o.column, column), *o.body), k.cast(o.value, o.dtype)
+    if not o.panel:
+        index = alu("add", alu("mul", row, const(o.row_stride)), alu("mul", column, const(o.col_stride)))
+    else:  # [ceil(n/panel)][ceil(depth/group)][panel][group]
+        panel, lane, block, step = k.div(column, o.panel), k.rem(column, o.panel), k.div(row, o.group), k.rem(row, o.group)
+        groups = k.add(k.mul(panel, -(-depth // o.group)), block)
+        index = k.add(k.mul(k.add(k.mul(groups, o.panel), lane), o.group), step)
+    return (), Load(o.buffer, alu("add", o.offset, index))
