@@ -1,5 +1,6 @@
 """What every transport must do, as plain functions of one rank's transport; all ranks call the same ones.
 
+    python -m tests.conformance --device cpu                          # a device instead: see device_conformance
     python -m tests.conformance --count 1000                          # threads of one process, 2 to 8 ranks
     mpirun -n 4 python -m tests.conformance --transport mpi --count 1000
     rlx launch -n 4 tests/conformance.py --transport shm
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -394,13 +398,28 @@ def on_threads(ranks: int, act: Callable[[LocalTransport], Any], heap: int = HEA
     return found
 
 
+def check_devices(devices: list[str], only: str) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))  # where the tests' modules find one another
+    from device_conformance import conform, installed
+
+    for text in devices:
+        name, _, backend = text.partition("=")
+        with installed(name, backend) if backend else nullcontext():
+            conform(name, only)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--transport", default="local", choices=["local", "shm", "mpi"])
     options.add_argument("--count", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="of threads")
+    options.add_argument("--device", action="append", help="check this one, by name or as NAME=MODULE:CLASS, and no transport")
+    options.add_argument("--only", default="", help="of a device: checks with this in their name, such as 'op soft' or 'length'")
     given = options.parse_args()
+    if given.device:
+        check_devices(given.device, given.only)
+        return
     if given.transport == "local":
         for ranks in given.ranks:
             for found in on_threads(ranks, lambda t: conform(t, given.count // len(given.ranks), given.seed)):

@@ -1,0 +1,291 @@
+"""What every device that computes must do, as plain functions of its name: whoever writes a backend runs these.
+
+    python -m tests.conformance --device ref --device cpu
+    python -m tests.conformance --device c=tests.c_backend:CBackend     # not installed: NAME=MODULE:CLASS
+
+Ops come from the op table (samples x dtypes x awkward data); what a run leaves behind, states, lengths and ranks from the graphs
+below. The references of the ops say what is right. Nothing here knows a backend.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import collective_graphs as collectives
+import numpy as np
+from op_cases import Case, assert_same, cases
+
+import rlx
+from rlx.backends import get
+from rlx.driver import device as known_devices
+from rlx.driver.symmetric import LocalTransport
+from rlx.errors import IndexRangeError
+from rlx.ir.evaluate import evaluate, evaluate_ranks
+from rlx.ir.graph import Graph, Value, apply
+from rlx.ir.op import OPS, Kind
+
+F = np.float32
+NAMES = sorted(n for n, d in OPS.items() if d.kind is not Kind.LEAF)
+
+
+@contextmanager
+def installed(name: str, backend: str) -> Iterator[None]:
+    """A backend class ("module:Class") as the package of `name` would bring it: by an entry point."""
+    with tempfile.TemporaryDirectory() as folder:
+        info = Path(folder) / f"rlx_{name}-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlx-{name}\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[{known_devices.ENTRY_POINTS}]\n{name} = {backend}\n")
+        sys.path.insert(0, folder)
+        _forget()
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+            _forget()
+
+
+def _forget() -> None:
+    """Installed packages and their backends are looked for again."""
+    known_devices.extensions.cache_clear()
+    get.cache_clear()
+
+
+# -- ops -----------------------------------------------------------------------------------------------------------
+
+
+def cases_of(op: str, device: str) -> list[Case]:
+    target = get(rlx.Device.parse(device).name).target(0)
+    return [c for c in cases(dtypes=target.dtypes) if c.op.name == op]
+
+
+def together(op: str, chosen: list[Case]) -> tuple[Graph, dict[str, np.ndarray], list[tuple[Case, int]]]:
+    """One graph with every case's operands and results, so that a device compiles once; (case, result number) of each output."""
+    g = Graph(f"every_{op}")
+    inputs: dict[str, np.ndarray] = {}
+    outputs: list[Value] = []
+    owners: list[tuple[Case, int]] = []
+    for i, case in enumerate(chosen):
+        operands = []
+        for j, (dims, dtype) in enumerate(zip(case.sample.shapes, case.dtypes)):
+            operands.append(g.input(f"c{i}_x{j}", dims, dtype))
+            inputs[f"c{i}_x{j}"] = case.inputs[f"x{j}"]
+        out = apply(case.op, operands, dict(case.sample.attrs or {}))
+        for number, value in enumerate([out] if isinstance(out, Value) else out):
+            outputs.append(value)
+            owners.append((case, number))
+    g.set_outputs(outputs)
+    return g, inputs, owners
+
+
+def poison(compiled: Any) -> None:
+    """Memory whose contents are undefined holds NaN, where the device can do it."""
+    if act := getattr(compiled._executable, "poison", None):
+        act()
+
+
+def check_op(device: str, op: str) -> None:
+    """All cases of an op."""
+    chosen = cases_of(op, device)
+    assert chosen, f"{op} has no case in a dtype of {device}"
+    g, inputs, owners = together(op, chosen)
+    compiled = rlx.Session(device).compile(g, rlx.CompileOptions(threads=2))
+    poison(compiled)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = compiled.run(inputs)
+        for array, (case, number) in zip(found, owners, strict=True):
+            assert_same(array, case.expected[number], case.tolerance, f"{case} result {number} on {device}")
+
+
+# -- what a run reads and leaves -----------------------------------------------------------------------------------
+
+
+def close(found: np.ndarray, want: np.ndarray, what: str) -> None:
+    assert_same(found, want, 2e-5, what)
+
+
+def normal(seed: int, *dims: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(dims).astype(F)
+
+
+def check_weights(device: str) -> None:
+    """Params are prepared when they are set, kept, shared with a clone and with other sizes, and can be set again."""
+
+    def graph(rows: int) -> Graph:
+        g = Graph("weights")
+        x, w, b = g.input("x", (rows, 37), rlx.f32), g.param("w", (21, 37), rlx.f32), g.param("b", (21,), rlx.f32)
+        g.set_outputs([rlx.softmax(rlx.gelu(x @ w.T + b)), rlx.layer_norm(x @ w.T, b, b)])
+        return g
+
+    first = rlx.Session(device).compile(graph(5))
+    params = {"w": normal(0, 21, 37), "b": normal(1, 21)}
+    for name, array in params.items():
+        first.set_param(name, array)
+    other = rlx.Session(device).compile(graph(1), params=first.params)
+    for change in (False, True):
+        if change:
+            params["w"] = normal(2, 21, 37)
+            first.set_param("w", params["w"])
+        for compiled, rows in ((first, 5), (first.clone(), 5), (other, 1)):
+            x = normal(3, rows, 37)
+            for found, want in zip(compiled.run({"x": x}), evaluate(graph(rows), {"x": x}, params)[0], strict=True):
+                close(found, want, f"{rows} rows, set again: {change}")
+
+
+def log_graph(tokens: int) -> Graph:
+    """Writes rows in place at `length`, looks one of them up, and counts."""
+    g = Graph(f"log_{tokens}")
+    rows = g.handle(rlx.BufferHandle("rows", (2, 9, 5), rlx.f32))
+    length = g.handle(rlx.BufferHandle("length", (), rlx.i32))
+    new, pick = g.input("new", (2, tokens, 5), rlx.f32), g.input("pick", (3,), rlx.i32)
+    grown = rlx.update_rows(rows, new, length, axis=1)
+    g.assign(rows, grown, in_place=True)
+    g.assign(length, length + tokens)
+    g.set_outputs([rlx.sum(grown * grown, axis=1), rlx.gather(grown, pick, axis=1), rlx.sum(rows)])
+    return g
+
+
+def check_states(device: str) -> None:
+    """States outlive runs and are shared by executables on one store; clones and snapshots have their own; a run that fails
+    leaves every state as it was, also those it had begun to write in place."""
+    two, one = (rlx.Session(device).compile(log_graph(n)) for n in (2, 1))
+    one.use_handles(two.handles)
+    states: dict[str, np.ndarray] = {}
+
+    def step(compiled: Any, tokens: int, seed: int) -> None:
+        nonlocal states
+        inputs = {"new": normal(seed, 2, tokens, 5), "pick": np.array([0, 8, 1], np.int32)}
+        outputs, states = evaluate(log_graph(tokens), inputs, {}, states)
+        for found, want in zip(compiled.run(inputs), outputs, strict=True):
+            close(found, want, f"run {seed}")
+        same_states(compiled)
+
+    def same_states(compiled: Any) -> None:
+        for name, want in states.items():
+            np.testing.assert_array_equal(compiled.read_handle(name), want, name)
+
+    step(two, 2, 0)
+    step(one, 1, 1)
+    snapshot, copy, kept = one.snapshot_handles(), two.clone(), states
+    step(two, 2, 2)
+    for bad in (np.array([0, 9, 0], np.int32), np.array([-10, 0, 0], np.int32)):
+        try:
+            one.run({"new": np.full((2, 1, 5), np.nan, F), "pick": bad})
+        except IndexRangeError:
+            same_states(one)
+        else:
+            raise AssertionError(f"index {bad} of 9 rows was not refused")
+    states = kept
+    same_states(copy)
+    step(copy, 2, 3)
+    one.restore_handles(snapshot)
+    states = kept
+    step(one, 1, 4)
+
+
+def check_feeds(device: str) -> None:
+    g = Graph("feed")
+    h = g.handle(rlx.BufferHandle("h", (3,), rlx.f32))
+    g.set_outputs([h + g.input("x", (3,), rlx.f32)])
+    compiled = rlx.Session(device).compile(g)
+    compiled.set_gpu_handle_feed("h", 0)
+    for _ in range(3):
+        compiled.run({"x": np.ones(3, F)})
+    np.testing.assert_array_equal(compiled.read_handle("h"), [3, 3, 3])
+
+
+# -- lengths -------------------------------------------------------------------------------------------------------
+
+
+def lengths_graph(build: Callable[[Graph, Value], Value]) -> Graph:
+    g = Graph("lengths")
+    g.set_outputs([build(g, g.input("x", (1, 2, "n", 8), rlx.f32))])
+    return g
+
+
+def _mlp(g: Graph, x: Value) -> Value:
+    w, b = g.param("w", (8, 8), rlx.f32), g.param("b", (8,), rlx.f32)
+    return rlx.layer_norm(rlx.gelu(x @ w + b) @ w.T + x, b, b)
+
+
+LENGTHS: dict[str, Callable[[Graph, Value], Value]] = {
+    "rows": lambda g, x: rlx.silu(x * 2.0 + 1.0),
+    "mlp": _mlp,
+    "attention": lambda g, x: rlx.attention(x, x, x),
+    "attention, causal": lambda g, x: rlx.attention(x, x, x, mask="causal"),
+    "softmax over rows": lambda g, x: rlx.softmax(x, axis=2),
+    "mean over rows": lambda g, x: rlx.mean(x, axis=2),
+    "greatest row": lambda g, x: rlx.max(x, axis=2),
+    "running sum": lambda g, x: rlx.cumsum(x, axis=2),
+}
+
+
+def check_length(device: str, name: str) -> None:
+    """A graph compiled for at most 13 rows, of which some hold data and the others NaN, gives what those rows alone give; in
+    any order of lengths, and through buckets as well."""
+    g, upper = lengths_graph(LENGTHS[name]), 13
+    params = {v.name or "": normal(i, *v.shape.static) for i, v in enumerate(g.params)}
+    compiled = rlx.Session(device).compile(g, rlx.CompileOptions().bind_extent("n", upper))
+    buckets = rlx.BucketedCompileCache(g, dim="n", ladder=rlx.power_of_two_ladder(4, 16), session=rlx.Session(device))
+    for key, array in params.items():
+        compiled.set_param(key, array)
+        buckets.set_param(key, array)
+    for n in (5, 1, 13, 12, 5):
+        x = normal(n, 1, 2, n, 8)
+        (want,), _ = evaluate(g, {"x": x}, params)
+        compiled.set_active_extent((n, upper))
+        padded = np.pad(x, ((0, 0), (0, 0), (0, upper - n), (0, 0)), constant_values=np.nan)
+        (found,) = compiled.run({"x": padded})
+        close(found[:, :, :n] if found.ndim == 4 else found, want, f"{name}, {n} of {upper} rows")
+        (found,) = buckets.run_padded({"x": x})
+        close(found, want, f"{name}, {n} rows in a bucket")
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def check_collective(device: str, name: str, ranks: int = 3) -> None:
+    """Every case of a collective, on ranks that are threads; twice, since memory is used again."""
+    g, inputs, what = collectives.all_cases(name, ranks)
+    transports: list[LocalTransport] = collectives.local(ranks)
+    compiled = collectives.compiled_on(transports, g, device)
+    for _ in range(2):
+        for c in compiled:
+            poison(c)
+        found = collectives.good(collectives.run_all(transports, compiled, inputs))
+        for rank, (want, _) in zip(found, evaluate_ranks(g, inputs), strict=True):
+            for a, b, text in zip(rank, want, what, strict=True):
+                collectives.same(a, b, f"{text} of {ranks} ranks on {device}")
+
+
+# -- all of it -----------------------------------------------------------------------------------------------------
+
+
+def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every check, by a name to report."""
+    yield from ((f"op {name}", lambda name=name: check_op(device, name)) for name in NAMES)
+    yield from ((what.__name__[6:], lambda what=what: what(device)) for what in (check_weights, check_states, check_feeds))
+    yield from ((f"length, {name}", lambda name=name: check_length(device, name)) for name in LENGTHS)
+    yield from ((f"ranks, {name}", lambda name=name: check_collective(device, name)) for name in collectives.NAMES)
+
+
+def conform(device: str, only: str = "") -> None:
+    """All checks whose name contains `only`, with a line for each that fails; SystemExit(1) if any does, or there is none."""
+    start, failed, chosen = time.perf_counter(), 0, [(name, check) for name, check in checks(device) if only in name]
+    for name, check in chosen:
+        try:
+            check()
+        except Exception as e:  # noqa: BLE001  it is reported
+            failed += 1
+            print(f"{device}: {name}: {type(e).__name__}: {str(e).strip()[:2000]}", flush=True)
+    print(f"{device}: {len(chosen) - failed} of {len(chosen)} checks pass, in {time.perf_counter() - start:.0f} s")
+    if failed or not chosen:
+        raise SystemExit(1)
