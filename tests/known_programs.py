@@ -39,7 +39,7 @@ from rlx.frontends.sampling import Sampling
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key, print_kernel
-from rlx.ir.program import Program, print_program
+from rlx.ir.program import Program
 from rlx.ir.quant import FORMATS
 from rlx.ir.shape import Dim
 from rlx.ir.target import Target
@@ -218,7 +218,7 @@ def program_text(program: Program) -> str:
     """Buffers and steps. Hashes in the names of prepared buffers become numbers, since they stand for printed things; constants
     of integers say what is in them."""
     hashes: dict[str, int] = {}
-    text = re.sub(r":([0-9a-f]{24})\[", lambda m: f"#{hashes.setdefault(m[1], len(hashes))}[", print_program(program))
+    text = re.sub(r":([0-9a-f]{24})\[", lambda m: f"#{hashes.setdefault(m[1], len(hashes))}[", str(program))
     for b in program.buffers:
         if b.data is not None and b.data.dtype.kind in "iub":
             content = hashlib.sha256(np.ascontiguousarray(b.data).tobytes()).hexdigest()[:12]

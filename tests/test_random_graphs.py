@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx
+from rlx.compile.check import program_faults
 from rlx.errors import GraphError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op import OPS, Kind
+from rlx.ir.program import Program, print_program
+from rlx.ir.program_parse import digest_of, parse_program
 
 UNARY = sorted(
     n for n, d in OPS.items() if d.kind is Kind.POINTWISE and d.arity == (1, 1) and d.attrs is None and "f" in d.dtypes
@@ -144,6 +147,7 @@ def test_every_device_agrees_with_the_reference(g: Graph, seed: int) -> None:
             ("cpu", rlx.CompileOptions(disable=("fuse",), threads=1)),
         ):
             compiled = rlx.Session(device).compile(parsed, options)
+            check_text(compiled.program())
             for name, value in params.items():
                 compiled.set_param(name, value)
             for name, value in states.items():
@@ -151,6 +155,13 @@ def test_every_device_agrees_with_the_reference(g: Graph, seed: int) -> None:
             found = [*compiled.run(inputs), *(compiled.read_handle(name) for name in following)]
             for array, expected in zip(found, [*want, *following.values()], strict=True):
                 compare(array, expected, f"{device} {options}\n{g}\n{compiled.program()}")
+
+
+def check_text(program: Program) -> None:
+    """A program's text reads back, unless its kernels came without their loops from the cache on disk."""
+    constants = {digest_of(b.data): b.data for b in program.buffers if b.data is not None}
+    again = parse_program(text := print_program(program), program.target, constants)
+    assert print_program(again) == text and not program_faults(again)
 
 
 def compare(found: np.ndarray, want: np.ndarray, where: str) -> None:

@@ -7,6 +7,7 @@ steps wrote into handles in place, if they did not.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -15,9 +16,11 @@ import numpy as np
 
 from rlx.ir.graph import Active
 from rlx.ir.kernel import Kernel, Native, loaded_buffers
+from rlx.ir.kernel_text import print_kernel
 from rlx.ir.layout import TiledLayout
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+from rlx.ir.tokens import constant_text, name_text
 
 
 class Region(Enum):
@@ -138,7 +141,7 @@ class Program:
         return frozenset(read).union(*(names for names in self.sources if len(names) > 1))
 
     def __str__(self) -> str:
-        return print_program(self)
+        return print_program(self, full=False)
 
 
 @dataclass(frozen=True)
@@ -164,16 +167,45 @@ def _moved(kernel: Kernel) -> str:
     return f"{kernel.collective.attrs}, {received_bytes(kernel)} bytes to each" if kernel.collective else ""
 
 
-def print_program(program: Program) -> str:
-    """Buffers with their places, then the steps of each phase."""
-    lines = [f"program {program.name} for {program.target.name}, arena {program.plan.size_bytes} bytes"]
+def _labels(program: Program) -> tuple[dict[Kernel, str], list[str]]:
+    """What steps call their kernels, NAME or NAME@2 for the second of that name, and the text of each distinct one."""
+    labels: dict[Kernel, str] = {}
+    texts: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for kernel in dict.fromkeys(s.kernel for steps in program.phases.values() for s in steps):
+        if (text := print_kernel(kernel)) not in texts:
+            count[kernel.name] += 1
+            texts[text] = name_text(kernel.name) + (f"@{count[kernel.name]}" if count[kernel.name] > 1 else "")
+        labels[kernel] = texts[text]
+    return labels, list(texts)
+
+
+def print_program(program: Program, full: bool = True) -> str:
+    """Buffers with their places, kernels, and the steps of each phase: text that `rlx.ir.program_parse.parse_program` reads back,
+    given constants of many numbers. Not `full`: without kernels, and without what is in constants."""
+    plan = program.plan
+    lines = [f"program {name_text(program.name)} for {name_text(program.target.name)}"]
+    least = f"unshared {plan.unshared_bytes}, at least {plan.lower_bound_bytes}"
+    lines.append(f"arena {plan.size_bytes} bytes, alignment {plan.alignment}, {least}")
     for b in program.buffers:
-        place = f" @ {program.plan.offsets[b.id]}" if b.id in program.plan.offsets else ""
+        place = f" @ {plan.offsets[b.id]}" if b.id in plan.offsets else ""
         tiles = f" in {b.layout}" if b.layout else ""
-        lines.append(f"  %{b.id} {b.region.value} {b.name!r} {b.shape}{tiles}{place}")
+        data = "" if b.data is None or not full else f" = {constant_text(b.data, digest=True)}"
+        lines.append(f"  %{b.id} {b.region.value} {name_text(b.name)} {b.shape}{tiles}{place}{data}")
+    for role, ids in (("inputs", program.inputs), ("params", program.params), ("handles", program.handles)):
+        lines.append(f"{role} {', '.join(f'%{id}' for id in ids)}".rstrip())
+    if program.extent is not None:
+        lines.append(f"extent %{program.extent}")
+    for o in program.outputs:
+        active = "".join(f" active ({', '.join(map(str, a))})" for a in o.active)
+        lines.append(f"output {name_text(o.name)} = %{o.buffer} {o.shape}{active}")
+    labels, kernels = _labels(program)
+    lines += kernels if full else ()
     for phase, steps in program.phases.items():
         lines.append(f"{phase}:")
-        for s in steps:
+        for n, s in enumerate(steps):
+            after = f"after {program.abort[n][0]} " if phase == "abort" else ""
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
-            lines.append(f"  {'| ' * s.beside}{s.kernel.name}({args})  # {_moved(s.kernel) or ' '.join(s.kernel.origin)}")
+            what = _moved(s.kernel) or " ".join(s.kernel.origin)
+            lines.append(f"  {'| ' * s.beside}{after}{labels[s.kernel]}({args})  # {what}".rstrip(" #"))
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from rlx.errors import ParseError, known
+from rlx.errors import ParseError, ShapeError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype, f32
 from rlx.ir.op import Attrs, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape
@@ -185,7 +185,11 @@ class Tokens:
     def shape(self) -> Shape:
         dtype = self.choose(DTYPES, f"a dtype ({known(DTYPES)})")
         self.expect("[")
-        return Shape([self.dim() for _ in self.items("]")], dtype)
+        dims = [self.dim() for _ in self.items("]")]
+        try:
+            return Shape(dims, dtype)
+        except ShapeError as e:
+            self.error(str(e), e)
 
     def attribute(self, depth: int = 0) -> Any:
         """An attribute's value: number, string, true, false, none, dtype, shape, dim[…], or a tuple of them."""

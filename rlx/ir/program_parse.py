@@ -1,0 +1,228 @@
+"""Programs from their text (rlx.ir.program.print_program). Text is untrusted: other text is a ParseError that names the line.
+
+What comes out fits together: buffers, kernels and steps that are named exist, and steps give their kernels as many buffers, of
+the right sizes and dtypes, as these take. Whether a run of it is sound says rlx.compile.check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from rlx.errors import ParseError
+from rlx.ir.graph import Active
+from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_parse import KernelParser
+from rlx.ir.layout import TiledLayout
+from rlx.ir.program import ArenaPlan, BufferDecl, OutputDecl, Program, Region, Step
+from rlx.ir.shape import Shape
+from rlx.ir.target import Target
+from rlx.ir.tokens import name_text
+
+PHASES = ("prepare", "steps", "commit", "abort")
+REGIONS = {r.value: r for r in Region}
+
+
+def parse_program(text: str, target: Target, constants: Mapping[str, np.ndarray] | None = None) -> Program:
+    """The program for `target` that `print_program` printed in full. `constants`: the arrays that stand in it by their digest
+    (`digest_of`). ParseError, naming the line, for any other text, another target, or a constant that is not given."""
+    if not isinstance(text, str):
+        raise ParseError(f"a program's text is a str, got {type(text).__name__}")
+    return _Parser(text.split("\n"), target, constants or {}).program()
+
+
+def digest_of(data: np.ndarray) -> str:
+    """What stands for a large constant in a program's text."""
+    return hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()
+
+
+class _Parser(KernelParser):
+    def __init__(self, lines: list[str], target: Target, constants: Mapping[str, np.ndarray]) -> None:
+        super().__init__(lines)
+        self.target, self.constants = target, constants
+        self.decls: list[BufferDecl] = []
+        self.offsets: dict[int, int] = {}
+        self.kernels: dict[str, Kernel] = {}
+
+    def program(self) -> Program:
+        self.skip_blank()
+        self.choose({"program": None}, "program NAME")
+        name = self.name("the program's name")
+        self.choose({"for": None}, "for TARGET")
+        if (made_for := self.name("the target's name")) != self.target.name:
+            self.error(f"the program is for {made_for}, the target is {self.target.name}")
+        self.advance()
+        sizes = self.plan()
+        while self.kind == "ref":
+            self.decl()
+        inputs, params, handles = (self.role(role) for role in ("inputs", "params", "handles"))
+        extent = self.role("extent")[0] if self.text == "extent" else None
+        outputs: list[OutputDecl] = []
+        while self.text == "output":
+            outputs.append(self.output())
+        while self.text == "kernel":
+            self.add_kernel()
+        phases = [self.phase(phase) for phase in PHASES]
+        self.skip_blank()
+        if not self.ended:
+            self.fail("nothing after the phase abort")
+        *others, undone = phases
+        prepare, steps, commit = (tuple(step for _, step in phase) for phase in others)
+        if wrong := [at for at, _ in undone if not 0 <= at < len(steps)]:
+            self.error(f"a step of abort stands after step {wrong[0]} of {len(steps)}")
+        plan = ArenaPlan(self.offsets, *sizes)
+        return Program(
+            name, self.target, tuple(self.decls), prepare, steps, commit, inputs, params, handles, tuple(outputs), plan,
+            tuple(undone), extent,
+        )  # fmt: skip
+
+    def plan(self) -> tuple[int, ...]:
+        """arena SIZE bytes, alignment N, unshared N, at least N"""
+        self.choose({"arena": None}, "arena")
+        found = [self.count("the arena's size")]
+        for mark in (("bytes",), (",", "alignment"), (",", "unshared"), (",", "at", "least")):
+            for word in mark:
+                self.expect(word)
+            if mark != ("bytes",):
+                found.append(self.count(mark[-1]))
+        self.advance()
+        return tuple(found)
+
+    def decl(self) -> None:
+        """%ID REGION NAME SHAPE [in tiles …] [@ OFFSET] [= CONSTANT]"""
+        if self.next("ref", "a buffer") != f"%{len(self.decls)}":
+            self.error(f"buffers are numbered in order; expected %{len(self.decls)}")
+        region = self.choose(REGIONS, f"a region ({', '.join(REGIONS)})")
+        name, shape = self.name("the buffer's name"), self.static_shape()
+        layout = self.tiles() if self.accept("in") else None
+        if self.accept("@"):
+            self.offsets[len(self.decls)] = self.count("an offset in bytes")
+        data = self.data(shape) if region is Region.CONSTANT else None
+        self.decls.append(BufferDecl(len(self.decls), region, shape, name, data, layout))
+        self.advance()
+
+    def static_shape(self) -> Shape:
+        shape = self.shape()
+        return shape if shape.is_static else self.error(f"the dims of {shape} are integers in a program")
+
+    def data(self, shape: Shape) -> np.ndarray:
+        self.expect("=")
+        if not self.accept("sha256"):
+            numbers = []
+            while self.kind != "end":
+                numbers.append(self.next("word" if self.kind == "word" else "number", "a number"))
+                if not self.accept(","):
+                    break
+            return self.constant(numbers, shape)
+        digest = self.name("a digest in a string")
+        found = self.constants.get(digest)
+        if found is None:
+            self.error(f"the constant of digest {digest[:16]}… is not given")
+        if found.dtype != shape.dtype.numpy or found.shape != shape.static or digest_of(found) != digest:
+            self.error(f"the constant given for digest {digest[:16]}… is another one than the {shape} of the text")
+        return found
+
+    def tiles(self) -> TiledLayout:
+        """tiles PARTS[, N each] of [DIMS]"""
+        self.choose({"tiles": None}, "tiles")
+        parts, cell = self.attribute(), 1
+        if self.accept(","):
+            cell = self.count("elements of a cell")
+            self.expect("each")
+        self.expect("of")
+        self.expect("[")
+        dims = tuple(self.count("a dim") for _ in self.items("]"))
+        pairs = isinstance(parts, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in parts)
+        if not pairs or not all(isinstance(x, int) for p in parts for x in p):
+            self.error("tiles are pairs of an axis and a step, as ((1, 8), (0, 1), (1, 1))")
+        if any(not 0 <= axis < len(dims) or step < 1 for axis, step in parts) or not parts or cell < 1:
+            self.error(f"tiles have axes of [{', '.join(map(str, dims))}] and steps of at least 1, found {parts}")
+        return TiledLayout(dims, parts, cell)
+
+    # -- what stands for buffers
+
+    def buffer(self) -> BufferDecl:
+        ref = self.next("ref", "a buffer (%N)")
+        number = ref[1:]
+        if not number.isdigit() or int(number) >= len(self.decls):
+            self.error(f"there is no buffer {ref}; there are {len(self.decls)}")
+        return self.decls[int(number)]
+
+    def role(self, role: str) -> tuple[int, ...]:
+        """ROLE %A, %B …"""
+        self.choose({role: None}, role)
+        found: list[int] = []
+        while self.kind == "ref":
+            found.append(self.buffer().id)
+            if not self.accept(","):
+                break
+        self.advance()
+        return tuple(found) if found or role != "extent" else self.error("extent names a buffer")
+
+    def output(self) -> OutputDecl:
+        self.at += 1
+        name = self.name("the output's name")
+        self.expect("=")
+        buffer, shape, active = self.buffer().id, self.static_shape(), []
+        while self.accept("active"):
+            self.expect("(")
+            numbers = [self.count("a number of rows") for _ in self.items(")")]
+            if len(numbers) != len(Active._fields):
+                self.error(f"active rows are ({', '.join(Active._fields)}), found {len(numbers)} numbers")
+            active.append(Active(*numbers))
+        self.advance()
+        return OutputDecl(name, buffer, shape, tuple(active))
+
+    # -- kernels and steps
+
+    def add_kernel(self) -> None:
+        kernel = self.kernel()
+        name, n = name_text(kernel.name), 1
+        while (label := f"{name}@{n}" if n > 1 else name) in self.kernels:
+            n += 1
+        self.kernels[label] = kernel
+
+    def phase(self, phase: str) -> list[tuple[int, Step]]:
+        """The steps, each with the step it stands after (abort), else 0."""
+        self.choose({phase: None}, f"{phase}:")
+        self.expect(":")
+        self.advance()
+        found: list[tuple[int, Step]] = []
+        while not self.ended and (self.kind == "end" or self.depth == 1):
+            if self.kind != "end":
+                found.append(self.step(phase))
+            self.advance()
+        return found
+
+    def step(self, phase: str) -> tuple[int, Step]:
+        beside, at = self.accept("|"), 0
+        if phase == "abort":
+            self.choose({"after": None}, "after N")
+            at = self.count("the step that this one stands after")
+        label = name_text(self.name("a kernel's name"))
+        if self.accept("@"):
+            label += f"@{self.count('which kernel of that name')}"
+        if label not in self.kernels:
+            self.error(f"no kernel is called {label}; there are {', '.join(self.kernels) or 'none'}")
+        kernel, args = self.kernels[label], []
+        self.expect("(")
+        for _ in self.items(")"):
+            written, buffer = self.accept("out"), self.buffer()
+            if len(args) < len(kernel.buffers):
+                self.fits(kernel, len(args), buffer, written)
+            args.append(buffer.id)
+        if len(args) != len(kernel.buffers):
+            self.error(f"{label} takes {len(kernel.buffers)} buffers, found {len(args)}")
+        return at, Step(kernel, tuple(args), beside)
+
+    def fits(self, kernel: Kernel, n: int, buffer: BufferDecl, written: bool) -> None:
+        """ParseError unless `buffer` may be argument number `n`."""
+        wants = kernel.buffers[n]
+        if wants.writable != written:
+            how = "written: out stands before it" if wants.writable else "only read: no out stands before it"
+            self.error(f"argument {n} of {kernel.name} is {how}")
+        if wants.dtype != buffer.shape.dtype or wants.size > buffer.shape.num_elements:
+            self.error(f"argument {n} of {kernel.name} is {wants.dtype}[{wants.size}], found %{buffer.id} {buffer.shape}")
+
