@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import rlx
 from rlx import knobs
+from rlx.backends.cpu import backend
 from rlx.backends.cpu import target as cpu
 from rlx.errors import CompileError, DeviceUnavailableError
-from rlx.host import processor
+from rlx.host import jit, processor
 from rlx.host.jit import Library, assembly, compile_object, load
 from rlx.ir.target import Target
 
@@ -202,3 +206,28 @@ def test_a_child_forked_during_a_compile_compiles() -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", FORK], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_compile_the_same_kernel_at_once_compile_it_once(monkeypatch):
+    """As ranks do that are threads. The first compile waits a while for the other thread to begin one too."""
+    names, both, emit = [], threading.Barrier(2), jit.compile_object
+
+    def slow(*args, **how):
+        names.append(args[2])
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return emit(*args, **how)
+
+    def compiled():
+        g = rlx.Graph("once")
+        g.set_outputs([rlx.softmax(g.input("x", (7, 61), "f32")) * 1.25])
+        rlx.Session("cpu", threads=1).compile(g)
+
+    monkeypatch.setattr(jit, "compile_object", slow)
+    backend._compiled.cache_clear()
+    threads = [threading.Thread(target=compiled) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert names and len(names) == len(set(names)), names

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of LLVM's code generator
 
-_lock = threading.RLock()
+one_at_a_time = threading.RLock()  # LLVM works for one thread
 if hasattr(os, "register_at_fork"):  # a fork waits for a compile under way: its child would wait for ever for the lock
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(before=one_at_a_time.acquire, after_in_parent=one_at_a_time.release, after_in_child=one_at_a_time.release)
 
 
 @cache
@@ -92,7 +92,7 @@ def assembly(text: str, target: Target) -> str:
 
 
 def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
-    with _lock:
+    with one_at_a_time:
         return _emitted(text, target, name, emit)  # a function of its own: the module is freed before the lock is
 
 
@@ -150,7 +150,7 @@ class _Linked:
             builder.add_object_img(image)
         for symbol in symbols:
             builder.export_symbol(symbol)
-        with _lock:
+        with one_at_a_time:
             # A linker of its own: a shared one would keep 9 KB of each unloaded library, RuntimeDyld (not JITLink) 10 more.
             linker = llvm.create_lljit_compiler(_machine(*machine_of(host_target(1))), use_jit_link=True)
             try:
@@ -161,12 +161,12 @@ class _Linked:
         weakref.finalize(self, _unload, self._code, linker).atexit = False
 
     def address(self, symbol: str) -> int:
-        with _lock:
+        with one_at_a_time:
             return self._code[symbol]
 
 
 def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
-    with _lock:
+    with one_at_a_time:
         code.close()
         linker.close()
 

@@ -67,7 +67,7 @@ class CpuBackend:
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(choice.items())) for key, choice in (choices or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
-        made = {job: _compiled(job) for job in dict.fromkeys(jobs.values())}
+        made = {job: _made_once(job) for job in dict.fromkeys(jobs.values())}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 
@@ -122,6 +122,14 @@ class _Job:
     target: Target
     choice: tuple[tuple[str, int], ...]
     kernel: Kernel = field(compare=False)
+
+
+def _made_once(job: _Job) -> tuple[Rendered, bytes]:
+    """The code of a job, which one thread makes where several ask for it at once, as ranks do that are threads."""
+    from rlx.host.jit import one_at_a_time
+
+    with one_at_a_time:
+        return _compiled(job)
 
 
 @lru_cache(KEPT)
