@@ -228,6 +228,9 @@ def edit(path: Path, **changes) -> None:
         ({"hidden_size": -1}, CorruptFileError, "hidden_size must be a positive size, got -1"),
         ({"vocab_size": "many"}, CorruptFileError, "vocab_size must be a positive size, got 'many'"),
         ({"vocab_size": 2**40}, CorruptFileError, "vocab_size"),
+        ({"pad_token_id": 2**40}, CorruptFileError, f"pad_token_id must be an id below vocab_size=30522, got {2**40}"),
+        ({"pad_token_id": -1}, CorruptFileError, "pad_token_id must be an id below vocab_size=30522, got -1"),
+        ({"pad_token_id": "0"}, CorruptFileError, "pad_token_id must be an id below vocab_size=30522, got '0'"),
         ({"num_attention_heads": 3}, CorruptFileError, "hidden_size 16 is not a multiple of num_attention_heads 3"),
         ({"intermediate_size": 71}, CorruptFileError, r"layer.0.intermediate.dense.weight' is \[70, 16\].*says \[71, 16\]"),
         ({"num_hidden_layers": 3}, ModelError, "lack 16 tensors that config.json asks for: 'encoder.layer.2"),
@@ -238,6 +241,26 @@ def edit(path: Path, **changes) -> None:
 def test_wrong_config(folder, changes, error, message):
     edit(folder / "config.json", **changes)
     with pytest.raises(error, match=message):
+        load(folder)
+
+
+def test_no_padding_token(folder):
+    before = load(folder).embed(["A man is eating.", "Food"])
+    edit(folder / "config.json", pad_token_id=None)
+    np.testing.assert_array_equal(load(folder).embed(["A man is eating.", "Food"]), before)
+
+
+@pytest.mark.parametrize("part,what", [("vocab", "token 'hello'"), ("post_processor", "a token around every text")])
+def test_ids_that_no_network_takes(folder, part, what):
+    """2**31 is the first that does not fit i32."""
+    path = folder / "tokenizer.json"
+    made = json.loads(path.read_text())
+    if part == "vocab":
+        made["model"]["vocab"]["hello"] = 2**31
+    else:
+        made["post_processor"]["special_tokens"]["[CLS]"]["ids"] = [2**31]
+    path.write_text(json.dumps(made))
+    with pytest.raises(CorruptFileError, match=rf"tokenizer\.json: {what} has the id {2**31}; ids are below {2**31}"):
         load(folder)
 
 

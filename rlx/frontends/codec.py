@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlx.errors import CorruptFileError
 from rlx.frontends.gguf import GgufFile, build_tokenizer
-from rlx.frontends.text import checked, read_tokenizer
+from rlx.frontends.text import IDS, checked, read_tokenizer
 from rlx.frontends.weights import read_json
 
 
@@ -47,9 +48,12 @@ def folder_codec(folder: str | Path) -> TextCodec:
         if isinstance(token, str):
             special[key] = token
     given = [made.token_to_id(special["eos_token"])] if "eos_token" in special else []
-    for source in (network, generation):
+    for file, source in zip(files, (network, generation)):
         ids = source.get("eos_token_id")
-        given += ids if isinstance(ids, list) else [ids]
+        ids = ids if isinstance(ids, list) else [ids]
+        if large := [i for i in ids if type(i) is int and i >= IDS]:
+            raise CorruptFileError(f"{folder / file}: eos_token_id is {large[0]}; ids are below {IDS}")
+        given += ids
     ends = [i for i in given if type(i) is int]
     jinja = folder / "chat_template.jinja"
     template = jinja.read_text("utf-8") if jinja.is_file() else words.get("chat_template")

@@ -13,6 +13,9 @@ from typing import Any
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError
 from rlx.frontends.weights import read_json
 
+IDS = 1 << 31  # ids are below this: networks take them as i32
+LARGE = b"0" * len(str(IDS))
+_DIGITS = bytes(ord("0") if chr(c).isdigit() and c < 128 else ord(" ") for c in range(256))
 _CHUNK = 1024  # texts tokenised at once: bounds the memory that the tokenizer's own records take
 
 
@@ -52,9 +55,22 @@ def read_tokenizer(folder: Path) -> Any:
     except ImportError as e:
         raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        made = tokenizers.Tokenizer.from_file(str(path))
     except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
         raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
+    _check_ids(path, made)
+    return made
+
+
+def _check_ids(path: Path, tokenizer: Any) -> None:
+    """CorruptFileError: an id of the tokenizer does not fit the i32 that networks take. The whole vocabulary is looked at only
+    where the file has so large a number at all: that takes as long as reading it."""
+    if LARGE not in path.read_bytes().translate(_DIGITS):
+        return
+    ids = [(f"token {token!r}", id) for token, id in tokenizer.get_vocab(with_added_tokens=True).items()]
+    for what, id in [*ids, *(("a token around every text", id) for id in tokenizer.encode("").ids)]:
+        if id >= IDS:
+            raise CorruptFileError(f"{path}: {what} has the id {id}; ids are below {IDS}")
 
 
 def checked(text: object, name: str) -> str:

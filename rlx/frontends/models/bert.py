@@ -50,6 +50,8 @@ class BertConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2**31:
                 raise CorruptFileError(f"config.json: {name} must be a positive size, got {value!r}")
+        if type(pad := self.pad_token_id) is not int or not 0 <= pad < self.vocab_size:
+            raise CorruptFileError(f"config.json: pad_token_id must be an id below vocab_size={self.vocab_size}, got {pad!r}")
         if self.hidden_size % self.num_attention_heads:
             raise CorruptFileError(
                 f"config.json: hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
@@ -67,6 +69,8 @@ class BertConfig:
         if config.get("is_decoder"):
             raise ModelError("a BERT decoder (is_decoder) is not supported, only encoders")
         given = {f.name: config[f.name] for f in fields(BertConfig) if f.name in config}
+        if given.get("pad_token_id", 0) is None:  # there is none: then any does, as padding is masked
+            del given["pad_token_id"]
         try:
             return BertConfig(**{**given, "pooling": pooling, "normalize": normalize})
         except TypeError as e:
