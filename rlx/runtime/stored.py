@@ -11,6 +11,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from rlx.runtime.weights import planned_bytes
 
 FORMAT = 2  # of what is written here
 ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
-TARGET = ("name", "features", "vector_bytes", "threads", "alignment", "level")  # what of a target determines code
+TARGET = tuple(f.name for f in fields(Target) if f.compare)  # facts that determine code
 UNSEEN = ("debug", "verbose", "dump")  # options that change no code
 NEIGHBOURS = 8  # entries of the same graph that are looked at to say how they differ
 _LENGTH = 4  # bytes of the head's length
@@ -116,9 +117,10 @@ def given_to_compile(backend: Storable, graph: Graph, target: Target, options: C
     """Everything that determines the code, as text: what the key of an entry is made of."""
     names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but in reports
     facts = {f"option {k}": repr(v) for k, v in vars(options).items() if k not in UNSEEN}
-    facts |= {f"target {k}": repr(getattr(target, k)) for k in TARGET}
-    facts |= {"target dtypes": repr(sorted(target.dtypes)), "rlx": source_digest()}
-    facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
+    for k in TARGET:
+        fact = getattr(target, k)
+        facts[f"target {k}"] = repr(sorted(fact) if isinstance(fact, frozenset) else fact)  # sets have no order
+    facts |= {"rlx": source_digest(), "graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
     return {**facts, "compiler": backend.compiler(), "format": str(FORMAT)}
 
 
