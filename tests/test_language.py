@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,14 +62,20 @@ def make_gguf(which: str, folder: Path):
     return network, folder / "model.gguf"
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> tuple[str, Any, Path]:
+    """A family's name, its network and the folder: the tests of a family follow each other, and share what they compile."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, make(request.param, folder), folder
+
+
 # -- what the graph means, by the reference evaluator alone: no compiler, no backend
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_graph_computes_what_transformers_does(name, tmp_path):
+def test_the_graph_computes_what_transformers_does(family):
     """Two sequences in padded chunks, with rubbish in the padding; the state is carried from graph to graph."""
-    network = make(name, tmp_path)
-    checkpoint = Checkpoint(tmp_path)
+    _, network, folder = family
+    checkpoint = Checkpoint(folder)
     want, state, at = logits(network, TOKENS[:, :30]), {}, 0
     for size, count in ((8, 5), (8, 7), (1, 1), (16, 11), *[(1, 1)] * 6):
         graph = build(checkpoint.config, 2, size, 48, checkpoint.formats)
@@ -120,11 +127,10 @@ def test_shards_and_stored_bf16(tmp_path):
 # -- compiled
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_step_by_step(name, tmp_path):
+def test_logits_step_by_step(family):
     """Prefill in chunks, then 64 decode steps."""
-    network = make(name, tmp_path)
-    model = load(tmp_path, capacity=80)
+    _, network, folder = family
+    model = load(folder, capacity=208)
     want, at = logits(network, TOKENS[:1, :77]), 0
     for count in (5, 7, 1, *[1] * 64):
         found = model.step(TOKENS[0, at : at + count])
@@ -163,10 +169,10 @@ def test_sixteen_bit_caches(name, cache, off_f32, tmp_path):
         at += count
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_the_same_for_200_steps(name, tmp_path):
+def test_greedy_tokens_are_the_same_for_200_steps(family, tmp_path):
     """Chosen on the device, each from the one before. No step is a near tie: by transformers' logits the runner-up is further
     behind than twice what the logits of both may differ by."""
+    name, _, _ = family
     network = make(name, tmp_path, seed={"gemma": 3, "gemma2": 2}.get(name, 4), gain=4.0)
     model, prompt = load(tmp_path, capacity=208), TOKENS[0, :8].tolist()
     choices = model.choices(Sampling(), seed=0)
