@@ -47,10 +47,11 @@ def main() -> None:
     program = lower(g, target, rlx.CompileOptions(threads=1, verbose=True))
     for name, text in program.stages.items():
         if name != "graph":
-            show(f"3. after the pass {name!r} (rlx.compile.pipeline)", text)
+            after = "nodes that share kernels (rlx.compile.fuse)", f"after the pass {name!r} (rlx.compile.pipeline)"
+            show(f"3. {after[name != 'groups']}", text)
     for phase in ("prepare", "steps", "commit"):
         for step in getattr(program, phase):
-            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.fuse, rlx.compile.lower)", print_kernel(step.kernel))
+            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.lower)", print_kernel(step.kernel))
     show("5. the program with its memory plan (rlx.ir.Program), checked by rlx.compile.check", program)
 
     artifact = backend.compile(program)

@@ -9,13 +9,14 @@ from dataclasses import replace
 from rlx.compile.check import check_program
 from rlx.compile.concurrent import side_by_side
 from rlx.compile.facts import Facts, facts_of
-from rlx.compile.fuse import Group, fuse
+from rlx.compile.fuse import fuse
+from rlx.compile.groups import Group, print_groups
 from rlx.compile.inplace import inplace_pairs
 from rlx.compile.legalise import Decision, decisions
 from rlx.compile.lower import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
-from rlx.compile.pipeline import run_passes
+from rlx.compile.pipeline import keep_text, run_passes
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.op import Kind
@@ -31,6 +32,8 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     graphs: dict[str, Graph] = {}
     facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
     groups = fuse(facts, alone="fuse" in options.disable, operands="operands" not in options.disable)
+    if options.wants_text:
+        keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     lowered = {group: lower_group(group, facts) for group in groups}
     reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
     program = _Assembler(facts, lowered, options).program(graph, stages, reports)
@@ -133,6 +136,6 @@ def _reports(decided: Sequence[Decision], facts: Facts, lowered: dict[Group, Low
     for group, (kernel, _) in lowered.items():
         native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
         how = "prepared" if group.static else native
-        out += [report(node, how, kernel.name, facts.claims[node] or "") for node in group.nodes]
+        out += [report(node, how, kernel.name, facts.claims[node] or group.why * (i == 0)) for i, node in enumerate(group.nodes)]
     views = (n for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed)
     return (*out, *(report(node, "view") for node in views))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rlx.compile.facts import Facts
-from rlx.compile.fuse import Group
+from rlx.compile.groups import Group
 from rlx.ir import kernel as K
 from rlx.ir.dtype import DType, index_
 from rlx.ir.graph import CONSTANT, Node, Value

@@ -11,10 +11,10 @@ where the target finds that quicker (rlx/compile/operands.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import count
 
 from rlx.compile.facts import Facts
+from rlx.compile.groups import Group
 from rlx.compile.operands import computable, producer
 from rlx.compile.packing import contraction
 from rlx.ir.graph import Graph, Node, Value
@@ -25,28 +25,6 @@ MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernel
 MAX_EVALUATIONS = 32  # of nodes for one element: one read at several coordinates is computed at each, and so is all that it reads
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
-
-
-@dataclass(eq=False)
-class Group:
-    """Nodes of one kernel. `forms`: how each node's result lies in the space `dims`: "full", "row" (last dim 1),
-    "dropped" (last dim gone). `absorbed` nodes are recomputed at whatever coordinates they are read."""
-
-    dims: tuple[int, ...]
-    static: bool
-    anchor: Node | None = None  # the contraction, native op or whole-op kernel it grew from
-    forms: dict[Node, str] = field(default_factory=dict)  # in topological order
-    absorbed: set[Node] = field(default_factory=set)
-    reads: set[Group] = field(default_factory=set)
-    stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
-    operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
-
-    @property
-    def nodes(self) -> list[Node]:
-        return list(self.forms)
-
-    def row_reductions(self) -> list[Node]:
-        return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
 
 
 def fuse(facts: Facts, alone: bool = False, operands: bool = True) -> list[Group]:
@@ -71,7 +49,8 @@ class _Fuser:
             self.nodes = self.in_order(graph)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.group_of: dict[Node, Group] = {}
-        self.groups: list[Group] = []
+        self.groups: dict[Group, None] = {}  # in order of making
+        self.numbers = count()
         self.readers: dict[Value, set[Node]] = {}  # result -> the nodes that read it, through views too
         for node in self.nodes:
             for value in self.operands(node):
@@ -128,8 +107,8 @@ class _Fuser:
                 self.absorb(group, node)
 
     def start(self, node: Node, dims: tuple[int, ...], anchor: Node | None = None, form: str = "full") -> Group:
-        group = Group(dims, node in self.static, anchor)
-        self.groups.append(group)
+        group = Group(dims, node in self.static, anchor, number=next(self.numbers))
+        self.groups[group] = None
         self.add(group, node, form)
         return group
 
@@ -146,8 +125,10 @@ class _Fuser:
 
     def takes(self, group: Group, node: Node) -> bool:
         """Whether the group may grow by this node: natives and whole-op kernels do not."""
-        is_open = group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and not self.facts.is_native(group.anchor))
-        return not self.alone and is_open and group.static == (node in self.static) and len(group.forms) < MAX_NODES
+        return not self.alone and self.is_open(group) and group.static == (node in self.static) and len(group.forms) < MAX_NODES
+
+    def is_open(self, group: Group) -> bool:
+        return group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and not self.facts.is_native(group.anchor))
 
     def reduces_rows(self, node: Node) -> bool:
         """Whether the node reduces the last axis alone."""
@@ -162,18 +143,33 @@ class _Fuser:
         if group and self.takes(group, node) and group.forms[value.node] == "full" and self.rows_allowed(group):
             self.add(group, node, form)
         else:
-            self.start(node, value.shape.static, form=form)
+            self.start(node, value.shape.static, form=form).why = self.why_apart(node)
 
     def place_pointwise(self, node: Node) -> None:
         """A pointwise node joins the latest group that computes an operand, if it fits there."""
         found = {group for value in node.inputs if (group := self.group_of.get(value.node)) and self.takes(group, node)}
-        for group in sorted(found, key=self.groups.index, reverse=True):
+        for group in sorted(found, key=lambda g: g.number, reverse=True):
             form = self.fitting_form(group, node)
             if form and self.acyclic(group, node):
                 self.add(group, node, form)
                 self.merge_siblings(group, node)
                 return
-        self.start(node, node.shapes[0].static)
+        self.start(node, node.shapes[0].static).why = self.why_apart(node)
+
+    def why_apart(self, node: Node) -> str:
+        """Why a node did not join the latest kernel that computes an operand of it; "": none does."""
+        groups = [group for value in node.inputs if (group := self.group_of.get(value.node)) is not None]
+        if not groups or self.alone:
+            return "not joined: fusion is left out" if groups else ""
+        group = max(groups, key=lambda g: g.number)
+        what = "the kernel of " + (group.anchor.op.name if group.anchor else next(iter(group.forms)).op.name)
+        if not self.takes(group, node):
+            if group.static != (node in self.static):
+                return f"not joined: {what} runs when params are set"
+            return f"not joined: {what} " + (f"has {len(group.forms)} nodes" if self.is_open(group) else "takes no others")
+        if node.op.kind is Kind.REDUCE or self.fitting_form(group, node) is None:
+            return f"not joined: {what} computes {'x'.join(map(str, group.dims))}, and not in the order in which this reads it"
+        return f"not joined: another operand depends on {what}"
 
     def fitting_form(self, group: Group, node: Node) -> str | None:
         """The form under which a pointwise node fits the group's space, or None."""
@@ -309,7 +305,7 @@ class _Fuser:
                 g.reads.discard(other)
                 g.reads.add(group)
         group.reads.discard(group)
-        self.groups.remove(other)
+        del self.groups[other]
 
     # -- results
 
@@ -319,11 +315,10 @@ class _Fuser:
 
     def ordered(self) -> list[Group]:
         """Groups so that each comes after those it reads; ties in graph order."""
-        place = {g: i for i, g in enumerate(self.groups)}
         done: dict[Group, None] = {}
         stack = list(reversed(self.groups))
         while stack:
-            waiting = sorted((g for g in stack[-1].reads if g not in done), key=place.__getitem__, reverse=True)
+            waiting = sorted((g for g in stack[-1].reads if g not in done), key=lambda g: g.number, reverse=True)
             if waiting and stack[-1] not in done:
                 stack += waiting
             else:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.facts import Facts
-from rlx.compile.fuse import Group, contraction
+from rlx.compile.groups import Group
 from rlx.compile.operands import is_expensive
+from rlx.compile.packing import contraction
 from rlx.ir import kernel as K
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k

@@ -59,7 +59,7 @@ def run_passes(
     sound: set[Node] = set()
     _check(graph, sound, "the graph is not well formed")
     if watched:
-        _keep(stages, "graph", graph, options)
+        keep_text(stages, "graph", graph.name, str(graph), options)
     for name, run in passes:
         if name in options.disable:
             continue
@@ -68,7 +68,7 @@ def run_passes(
         if graphs is not None:
             graphs[name] = graph
         if watched:
-            _keep(stages, name, graph, options)
+            keep_text(stages, name, graph.name, str(graph), options)
     return graph
 
 
@@ -78,10 +78,11 @@ def _check(graph: Graph, sound: set[Node], what: str, before: Graph | None = Non
         raise VerifyError(f"{graph.name}: {what}:\n  " + "\n  ".join(bad) + shown)
 
 
-def _keep(stages: dict[str, str], name: str, graph: Graph, options: CompileOptions) -> None:
-    stages[name] = str(graph)
+def keep_text(stages: dict[str, str], name: str, graph: str, text: str, options: CompileOptions) -> None:
+    """Note the text of a stage of the graph called `graph`, and write it to the folder that is asked for."""
+    stages[name] = text
     if options.dump is not None:
-        folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph.name)[:100]  # a graph's name may hold anything
+        folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph)[:100]  # a graph's name may hold anything
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{file}.{len(stages) - 1:02}.{name}.rlx").write_text(stages[name])

@@ -47,12 +47,21 @@ def digest_lines(graph: Graph) -> list[str]:
 # -- printing
 
 
+def references(graph: Graph) -> dict[Node, str]:
+    """How the text of a graph calls each node: %name a leaf, %N another."""
+    refs = {leaf.node: "%" + name_text(leaf.name) for leaf in graph.leaves()}
+    named = len(refs)
+    for node in graph.nodes():
+        if node not in refs:
+            refs[node] = f"%{len(refs) - named}"
+    return refs
+
+
 def _graph_lines(graph: Graph, digest: bool) -> list[str]:
     """The lines of a graph. `digest`: node names left out, large constants as their sha256."""
-    lines = [f"graph {name_text(graph.name)}"]
-    refs: dict[Node, str] = {}
+    lines, refs, nodes = [f"graph {name_text(graph.name)}"], references(graph), graph.nodes()
+    leaves = {leaf.node for leaf in graph.leaves()}
     for leaf in graph.leaves():
-        refs[leaf.node] = "%" + name_text(leaf.name)
         lines.append(f"  {leaf.node.op.name} {name_text(leaf.name)} : {leaf.shape}")
 
     def ref(v: Any) -> str:
@@ -60,10 +69,7 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
             return "%?"  # for people, as below
         return refs.get(v.node, "%?") + (f".{v.index}" if len(v.node.shapes) > 1 else "")
 
-    for node in graph.nodes():
-        if node in refs:
-            continue
-        refs[node] = f"%{len(refs) - len(graph.leaves())}"
+    for node in (n for n in nodes if n not in leaves):
         if isinstance(node.attrs, ConstantAttrs):
             arguments = [constant_text(node.attrs.data, digest)]
         else:

@@ -1,0 +1,155 @@
+"""Groups: the nodes that share a kernel, and their text, which names nodes as the text of their graph does.
+
+    groups walk
+      prepared group (4, 3)
+        full %0 stores %0
+      group (2, 3) from %2
+        absorbed %1
+        full %2
+        full %3 stores %3
+        operand 0 (2, 4)
+          full %1 stores %1
+      group (2,) "not joined: ..."
+        row %4 stores %4
+
+Nodes after `operand` are those of a group that computes an operand of the contraction in its kernel. What is lowered is what
+this text says: `parse_groups` reads it back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.op import Kind
+from rlx.ir.text import references
+from rlx.ir.tokens import Tokens, attribute_text, name_text
+
+FORMS = ("full", "row", "dropped")
+
+
+@dataclass(eq=False)
+class Group:
+    """Nodes of one kernel. `forms`: how each node's result lies in the space `dims`: "full", "row" (last dim 1),
+    "dropped" (last dim gone). `absorbed` nodes are recomputed at whatever coordinates they are read. `static`: it runs when
+    params are set. `why`: why its first node is not in the kernel that computes an operand of it."""
+
+    dims: tuple[int, ...]
+    static: bool
+    anchor: Node | None = None  # the contraction, native op or whole-op kernel it grew from
+    forms: dict[Node, str] = field(default_factory=dict)  # in topological order
+    absorbed: set[Node] = field(default_factory=set)
+    reads: set[Group] = field(default_factory=set)  # while groups are found
+    stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
+    operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
+    why: str = ""
+    number: int = 0  # in order of making
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.forms)
+
+    def row_reductions(self) -> list[Node]:
+        return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
+
+
+def print_groups(groups: Sequence[Group], graph: Graph) -> str:
+    """Text that `parse_groups` reads back."""
+    refs, lines = references(graph), [f"groups {name_text(graph.name)}"]
+    for group in groups:
+        head = f"  {'prepared ' * group.static}group {attribute_text(group.dims)}"
+        head += f" from {refs[group.anchor]}" if group.anchor is not None else ""
+        lines.append(head + (f" {json.dumps(group.why)}" if group.why else ""))
+        lines += _members(group, refs, "    ")
+        for number, operand in group.operands.items():
+            lines.append(f"    operand {number} {attribute_text(operand.dims)}")
+            lines += _members(operand, refs, "      ")
+    return "\n".join(lines)
+
+
+def _members(group: Group, refs: Mapping[Node, str], indent: str) -> Iterator[str]:
+    for node, form in group.forms.items():
+        numbered = len(node.shapes) > 1
+        stored = [f"{refs[node]}.{v.index}" if numbered else refs[node] for v in group.stores if v.node is node]
+        form = "absorbed" if node in group.absorbed else form
+        yield f"{indent}{form} {refs[node]}" + (f" stores {', '.join(stored)}" if stored else "")
+
+
+def parse_groups(text: str, graph: Graph) -> list[Group]:
+    """The groups of `graph` that `print_groups` printed. ParseError, naming the line, for any other text."""
+    return _Parser(graph).parse(text)
+
+
+class _Parser(Tokens):
+    """The groups so far, and what each reference means."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.nodes = {ref: node for node, ref in references(graph).items()}
+        self.groups: list[Group] = []
+        self.inner: Group | None = None  # the group or operand whose nodes are being read
+        self.started = False
+
+    def parse(self, text: str) -> list[Group]:
+        for self.number, line in enumerate(text.split("\n"), 1):
+            self.tokenise(line)
+            if len(self.tokens) > 1:
+                self.statement()
+                self.next("end", "the end of the line")
+        if not self.started:
+            self.fail("groups NAME")
+        return self.groups
+
+    def statement(self) -> None:
+        word = self.next("word", "groups, prepared, group, or a form")
+        if not self.started:
+            if word != "groups":
+                self.error(f"expected groups NAME, found {word!r}")
+            self.name("the graph's name")
+            self.started = True
+        elif word in ("prepared", "group"):
+            if word == "prepared":
+                self.expect("group")
+            dims, anchor = self.dims(), self.node() if self.accept("from") else None
+            self.inner = Group(dims, word == "prepared", anchor, why=self.name("why") if self.kind == "string" else "")
+            self.groups.append(self.inner)
+        elif word == "operand" and self.groups:
+            number = self.attribute()
+            if type(number) is not int:
+                self.error(f"expected the number of an operand, found {number!r}")
+            self.inner = self.groups[-1].operands[number] = Group(self.dims(), self.groups[-1].static)
+        elif word in ("absorbed", *FORMS) and self.inner is not None:
+            self.member(self.inner, word)
+        else:
+            self.error(f"expected prepared, group, or one of operand, absorbed, {', '.join(FORMS)} in a group, found {word!r}")
+
+    def dims(self) -> tuple[int, ...]:
+        dims = self.attribute()
+        if not isinstance(dims, tuple) or not all(type(d) is int for d in dims):
+            self.error(f"the dims of a group are a tuple of integers, found {dims!r}")
+        return dims
+
+    def member(self, group: Group, form: str) -> None:
+        node = self.node()
+        if node in group.forms:
+            self.error(f"{node!r} stands twice in its group")
+        group.forms[node] = "full" if form == "absorbed" else form
+        if form == "absorbed":
+            group.absorbed.add(node)
+        if self.accept("stores"):
+            for _ in self.items(""):
+                ref, _, index = self.next("ref", "a result of the node").partition(".")
+                if self.nodes.get(ref) is not node or int(index or 0) >= len(node.shapes):
+                    self.error(f"{ref} is no result of {node!r}")
+                group.stores[Value(node, int(index or 0))] = None
+
+    def node(self) -> Node:
+        ref = self.next("ref", "a node (%N)")
+        if ref not in self.nodes:
+            self.error(f"the graph has no node {ref}")
+        return self.nodes[ref]
+
+
+__all__ = ["Group", "parse_groups", "print_groups"]

@@ -1,0 +1,99 @@
+"""The text of groups, and of every other stage: it reads back, and what is lowered is what the last text says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import known_programs
+import pytest
+
+import rlx
+from rlx.backends import get
+from rlx.compile import lower
+from rlx.compile.facts import facts_of
+from rlx.compile.groups import parse_groups, print_groups
+from rlx.compile.lower import lower_group
+from rlx.errors import ParseError
+from rlx.ir.graph import Graph
+from rlx.ir.kernel_text import print_kernel
+from rlx.ir.program import Program
+
+TARGET = replace(get("ref").target(1), threads=2)
+EVERY = {"ops-f32": 9, "large-ops": 4, "small-encoder": 5, "decoders": 4, "quantised": 4, "extents": 1, "ranks": 3}
+
+
+def compiled(name: str) -> Iterator[tuple[str, Program]]:
+    """Some of the known programs of a set, with their stages."""
+    for i, (what, graph, options, target) in enumerate(known_programs.SETS[name]()):
+        if i % EVERY[name] == 0:
+            yield what, lower(graph, known_programs.TARGETS[target], options.replace(verbose=True))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_stage_reads_back_and_the_last_is_what_is_lowered(name: str) -> None:
+    for what, program in compiled(name):
+        *_, last, groups = program.stages
+        assert groups == "groups"
+        for stage, text in program.stages.items():
+            if stage != "groups":
+                assert str(Graph.parse(text)) == text, (what, stage)
+        graph = Graph.parse(program.stages[last])
+        found = parse_groups(program.stages["groups"], graph)
+        assert print_groups(found, graph) == program.stages["groups"]
+        if program.extent is None:  # which rows hold data is no part of a graph's text
+            facts = facts_of(graph, program.target)
+            kernels = [print_kernel(lower_group(group, facts).kernel) for group in found]
+            steps = [s for phase in ("prepare", "steps", "abort") for s in program.phases[phase]]
+            assert sorted(kernels) == sorted(print_kernel(s.kernel) for s in steps), what
+
+
+def groups_of(build, **options) -> tuple[str, Graph]:
+    g = Graph("g")
+    g.set_outputs(build(g))
+    stages = lower(g, TARGET, rlx.CompileOptions(verbose=True, **options)).stages
+    return stages["groups"], Graph.parse(stages["packing"])
+
+
+def test_the_text_says_what_is_where_and_why_nodes_are_apart() -> None:
+    def build(g: Graph) -> list[rlx.Value]:
+        x, w = g.input("x", (2, 6), "f32"), g.param("w", (6, 6), "f32")
+        best, places = rlx.top_k(rlx.softmax(x @ w), k=2)
+        return [best, places]
+
+    text, _ = groups_of(build)
+    assert text.startswith("groups g\n  prepared group (") and "    full %0 stores %0\n" in text
+    assert "  group (2, 6) from %1\n    full %1 stores %1\n" in text
+    assert '"not joined: the kernel of matmul computes 2x6, ' in text and "    row %" in text
+    assert re.search(r"full %(\d+) stores %\1.0, %\1.1$", text, re.MULTILINE)
+    absorbed, _ = groups_of(lambda g: [rlx.concat(rlx.exp(g.input("x", (2, 6), "f32"))[::-1], g.input("y", (2, 6), "f32"))])
+    assert "    absorbed %" in absorbed
+    apart, _ = groups_of(lambda g: [rlx.exp(g.input("x", (2, 6), "f32") * 2.0)], disable=("fuse",))
+    assert '"not joined: fusion is left out"' in apart
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("groups g", "group g"), "line 1: expected groups NAME"),
+        (("full %", "fool %"), "line 3: expected prepared, group, or one of operand, absorbed, full"),
+        (("full %1", "full %99"), "line 3: the graph has no node %99"),
+        (("stores %1", "stores %0"), "%0 is no result of"),
+        (("group (4, 6)", "group (4, true)"), "the dims of a group are a tuple of integers"),
+        (("full %1 stores %1", "full %1 stores %1 %1"), "line 3: expected"),
+    ],
+)
+def test_malformed_text_is_a_parse_error_with_its_line(changed: tuple[str, str], message: str) -> None:
+    text, graph = groups_of(lambda g: [rlx.exp(g.input("x", (4, 6), "f32") * 2.0)])
+    text = "groups g\n  group (4, 6)\n    full %1 stores %1"
+    assert print_groups(parse_groups(text, graph), graph) == text and changed[0] in text
+    with pytest.raises(ParseError, match=message):
+        parse_groups(text.replace(*changed), graph)
+
+
+def test_reports_say_why_a_node_is_in_a_kernel_of_its_own() -> None:
+    g = Graph("g")
+    g.set_outputs([rlx.softmax(g.input("x", (2, 6), "f32") @ g.param("w", (6, 6), "f32"))])
+    nodes = lower(g, TARGET, rlx.CompileOptions()).nodes
+    assert any(n.why.startswith("not joined: the kernel of matmul") for n in nodes)
