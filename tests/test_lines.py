@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,12 +34,30 @@ def run(make, *arrays: np.ndarray, threads: int = 1) -> np.ndarray:
     return c.run({f"x{i}": a for i, a in enumerate(arrays)})[0]
 
 
+Made = Callable[[Any, int], Any]  # of an operand and an axis
+
+
+def each(makes: Sequence[Made], shapes: Sequence[tuple[tuple[int, ...], int]], dtype: str) -> Callable[..., list[np.ndarray]]:
+    """The results, shape by shape, of each of `makes` on an operand of its own, compiled together for two threads."""
+    g = rlx.Graph("each")
+    cases = list(itertools.product(enumerate(shapes), makes))
+    g.set_outputs([make(g.input(f"x{i}", dims, KINDS[dtype]), axis) for i, ((_, (dims, axis)), make) in enumerate(cases)])
+    c = rlx.Session().compile(g, rlx.CompileOptions(threads=2))
+
+    def results(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        c._executable.poison()  # type: ignore[attr-defined]
+        return c.run({f"x{i}": arrays[n] for i, ((n, _), _) in enumerate(cases)})
+
+    return results
+
+
 @pytest.mark.parametrize("dtype", list(KINDS))
 @pytest.mark.parametrize("exclusive, reverse", list(itertools.product((False, True), repeat=2)))
 def test_cumsum(dtype: str, exclusive: bool, reverse: bool) -> None:
-    for dims, axis in [*SHAPES, ((0, 3), 1), ((3, 0), 1)]:
-        x = (RNG.standard_normal(dims) * 3).astype(dtype)
-        got = run(lambda v, axis=axis: rlx.cumsum(v, axis=axis, exclusive=exclusive, reverse=reverse), x, threads=2)
+    shapes = [*SHAPES, ((0, 3), 1), ((3, 0), 1)]
+    xs = [(RNG.standard_normal(dims) * 3).astype(dtype) for dims, _ in shapes]
+    results = each([lambda v, axis: rlx.cumsum(v, axis=axis, exclusive=exclusive, reverse=reverse)], shapes, dtype)
+    for x, got, (_, axis) in zip(xs, results(xs), shapes, strict=True):
         wide = (np.flip(x, axis) if reverse else x).astype(np.float64 if x.dtype.kind == "f" else x.dtype)
         wanted = np.cumsum(wide, axis=axis, dtype=wide.dtype)
         if exclusive and x.size:
@@ -60,26 +81,42 @@ def test_cumsum_goes_by_shuffles_and_lets_no_value_back() -> None:
     assert host_target(1).vector_bytes < 32 or "shufflevector" in text
 
 
+ARG_SHAPES = [*SHAPES, ((2, 128), 1), ((2, 384), 1), ((1, 100), 0), ((1, 40), 1), ((7, 1536), 0)]
+ARGS = list(itertools.product(("argmax", "argmin"), (False, True)))  # op, keepdims
+
+
+@cache
+def args_of(dtype: str) -> Callable[..., list[np.ndarray]]:
+    return each(
+        [lambda v, axis, op=op, keep=keep: getattr(rlx, op)(v, axis=axis, keepdims=keep) for op, keep in ARGS], ARG_SHAPES, dtype
+    )
+
+
+def some_of(kind: str, dims: tuple[int, ...], dtype: str) -> np.ndarray:
+    x = RNG.integers(0, 3, dims).astype(dtype) if kind == "ties" else (RNG.standard_normal(dims) * 3).astype(dtype)
+    flat = x.reshape(-1)
+    if kind == "nan":
+        flat[RNG.integers(0, flat.size, 3)] = np.nan
+    elif kind == "infinite":
+        flat[...] = -np.inf
+        flat[RNG.integers(0, flat.size, 2)] = np.inf
+    elif kind == "zeros":
+        flat[...] = np.where(RNG.integers(0, 2, flat.size), 0.0, -0.0)
+    return x
+
+
 @pytest.mark.parametrize("dtype", list(KINDS))
 @pytest.mark.parametrize("kind", ["normal", "ties", "nan", "infinite", "zeros"])
 def test_arg(dtype: str, kind: str) -> None:
     """The first of equals, -0 and 0 among them; the first NaN."""
     if np.dtype(dtype).kind != "f" and kind in ("nan", "infinite", "zeros"):
         return
-    for dims, axis in [*SHAPES, ((2, 128), 1), ((2, 384), 1), ((1, 100), 0), ((1, 40), 1), ((7, 1536), 0)]:
-        x = RNG.integers(0, 3, dims).astype(dtype) if kind == "ties" else (RNG.standard_normal(dims) * 3).astype(dtype)
-        flat = x.reshape(-1)
-        if kind == "nan":
-            flat[RNG.integers(0, flat.size, 3)] = np.nan
-        elif kind == "infinite":
-            flat[...] = -np.inf
-            flat[RNG.integers(0, flat.size, 2)] = np.inf
-        elif kind == "zeros":
-            flat[...] = np.where(RNG.integers(0, 2, flat.size), 0.0, -0.0)
-        for op, reference in ((rlx.argmax, np.argmax), (rlx.argmin, np.argmin)):
-            for keepdims in (False, True):
-                got = run(lambda v, op=op, axis=axis, keep=keepdims: op(v, axis=axis, keepdims=keep), x, threads=2)
-                np.testing.assert_array_equal(got, reference(x, axis=axis, keepdims=keepdims), f"{dims} {axis}")
+    xs = [some_of(kind, dims, dtype) for dims, _ in ARG_SHAPES]
+    found = iter(args_of(dtype)(xs))
+    for x, (dims, axis) in zip(xs, ARG_SHAPES, strict=True):
+        for op, keepdims in ARGS:
+            wanted = getattr(np, op)(x, axis=axis, keepdims=keepdims)
+            np.testing.assert_array_equal(next(found), wanted, f"{op} of {dims} {axis}")
 
 
 @pytest.mark.parametrize("dims, tasks", [((300, 1024), 2), ((300, 1021), 1), ((2, 300, 4096), 2)])
