@@ -13,18 +13,20 @@ from functools import cache, cached_property
 import numpy as np
 
 import rlx.ir.ops  # fills the table
-from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value, apply
 from rlx.ir.op import OPS, Kind, OpDef, Sample
 
 assert rlx.ir.ops.__all__
 EIGHT_BITS = ("f8e4m3", "f8e5m2")  # of each sample one, in turn
-BY_KIND = {"f": ("f32", "f64", "f16", "bf16", *EIGHT_BITS), "i": ("i32", "i64", "i8"), "u": ("u8", "u32"), "b": ("bool",)}
+BY_KIND = {
+    "f": ("f32", "f64", "f16", "bf16", *EIGHT_BITS), "i": ("i32", "i64", "i8"), "u": ("u8", "u32"), "b": ("bool",), "c": ("c64",)
+}  # fmt: skip
 AWKWARD = {"f": (np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0)}
 # rounding of one result, times a few operations; f16 and bf16 compute in f32 and round once (or, decomposed, a few times);
 # of f8 results the neighbours of the right one are right too
-TOLERANCE = {"f64": 1e-12, "f32": 1e-5, "f16": 2e-3, "bf16": 1.6e-2, "f8e4m3": 0.125, "f8e5m2": 0.25}
+TOLERANCE = {"f64": 1e-12, "f32": 1e-5, "f16": 2e-3, "bf16": 1.6e-2, "f8e4m3": 0.125, "f8e5m2": 0.25, "c64": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def draw(rng: np.random.Generator, dims: tuple[int, ...], dtype: DType, low: flo
     """Values in [low, high), whole ones for integers (unsigned ones from 0)."""
     if dtype.kind == "b":
         return np.asarray(rng.random(dims) < 0.6)
+    if dtype.kind == "c":
+        return draw(rng, (*dims, 2), f32, low, high).view(dtype.numpy).reshape(dims)
     if dtype.is_int:
         limits = np.iinfo(dtype.numpy)
         least, most = max(int(np.floor(low)), limits.min), min(int(np.ceil(high)), limits.max + 1)
@@ -132,5 +136,5 @@ def assert_same(found: np.ndarray, want: np.ndarray, tolerance: float, what: str
     if want.dtype.kind in "iub":
         np.testing.assert_array_equal(found, want, err_msg=what)
     else:
-        wide = [a.astype(np.float64) for a in (found, want)]
+        wide = [a.astype(np.complex128 if want.dtype.kind == "c" else np.float64) for a in (found, want)]
         np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance, err_msg=what)

@@ -1,6 +1,7 @@
 """What each op means according to someone else: torch and scipy in float64, Python's own integers, or loops written out.
 
-ORACLES[name](case, attrs, *arrays) takes floats as float64 and integers as int64 and gives float64, int64 or bool, or a tuple.
+ORACLES[name](case, attrs, *arrays) takes floats as float64, integers as int64 and complex numbers as complex128; it gives
+such numbers, bool, or a tuple.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def numbers(for_ints: Callable[[int, int, DType], int], for_floats: Callable[...
     """Element by element in Python's integers; floats by torch."""
 
     def run(case: Any, attrs: Any, x: np.ndarray, y: np.ndarray) -> Any:
-        if x.dtype.kind == "f":
+        if x.dtype.kind in "fc":
             assert for_floats is not None
             return for_floats(torch.from_numpy(x), torch.from_numpy(y)).numpy()
         x, y = np.broadcast_arrays(x, y)
@@ -68,14 +69,15 @@ def cast(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
     def one(v: Any) -> Any:
         if attrs.dtype.kind == "b":
             return v != 0
+        v = v.real if attrs.dtype.kind != "c" else v
         if not attrs.dtype.is_int:
-            return float(v)
+            return v if isinstance(v, complex) else float(v)
         if isinstance(v, int):
             return wrap(v, attrs.dtype)
         low, high = np.iinfo(attrs.dtype.numpy).min, np.iinfo(attrs.dtype.numpy).max
         return 0 if math.isnan(v) else low if v < low else high if v > high else int(v)
 
-    kind = {"b": np.bool_, "f": np.float64}.get(attrs.dtype.kind, np.int64)
+    kind = {"b": np.bool_, "f": np.float64, "c": np.complex128}.get(attrs.dtype.kind, np.int64)
     return np.array([one(v) for v in x.reshape(-1).tolist()], kind).reshape(x.shape)
 
 
@@ -380,6 +382,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "quant_rows": quant_rows,
     "update_rows": torch_(update_rows), "take_rows": torch_(lambda a, x, at: torch.narrow(x, a.axis, int(at), a.count)),
     "valid_rows": numbers_of_rows,
+    "view_as_real": plain(torch.view_as_real), "view_as_complex": plain(lambda x: torch.complex(x[..., 0], x[..., 1])),
+    "complex": plain(torch.complex), "real": plain(torch.real), "imag": plain(torch.imag), "conj": plain(torch.conj_physical),
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
     "copy": plain(torch.clone), "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Narrow floats wherever values go: states, params, text, disk; contractions of two dtypes, whose weights stay narrow."""
+"""Narrow floats and complex numbers wherever values go; contractions of two dtypes, whose weights stay narrow."""
 
 from __future__ import annotations
 
@@ -183,3 +183,83 @@ def test_which_dtypes_are_multiplied() -> None:
     for a, b in (("f32", "i8"), ("u8", "i8"), ("i32", "i64")):
         with pytest.raises(DTypeError, match=f"{a} and {b}.*cast one"):
             times(a, b)
+
+
+# -- complex numbers -----------------------------------------------------------------------------------------------
+
+
+def draw(*dims: int) -> np.ndarray:
+    return (RNG.normal(size=dims) + 1j * RNG.normal(size=dims)).astype(np.complex64)
+
+
+@pytest.mark.parametrize("device", ["ref", "ref:1", "cpu"])
+def test_complex_numbers_in_inputs_params_states_and_outputs(device: str) -> None:
+    x, w, s = draw(3, 5), draw(5, 4), draw(3, 4)
+    g = Graph("complex")
+    v, handle = g.input("x", (3, 5), "c64"), rlx.BufferHandle("state", (3, 4), "c64")
+    old, y = g.handle(handle), v @ g.param("w", (5, 4), "c64")
+    g.assign(old, old * 2.0 + y)
+    parts = rlx.complex(rlx.real(v), 2.0 * rlx.imag(v))
+    fixed = rlx.constant(np.array([1 + 2j, -3j], np.complex64))
+    g.set_outputs([y, v, v, old, parts, fixed, rlx.conj(v).T, rlx.view_as_real(y), y, rlx.exp(v) / v, -v[::-1, 1:], rlx.abs(y)])
+    compiled = rlx.Session(device).compile(g, rlx.CompileOptions(threads=2).bind_handle(handle))
+    compiled.set_param_typed("w", w.tobytes(), "c64")
+    compiled.bind_handle("state", s)
+    product = x @ w
+    pairs = np.stack([np.real(product), np.imag(product)], -1)
+    moved = [product, x, x, s, np.real(x) + 2j * np.imag(x), np.array([1 + 2j, -3j]), x.conj().T]
+    want = [*moved, pairs, product, np.exp(x) / x, -x[::-1, 1:], np.abs(product)]
+    found = compiled.run({"x": x})
+    assert [a.dtype.name for a in found] == ["complex64"] * 7 + ["float32"] + ["complex64"] * 3 + ["float32"]
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(compiled.read_handle("state")), 2 * s + product, rtol=1e-5, atol=1e-5)
+    for view, b in zip(compiled.outputs_view(), want, strict=True):
+        np.testing.assert_allclose(np.asarray(view), b, rtol=1e-5, atol=1e-5)
+    (raw, dtype), *_ = compiled.run_typed({"x": (x.tobytes(), "c64")})
+    assert dtype == rlx.c64 and raw == found[0].tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_complex_arithmetic_far_from_one(device: str) -> None:
+    """Quotients and magnitudes whose squares overflow or vanish, and what infinities and zeros give."""
+    x = np.array([1e30 + 1e30j, 3e-30 - 4e-30j, 2e38 + 1e38j, 1e-40 + 0j, 5 + 0j, 0 + 7j], np.complex64)
+    y = np.array([2e30 - 1e30j, 1e-30 + 2e-30j, 2e38 + 1e38j, 1 + 1j, 0 + 2j, -3 + 0j], np.complex64)
+    quotient, size, back = run(
+        lambda x, y: [x / y, rlx.abs(x), rlx.exp(rlx.view_as_complex(rlx.view_as_real(x) * 0.0))], device, x=x, y=y
+    )
+    np.testing.assert_allclose(quotient, (x.astype(np.complex128) / y).astype(np.complex64), rtol=1e-6)
+    np.testing.assert_allclose(size, np.abs(x.astype(np.complex128)), rtol=1e-6)
+    assert (back == 1).all()
+    odd = np.array([np.inf + 1j, complex(-np.inf, np.nan), 0, np.nan, complex(1, -np.inf)], np.complex64)
+    sizes, real = run(lambda x: [rlx.abs(x), rlx.exp(rlx.cast(rlx.real(x), "c64"))], device, x=odd)
+    np.testing.assert_array_equal(sizes, [np.inf, np.inf, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(real[[0, 2]], np.array([np.inf + 0j, 1 + 0j], np.complex64))
+
+
+def test_a_complex_graph_on_disk_and_with_an_extent(tmp_path: Path) -> None:
+    g = Graph("kept")
+    x = g.input("x", ("n", 4), "c64")
+    g.set_outputs([x * x + rlx.constant(1j), rlx.sum(x, axis=0)])
+    assert str(Graph.parse(str(g))) == str(g)
+    z = draw(3, 4)
+    want = [z * z + 1j, z.sum(0)]
+    with knobs.override(RLX_CACHE=1, RLX_CACHE_DIR=str(tmp_path)):
+        made = [rlx.Session("cpu").compile(h, rlx.CompileOptions(dims={"n": 3})) for h in (g, Graph.parse(str(g)))]
+    assert [c.report().cache.state for c in made] == ["compiled", "cached"]
+    for compiled in made:
+        for a, b in zip(compiled.run({"x": z}), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    buckets = rlx.BucketedCompileCache(g, dim="n", ladder=rlx.power_of_two_ladder(8, 16))
+    for a, b in zip(buckets.run_padded({"x": z}), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_ops_that_take_no_complex_numbers_say_so() -> None:
+    g = Graph("refused")
+    x = g.input("x", (3,), "c64")
+    for build in (rlx.tanh, rlx.max, lambda x: x < x, rlx.argmax):
+        with pytest.raises(DTypeError, match=r"c64.*it takes"):
+            build(x)
+    with pytest.raises(DTypeError, match="real and imaginary part are f32"):
+        rlx.complex(rlx.real(x).astype("f64"), 0.0)

@@ -17,7 +17,7 @@ for case in cases():
     CASES.setdefault(case.op.name, []).append(case)
 
 # rounding of one result in its dtype, and of the f32 or f64 sums behind it
-ROUNDING = {"f64": 1e-12, "f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
+ROUNDING = {"f64": 1e-12, "f32": 2e-6, "f16": 1e-3, "bf16": 8e-3, "c64": 2e-6}
 
 
 def test_every_op_has_an_outside_source():
@@ -29,7 +29,7 @@ def test_every_op_has_an_outside_source():
 def test_reference_agrees_with_an_outside_source(name):
     for case in CASES[name]:
         (node,) = [n for n in case.graph().nodes() if n.op.kind is not Kind.LEAF]
-        wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_}
+        wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_, "c": np.complex128}
         with np.errstate(all="ignore"):
             want = ORACLES[name](case, node.attrs, *(a.astype(wide[d.kind]) for a, d in zip(case.inputs.values(), case.dtypes)))
             want = want if isinstance(want, tuple) else (want,)

@@ -119,8 +119,8 @@ class _Assembler:
 
 def copy_kernel(handle: Value) -> K.Kernel:
     """Copies a row-major value into a buffer of the same size."""
-    size = handle.shape.num_elements
-    source, goal = K.Buffer("b0", handle.dtype, size), K.Buffer("b1", handle.dtype, size, writable=True)
+    dtype, size = K.in_kernels(handle.dtype, handle.shape.num_elements)
+    source, goal = K.Buffer("b0", dtype, size), K.Buffer("b1", dtype, size, writable=True)
     at = K.Var("c")
     body = K.Loop(at, size, (K.Store(goal, at, K.Load(source, at)),), vector=True)
     return K.Kernel("commit", (source, goal), (), (), (body,), ("assign",))

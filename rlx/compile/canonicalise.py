@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 from rlx.compile.options import CompileOptions
 from rlx.errors import IndexRangeError
-from rlx.ir.dtype import holds
+from rlx.ir.dtype import c64, holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
@@ -106,7 +106,7 @@ def fold_constants(node: Node) -> Value | None:
     cheaper computed than read), nor where the result would be a large constant made of small ones."""
     operands = [x.node.attrs for x in node.inputs]
     known = node.op.ahead and all(isinstance(a, ConstantAttrs) for a in operands)
-    if not operands or not known or not node.shapes[0].is_static:
+    if not operands or not known or not node.shapes[0].is_static or node.shapes[0].dtype == c64:  # a result keeps its pairs
         return None
     data = [a.data for a in operands if isinstance(a, ConstantAttrs)]
     if node.shapes[0].size_bytes > max(FOLD_BYTES, sum(d.nbytes for d in data)):

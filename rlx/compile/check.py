@@ -83,7 +83,7 @@ def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[s
             bad.append(f"output {out.name!r} is in buffer %{out.buffer}, which does not exist")
         elif b.region is Region.ARENA:
             bad.append(f"output {out.name!r} is in %{b.id}, whose memory the next step may reuse")
-        elif b.shape.dtype != out.shape.dtype or b.nbytes != out.shape.size_bytes:
+        elif K.in_kernels(b.shape.dtype, b.shape.num_elements) != K.in_kernels(out.shape.dtype, out.shape.num_elements):
             bad.append(f"output {out.name!r} is {out.shape}, its buffer %{b.id} is {b.shape}")
 
 
@@ -119,7 +119,8 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
         if decl is None:
             bad.append(f"{where}: argument %{arg} does not exist")
             continue
-        if b.dtype != decl.shape.dtype or b.size > decl.shape.num_elements:
+        dtype, size = K.in_kernels(decl.shape.dtype, decl.shape.num_elements)
+        if b.dtype != dtype or b.size > size:
             bad.append(f"{where}: {b.name!r} is {b.dtype}[{b.size}], %{arg} is {decl.shape}")
         if (b in facts.stored) != b.writable and b.size:
             marked = "is marked as written and never stored to" if b.writable else "is stored to and not marked as written"

@@ -104,8 +104,8 @@ class KernelBuilder:
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.facts.memory(base)
         if base not in self.buffers:
-            size = math.prod(self.places.memory(base))
-            self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", base.dtype, size, writable)
+            dtype, size = K.in_kernels(base.dtype, math.prod(self.places.memory(base)))
+            self.buffers[base] = K.Buffer(f"b{len(self.buffers)}", dtype, size, writable)
         return self.buffers[base]
 
     def open_stores(self, values: Iterable[Value]) -> None:

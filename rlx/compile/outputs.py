@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rlx.compile.layout import Places, static_nodes
 from rlx.compile.options import CompileOptions
+from rlx.compile.pairs import FROM_PAIRS
 from rlx.ir.graph import Graph, Value, keep
 from rlx.ir.op import Kind
-from rlx.ir.ops import copy
+from rlx.ir.ops import copy, view_as_complex
 from rlx.ir.target import Target
 
 
@@ -18,6 +19,8 @@ def outputs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     copies: dict[Value, Value] = {}
 
     def own(value: Value, is_output: bool) -> Value:
+        if value.node.op is FROM_PAIRS:
+            return view_as_complex(own(value.node.inputs[0], is_output))
         base = places.base(value)
         shared = base.node.op.kind is Kind.LEAF or base.node in static or (is_output and base in in_place)
         if not shared and places.is_row_major(value):

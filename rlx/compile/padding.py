@@ -98,7 +98,7 @@ def carried(node: Node, operand: int, active: Active, result: Value) -> Active |
     op, x = node.op, node.inputs[operand]
     if op.kind is Kind.POINTWISE:
         return active._replace(axis=active.axis + result.rank - x.rank)
-    if op.kind is Kind.VIEW:
+    if op.kind is Kind.VIEW and op.rows is None:
         return _viewed(node, active, result)
     axis: int | None = None
     if op.reduce is not None:

@@ -16,6 +16,7 @@ from rlx.compile.options import CompileOptions
 from rlx.compile.outputs import outputs
 from rlx.compile.packing import packing
 from rlx.compile.padding import padding
+from rlx.compile.pairs import pairs
 from rlx.compile.precision import precision
 from rlx.compile.reductions import reductions
 from rlx.compile.state import state
@@ -28,6 +29,7 @@ Pass = Callable[[Graph, Target, CompileOptions], Graph]
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("bind_dims", bind_dims),
+    ("pairs", pairs),
     ("padding", padding),
     ("canonicalise", canonicalise),
     ("precision", precision),

@@ -19,7 +19,7 @@ from rlx import knobs
 from rlx.errors import CompileError
 from rlx.ir.target import Target
 
-DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool".split())
+DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool c64".split())
 # Instruction sets that change what is generated, by LLVM's names; a baseline CPU implies the ones listed with it.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used where RLX_AMX says so and the system lets this process

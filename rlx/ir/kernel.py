@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from rlx.ir.dtype import DType, bool_, i64, index_
+from rlx.ir.dtype import DType, bool_, c64, f32, i64, index_
 from rlx.ir.op import OPS, Attrs, Kind
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
@@ -45,6 +45,11 @@ class Buffer:
     dtype: DType
     size: int
     writable: bool = False
+
+
+def in_kernels(dtype: DType, count: int) -> tuple[DType, int]:
+    """Dtype and size by which kernels see a buffer of `count` elements: complex numbers are pairs of f32."""
+    return (f32, 2 * count) if dtype == c64 else (dtype, count)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -259,14 +259,15 @@ CONSTANT = _leaf("constant", ConstantAttrs, lambda a: Shape(a.data.shape, a.data
 
 
 def constant(data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
-    """A constant Value from anything numpy can hold; Python floats become f32 and ints i64 unless `dtype` says otherwise."""
+    """A constant Value from anything numpy can hold; Python floats become f32, complex numbers c64 and ints i64 unless `dtype`
+    says otherwise."""
     try:
         array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
-    except (ValueError, OverflowError) as e:  # ragged lists, text, integers past the dtype's range
+    except (ValueError, OverflowError, TypeError) as e:  # complex for real, ragged lists, text, integers past the dtype's range
         kind = "" if dtype is None else f" of {as_dtype(dtype)}"
         raise DTypeError(f"a constant{kind} cannot hold {data!r:.60}: {e}") from e
-    if dtype is None and array.dtype == np.float64 and not isinstance(data, (np.ndarray, np.generic)):
-        array = array.astype(np.float32)
+    if dtype is None and array.dtype.kind in "fc" and not isinstance(data, (np.ndarray, np.generic)):
+        array = array.astype(np.complex64 if array.dtype.kind == "c" else np.float32)
     array = np.array(array, order="C")  # a copy: the caller's array may change later
     array.flags.writeable = False
     attrs = ConstantAttrs(array)
@@ -294,7 +295,7 @@ def apply(
 
 
 def _constant_operand(op: OpDef, x: Any, like: DType | None) -> Value:
-    if isinstance(x, (bool, int, float, np.generic)) and not isinstance(x, np.ndarray):
+    if isinstance(x, (bool, int, float, complex, np.generic)) and not isinstance(x, np.ndarray):
         if like is not None and like.is_int and isinstance(x, float) and not float(x).is_integer():
             raise DTypeError(f"{op.name}: the constant {x} does not fit {like}; cast the operand first")
         return constant(x, like)

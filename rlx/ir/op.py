@@ -171,6 +171,9 @@ class OpDef:
     own_memory: bool = False  # INDEX: the result is memory of the run's own, whatever is known before: never folded or prepared
     flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
+    # (node, *Value) -> a node of c64 operands or result over f32 [..., 2] in place of each c64 operand; gives the same of a c64
+    # result (rlx.compile.pairs). None: the op is a composite, or takes no complex numbers
+    parts: Callable[..., Any] | None = None
     # (attrs, the operand of every rank) -> the result of every rank: numpy; ranks meet in it, so it is never folded or prepared
     collective: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None  # (node, gradient of every result) -> gradient of the operand: Value

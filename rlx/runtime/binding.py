@@ -73,6 +73,11 @@ def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.n
     return array
 
 
+def shaped(array: np.ndarray, shape: Shape) -> np.ndarray:
+    """A row-major array as `shape`: other dims, or complex numbers that its buffer holds as pairs."""
+    return (array if array.dtype == shape.dtype.numpy else array.reshape(-1).view(shape.dtype.numpy)).reshape(shape.static)
+
+
 def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
     """Raw little-endian bytes of `dtype` as an array of `shape`, of the same dtype and of exactly its size."""
     given = as_dtype(dtype)

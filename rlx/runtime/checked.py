@@ -6,7 +6,7 @@ import numpy as np
 
 from rlx.driver.backend import Executable
 from rlx.errors import NumericsError
-from rlx.runtime.binding import filled_rows
+from rlx.runtime.binding import filled_rows, shaped
 
 
 def check_numbers(executable: Executable, rows: int | None) -> None:
@@ -18,7 +18,8 @@ def check_numbers(executable: Executable, rows: int | None) -> None:
         decl = program.buffers[handle]
         named.append((f"the next state of handle {decl.name!r}", source, decl.shape, ()))
     for what, buffer, shape, active in named:
-        array = executable.read(buffer).reshape(shape.static)
+        array = shaped(executable.read(buffer), shape)
         array = array if rows is None else filled_rows(array, active, rows)
-        if shape.dtype.is_float and (count := int(np.isnan(array.astype(np.float32)).sum())):
+        numbers = array.astype(np.float32) if shape.dtype.is_float else array
+        if shape.dtype.kind in "fc" and (count := int(np.isnan(numbers).sum())):
             raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")

@@ -33,7 +33,7 @@ from rlx.errors import (
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import by_name, by_position, each, fits, from_bytes, named
+from rlx.runtime.binding import by_name, by_position, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
 from rlx.runtime.outputs import OutputView
@@ -54,7 +54,7 @@ class CompiledGraph:
         self._handles = {program.buffers[id].name: program.buffers[id] for id in program.handles}
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
         self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
-        self._output_views = tuple(self._host_view(o.buffer).reshape(o.shape.static) for o in program.outputs)
+        self._output_views = tuple(shaped(self._host_view(o.buffer), o.shape) for o in program.outputs)
         self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
         self._beginning = Beginning(executable)  # of a run: all checks of what is given come within it
@@ -490,7 +490,7 @@ class CompiledGraph:
         if not self._gate.generation:
             raise BindingError(f"{self._program.name} has not run yet")
         if any(self._executable.view(o.buffer) is None for o in self._program.outputs[:1]):
-            return [self._executable.read(o.buffer).reshape(o.shape.static) for o in self._program.outputs]
+            return [shaped(self._executable.read(o.buffer), o.shape) for o in self._program.outputs]
         return self._output_views
 
     def _drain(self) -> None:

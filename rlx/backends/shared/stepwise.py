@@ -148,6 +148,7 @@ class StepwiseExecutable:
 
     def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
         arrays = [(given[a] if a in given else self.loaded.view(a)).reshape(-1) for a in step.args]
+        arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]
         if step.kernel.collective:
             self.exchanges.perform(step.kernel.collective, *arrays)
         elif status := self._run_kernel(step.kernel, arrays):

@@ -4,6 +4,7 @@
 from rlx.ir.ops.activation import clip, expm1, gelu, log1p, relu, sigmoid, silu, softplus
 from rlx.ir.ops.attention import attention, attention_parts, rope
 from rlx.ir.ops.collective import all_gather, all_reduce, all_to_all, broadcast_rank, exchange, rank_slice, reduce_scatter
+from rlx.ir.ops.complex import complex, conj, imag, real, view_as_complex, view_as_real
 from rlx.ir.ops.contract import int8_matmul, linear, matmul
 from rlx.ir.ops.elementwise import (
     abs, add, bitwise_and, bitwise_not, bitwise_or, bitwise_xor, cast, ceil, cos, div, equal, erf, exp, floor, floor_div,
@@ -29,14 +30,15 @@ astype, take = cast, gather  # numpy's names for the same constructors
 __all__ = [
     "abs", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort", "astype",
     "attention", "attention_parts", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank",
-    "broadcast_to", "cast", "ceil", "clip", "concat", "copy", "cos", "cumsum", "dequant_matmul", "dequantize", "div",
+    "broadcast_to", "cast", "ceil", "clip", "complex", "concat", "conj", "copy", "cos", "cumsum", "dequant_matmul",
+    "dequantize", "div",
     "embedding", "equal", "erf", "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm",
-    "gumbel", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
+    "gumbel", "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
     "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",
     "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow",
-    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "reciprocal",
+    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal",
     "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left",
     "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt",
     "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze",
-    "update_rows", "valid_rows", "variance", "where",
+    "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where",
 ]  # fmt: skip

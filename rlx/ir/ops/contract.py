@@ -9,6 +9,7 @@ import numpy as np
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.dtype import holds, i8, i32, product, u8
 from rlx.ir.op import Contraction, Kind, Sample, op
+from rlx.ir.ops.rules import halves, joined
 from rlx.ir.shape import Shape, broadcast_dims
 
 
@@ -41,8 +42,13 @@ def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
     return Shape((*batch, *(a.dims[i] for i in c.a_rows), *(b.dims[i] for i in c.b_columns)), dtype)
 
 
+def _matmul_parts(node: Any, a: Any, b: Any) -> Any:
+    (ar, ai), (br, bi) = halves(a), halves(b)
+    return joined(matmul(ar, br) - matmul(ai, bi), matmul(ar, bi) + matmul(ai, br))
+
+
 matmul = op(
-    "matmul", kind=Kind.CONTRACT, infer=_matmul_shape, arity=(2, 2), dtypes="fiu",
+    "matmul", kind=Kind.CONTRACT, infer=_matmul_shape, arity=(2, 2), dtypes="fiuc", parts=_matmul_parts,
     reference=lambda attrs, a, b: np.matmul(a, b), contract=_contraction,
     samples=(
         Sample(((3, 17), (17, 5))), Sample(((2, 3, 4), (4, 33))), Sample(((2, 3, 5, 4), (2, 3, 4, 7))),

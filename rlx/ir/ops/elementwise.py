@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError
-from rlx.ir.dtype import DType, as_dtype, bool_
+from rlx.ir.dtype import DType, as_dtype, bool_, f32
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import comparison, pointwise, same, same_dtype
+from rlx.ir.ops.rules import again, comparison, halves, joined, pointwise, same, same_dtype
 from rlx.ir.placement import Partial
 from rlx.ir.shape import Shape, broadcast_dims
 
@@ -58,12 +57,30 @@ def _sign(k: Any, x: Any) -> Any:
     return k.select(k.lt(k.const(0, x.dtype), x), k.const(1, x.dtype), k.select(k.lt(x, 0), k.const(-1, x.dtype), x))
 
 
-neg = unary("neg", np.negative, _neg, dtypes="fiu", doc="-x; unsigned integers wrap.")
-abs = unary("abs", np.abs, _abs, dtypes="fiu", doc="|x|; the least signed integer stays what it is.")
+def _modulus(node: Any, x: Any) -> Any:
+    """The larger part times the root of 1 + the ratio squared; infinite with either part, NaN with a NaN otherwise."""
+    re, im = (abs(part) for part in halves(x))
+    large, small = maximum(re, im), minimum(re, im)
+    size = large * sqrt(1.0 + (ratio := small / large) * ratio)
+    far = logical_or(equal(re, math.inf), equal(im, math.inf))
+    return where(far, math.inf, where(equal(large, 0.0), large, size))
+
+
+def _exp_parts(node: Any, x: Any) -> Any:
+    re, im = halves(x)
+    size, real = exp(re), equal(im, 0.0)  # a real number's exp is real, also where it is infinite
+    return joined(where(real, size, size * cos(im)), where(real, im, size * sin(im)))
+
+
+neg = unary("neg", np.negative, _neg, dtypes="fiuc", parts=again, doc="-x; unsigned integers wrap.")
+abs = unary(
+    "abs", np.abs, _abs, dtypes="fiuc", infer=lambda attrs, x: x.with_dtype(f32) if x.dtype.kind == "c" else x, parts=_modulus,
+    doc="|x|; the least signed integer stays what it is. Of c64 f32, without overflow on the way.",
+)  # fmt: skip
 sqrt = unary("sqrt", np.sqrt, "sqrt", samples=POSITIVE, doc="Square root; NaN below zero.")
 rsqrt = unary("rsqrt", lambda x: 1 / np.sqrt(x), lambda k, x: k.div(1.0, k.sqrt(x)), samples=POSITIVE, doc="1 / sqrt(x).")
 reciprocal = unary("reciprocal", lambda x: 1 / x, lambda k, x: k.div(1.0, x), samples=POSITIVE, doc="1 / x.")
-exp = unary("exp", np.exp, "exp", doc="e to the power x.")
+exp = unary("exp", np.exp, "exp", dtypes="fc", parts=_exp_parts, doc="e to the power x.")
 log = unary("log", np.log, "log", samples=POSITIVE, doc="Natural logarithm; NaN below zero, -inf at zero.")
 sin = unary("sin", np.sin, "sin", doc="Sine of x radians.")
 cos = unary("cos", np.cos, "cos", doc="Cosine of x radians.")
@@ -88,7 +105,7 @@ def _is_float(x: Any) -> bool:
 
 def divide_array(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """IEEE on floats; on integers truncates, x / 0 = 0, and the least integer / -1 wraps to itself."""
-    if _is_float(x):
+    if np.issubdtype(x.dtype, np.inexact):
         return np.divide(x, y)
     x, y = np.broadcast_arrays(x, y)
     return (x - remainder_array(x, y)) // np.where(y == 0, 1, y) * (y != 0)
@@ -136,13 +153,39 @@ def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
     return k.select(inside, shifted, k.const(0, x.dtype))
 
 
+def _mul_parts(node: Any, x: Any, y: Any) -> Any:
+    (a, b), (c, d) = halves(x), halves(y)
+    return joined(a * c - b * d, a * d + b * c)
+
+
+def _div_parts(node: Any, x: Any, y: Any) -> Any:
+    """R. L. Smith, 1962: by the ratio of y's parts, the smaller over the larger, so that no square overflows."""
+    (a, b), (c, d) = halves(x), halves(y)
+    first = less_equal(abs(d), abs(c))
+    large, small = where(first, c, d), where(first, d, c)
+    ratio = where(equal(large, 0.0), small, small / large)
+    scale = large + small * ratio
+    return joined(where(first, a + b * ratio, a * ratio + b) / scale, where(first, b - a * ratio, b * ratio - a) / scale)
+
+
+def _equal_parts(node: Any, *operands: Any) -> Any:
+    return logical_and(*halves(again(node, *operands)))
+
+
+def _unequal_parts(node: Any, *operands: Any) -> Any:
+    return logical_or(*halves(again(node, *operands)))
+
+
 NON_ZERO = (
     Sample(((3, 17), (3, 17)), low=1, high=9), Sample(((2, 3, 5), (5,)), low=-6, high=7), Sample(((), (33,)), low=1, high=5),
 )  # fmt: skip
-add = binary("add", np.add, "add", doc="x + y; integers wrap.")
-sub = binary("sub", np.subtract, "sub", doc="x - y; integers wrap.")
-mul = binary("mul", np.multiply, "mul", doc="x * y; integers wrap.")
-div = binary("div", divide_array, "div", samples=NON_ZERO, doc="x / y. Integers truncate toward zero, and x / 0 is 0.")
+add = binary("add", np.add, "add", dtypes="fiuc", parts=again, doc="x + y; integers wrap.")
+sub = binary("sub", np.subtract, "sub", dtypes="fiuc", parts=again, doc="x - y; integers wrap.")
+mul = binary("mul", np.multiply, "mul", dtypes="fiuc", parts=_mul_parts, doc="x * y; integers wrap.")
+div = binary(
+    "div", divide_array, "div", dtypes="fiuc", parts=_div_parts, samples=NON_ZERO,
+    doc="x / y. Integers truncate toward zero, and x / 0 is 0.",
+)  # fmt: skip
 rem = binary(
     "rem", remainder_array, "rem", samples=NON_ZERO, doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
 )  # fmt: skip
@@ -157,8 +200,10 @@ maximum = binary("maximum", np.maximum, "max", doc="The greater of x and y; NaN 
 minimum = binary("minimum", np.minimum, "min", doc="The lesser of x and y; NaN if either is NaN.")
 less = binary("less", np.less, "lt", infer=comparison, doc="x < y; False with NaN.")
 less_equal = binary("less_equal", np.less_equal, "le", infer=comparison, doc="x <= y; False with NaN.")
-equal = binary("equal", np.equal, "eq", dtypes="fiub", infer=comparison, doc="x == y; False with NaN.")
-not_equal = binary("not_equal", np.not_equal, "ne", dtypes="fiub", infer=comparison, doc="x != y; True with NaN.")
+equal = binary("equal", np.equal, "eq", dtypes="fiubc", infer=comparison, parts=_equal_parts, doc="x == y; False with NaN.")
+not_equal = binary(
+    "not_equal", np.not_equal, "ne", dtypes="fiubc", infer=comparison, parts=_unequal_parts, doc="x != y; True with NaN.",
+)  # fmt: skip
 logical_and = binary("logical_and", np.logical_and, "and_", dtypes="b", doc="True where both are True.")
 logical_or = binary("logical_or", np.logical_or, "or_", dtypes="b", doc="True where either is True.")
 logical_xor = binary("logical_xor", np.logical_xor, "xor", dtypes="b", doc="True where just one is True.")
@@ -194,9 +239,10 @@ where = op(
     "where", kind=Kind.POINTWISE, infer=_where_shape, arity=(3, 3), dtypes="b", roles="bxx",
     reference=lambda attrs, condition, x, y: np.where(condition, x, y),
     scalar=lambda k, attrs, condition, x, y: k.select(condition, x, y),
+    parts=lambda node, condition, x, y: again(node, condition[..., None], x, y),
     samples=tuple(
         Sample(shapes, dtypes=("bool", d, d))
-        for d in ("f32", "f16", "bf16", "f64", "i32", "bool") for shapes in (((3, 17),) * 3, ((4, 1), (5,), ()))
+        for d in ("f32", "f16", "bf16", "f64", "i32", "bool", "c64") for shapes in (((3, 17),) * 3, ((4, 1), (5,), ()))
     ),
     doc="x where the condition is True, else y; the three broadcast together.",
 )  # fmt: skip
@@ -210,6 +256,7 @@ def cast_array(x: np.ndarray, dtype: DType) -> np.ndarray:
     """Float to integer truncates and saturates, NaN gives 0; to bool is x != 0; integers wrap; 16-bit floats round by f32."""
     if dtype == bool_:
         return x != 0
+    x = np.real(x) if x.dtype.kind == "c" and dtype.kind != "c" else x
     if not (_is_float(x) and dtype.is_int):
         return x.astype(dtype.compute.numpy)
     limits = np.iinfo(dtype.numpy)
@@ -227,9 +274,15 @@ def _cast_scalar(k: Any, attrs: CastAttrs, x: Any) -> Any:
 
 
 def _cast_shape(attrs: CastAttrs, x: Shape) -> Shape:
-    if attrs.dtype.kind == "c":
-        raise DTypeError(f"cast to {attrs.dtype} is not defined")
     return x.with_dtype(attrs.dtype)
+
+
+def _cast_parts(node: Any, x: Any) -> Any:
+    """Of c64 the real part (to bool: whether either is not 0); to c64 an imaginary part of 0."""
+    if node.shapes[0].dtype.kind == "c":
+        return x if node.inputs[0].dtype.kind == "c" else joined(cast(x, dtype=f32), 0.0)
+    re, im = halves(x)
+    return logical_or(not_equal(re, 0.0), not_equal(im, 0.0)) if node.attrs.dtype == bool_ else cast(re, dtype=node.attrs.dtype)
 
 
 def _cast_partitioned(p: Any, attrs: CastAttrs, x: Any) -> Any:
@@ -240,11 +293,12 @@ def _cast_partitioned(p: Any, attrs: CastAttrs, x: Any) -> Any:
 
 
 cast = op(
-    "cast", kind=Kind.POINTWISE, infer=_cast_shape, attrs=CastAttrs, dtypes="fiub",
+    "cast", kind=Kind.POINTWISE, infer=_cast_shape, attrs=CastAttrs, dtypes="fiubc", parts=_cast_parts,
     reference=lambda attrs, x: cast_array(x, attrs.dtype), scalar=_cast_scalar, partitioned=_cast_partitioned,
     samples=tuple(
         Sample(((3, 17),), {"dtype": as_dtype(d)}, low=-300.0, high=300.0)
-        for d in ("f32", "f64", "f16", "bf16", "f8e4m3", "f8e5m2", "i64", "i32", "i8", "u8", "u32", "bool")
+        for d in ("f32", "f64", "f16", "bf16", "f8e4m3", "f8e5m2", "i64", "i32", "i8", "u8", "u32", "bool", "c64")
     ),
-    doc="The same values in another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0.",
+    doc="The same values in another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to "
+    "real drops the imaginary part.",
 )  # fmt: skip

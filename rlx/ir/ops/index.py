@@ -12,7 +12,7 @@ from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
-from rlx.ir.ops.rules import axis_of, integer, lines, others, same_dtype, static_dim
+from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, lines, others, same_dtype, static_dim
 from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import DimLike, Shape
 
@@ -95,7 +95,7 @@ GATHERS = (
     Sample(((5, 3), (0,)), low=0, high=5, dtypes=("", "i64")),
 )
 gather = op(
-    "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiub", roles="xi",
+    "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi", parts=along,
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
     doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
     "dim is an IndexRangeError.",
@@ -223,7 +223,7 @@ def _concat_partitioned(p: Any, attrs: AxisAttrs, *operands: Any) -> Any:
 
 
 concat = op(
-    "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiub",
+    "concat", kind=Kind.INDEX, infer=_concat_shape, attrs=AxisAttrs, arity=(1, None), dtypes="fiubc", parts=along,
     reference=lambda attrs, *arrays: np.concatenate(arrays, axis=attrs.axis), element=_concat_element, rows=others,
     partitioned=_concat_partitioned,
     samples=(
@@ -265,8 +265,17 @@ def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any
     return element if guard is None or attrs.value == 0 else k.select(guard, element, const(attrs.value, element.dtype))
 
 
+def _pad_parts(node: Any, x: Any) -> Any:
+    """The value around real parts, zeros around imaginary ones."""
+    a = node.attrs
+    if a.value == 0:
+        return again(node, x, low=(*a.low, 0), high=(*a.high, 0))
+    re, im = halves(x)
+    return joined(again(node, re), again(node, im, value=0.0))
+
+
 pad = op(
-    "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiub", element=_pad_element,
+    "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiubc", element=_pad_element, parts=_pad_parts,
     rows=lambda a, i, axis, x: None if a.low[axis] or a.high[axis] else axis,
     reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=np.asarray(a.value).astype(x.dtype)),
     samples=(
@@ -322,7 +331,7 @@ def _copy_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> An
 
 copy = op(
     "copy", kind=Kind.INDEX, infer=lambda attrs, x: x, dtypes="fiubc", reference=lambda attrs, x: np.array(x),
-    element=_copy_element, own_memory=True, rows=lambda attrs, operand, axis, x: axis,
+    element=_copy_element, own_memory=True, parts=again, rows=lambda attrs, operand, axis, x: axis,
     samples=(Sample(((3, 17),)), Sample(((2, 1, 5),)), Sample(((),)), Sample(((0, 2),))),
     doc="x in memory of its own, row-major, made at every run: never a view of x, and not shared with anything.",
 )  # fmt: skip

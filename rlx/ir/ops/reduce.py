@@ -10,7 +10,7 @@ import numpy as np
 
 from rlx.ir.op import Attrs, Kind, Reduction, Sample, op
 from rlx.ir.ops.elementwise import exp, log, maximum, sub
-from rlx.ir.ops.rules import axes_of, axis_of, same, widened
+from rlx.ir.ops.rules import again, axes_of, axis_of, same, widened
 from rlx.ir.shape import Shape
 
 
@@ -50,7 +50,7 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str = "fiu") -> Any:
+def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str = "fiu", parts: Any = None) -> Any:
     def reference(attrs: ReduceAttrs, x: np.ndarray) -> np.ndarray:
         x = _wide(x)
         initial = _extreme(x, scalar) if combine.identity is None else combine.identity
@@ -58,8 +58,14 @@ def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str =
 
     return op(
         name, kind=Kind.REDUCE, infer=_reduced, attrs=ReduceAttrs, reference=reference, dtypes=dtypes, samples=SAMPLES, doc=doc,
-        reduce=lambda attrs, x: Reduction(scalar, axes_of(attrs.axis, x.rank), attrs.keepdims),
+        parts=parts, reduce=lambda attrs, x: Reduction(scalar, axes_of(attrs.axis, x.rank), attrs.keepdims),
     )  # fmt: skip
+
+
+def _pair_sums(node: Any, x: Any) -> Any:
+    """Sums of pairs over the same axes, which are all but the last where none are named."""
+    axes = axes_of(node.attrs.axis, x.rank - 1)
+    return again(node, x, axis=axes) if axes else x
 
 
 def _extreme(x: np.ndarray, scalar: str) -> Any:
@@ -71,7 +77,7 @@ def _extreme(x: np.ndarray, scalar: str) -> Any:
 
 _MAX = "Greatest element; NaN if there is one. Over nothing: -inf, or the least integer."
 _MIN = "Least element; NaN if there is one. Over nothing: inf, or the greatest integer."
-sum = reduction("sum", np.add, "add", "Sum; 0 over nothing. Integers wrap.")
+sum = reduction("sum", np.add, "add", "Sum; 0 over nothing. Integers wrap.", dtypes="fiuc", parts=_pair_sums)
 prod = reduction("prod", np.multiply, "mul", "Product; 1 over nothing.")
 max = reduction("max", np.maximum, "max", _MAX)
 min = reduction("min", np.minimum, "min", _MIN)

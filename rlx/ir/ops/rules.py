@@ -8,6 +8,8 @@ from typing import Any
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.dtype import bool_
 from rlx.ir.kernel import Var
+from rlx.ir.node import apply, constant
+from rlx.ir.op import OPS, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims
 
 
@@ -98,3 +100,29 @@ def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(v.astype(dtype) for v in out) if isinstance(out, tuple) else out.astype(dtype)
 
     return run
+
+
+# -- complex numbers as pairs: OpDef.parts -----------------------------------------------------------------------------
+
+
+def again(node: Any, *operands: Any, **changed: Any) -> Any:
+    """The node's op on other operands, with these attributes in place of its own."""
+    own = {name: getattr(node.attrs, name) for name in attribute_types(type(node.attrs))} if node.attrs else {}
+    return apply(node.op, operands, own | changed)
+
+
+def along(node: Any, x: Any, *others: Any) -> Any:
+    """Of an op that goes along the attribute `axis` and leaves the others in place, that of pairs too."""
+    return again(node, x, *others, axis=axis_of(node.attrs.axis, x.rank - 1))
+
+
+def halves(x: Any) -> tuple[Any, Any]:
+    """Real and imaginary part of pairs."""
+    return x[..., 0], x[..., 1]
+
+
+def joined(re: Any, im: Any) -> Any:
+    """Pairs of these parts; the imaginary one may be a number."""
+    if isinstance(im, float):
+        im = apply(OPS["broadcast_to"], (constant(im),), {"dims": re.dims})
+    return apply(OPS["concat"], (re[..., None], im[..., None]), {"axis": -1})

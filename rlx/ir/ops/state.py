@@ -16,7 +16,7 @@ from rlx.ir.dtype import DType, as_dtype, index_
 from rlx.ir.kernel import Check, Loop, Var, const, k
 from rlx.ir.op import Attrs, Kind, Sample, op
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
-from rlx.ir.ops.rules import axis_of, integer, others, same_dtype, static_dim
+from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, others, same_dtype, static_dim
 from rlx.ir.shape import Shape
 
 ANY = "fiub"
@@ -186,7 +186,7 @@ def _take_shape(attrs: TakeRowsAttrs, state: Shape, at: Shape) -> Shape:
 
 
 update_rows = op(
-    "update_rows", kind=Kind.INDEX, infer=_update_shape, attrs=RowsAttrs, arity=(3, 3), dtypes=ANY, roles="xxi",
+    "update_rows", kind=Kind.INDEX, infer=_update_shape, attrs=RowsAttrs, arity=(3, 3), dtypes=ANY, parts=along, roles="xxi",
     reference=_update_array, element=_update_element, update=_update_in_place, rows=others,
     samples=(
         Sample(((5, 17), (2, 17), ()), low=0, high=4, dtypes=("", "", "i64")),
@@ -198,7 +198,7 @@ update_rows = op(
     "IndexRangeError.",
 )  # fmt: skip
 take_rows = op(
-    "take_rows", kind=Kind.INDEX, infer=_take_shape, attrs=TakeRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
+    "take_rows", kind=Kind.INDEX, infer=_take_shape, attrs=TakeRowsAttrs, arity=(2, 2), dtypes=ANY, parts=along, roles="xi",
     reference=_take_array, element=_take_element, rows=others,
     samples=(
         Sample(((5, 17), ()), {"count": 2}, low=0, high=4, dtypes=("", "i64")),
@@ -207,9 +207,15 @@ take_rows = op(
     doc="`count` rows of `state` from position `at` (an integer of dims ()) along `axis`. Rows that are not all there are an "
     "IndexRangeError.",
 )  # fmt: skip
+def _valid_parts(node: Any, x: Any, extent: Any) -> Any:
+    axis, (re, im) = axis_of(node.attrs.axis, x.rank - 1), halves(x)
+    return joined(again(node, re, extent, axis=axis), again(node, im, extent, axis=axis, fill="0"))
+
+
 valid_rows = op(
     "valid_rows", kind=Kind.INDEX, infer=_valid_shape, attrs=ValidRowsAttrs, arity=(2, 2), dtypes=ANY, roles="xi",
     reference=_valid_array, as_stored=True, element=_valid_element, rows=_valid_rows, partitioned=_valid_partitioned,
+    parts=_valid_parts,
     samples=(
         Sample(((5, 17), ()), low=1, high=5, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"axis": 1, "fill": "least"}, low=1, high=9, dtypes=("", "i32")),

@@ -15,7 +15,7 @@ from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Attrs, Kind, Sample, op
-from rlx.ir.ops.rules import axis_of, divide, static_dim
+from rlx.ir.ops.rules import again, axis_of, divide, static_dim
 from rlx.ir.ops.state import take_rows
 from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides
 
@@ -87,7 +87,7 @@ def _reshape_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout
 reshape = op(
     "reshape", kind=Kind.VIEW, infer=_reshape_shape, attrs=ReshapeAttrs, dtypes=ANY,
     reference=lambda a, x: x.reshape(_reshape_shape(a, Shape(x.shape, x.dtype)).static),
-    element=_reshape_element, strided=_reshape_strided,
+    element=_reshape_element, strided=_reshape_strided, parts=lambda node, x: again(node, x, dims=(*node.shapes[0].dims, 2)),
     samples=(
         Sample(((2, 3, 4),), {"dims": (6, 4)}), Sample(((6, 5),), {"dims": (2, 3, -1)}), Sample(((4, 6),), {"dims": (3, 8)}),
         Sample(((2, 17, 3, 1),), {"dims": (1, 2, 51)}), Sample(((5,),), {"dims": (1, 5, 1)}), Sample(((0, 3),), {"dims": (3, 0)}),
@@ -120,7 +120,7 @@ transpose = op(
     "transpose", kind=Kind.VIEW, attrs=TransposeAttrs, dtypes=ANY,
     infer=lambda a, x: x.with_dims(x.dims[i] for i in _permutation(a, x.rank)),
     reference=lambda a, x: np.transpose(x, _permutation(a, x.ndim)),
-    element=_transpose_element,
+    element=_transpose_element, parts=lambda node, x: again(node, x, axes=(*_permutation(node.attrs, x.rank - 1), x.rank - 1)),
     strided=lambda a, dims, out, lay, result=0: Layout(tuple(lay.strides[i] for i in _permutation(a, len(dims))), lay.offset),
     samples=(
         Sample(((3, 17),)), Sample(((2, 3, 4, 5),), {"axes": (0, 2, 1, 3)}), Sample(((2, 33, 4),), {"axes": (2, 0, -2)}),
@@ -154,6 +154,7 @@ def _broadcast_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layo
 broadcast_to = op(
     "broadcast_to", kind=Kind.VIEW, infer=_broadcast_shape, attrs=BroadcastAttrs, dtypes=ANY,
     reference=lambda a, x: np.broadcast_to(x, a.dims), element=_broadcast_element, strided=_broadcast_strided,
+    parts=lambda node, x: again(node, x, dims=(*node.attrs.dims, 2)),
     samples=(
         Sample(((17,),), {"dims": (3, 17)}), Sample(((2, 1, 5),), {"dims": (2, 3, 5)}), Sample(((),), {"dims": (4,)}),
         Sample(((1,),), {"dims": (0,)}),
@@ -242,12 +243,17 @@ def _slice_partitioned(p: Any, attrs: SliceAttrs, x: Any) -> Any:
     return [(part, replace(split, parts=split.parts[low:high]))]
 
 
+def _slice_parts(node: Any, x: Any) -> Any:
+    a = node.attrs
+    return again(node, x, starts=(*a.starts, 0), stops=(*a.stops, END), steps=(*a.steps, 1))
+
+
 builtin_slice = slice
 slice = op(
     "slice", kind=Kind.VIEW, attrs=SliceAttrs, dtypes=ANY,
     reference=lambda a, x: x[tuple(map(builtin_slice, a.starts, a.stops, a.steps))],
     infer=lambda a, x: x.with_dims(length for _, length, _ in _ranges(a, x.dims)),
-    element=_slice_element, strided=_slice_strided, padded=_slice_padded, partitioned=_slice_partitioned,
+    element=_slice_element, strided=_slice_strided, parts=_slice_parts, padded=_slice_padded, partitioned=_slice_partitioned,
     samples=(
         Sample(((5, 17),), {"starts": (1, 0), "stops": (4, END)}),
         Sample(((5, 17),), {"starts": (0, 3), "stops": (5, -2), "steps": (2, 3)}),
