@@ -2,13 +2,22 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+import rlx
+from rlx.backends import get
 from rlx.compile import CompileOptions
 from rlx.errors import CompileError, OptionError
 from rlx.ir import BufferHandle
+from rlx.ir.kernel import Kernel
+from rlx.ir.keys import UNSEEN
+from rlx.ir.target import Target
+from rlx.ir.tuning import step_key
+from rlx.runtime.stored import given_to_compile
 
 STATE = BufferHandle("state", (4,), "f32")
 
@@ -98,3 +107,29 @@ def test_results_are_always_repeatable(value) -> None:
     assert CompileOptions(deterministic=True) == CompileOptions()
     with pytest.raises(OptionError, match="runs always give the same bits"):
         CompileOptions(deterministic=value)
+
+
+def test_a_field_that_is_added_is_in_every_key():
+    @dataclass(frozen=True)
+    class Wider(Target):
+        banks: int = 4
+        cost: Callable[[int], int] = field(default=abs, compare=False)
+
+    @dataclass(frozen=True)
+    class More(CompileOptions):
+        unroll: int = 1
+        colour: str = field(default="blue", metadata=UNSEEN)
+
+    backend, g, plain = get("cpu"), rlx.Graph("g"), Target("any", frozenset({"f32", "bf16"}))
+    g.set_outputs([g.input("x", (4,), "f32")])
+    target, options = Wider("any", plain.dtypes), More()
+    base = given_to_compile(backend, g, plain, CompileOptions())
+    key = given_to_compile(backend, g, target, options)
+    assert set(key) - set(base) == {"target banks", "option unroll"} and key["target dtypes"] == "{'bf16', 'f32'}"
+    assert {"option debug", "option verbose", "option dump", "target natives"}.isdisjoint(key) and "option threads" in key
+    assert given_to_compile(backend, g, replace(target, banks=8), options) != key
+    assert given_to_compile(backend, g, target, replace(options, unroll=2)) != key
+    assert given_to_compile(backend, g, replace(target, cost=len), replace(options, colour="red", debug=True)) == key
+    kernel = Kernel("k", (), (), (), ())
+    assert step_key(kernel, target) == step_key(kernel, replace(target, cost=len)) != step_key(kernel, replace(target, banks=8))
+    assert options.key == replace(options, colour="red").key != replace(options, unroll=2).key

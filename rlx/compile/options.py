@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from os import PathLike, fspath
 from types import NoneType
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
+from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
@@ -44,9 +45,9 @@ class CompileOptions:
     threads: int | None = None
     deterministic: bool = True
     checked: bool = False
-    debug: bool = False
-    verbose: bool = False
-    dump: str | PathLike[str] | None = None
+    debug: bool = field(default=False, metadata=UNSEEN)
+    verbose: bool = field(default=False, metadata=UNSEEN)
+    dump: str | PathLike[str] | None = field(default=None, metadata=UNSEEN)
     tune: bool | float | Choices | Tuning | Mapping[str, Mapping[str, int]] | str | PathLike[str] = 0.0
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class CompileOptions:
     @property
     def key(self) -> str:
         """Text of the options that can change compiled code, equal across processes: for cache keys."""
-        return str(replace(self, debug=False, verbose=False, dump=None))
+        return repr(key_facts(self))
 
 
 def _pass_names(names: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 from rlx.errors import OptionError
 from rlx.ir.kernel import Contract, Kernel, Native
 from rlx.ir.kernel_text import kernel_key
+from rlx.ir.keys import key_facts
 from rlx.ir.target import Target
 
 Choice = Mapping[str, int]
@@ -39,7 +40,7 @@ def step_key(kernel: Kernel, target: Target) -> str:
         what = f"{first.op} {' '.join('x'.join(map(str, v.dims)) for v in (*first.outputs, *first.inputs))}"
     else:
         what = f"loops {' '.join(f'{b.dtype}[{b.size}]' for b in kernel.buffers)}"
-    given = repr((target.name, target.features, target.vector_bytes, target.threads, kernel_key(kernel)))
+    given = repr((key_facts(target), kernel_key(kernel)))
     return f"{what}, {target.threads} threads, {hashlib.sha256(given.encode()).hexdigest()[:16]}"
 
 

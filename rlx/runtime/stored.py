@@ -11,7 +11,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from rlx.ir.cost import KernelWork, ProgramWork, program_work
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Active, Graph
 from rlx.ir.kernel import Buffer, Kernel, Native, View, loaded_buffers
+from rlx.ir.keys import key_facts
 from rlx.ir.layout import TiledLayout
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import OWN
@@ -38,8 +38,6 @@ from rlx.runtime.weights import planned_bytes
 
 FORMAT = 2  # of what is written here
 ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
-TARGET = tuple(f.name for f in fields(Target) if f.compare)  # facts that determine code
-UNSEEN = ("debug", "verbose", "dump")  # options that change no code
 NEIGHBOURS = 8  # entries of the same graph that are looked at to say how they differ
 _LENGTH = 4  # bytes of the head's length
 
@@ -116,11 +114,9 @@ class Place:
 def given_to_compile(backend: Storable, graph: Graph, target: Target, options: CompileOptions) -> dict[str, str]:
     """Everything that determines the code, as text: what the key of an entry is made of."""
     names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but in reports
-    facts = {f"option {k}": repr(v) for k, v in vars(options).items() if k not in UNSEEN}
-    for k in TARGET:
-        fact = getattr(target, k)
-        facts[f"target {k}"] = repr(sorted(fact) if isinstance(fact, frozenset) else fact)  # sets have no order
-    facts |= {"rlx": source_digest(), "graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
+    facts = {f"{what} {k}": v for what, record in (("option", options), ("target", target)) for k, v in key_facts(record).items()}
+    facts |= {"rlx": source_digest()}
+    facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
     return {**facts, "compiler": backend.compiler(), "format": str(FORMAT)}
 
 
