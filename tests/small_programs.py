@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from rlx.backends.ref.backend import RefBackend
-from rlx.compile.inplace import inplace_pairs
 from rlx.compile.memory import plan_arena
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import (
@@ -29,6 +28,7 @@ from rlx.ir.kernel import (
     k,
     linear,
 )
+from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 
@@ -116,7 +116,7 @@ class Maker:
     def step(self, kernel, *args, phase="steps"):
         getattr(self, phase).append(Step(kernel, args))
 
-    def program(self, pairs=inplace_pairs, reuse=True, alignment=64):
+    def program(self, pairs=may_overlap, reuse=True, alignment=64):
         steps = (*self.steps, *self.commit)
         plan = plan_arena(self.decls, steps, {o.buffer for o in self.outputs}, alignment, pairs, reuse)
 

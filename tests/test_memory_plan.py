@@ -1,5 +1,8 @@
 """The memory plan: in-place pairs proved against a point-by-point run, lifetimes, offsets, and the independent checker."""
 
+import itertools
+
+import known_programs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,7 +27,6 @@ from small_programs import (
 
 from rlx.compile import CompileOptions, lower
 from rlx.compile.check import _Facts, _overwrites_after_reading, check_program, program_faults
-from rlx.compile.inplace import inplace_pairs
 from rlx.compile.memory import Lifetime, lifetimes, no_pairs, plan_arena
 from rlx.errors import PlanError
 from rlx.ir import BufferHandle, Graph, ops
@@ -47,6 +49,7 @@ from rlx.ir.kernel import (
     linear,
 )
 from rlx.ir.kernel import Native as NativeStmt
+from rlx.ir.overlap import may_overlap, unaliased
 from rlx.ir.program import Region
 
 # -- in place ------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ from rlx.ir.program import Region
     ids=lambda x: x.name if isinstance(x, Kernel) else "",
 )
 def test_pairs_of_known_kernels(kernel, want):
-    assert inplace_pairs(kernel) == want
+    assert may_overlap(kernel) == want
 
 
 def test_row_program_after_a_contraction_is_in_place_with_its_residual():
@@ -90,7 +93,7 @@ def test_row_program_after_a_contraction_is_in_place_with_its_residual():
         kernel = Kernel(
             "rows", (a, b, extra, out), (row,), (), (Contract(i, j, ROWS, COLUMNS, COLUMNS, *operands, acc, epilogue, rows),)
         )
-        assert inplace_pairs(kernel) == want
+        assert may_overlap(kernel) == want
         assert_safe(kernel, want)
 
 
@@ -104,7 +107,7 @@ def test_a_computed_operand_may_be_read_again_after_the_epilogue_wrote():
     store = Store(out, at, k.add(k.add(acc, Load(extra, at)), Load(x, at)))
     body = Contract(i, j, ROWS, COLUMNS, COLUMNS, left, Operand(b, const(0), COLUMNS, 1), acc, (store,))
     kernel = Kernel("norm_then_product", (x, b, extra, out), (), (), (body,))
-    assert inplace_pairs(kernel) == {(2, 3)}
+    assert may_overlap(kernel) == {(2, 3)}
     assert [_overwrites_after_reading(_Facts(kernel), read, 3) for read in (0, 1, 2)] == [False, False, True]
 
 
@@ -118,32 +121,32 @@ def test_no_pair_without_proof():
         return Kernel("k", bs, (), grid, body)
 
     same_place = Loop(i, COLUMNS, (Store(out, at, Load(b, at)),))
-    assert inplace_pairs(one(same_place)) == {(0, 1)}
+    assert may_overlap(one(same_place)) == {(0, 1)}
     not_injective = Loop(
         i, COLUMNS, (Store(out, linear([(g, COLUMNS - 1), (i, 1)]), Load(b, linear([(g, COLUMNS - 1), (i, 1)]))),)
     )
-    assert inplace_pairs(one(not_injective)) == set()
+    assert may_overlap(one(not_injective)) == set()
     ignores_the_grid = Loop(i, COLUMNS, (Store(out, i, Load(b, i)),))
-    assert inplace_pairs(one(ignores_the_grid)) == set()
+    assert may_overlap(one(ignores_the_grid)) == set()
     not_affine = Loop(i, COLUMNS, (Store(out, k.rem(at, 7), Load(b, k.rem(at, 7))),))
-    assert inplace_pairs(one(not_affine)) == set()
+    assert may_overlap(one(not_affine)) == set()
     load_after_store = Loop(i, COLUMNS, (Store(out, at, k.const(1.0, f32)), Store(out, at, Load(b, at))))
-    assert inplace_pairs(one(load_after_store)) == set()
+    assert may_overlap(one(load_after_store)) == set()
     reads_back = Loop(i, COLUMNS, (Store(out, at, k.add(Load(b, at), Load(out, at))),))
-    assert inplace_pairs(one(reads_back)) == set()
+    assert may_overlap(one(reads_back)) == set()
     two_loops = Loop(i, COLUMNS - 1, (), reduces=(Reduce(Var("t", f32), "add", Load(b, at)),))
     assert (
-        inplace_pairs(one(two_loops, Loop(i2, COLUMNS, (Store(out, linear([(g, COLUMNS), (i2, 1)]), k.const(1.0, f32)),))))
+        may_overlap(one(two_loops, Loop(i2, COLUMNS, (Store(out, linear([(g, COLUMNS), (i2, 1)]), k.const(1.0, f32)),))))
         == set()
     )
     by_index = Loop(i, COLUMNS, (Store(out, at, Load(b, k.cast(Load(Buffer("n", i32, N), at), const(0).dtype))),))
-    assert inplace_pairs(one(by_index)) == set()
+    assert may_overlap(one(by_index)) == set()
     view = View(b, (N,), (1,))
-    assert inplace_pairs(one(NativeStmt("relu", None, (view,), (View(out, (N,), (1,)),)))) == set()
+    assert may_overlap(one(NativeStmt("relu", None, (view,), (View(out, (N,), (1,)),)))) == set()
     small = Buffer("small", f32, N - 1)
-    assert inplace_pairs(one(Loop(i, COLUMNS, (Store(out, at, Load(small, at)),)), bs=(small, out))) == set()
+    assert may_overlap(one(Loop(i, COLUMNS, (Store(out, at, Load(small, at)),)), bs=(small, out))) == set()
     halves = Buffer("halves", f32, N), Buffer("out", f16, N, writable=True)
-    assert inplace_pairs(one(Loop(i, COLUMNS, (Store(halves[1], at, Load(halves[0], at)),)), bs=halves)) == set()
+    assert may_overlap(one(Loop(i, COLUMNS, (Store(halves[1], at, Load(halves[0], at)),)), bs=halves)) == set()
 
 
 def assert_safe(kernel, pairs):
@@ -218,7 +221,7 @@ def kernels(draw):
 @settings(max_examples=300)
 @given(kernels())
 def test_every_proved_pair_is_safe_and_the_checker_can_prove_it_too(kernel):
-    pairs = inplace_pairs(kernel)
+    pairs = may_overlap(kernel)
     facts = _Facts(kernel)
     accepted = {(r, 2) for r in (0, 1) if _overwrites_after_reading(facts, r, 2)}
     assert pairs <= accepted
@@ -281,7 +284,7 @@ def test_a_buffer_passed_twice_is_in_place_only_if_both_readings_allow_it():
     b0, b1, out = buffers(2)
     i = Var("i")
     mixed = Kernel("mixed", (b0, b1, out), (), ((i, N),), (Store(out, i, k.add(Load(b0, i), Load(b1, k.sub(N - 1, i)))),))
-    assert inplace_pairs(mixed) == {(0, 2)}
+    assert may_overlap(mixed) == {(0, 2)}
     for twice in (True, False):
         m = Maker()
         x, t, u, out_id = m.buffer(Region.INPUT), m.buffer(Region.ARENA), m.buffer(Region.ARENA), m.buffer(Region.OUTPUT)
@@ -414,3 +417,26 @@ def test_a_fault_is_a_plan_error_that_shows_the_program():
     m.output(out)
     with pytest.raises(PlanError, match=r"(?s)'small' for ref has a bad plan:.*%1 is read and nothing wrote it.*program small"):
         check_program(m.program())
+
+
+@pytest.mark.parametrize("name", ["small-encoder", "decoders", "extents", "ranks"])
+def test_arguments_that_a_renderer_may_declare_unaliased_never_overlap(name):
+    shared = 0
+    for what, _, program in known_programs.programs(name):
+        for step in (s for steps in program.phases.values() for s in steps):
+            free = unaliased(step.kernel)
+            for w, r in itertools.permutations(range(len(step.args)), 2):
+                if step.kernel.buffers[w].writable and overlap(program, step.args[w], step.args[r]):
+                    assert not free[w] and not free[r] and (r, w) in may_overlap(step.kernel), (what, step.kernel.name)
+                    shared += 1
+    assert shared or name == "ranks"
+
+
+def overlap(program, a, b):
+    """Whether two buffers of a program have bytes in common."""
+    if a == b:
+        return True
+    if not {a, b} <= program.plan.offsets.keys():
+        return False
+    (low, size), (high, _) = sorted((program.plan.offsets[id], program.buffers[id].nbytes) for id in (a, b))
+    return low + size > high

@@ -11,7 +11,6 @@ from rlx.compile.concurrent import side_by_side
 from rlx.compile.facts import Facts, facts_of
 from rlx.compile.fuse import fuse
 from rlx.compile.groups import Group, print_groups
-from rlx.compile.inplace import inplace_pairs
 from rlx.compile.legalise import Decision, decisions
 from rlx.compile.lower import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
@@ -20,6 +19,7 @@ from rlx.compile.pipeline import keep_text, run_passes
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.op import Kind
+from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, Step
 from rlx.ir.target import Target
 
@@ -74,7 +74,7 @@ class _Assembler:
             steps + commit + tuple(s for _, s in abort),
             {o.buffer for o in outputs},
             self.options.alignment or self.target.alignment,
-            no_pairs if "inplace" in self.options.disable else inplace_pairs,
+            no_pairs if "inplace" in self.options.disable else may_overlap,
             reuse="reuse" not in self.options.disable,
         )
         return Program(

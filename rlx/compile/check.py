@@ -1,7 +1,7 @@
 """The independent judge of a Program: does every read find what was written for it?
 
 It replays the steps over a map of arena bytes to the buffer that owns them, instead of comparing lifetimes as the planner
-does, and shares no code with rlx/compile/memory.py and inplace.py. Runs in every build; a fault is ours, not the user's.
+does, and shares no code with rlx/compile/memory.py and rlx/ir/overlap.py. Runs in every build; a fault is ours, not the user's.
 """
 
 from __future__ import annotations

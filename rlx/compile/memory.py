@@ -85,7 +85,7 @@ def plan_arena(
     """Places for all buffers of the regions ARENA, INPUT and OUTPUT. The same arguments give the same plan.
 
     `steps`: those of a run followed by those of its commit. `outputs`: ids of buffers that are outputs. `alignment`: bytes,
-    a power of two. `pairs(kernel)`: (read argument, written argument) that may be one memory, see rlx/compile/inplace.py.
+    a power of two. `pairs(kernel)`: (read argument, written argument) that may be one memory, see rlx/ir/overlap.py.
     Offsets are chosen greedily, best fit; the better of two orders (by size; by first use) is kept.
     """
     lives = lifetimes(buffers, steps, outputs, reuse)

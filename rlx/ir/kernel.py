@@ -6,6 +6,10 @@ the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts betw
 Positions and loop variables are of dtype `index`, which each renderer maps to an integer of its own; casts lead there from data
 and back.
 
+Arguments are distinct memory, but for those that are only read, which may lie anywhere outside of what is written, and for the
+pairs of a read and a written one that rlx.ir.overlap.may_overlap proves: these may be the same memory, element on element. So
+stores that follow one another may wait until all their values are known, and loads may not move behind stores to a partner.
+
 Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
 """
 

@@ -27,7 +27,7 @@ Held = list[tuple[Store, V, Scope]]  # stores whose values are known and that ar
 
 def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
     """The statements in order. Stores that follow one another are written together, after all of their values are
-    known: buffers of different names may be one memory where their indices agree."""
+    known: a buffer that is read and one that is written may be one memory (rlx.ir.overlap), where their indices agree."""
     _write(_emit(stmts, scope))
 
 

@@ -1,6 +1,7 @@
-"""Which arguments of a kernel may be one memory: proved from its loops, never guessed.
+"""Which arguments of a kernel may be one memory: proved from its loops, never guessed. The planner shares memory by this rule,
+and a renderer learns from it which arguments it may declare free of aliases.
 
-`inplace_pairs(kernel)` gives the (read, written) argument pairs for which overwriting the read buffer while the kernel
+`may_overlap(kernel)` gives the (read, written) argument pairs for which overwriting the read buffer while the kernel
 runs cannot change a result. The argument, for a read buffer r and a written one w of equal size:
 
 1. every store to w has one affine index, injective over the grid and the loops around it: each element of w is written
@@ -29,7 +30,7 @@ class _Affine:
     offset: int
 
 
-def inplace_pairs(kernel: Kernel) -> frozenset[tuple[int, int]]:
+def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
     """(read argument, written argument) pairs that may share one memory. Arguments are positions in kernel.buffers."""
     if kernel.collective:
         return frozenset({(0, 1)} if kernel.collective.attrs.in_place else ())  # type: ignore[union-attr]
@@ -46,6 +47,12 @@ def inplace_pairs(kernel: Kernel) -> frozenset[tuple[int, int]]:
             if all(_safe(load, store) for load in found if load.buffer is read for store in stores):
                 pairs.add((r, w))
     return frozenset(pairs)
+
+
+def unaliased(kernel: Kernel) -> tuple[bool, ...]:
+    """Of each argument: whether it is memory of its own, as C's restrict says, but for other arguments that are only read."""
+    shared = {argument for pair in may_overlap(kernel) for argument in pair}
+    return tuple(n not in shared for n in range(len(kernel.buffers)))
 
 
 def _affine(e: Expr | None) -> _Affine | None:
@@ -102,4 +109,4 @@ def _safe(load: Access, store: Access) -> bool:
     return a.offset == b.offset and {rename.get(v, v): c for v, c in a.terms.items()} == b.terms
 
 
-__all__ = ["inplace_pairs"]
+__all__ = ["may_overlap", "unaliased"]
