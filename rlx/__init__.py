@@ -4,8 +4,8 @@
     compiled = rlx.Session(rlx.Device.CPU).compile(g)
     (y,) = compiled.run({"x": np.ones(4, np.float32)})
 
-Every op of the table is here as a function (`rlx.gelu(x)`), every dtype as a name (`rlx.f32`). Importing this opens no
-device, reads no file and loads no native library but numpy's.
+Every op of the table is here as a function (`rlx.gelu(x)`), every dtype as a name (`rlx.f32`). Importing this loads nothing
+else, numpy included: each name, and each package of rlx, is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -13,58 +13,65 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlx import errors
-from rlx.backends import is_available
-from rlx.driver import Buffer, BufferHandle, Device
-from rlx.errors import RlxError
-from rlx.ir import ops
-from rlx.ir.dtype import (
-    DTYPES,
-    DType,
-    as_dtype,
-    bf16,
-    bool_,
-    c64,
-    f8e4m3,
-    f8e5m2,
-    f16,
-    f32,
-    f64,
-    i8,
-    i16,
-    i32,
-    i64,
-    u8,
-    u16,
-    u32,
-    u64,
-)
-from rlx.ir.graph import Graph, Node, Value, constant
-from rlx.ir.op import OPS
-from rlx.ir.ops import *  # noqa: F403  the op functions; a few have names of builtins, so this file uses none of those
-from rlx.ir.placement import Split
-from rlx.ir.shape import Dim, Shape
-from rlx.runtime import (
-    BucketedCompileCache,
-    CompileCache,
-    CompiledGraph,
-    CompileOptions,
-    Partitioned,
-    Session,
-    partition,
-    power_of_two_ladder,
-)
-
 if TYPE_CHECKING:
-    from rlx import models
+    from rlx import backends as backends
+    from rlx import driver as driver
+    from rlx import errors as errors
+    from rlx import ir as ir
+    from rlx import knobs as knobs
+    from rlx import models as models
+    from rlx import runtime as runtime
+    from rlx.backends import is_available
+    from rlx.driver import Buffer, BufferHandle, Device
+    from rlx.errors import RlxError
+    from rlx.ir import ops
+    from rlx.ir.dtype import (  # isort: skip
+        DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
+    )  # fmt: skip
+    from rlx.ir.graph import Graph, Node, Value, constant
+    from rlx.ir.op import OPS
+    from rlx.ir.ops import *  # noqa: F403  the op functions
+    from rlx.ir.placement import Split
+    from rlx.ir.shape import Dim, Shape
+    from rlx.runtime import (
+        BucketedCompileCache,
+        CompileCache,
+        CompiledGraph,
+        CompileOptions,
+        Partitioned,
+        Session,
+        partition,
+        power_of_two_ladder,
+    )
 
 __version__ = "0.1.0"
 
+_PACKAGES = frozenset("backends cli compile driver errors forks frontends host ir knobs models runtime".split())
+_HOMES = {  # module -> the names that it gives; all others are ops
+    "rlx.backends": "is_available",
+    "rlx.driver": "Buffer BufferHandle Device",
+    "rlx.errors": "RlxError",
+    "rlx.ir": "DTYPES DType Dim Graph Node OPS Shape Value as_dtype bf16 bool_ c64 constant f16 f32 f64 f8e4m3 f8e5m2 "
+    "i16 i32 i64 i8 ops u16 u32 u64 u8",
+    "rlx.ir.placement": "Split",
+    "rlx.runtime": "BucketedCompileCache CompileCache CompileOptions CompiledGraph Partitioned Session partition "
+    "power_of_two_ladder",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "models":  # what reads files and texts waits until it is asked for
-        return import_module("rlx.models")
-    raise AttributeError(f"module 'rlx' has no attribute {name!r}")
+    if name in _PACKAGES:
+        return import_module(f"rlx.{name}")
+    found = None if name.startswith("_") else getattr(import_module(_HOME.get(name, "rlx.ir.ops")), name, None)
+    if found is None:
+        raise AttributeError(f"module 'rlx' has no attribute {name!r}")
+    globals()[name] = found  # the next time it is found at once
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__, *_PACKAGES, *import_module("rlx.ir.ops").__all__]
 
 
 __all__ = [

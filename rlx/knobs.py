@@ -70,6 +70,12 @@ def environment(**values: object) -> dict[str, str]:
     return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
 
+def drop_columns() -> None:
+    """Forget COLUMNS where it says that the terminal has no width: libraries would print nothing."""
+    if not os.environ.get("COLUMNS", "1").strip("0 "):
+        del os.environ["COLUMNS"]
+
+
 def cache_folder() -> str:
     """Where compiled code is kept: what CACHE_DIR says, else by the rule of the XDG base directories. "": there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")

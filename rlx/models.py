@@ -3,19 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import (
-    BindingError,
-    CorruptFileError,
-    IndexRangeError,
-    InputDTypeError,
-    InputShapeError,
-    ModelError,
-    NumericsError,
-    OptionError,
-    RlxError,
-    Unsupported,
-    known,
-)
+from rlx.errors import (  # isort: skip
+    BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, NumericsError, OptionError,
+    RlxError, Unsupported, known,
+)  # fmt: skip
 from rlx.frontends.beams import beam_search
 from rlx.frontends.embedding import ENCODERS, EmbeddingModel, default_folder
 from rlx.frontends.generate import Generator

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_script_and_module_are_the_same():
     import tomllib
 
     root = Path(__file__).resolve().parent.parent
-    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"] == {"rlx": "rlx.cli.main:run"}
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"] == {"rlx": "rlx.cli.entry:run"}
 
 
 def test_cache(tmp_path):
@@ -206,3 +207,30 @@ def test_tuning_shows_a_bar_on_a_terminal_only(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"tuned steps: \d", rlx_command("cache", **kept).stdout)
     assert rlx_command("embed", "one text", "--tune", "-1").returncode == 2
+
+
+# -- terminals of all kinds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", ["0", "00", ""])
+def test_a_terminal_without_width_gets_the_usual_one(columns: str) -> None:
+    done = rlx_command("devices", COLUMNS=columns)
+    assert done.returncode == 0 and "cpu:0" in done.stdout, done
+    assert "devices" in rlx_command("--help", COLUMNS=columns).stdout
+
+
+def test_letters_that_the_terminal_has_not_are_written_as_codes(kept: dict[str, str]) -> None:
+    done = rlx_command("embed", "h\u00e9llo", "b", PYTHONIOENCODING="ascii", PYTHONUTF8="0", **kept)
+    assert done.returncode == 0 and "h\\xe9llo" in done.stdout and not done.stderr, done
+    done = rlx_command("embed", "--model", "d\u00e9", "x", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 1 and done.stderr.startswith("rlx: d\\xe9"), done
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_while_importing_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from rlx.cli.entry import run; run()"
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -21,9 +22,61 @@ def _python(code: str) -> str:
 
 
 def test_import_loads_nothing_heavy():
-    loaded = json.loads(_python("import sys, json, rlx; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"))
-    assert "numpy" in loaded and "rlx" in loaded
-    assert not set(HEAVY) & set(loaded)
+    """No module but its own, so it takes no longer than numpy; and nothing heavy once every public name is there."""
+    before, bare, every = json.loads(_python(
+        "import sys, json, typing, importlib; before = list(sys.modules); import rlx; bare = list(sys.modules)\n"
+        "for name in rlx.__all__: getattr(rlx, name) if name != 'models' else None\n"
+        "print(json.dumps([before, bare, list(sys.modules)]))"
+    ))  # fmt: skip
+    assert set(bare) - set(before) <= {"rlx", "__future__"}
+    loaded = {name.partition(".")[0] for name in every}
+    assert {"numpy", "rlx"} <= loaded and not set(HEAVY) & loaded
+    assert "rlx.backends.cpu" not in every and "rlx.frontends" not in every
+
+
+def test_names_are_where_type_checkers_find_them() -> None:
+    tree = ast.parse((ROOT / "rlx" / "__init__.py").read_text())
+    (typing,) = (n for n in tree.body if isinstance(n, ast.If))
+    named = {a.name for n in typing.body if isinstance(n, ast.ImportFrom) for a in n.names} - {"*"}
+    assert named == set(rlx._HOME) | (rlx._PACKAGES & named) and set(rlx.__all__) <= named
+    assert set(rlx.__all__) <= set(dir(rlx)) and {"gelu", "sum"} <= set(dir(rlx))
+
+
+FOREIGN = """
+import sys, os, importlib.abc
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in {"fcntl", "resource", "pwd", "grp", "termios", "posix", "syslog", "tty", "pty"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+import numpy  # which is built for the platform
+sys.meta_path.insert(0, Refuse())
+sys.platform, only_posix = %r, %r
+for name in only_posix:
+    for known in [n for n in vars(os) if n == name or n.startswith(name + "_")]: delattr(os, known)
+for name in ("fcntl", "resource", "pwd", "grp", "termios"): sys.modules.pop(name, None)
+import rlx
+for name in rlx.__all__: getattr(rlx, name)
+import rlx.driver.transports.mpi
+reason = rlx.backends.available()["cpu:0"]
+assert sys.platform in reason and "Linux" in reason, reason
+try: rlx.Session("cpu")
+except rlx.errors.DeviceUnavailableError as e: assert reason in str(e)
+else: raise SystemExit("no error")
+g = rlx.Graph("g")
+x = g.input("x", (2,), "f32")
+g.set_outputs([x + 1.0])
+assert rlx.Session("ref").compile(g).run({"x": numpy.ones(2, "f4")})[0].tolist() == [2, 2]
+try: rlx.driver.ShmTransport("a", 0, 1, 10)
+except rlx.errors.TransportError as e: print(e)
+"""
+POSIX = ("register_at_fork", "fork", "getuid", "sched", "memfd", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "posix", "statvfs")
+
+
+@pytest.mark.parametrize("platform,gone", [("win32", POSIX), ("darwin", ("sched", "memfd", "posix_fallocate"))])
+def test_other_systems_can_import_it_and_are_told_what_is_missing(platform: str, gone: tuple[str, ...]) -> None:
+    code = FOREIGN % (platform, gone)
+    code = code.replace("import rlx\n", "import rlx, rlx.driver.transports.shm as shm; shm.FOLDER = 'nowhere'\n", 1)
+    assert "there is no nowhere here, where processes share memory" in _python(code)
 
 
 def test_public_names():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rlx.cli.generate import generate
 from rlx.cli.launch import launch
 from rlx.cli.tuning import Tune, TuningBar
 from rlx.errors import RlxError
+from rlx.knobs import drop_columns
 
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
@@ -30,6 +32,10 @@ PROGRESS_TEXTS = 200  # from so many on, a terminal shows a progress bar
 
 def run(argv: list[str] | None = None) -> None:
     """Entry point. Exit code 0; 1 with one line on stderr for an error of rlx or of the file system; 2 for wrong usage."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # texts may have letters that the terminal's encoding has not
+    drop_columns()
     try:
         app(args=argv, prog_name="rlx")
     except (RlxError, OSError) as e:

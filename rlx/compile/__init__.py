@@ -2,17 +2,11 @@
 
 from rlx.compile.assemble import lower
 from rlx.compile.options import CompileOptions
-from rlx.errors import (
-    CompileError,
-    GraphError,
-    IndexRangeError,
-    OptionError,
-    PlanError,
-    RlxError,
-    UnboundDimError,
-    UnknownRankError,
+
+from rlx.errors import (  # isort: skip
+    CompileError, GraphError, IndexRangeError, OptionError, PlanError, RlxError, UnboundDimError, UnknownRankError,
     VerifyError,
-)
+)  # fmt: skip
 
 __all__ = [
     "CompileError", "CompileOptions", "GraphError", "IndexRangeError", "OptionError", "PlanError", "RlxError",

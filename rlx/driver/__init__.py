@@ -11,25 +11,12 @@ from rlx.driver.params import ParamEntry, ParamStore
 from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
 from rlx.driver.transports.shm import ShmTransport
-from rlx.errors import (
-    BindingError,
-    CallMismatchError,
-    CollectiveError,
-    CompileError,
-    CorruptFileError,
-    DeviceUnavailableError,
-    HeapBoundsError,
-    InputDTypeError,
-    InputShapeError,
-    OptionError,
-    OutOfMemoryError,
-    RlxError,
-    TransferError,
-    TransportError,
-    UnknownDeviceError,
-    UnknownNameError,
-    UnknownRankError,
-)
+
+from rlx.errors import (  # isort: skip
+    BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceUnavailableError, HeapBoundsError,
+    InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, RlxError, TransferError, TransportError,
+    UnknownDeviceError, UnknownNameError, UnknownRankError,
+)  # fmt: skip
 from rlx.ir.handle import BufferHandle
 
 __all__ = [

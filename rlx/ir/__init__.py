@@ -1,24 +1,11 @@
 """The vocabulary: graphs, their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
 
 # isort: off
-from rlx.errors import (
-    AttributeValueError,
-    DTypeError,
-    DuplicateNameError,
-    GraphError,
-    IndexRangeError,
-    InputDTypeError,
-    InputShapeError,
-    MissingInputError,
-    NumericsError,
-    OptionError,
-    ParseError,
-    RlxError,
-    ShapeError,
-    UnboundDimError,
-    UnknownNameError,
+from rlx.errors import (  # isort: skip
+    AttributeValueError, DTypeError, DuplicateNameError, GraphError, IndexRangeError, InputDTypeError, InputShapeError,
+    MissingInputError, NumericsError, OptionError, ParseError, RlxError, ShapeError, UnboundDimError, UnknownNameError,
     VerifyError,
-)
+)  # fmt: skip
 from rlx.ir.dtype import (
     DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
 )  # fmt: skip

@@ -28,36 +28,13 @@ from rlx.driver import (
 )
 from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
-from rlx.errors import (
-    BindingError,
-    CallMismatchError,
-    CollectiveError,
-    CompileError,
-    CorruptFileError,
-    DeviceUnavailableError,
-    DuplicateNameError,
-    GraphError,
-    HeapBoundsError,
-    IndexRangeError,
-    InputDTypeError,
-    InputShapeError,
-    MissingInputError,
-    MissingParamError,
-    NumericsError,
-    OptionError,
-    OutOfMemoryError,
-    PlanError,
-    RlxError,
-    StaleViewError,
-    TransferError,
-    TransportError,
-    UnboundDimError,
-    UnknownDeviceError,
-    UnknownNameError,
-    UnknownRankError,
-    Unsupported,
-    VerifyError,
-)
+
+from rlx.errors import (  # isort: skip
+    BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceUnavailableError,
+    DuplicateNameError, GraphError, HeapBoundsError, IndexRangeError, InputDTypeError, InputShapeError, MissingInputError,
+    MissingParamError, NumericsError, OptionError, OutOfMemoryError, PlanError, RlxError, StaleViewError, TransferError,
+    TransportError, UnboundDimError, UnknownDeviceError, UnknownNameError, UnknownRankError, Unsupported, VerifyError,
+)  # fmt: skip
 from rlx.runtime.agree import agreed, of_first
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph, OutputView

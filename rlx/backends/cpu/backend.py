@@ -42,6 +42,8 @@ class CpuBackend:
     name = "cpu"
 
     def probe(self) -> dict[str, str | None]:
+        if sys.platform != "linux":
+            return {"cpu:0": f"it needs Linux in this version, and this is {sys.platform}; the device 'ref' computes anywhere"}
         return {"cpu:0": None if find_spec("llvmlite") else "llvmlite is not installed: pip install llvmlite"}
 
     def target(self, index: int = 0, threads: int | None = None) -> Target:

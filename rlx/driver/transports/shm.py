@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import re
@@ -81,7 +80,7 @@ class ShmTransport(Copies):
             try:
                 memory = _joined(number, path, rank, num_ranks, heap_size)
             finally:
-                fcntl.flock(number, fcntl.LOCK_UN)
+                _unlock(number)
             try:
                 self._use(memory, rank)
                 self.barrier()
@@ -226,7 +225,8 @@ def _refuse_to_fork() -> None:
             transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which has no part in it")
 
 
-os.register_at_fork(after_in_child=_refuse_to_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_to_fork)
 
 
 def _meet_of(meeting: Meeting) -> Callable[[], int] | None:
@@ -321,7 +321,15 @@ def _opened(path: str, deadline: float) -> int:
         os.close(number)  # its name was removed meanwhile
 
 
+def _unlock(number: int) -> None:
+    import fcntl
+
+    fcntl.flock(number, fcntl.LOCK_UN)
+
+
 def _locked(number: int) -> bool:
+    import fcntl  # there is none on Windows, where path_of has refused before a file is opened
+
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
