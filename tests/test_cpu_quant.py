@@ -17,11 +17,12 @@ from op_oracles import packed_blocks
 
 import rlx
 from rlx.backends.cpu.kernels import quant
-from rlx.ir.dtype import as_dtype, u8
+from rlx.ir.dtype import as_dtype, f32, i64, u8
 from rlx.ir.graph import Graph
-from rlx.ir.kernel import Buffer, Kernel, Native, View
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, const, linear
+from rlx.ir.kernel import k as kx
 from rlx.ir.ops.quant import dequant_matmul
-from rlx.ir.ops.quant_pack import PACKINGS, PANEL, PackAttrs
+from rlx.ir.ops.quant_pack import PACKINGS, PANEL
 from rlx.ir.ops.quant_pack import packed as packed_of
 from rlx.ir.quant import FORMATS
 from rlx.ir.target import Target
@@ -49,10 +50,15 @@ def product(
     strides = [int(np.prod(dims[d + 1 :])) for d in range(len(dims))]
     place = lambda columns: (*strides, m) if turned else (*(s * columns for s in strides), 1)  # noqa: E731
     buffers = Buffer("x", dtype, m * k), Buffer("w", u8, panels.size), Buffer("y", dtype, m * n, True)
-    views = [View(buffers[0], (*dims, k), place(k)), View(buffers[1], panels.shape, (panels.shape[1], 1))]
-    native = Native("dequant_matmul", PackAttrs(name), tuple(views),
-                    (View(buffers[2], (*dims, n), place(n)),))  # fmt: skip
-    kernel = Kernel("quantised", buffers, (), (), (native,))
+    i, j, acc, grid = Var("i"), Var("j"), Var("acc", f32), tuple((Var("g"), extent) for extent in dims[:-1])
+
+    def at(columns: int, *inner: Var) -> Expr:
+        return linear(zip((*(v for v, _ in grid), *inner), place(columns)))
+
+    left = Operand(buffers[0], at(k), place(k)[-2], place(k)[-1])
+    store = Store(buffers[2], at(n, i, j), kx.cast(acc, dtype))
+    body = Contract(i, j, dims[-1], n, k, left, Operand(buffers[1], const(0), blocks=name), acc, (store,))
+    kernel = Kernel("quantised", buffers, (), grid, (body,))
     (out,), status = run(kernel, [x.T.copy() if turned else x, panels, None], target)
     assert status == 0
     return out.reshape(n, m).T if turned else out.reshape(m, n)
@@ -193,3 +199,33 @@ def test_claims():
     assert "f64" in (claimed((3, 64), "f64", "q4_0", 64) or "")
     assert "params" in (claimed((3, 64), "f32", "q4_0", 64, known=False) or "")
     assert "nothing" in (claimed((0, 64), "f32", "q4_0", 64) or "")
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_operand_epilogue_and_rows_are_part_of_the_product(name, target):
+    """(max(y) of each row, y = 2x @ w.T + r) in one kernel, for any tasks: the bits of the product alone, and then numpy."""
+    k, n = 2 * FORMATS[name].block, 70
+    w = weights(name, n, k)
+    for m in (1, 5, 23):
+        x, r = activations(m, k), activations(m, n, seed=2)
+        want = product(name, 2 * x, w, target) + r
+        for threads in (1, 3):
+            buffers = [Buffer(b, f32, size) for b, size in (("x", m * k), ("r", m * n))]
+            panels = packed_of(name, w)
+            buffers += [Buffer("w", u8, panels.size), Buffer("y", f32, m * n, True), Buffer("most", f32, m, True)]
+            i, j, q, row, c, acc, most = (Var(v, t) for v, t in zip("ijqrcam", (*[i64] * 5, f32, f32)))
+            left = Computed(row, q, kx.mul(Load(buffers[0], linear([(row, k), (q, 1)])), 2.0), f32)
+            line, at = Local("line", f32, n, per_row=True), linear([(i, n), (j, 1)])
+            summed = kx.add(acc, Load(buffers[1], at))
+            epilogue = Store(buffers[3], at, summed), Store(line, j, summed)
+            rows = (
+                Loop(c, n, (), vector=True, reduces=(Reduce(most, "max", Load(line, c)),)),
+                Store(buffers[4], i, most),
+            )
+            right = Operand(buffers[2], const(0), blocks=name)
+            kernel = Kernel("one", tuple(buffers), (line,), (), (Contract(i, j, m, n, k, left, right, acc, epilogue, rows),))
+            (y, largest), status = run(kernel, [x, r, panels, None, None], replace(target, threads=threads))
+            assert status == 0
+            np.testing.assert_array_equal(y.reshape(m, n), want)
+            np.testing.assert_array_equal(largest, want.max(1))

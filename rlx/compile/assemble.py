@@ -31,7 +31,7 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
     facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
-    groups = fuse(facts, alone="fuse" in options.disable, operands="operands" not in options.disable)
+    groups = fuse(facts, alone="fuse" in options.disable, leave_out=tuple(options.disable))
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     lowered = {group: lower_group(group, facts) for group in groups}

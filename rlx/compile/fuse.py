@@ -11,6 +11,7 @@ where the target finds that quicker (rlx/compile/operands.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from itertools import count
 
 from rlx.compile.facts import Facts
@@ -27,19 +28,20 @@ _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
 
 
-def fuse(facts: Facts, alone: bool = False, operands: bool = True) -> list[Group]:
-    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `operands`: contractions may compute
-    theirs."""
-    return _Fuser(facts, alone, operands and not alone).run()
+def fuse(facts: Facts, alone: bool = False, leave_out: Collection[str] = ()) -> list[Group]:
+    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `leave_out`: "operands" that contractions
+    could compute, "followers" of claimed ops."""
+    return _Fuser(facts, alone, leave_out).run()
 
 
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(self, facts: Facts, alone: bool, computes: bool) -> None:
+    def __init__(self, facts: Facts, alone: bool, leave_out: Collection[str]) -> None:
         graph = facts.graph
         self.facts, self.target, self.places, self.static, self.alone = facts, facts.target, facts.places, facts.static, alone
-        self.computes = computes
+        self.computes = not alone and "operands" not in leave_out
+        self.followed = frozenset() if "followers" in leave_out else facts.target.followed
         self.after = dict(facts.before)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
@@ -124,11 +126,15 @@ class _Fuser:
         return self.group_of.get(self.places.base(value).node)
 
     def takes(self, group: Group, node: Node) -> bool:
-        """Whether the group may grow by this node: natives and whole-op kernels do not."""
+        """Whether the group may grow by this node."""
         return not self.alone and self.is_open(group) and group.static == (node in self.static) and len(group.forms) < MAX_NODES
 
     def is_open(self, group: Group) -> bool:
-        return group.anchor is None or (group.anchor.op.kind is Kind.CONTRACT and not self.facts.is_native(group.anchor))
+        """Whether anything may join: whole-op kernels take nothing, and natives only where the target says so."""
+        anchor = group.anchor
+        if anchor is not None and self.facts.is_native(anchor):
+            return anchor.op.name in self.followed
+        return anchor is None or anchor.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:
         """Whether the node reduces the last axis alone."""

@@ -75,7 +75,7 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
     exchanged = anchor is not None and anchor.op.kind is Kind.COLLECTIVE
     if anchor is None:
         grid, body = _Rows(builder).loops()
-    elif facts.is_native(anchor) or exchanged:
+    elif exchanged or (facts.is_native(anchor) and not is_claimed_product(anchor, facts)):
         builder.active = None if exchanged else builder.active  # all of it, on every rank
         grid, body = (), (builder.native(anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:
@@ -323,6 +323,11 @@ class _Rows:
 # -- contractions --------------------------------------------------------------------------------------------------
 
 
+def is_claimed_product(node: Node, facts: Facts) -> bool:
+    """Whether the target claims the node as a contraction that others may follow."""
+    return facts.is_native(node) and node.op.product is not None and node.op.name in facts.target.followed
+
+
 def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     """Grid (batch dims, and row dims that share no stride) and the Contract with its epilogue and row passes."""
     facts, (left, right), dims = contraction(anchor), anchor.inputs, anchor.shapes[0].static
@@ -348,7 +353,10 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         plain = _operand(b, left, walked, rows, facts.a_sum)
         a = replace(plain, offset=k.add(plain.offset, k.mul(first, plain.row_stride)))
     walked = [*zip(points, facts.b_batch)]
-    if (tiles := b.places.tiles.get(right)) is not None:
+    if is_claimed_product(anchor, b.facts):
+        form = anchor.attrs.format  # type: ignore[union-attr]
+        other = K.Operand(b.buffer(b.places.base(right)), ZERO, blocks=form)
+    elif (tiles := b.places.tiles.get(right)) is not None:
         (columns, panel), (summed, group) = tiles.parts[:2]
         assert (columns, summed) == (1, 0), f"{tiles} are no panels of columns"
         other = K.Operand(b.buffer(b.places.base(right)), ZERO, panel=panel, group=group)

@@ -15,7 +15,7 @@ from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
-OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "inplace", "reuse", "beside")  # others are always needed
+OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "beside")  # others are needed
 TUNE_SECONDS = 10.0  # of a compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 

@@ -63,8 +63,9 @@ def is_matrix(facts: Contraction) -> bool:
 
 def contraction(node: Node) -> Contraction:
     """The Contraction facts of a contraction node."""
-    assert node.op.contract is not None
-    return node.op.contract(node.attrs, *(v.shape for v in node.inputs))
+    facts = node.op.contract or node.op.product
+    assert facts is not None
+    return facts(node.attrs, *(v.shape for v in node.inputs))
 
 
 # -- look-ups out of packs -----------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
     if isinstance(s, Contract):
         for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
             if isinstance(x, Operand):  # what a computed one loads is among the accesses
-                yield x.buffer, False, x.buffer.size if x.panel else n * _places(x.offset, grid)
+                yield x.buffer, False, x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
     elif isinstance(s, Native):
         for v in (*s.inputs, *s.outputs):
             yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)

@@ -182,6 +182,7 @@ class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
     `panel` > 0 (b only): packed as [ceil(n/panel)][ceil(k/group)][panel][group], strides unused. `offset` may use grid variables.
+    `blocks` (b only): bytes of quantised blocks of that format, packed as rlx.ir.ops.quant_pack says, in place of both.
     """
 
     buffer: Buffer
@@ -190,10 +191,12 @@ class Operand:
     col_stride: int = 0
     panel: int = 0
     group: int = 1
+    blocks: str = ""
 
     @property
     def dtype(self) -> DType:
-        return self.buffer.dtype
+        """Of an element."""
+        return f32 if self.blocks else self.buffer.dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -426,6 +426,10 @@ class KernelParser(Tokens):
         self.expect("[")
         offset, strides, panels = self.index(), (0, 0), (0, 1)
         self.expect(";")
+        if self.accept("blocks"):
+            form = self.name("a format")
+            self.expect("]")
+            return K.Operand(buffer, offset, blocks=form)
         if self.text != "panels":
             strides = self.pair()
         if (strides == (0, 0) and self.text == "panels") or self.accept(";"):

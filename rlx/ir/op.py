@@ -155,6 +155,7 @@ class OpDef:
     strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout, or None: needs a copy
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
+    product: Callable[..., Contraction] | None = None  # COMPOSITE: the contraction that it is where a backend claims it
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
     # (attrs, operand, axis, *Shape) -> the axis of every result in which each index of that axis of that operand stands for
     # itself, or None; INDEX and KERNEL. POINTWISE, VIEW, REDUCE, CONTRACT say it by their facts

@@ -153,7 +153,7 @@ def with_natives(target: Target) -> Target:
     """`target`, a CPU that need not be this one, with the claims of this backend's native kernels."""
     splits = {"attention": partial(_attention_in_parts, target.threads)}
     packs, computes = {"dequant_matmul": _packed_weights}, partial(_computes, target)
-    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes)
+    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=FOLLOWED)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
@@ -193,4 +193,5 @@ def _packed_weights(node: Node) -> Value:
     return quant.packs(node)
 
 
+FOLLOWED = frozenset({"dequant_matmul"})
 NATIVES = {"attention": _claim_attention, "attention_parts": _claim_attention, "dequant_matmul": _claim_dequant_matmul}

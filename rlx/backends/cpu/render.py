@@ -28,12 +28,25 @@ from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.host.emit import STREAMS, Emitter, V
-from rlx.ir.kernel import Buffer, Contract, Kernel, Load, Loop, Native, Stmt, Var, coefficient, expressions, loaded_buffers
+from rlx.ir.kernel import (
+    Buffer,
+    Contract,
+    Kernel,
+    Load,
+    Loop,
+    Native,
+    Operand,
+    Stmt,
+    Var,
+    coefficient,
+    expressions,
+    loaded_buffers,
+)
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # estimated work of a task, at the least: handing over takes 0.2 µs, 12 more where the other thread sleeps
 TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
-NATIVES = {"attention": attention, "attention_parts": attention, "dequant_matmul": quant}  # see backend.py
+NATIVES = {"attention": attention, "attention_parts": attention}  # see backend.py
 STREAMED_BYTES = 32 << 20  # touched by a kernel, from which on results are written past the caches: they would not stay there
 FETCHED_BYTES = 1 << 20  # of an operand, from which on a core's own caches do not hold it
 STREAMED_SHARE = 8  # and if what it touches is at most this many times a result's size
@@ -45,6 +58,8 @@ Limits = Sequence[V | None]  # of each dimension: how many of its points are ask
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
     """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `choice`: see `axes`."""
     first = next(iter(kernel.body), None)
+    if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
+        return quant.render(kernel, target, symbol, choice)
     if isinstance(first, Contract):
         return contract.render(kernel, target, symbol, choice)
     if isinstance(first, Native):
@@ -55,6 +70,8 @@ def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
     """What a choice may say of the kernel's code: name -> values, the usual one first. No choice changes a result."""
     first = next(iter(kernel.body), None)
+    if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
+        return quant.axes(kernel, first, target)
     if isinstance(first, Contract):
         return tiles.axes(kernel, first, target)
     if isinstance(first, Native):

@@ -221,6 +221,8 @@ class _Chunk:
         """The operand's matrix at every grid point (or at one, where it is the same at all): [points or 1, rows, columns]."""
         if isinstance(o, K.Computed):
             return self.computed(o, rows, columns)
+        if o.blocks:
+            self.broken(f"multiplies by {o.blocks} blocks in panels, which only a backend that claims such products decodes")
         r, c = np.arange(rows)[:, None], np.arange(columns)[None, :]
         offset = self.value(o.offset).reshape(-1, 1, 1)
         if o.panel:

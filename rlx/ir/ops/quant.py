@@ -11,7 +11,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, DTypeError, ShapeError, known
 from rlx.ir.dtype import f16, f32, i8, i32, u8, u16
 from rlx.ir.kernel import k
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Contraction, Kind, Sample, op
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.rules import others, static_dim
 from rlx.ir.ops.view import transpose
@@ -191,8 +191,14 @@ def random_weights(form: QuantFormat, operand: int = 1) -> Callable[[np.random.G
     return settle
 
 
+def _contraction(attrs: FormatAttrs, x: Shape, packed: Shape) -> Contraction:
+    """Rows of x, summed over their elements, by rows of packed weights."""
+    rows = tuple(range(x.rank - 1))
+    return Contraction(a_batch=(), a_rows=rows, a_sum=(x.rank - 1,), b_batch=(), b_sum=(1,), b_columns=(0,))
+
+
 dequant_matmul = op(
-    "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=FormatAttrs, arity=(2, 2),
+    "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=FormatAttrs, arity=(2, 2), product=_contraction,
     reference=_product, decompose=_product_of, flops=lambda operands, results: 2 * math.prod(results[0]) * operands[0][-1],
     samples=tuple(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))

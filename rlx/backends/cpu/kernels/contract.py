@@ -8,26 +8,25 @@ done, its rows get the statements `rows`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
-from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
+from rlx.backends.cpu.kernels.module import SCRATCH, step
+from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import (
     Layout,
     Tile,
-    lane_mask,
     stage_rows_function,
     tile_function,
     turn_function,
 )
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, kept_locals, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
-from rlx.backends.cpu.scope import Scope, expr, limit_of
-from rlx.host.emit import Emitter, V, stored, vector
+from rlx.backends.cpu.scope import Scope
+from rlx.host.emit import Emitter, V, stored
 from rlx.ir.dtype import u8, u16, u32
-from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Store, k
+from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
 
 
@@ -39,16 +38,11 @@ def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int
     return _Contraction(kernel, contract, target, choice).written(symbol)
 
 
-class _Contraction(Module):
+class _Contraction(Product):
     def __init__(self, kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> None:
-        super().__init__()
-        self.kernel, self.c = kernel, contract
-        self.vector_bytes, self.features = target.vector_bytes, target.features
-        self.plan = p = plan(kernel, contract, target, choice)
-        self.acc = contract.acc.dtype
+        super().__init__(kernel, contract, target, plan(kernel, contract, target, choice))
+        p, block_rows = self.plan, self.block_rows
         a, b = contract.a, contract.b
-        self.limited = any(x.var is contract.i for x in kernel.limits)
-        block_rows = -(-p.row_tiles // max(1, p.blocks)) * p.rows if self.limited else p.block_rows
         raw = {2: u16, 4: u8}.get(p.group)  # of an element of a group: moved, not computed with
         self.panel, _ = panel_of(b)
         self.from_a = self.from_b = Layout(self.acc, 0)  # of computed ones, which lie nowhere
@@ -67,85 +61,33 @@ class _Contraction(Module):
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
-        self.kept = kept_locals(kernel, contract)
-        sizes = {x: (block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in kernel.locals}
-        self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
+        self.reserve_locals()
 
-    def written(self, symbol: str) -> Rendered:
-        e, p = Emitter(self.features), self.plan
-        if p.tasks:  # else no rows or no columns: nothing to compute
-            group, rest = divided(e, TASK, p.groups)
-            block, batch_group = divided(e, rest, p.blocks)
-            pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
-            pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
-            scope = Scope(e, pointers, STATUS, vector_bytes=self.vector_bytes)
-            limits = {v: limit_of(v, n, self.kernel, scope) for v, n in self.kernel.grid}
-            last = limit_of(self.c.i, self.c.m, self.kernel, scope)
-            tiles = share(e, block, self._row_tiles(e, last), p.blocks)
-            panels = share(e, group, p.panels, p.groups)
-            start, stop = share(e, batch_group, p.batch, p.batch_groups)
-            if self.configured:
-                amx.configure(e, e.gep(SCRATCH, self.config_at), p.rows)
-            with e.loop(start, stop, nonempty=True) as at, ExitStack() as inside:
-                point, scope = at.index, scope.child()
-                for var, extent in reversed(self.kernel.grid):
-                    place, point = divided(e, point, extent)
-                    scope.bind(var, place)
-                    if limit := limits[var]:
-                        inside.enter_context(e.when(e.cmp("slt", place, limit)))
-                if self.limited:
-                    inside.enter_context(e.when(e.cmp("slt", *tiles)))
-                self._point(e, scope, tiles, panels, last)
-            if p.matrix:
-                amx.release(e)
-        return self.rendered(e, symbol, p.tasks)
+    def _begin(self, e: Emitter) -> None:
+        if self.configured:
+            amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows)
 
-    def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
-        """How many tiles hold the rows before the limit."""
-        p = self.plan
-        if limit is None:
-            return p.row_tiles
-        tall, low = e.intrinsic("smin", limit, e.i64(p.tall * p.rows)), max(1, p.rows - 1)
-        tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
-        return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
+    def _end(self, e: Emitter) -> None:
+        if self.plan.matrix:
+            amx.release(e)
 
-    def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
-        """One grid point: the task's rows and panels of one pair of matrices, rows from `limit` on for nothing."""
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
         c, p = self.c, self.plan
-        a, b = (self._start(e, scope, o) for o in (c.a, c.b))
-        i0, i1 = (self._first_row(e, t) for t in tiles)
-        if p.stage_a:
-            kept = e.gep(SCRATCH, self.a_at)
-            if isinstance(c.a, Computed):
-                self._computed_a(e, scope, c.a, kept, i0, i1 if limit is None else e.intrinsic("smin", i1, limit))
-            else:
-                source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
-                stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
-            a = step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
-        operands = e, scope, a, b, tiles, i0
-        whole, odd = divmod(c.n, p.columns)
-        if whole:
-            with e.loop(panels[0], e.intrinsic("smin", panels[1], e.i64(whole))) as panel:
-                self._sweep(*operands, panel.index, p.vectors, 0)
-        if odd:
-            with e.when(e.cmp("eq", panels[1], e.i64(p.panels))):
-                self._sweep(*operands, e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
-        if c.rows:
-            hoist(c.rows, scope)
-            with e.loop(i0, i1) as row:
-                emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
-
-    def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:
-        """Where the operand's element (0, 0) is; of a computed one, anywhere."""
-        if isinstance(o, Computed):
-            return SCRATCH
-        return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.dtype.itemsize)
+        if not p.stage_a:
+            return a
+        kept = e.gep(SCRATCH, self.a_at)
+        if isinstance(c.a, Computed):
+            self._computed_a(e, scope, c.a, kept, i0, stop)
+        else:
+            source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
+            stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
+        return step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
 
     def _computed_a(self, e: Emitter, scope: Scope, a: Computed, to: V, start: V, stop: V) -> None:
         """Rows `start` to `stop` of a in scratch, as stage_rows_function leaves them."""
         depth, p = self.c.k, self.plan
         line = Local("line", a.dtype if p.group > 1 else self.acc, self.staged.row)
-        statements = (*a.before, Loop(a.column, depth, (*a.body, _stored_to(line, a)), vector=True))
+        statements = row_statements(a, line, depth)
         hoist(statements, scope)
         with e.loop(start, stop) as row:
             at = step(e, to, e.bin("sub", row.index, start), self.staged.byte(1, 0))
@@ -159,7 +101,7 @@ class _Contraction(Module):
         first = e.bin("mul", panel, e.i64(p.columns))
         bounds = first, e.intrinsic("smin", e.bin("add", first, p.columns), e.i64(c.n))
         line = Local("line", self.acc, c.n)
-        loop = Loop(b.column, c.n, (*b.body, _stored_to(line, b)), vector=True)
+        loop = Loop(b.column, c.n, (*b.body, stored_to(line, b)), vector=True)
         hoist((*b.before, loop), scope)
         with e.loop(0, c.k) as row:
             at = step(e, pitch.at(e, to, row.index), first, -self.acc.itemsize)  # where column 0 would be
@@ -170,11 +112,6 @@ class _Contraction(Module):
             else:
                 with e.loop(*bounds) as column:
                     emit_statements(loop.body, inside.child({b.column: column.index}))
-
-    def _first_row(self, e: Emitter, tile: V) -> V:
-        """Plan.first_row, at run time."""
-        tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
-        return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
@@ -224,38 +161,6 @@ class _Contraction(Module):
             turned = Layout(source.dtype, source.column, source.row)
             turn_function(e, b, to, e.i64(columns), e.i64(0), e.i64(k), layout.row, k, turned, layout, p.lanes)
 
-    def _finish(self, e: Emitter, scope: Scope, sums: V, i0: V, first: V, count: V, j0: V, vectors: int, tail: int) -> None:
-        """The epilogue for `count` rows from `first`, columns from j0."""
-        c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
-        whole = vectors - (tail > 0)
-        hoist(c.epilogue, scope)
-        with e.loop(0, count, nonempty=True) as rows:
-            at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
-            hoist(c.epilogue, at_row)
-            line = step(e, sums, rows.index, vectors * lanes * size)
-
-            def epilogue(column: V, valid: int) -> None:
-                acc = e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
-                mask = lane_mask(lanes, valid) if valid else None
-                j = e.bin("add", j0, column)
-                emit_statements(c.epilogue, at_row.child({c.acc: acc}, vector=c.j, base=j, lanes=lanes, mask=mask))
-
-            if whole:
-                with e.loop(0, whole * lanes, lanes) as columns:
-                    epilogue(columns.index, 0)
-            if tail:
-                epilogue(e.i64(whole * lanes), tail)
-
-    def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
-        """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
-        inside = e.bin("sub", row, i0)
-        parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.kept}
-        return scope.child({self.c.i: row}, pointers=parts)
 
 
-def _stored_to(line: Local, o: Computed) -> Store:
-    """The store of one element of a computed operand, rounded to the operand's dtype on its way."""
-    value: Expr = o.value
-    if line.dtype != o.dtype:
-        value = k.cast(k.cast(value, o.dtype), line.dtype)
-    return Store(line, o.column, value)
+

@@ -1,4 +1,4 @@
-"""x @ dequantize(packed).T with weights in panels (rlx.ir.ops.quant_pack): a Kernel whose body is one Native dequant_matmul.
+"""x @ dequantize(packed).T with weights in panels (rlx.ir.ops.quant_pack): a Kernel whose body is one Contract.
 
 With 512-bit integer dot products (VNNI), a task first rounds its rows of x to int8: in each run of STEP elements to the nearest
 of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers, scaled and summed in f32. So
@@ -12,20 +12,21 @@ Without VNNI, chunks of a panel become f32 in scratch, for the register tile of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
 
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, TASK, Module, axis_limits, divided, share, step
-from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, tile_function
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
-from rlx.host import alu
+from rlx.backends.cpu.kernels.module import SCRATCH, step
+from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
+from rlx.backends.cpu.kernels.tiles import NO_CHOICE, Plan, distinct, kept_locals, other_tasks
+from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
-from rlx.ir.kernel import Kernel, Native, View
+from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing, pack_quant
 from rlx.ir.target import Target
 
@@ -67,113 +68,75 @@ def packs(node: Node) -> Value:
 
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
-    """A module for x [..., k], panels u8[panels, bytes], y [..., n]; x and y in any strides, apart in memory."""
-    (native,) = kernel.body
-    assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
-    return _made(kernel, native, target, choice).written(symbol)
+    """A module for a kernel whose body is one Contract, the right operand of which is blocks in panels."""
+    (contract,) = kernel.body
+    assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
+    return _made(kernel, contract, target, choice).written(symbol)
 
 
-def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
+def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[int, ...]]:
     """What a choice may say: `rows`, most of a tile with VNNI; `tasks`, to aim for."""
-    own = {"rows": ROWS, "tasks": _made(kernel, native, target, NO_CHOICE).wanted}
+    own = {"rows": ROWS, "tasks": _made(kernel, contract, target, NO_CHOICE).wanted}
     asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
-    return distinct(own, asked, lambda choice: _made(kernel, native, target, choice).cuts)
+    return distinct(own, asked, lambda choice: _made(kernel, contract, target, choice).plan) if contract.m else {}
 
 
-def _made(kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> _Product:
+def _made(kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> _Product:
     integer = target.vector_bytes == 64 and "avx512vnni" in target.features
-    return (_Integer if integer else _Float)(kernel, native, target, choice)
+    return (_Integer if integer else _Float)(kernel, contract, target, choice)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A kernel argument [..., columns] as rows."""
+class _Product(Product):
+    """What both kinds share."""
 
-    argument: int
-    view: View
-
-    @property
-    def line(self) -> Layout:
-        return Layout(self.view.buffer.dtype, 0, self.view.strides[-1])
-
-    def at(self, e: Emitter, row: V, args: V = ARGS) -> V:
-        """The address of a row."""
-        size = self.view.buffer.dtype.itemsize
-        base = e.gep(e.load("ptr", e.gep(args, 8 * self.argument), 8), self.view.offset * size)
-        dims, strides = [list(x[:-1]) for x in (self.view.dims, self.view.strides)]
-        while dims:
-            stride, extent = strides.pop(), dims.pop()
-            while dims and (strides[-1] == stride * extent or 1 in (dims[-1], extent)):  # walked as one
-                stride = strides[-1] if extent == 1 else stride
-                extent *= dims.pop()
-                strides.pop()
-            index, row = divided(e, row, extent) if dims else (row, row)
-            base = step(e, base, index, stride * size)
-        return base
-
-
-class _Product(Module):
-    """What both kinds share: tasks are blocks of rows by groups of panels."""
-
-    tile_rows = 1
-
-    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
-        super().__init__()
-        x, packed = native.inputs
-        (y,) = native.outputs
-        self.limits = partial(axis_limits, kernel, native)
-        self.x, self.packed, self.y = (Rows(kernel.buffers.index(v.buffer), v) for v in (x, packed, y))
-        self.p: Packing = PACKINGS[native.attrs.format]  # type: ignore[union-attr]
-        self.k, self.n, self.m = x.dims[-1], y.dims[-1], prod(x.dims[:-1])
-        self.panels, self.panel_bytes = packed.dims
-        assert self.panel_bytes == self.k // self.p.block * self.p.panel_bytes and self.panels == -(-self.n // PANEL)
+    def __init__(
+        self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int], highest: int, row_bytes: int
+    ) -> None:
+        """`highest`: rows of a tile; `row_bytes`: of scratch for each row of a block."""
+        assert isinstance(c.b, Operand)
+        self.p: Packing = PACKINGS[c.b.blocks]
+        self.k, self.n = c.k, c.n
+        self.panel_bytes = self.k // self.p.block * self.p.panel_bytes
         self.lanes = target.vector_bytes // 4
         self.vectors = PANEL // self.lanes
-        self.threads, self.choice, self.features = target.threads, choice, target.features
+        row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
+        panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
+        work = max(panels * self.panel_bytes // TASK_BYTES, c.m * c.n * c.k // GRAIN)
+        usual = 1 if target.threads == 1 else min(work * batch, target.threads * TASKS_PER_THREAD)
+        self.wanted = choice.get("tasks", usual)
+        super().__init__(kernel, c, target, self._cut(c, target, highest, row_bytes, panels, batch))
+        self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
 
-    def cut(self, row_bytes: int) -> None:
-        """Blocks of rows, whole tiles that fit scratch, and groups of panels."""
-        tiles = -(-self.m // self.tile_rows)
-        fit = max(1, SCRATCH_BYTES // row_bytes // self.tile_rows)
-        self.blocks = -(-tiles // fit)
-        self.block_rows = -(-tiles // self.blocks) * self.tile_rows
-        self.blocks = -(-self.m // self.block_rows)
-        work = max(self.panels * self.panel_bytes // TASK_BYTES, self.m * self.n * self.k // GRAIN)
-        self.wanted = self.choice.get("tasks", 1 if self.threads == 1 else min(work, self.threads * TASKS_PER_THREAD))
-        self.groups = max(1, min(self.panels, -(-self.wanted // self.blocks)))
-        self.cuts = self.tile_rows, self.block_rows, self.groups
+    def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+        row_tiles = -(-c.m // highest)
+        rows = -(-c.m // max(1, row_tiles))
+        fit = max(1, SCRATCH_BYTES // row_bytes // max(1, rows))
+        blocks, wanted = -(-row_tiles // fit), self.wanted
+        if isinstance(c.a, Computed):
+            wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns computes its rows again
+        if c.rows:  # whole rows in one task
+            blocks = min(row_tiles, max(blocks, -(-wanted // batch)))
+        each = max(1, batch * blocks)
+        groups = 1 if c.rows else max(1, min(panels, -(-wanted // each)))
+        batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
+        if not (c.m and c.n and batch):
+            blocks = groups = batch_groups = 0
+        registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+        tall = c.m - row_tiles * (rows - 1)
+        return Plan(
+            self.lanes, self.vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, 1, True, "", registers,
+            False, False,
+        )  # fmt: skip
 
-    def written(self, symbol: str) -> Rendered:
-        e = Emitter(self.features)
-        group, block = divided(e, TASK, self.groups)
-        first = e.bin("mul", block, e.i64(self.block_rows))
-        rows, dims = e.i64(self.m), self.y.view.dims
-        for n, limit in enumerate(self.limits(e)[:-1]):
-            if limit and prod(dims[:n]) == 1:  # whole tiles
-                last = e.bin("add", e.bin("mul", limit, prod(dims[n + 1 : -1])), self.tile_rows - 1)
-                _, tiles = divided(e, last, self.tile_rows)
-                rows = e.intrinsic("smin", rows, e.bin("mul", tiles, self.tile_rows))
-        count = e.intrinsic("smin", e.i64(self.block_rows), e.bin("sub", rows, first))
-        with e.when(e.cmp("sgt", count, 0)):
-            self.prepare(e, first, count)
-            start, stop = share(e, group, self.panels, self.groups)
-            weights = self.packed.at(e, e.i64(0))
-            with e.loop(start, stop, nonempty=True) as panel:
-                self.panel(e, step(e, weights, panel.index, self.panel_bytes), first, count, panel.index)
-        return self.rendered(e, symbol, self.blocks * self.groups)
+    def heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
+        """(rows, whether the tile has so many) of each height that there is."""
+        p = self.plan
+        tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
+        return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
 
-    def prepare(self, e: Emitter, first: V, count: V) -> None:
-        raise AssertionError("abstract")
-
-    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
-        raise AssertionError("abstract")
-
-    def heights(self, e: Emitter, count: V, at: V) -> Iterator[int]:
-        """Rows that the tile at row `at` of a block of `count` may have, each inside a test for it."""
-        for rows in sorted({self.tile_rows, self.block_rows % self.tile_rows, self.m % self.block_rows % self.tile_rows} - {0}):
-            have = e.intrinsic("smin", e.i64(self.tile_rows), e.bin("sub", count, at))
-            with e.when(e.cmp("eq", have, rows)):
-                yield rows
+    def height(self, e: Emitter, tile: V) -> V:
+        p = self.plan
+        return e.select(e.cmp("slt", tile, e.i64(p.tall)), e.i64(p.rows), e.i64(p.rows - 1))
 
     # -- a panel's bytes
 
@@ -228,79 +191,52 @@ class _Product(Module):
     def at_turn(self, e: Emitter, block: V, turn: V) -> V:
         return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
 
-    # -- results
-
-    def finish(self, e: Emitter, sums: V, first: V, count: V, panel: V) -> None:
-        """y[first : first + count, panel] = sums[count][PANEL]"""
-        whole, odd = divmod(self.n, PANEL)
-
-        def rows(e: Emitter, args: V, sums: V, first: V, count: V, panel: V, *, valid: int) -> None:
-            with e.loop(0, count, nonempty=True) as row:
-                line = self.y.at(e, e.bin("add", first, row.index), args)
-                line = self.y.line.at(e, line, 0, e.bin("mul", panel, e.i64(PANEL)))
-                for v in range(-(-valid // self.lanes)):
-                    at = e.gep(step(e, sums, row.index, 4 * PANEL), 4 * v * self.lanes)
-                    value = e.load(vector("float", self.lanes), at, 4)
-                    self._stored(e, value, self.y.line.at(e, line, 0, v * self.lanes), min(self.lanes, valid - v * self.lanes))
-
-        def call(valid: int) -> None:
-            self.call(e, f"finish{valid}", partial(rows, valid=valid), ARGS, sums, first, count, panel)
-
-        if whole:
-            with e.when(e.cmp("slt", panel, e.i64(whole))):
-                call(PANEL)
-        if odd:
-            with e.when(e.cmp("eq", panel, e.i64(whole))):
-                call(odd)
-
-    def _stored(self, e: Emitter, value: V, at: V, valid: int) -> None:
-        line = self.y.line
-        value = alu.to_memory(e, alu.cast(e, value, f32, line.dtype), line.dtype)
-        size, mask = line.dtype.itemsize, lane_mask(self.lanes, valid)
-        if line.column == 1 and valid == self.lanes:
-            e.store(value, at, size)
-            return
-        kind, places = "masked.store", at
-        if line.column != 1:
-            offsets = "<" + ", ".join(f"i64 {line.byte(0, x)}" for x in range(self.lanes)) + ">"
-            places = e.op(vector("ptr", self.lanes), f"getelementptr i8, {at}, <{self.lanes} x i64> {offsets}")
-            kind = "masked.scatter"
-        e.intrinsic(kind, value, V(f"align {size} {places.text}", places.ty), mask, suffix=(value.ty, places.ty), returns="void")
-
 
 class _Integer(_Product):
     """x rounded to int8: `q` its integers, per run of STEP its `factors`, per group `shifts` (minus zero times the sum of the
     integers), per run `least` (minus their sum, scaled: what the mins are multiplied by)."""
 
-    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
-        super().__init__(kernel, native, target, choice)
-        tiles = -(-self.m // choice.get("rows", ROWS))
-        self.tile_rows = -(-self.m // tiles)
-        self.staged = tiles > DIRECT_TILES and self.p.low.bits < 8
-        turns, self.groups_of_turn = self.k // STEP, STEP // self.p.group
-        self.cut(self.k + 4 * turns * (1 + self.groups_of_turn + bool(self.p.mins)))
+    def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
+        assert isinstance(c.b, Operand)
+        p, turns = PACKINGS[c.b.blocks], c.k // STEP
+        row_bytes = c.k + 4 * turns * (1 + STEP // p.group + bool(p.mins))
+        super().__init__(kernel, c, target, choice, choice.get("rows", ROWS), row_bytes)
+        self.staged = self.plan.row_tiles > DIRECT_TILES and p.low.bits < 8
+        self.groups_of_turn = STEP // p.group
         rows = self.block_rows
         self.pitches = self.k, 4 * turns, 4 * turns * self.groups_of_turn, 4 * turns
-        used = True, True, self.p.zero, self.p.mins
+        used = True, True, p.zero, p.mins
         self.q_at, self.factors_at, self.shifts_at, self.least_at = (
             self.reserve(rows * pitch if here else 0) for pitch, here in zip(self.pitches, used)
         )
-        self.sums_at = self.reserve(4 * PANEL * self.tile_rows)
+        self.sums_at = self.reserve(4 * PANEL * self.plan.rows)
         self.turn_bytes = STEP, 4, 4 * self.groups_of_turn, 4  # of q, factors, shifts, least
         self.staged_bytes = STEP * PANEL, 4 * PANEL * self.groups_of_turn, 4 * PANEL  # of elements, scales, mins
-        keep = self.staged, self.staged, self.staged and self.p.mins
+        keep = self.staged, self.staged, self.staged and p.mins
         self.words_at, self.scales_at, self.mins_at = (
             self.reserve(turns * n if here else 0) for n, here in zip(self.staged_bytes, keep)
         )
+        self.row_at = self.reserve(4 * self.k if isinstance(c.a, Computed) else 0)
+        self.reserve_locals()
 
-    def prepare(self, e: Emitter, first: V, count: V) -> None:
-        with e.loop(0, count, nonempty=True) as row:
-            source = self.x.at(e, e.bin("add", first, row.index))
-            self.call(e, "rounded", self._rounded, source, *self._of_row(e, row.index))
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+        x, kept, statements = self.c.a, e.gep(SCRATCH, self.row_at), ()
+        line = Local("line", f32, self.k)
+        if isinstance(x, Computed):
+            statements = row_statements(x, line, self.k)
+            hoist(statements, scope)
+        with e.loop(i0, stop) as row:
+            if isinstance(x, Computed):
+                emit_statements(statements, scope.child({x.row: row.index}, pointers={line: kept}))
+                source = kept
+            else:
+                source = step(e, a, row.index, x.row_stride * x.dtype.itemsize)
+            self.call(e, "rounded", self._rounded, source, *self._of_row(e, e.bin("sub", row.index, i0)))
+        return a
 
     def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V) -> None:
         """One row of x."""
-        line, ints = self.x.line, vector("i32", 16)
+        line, ints = self.line, vector("i32", 16)
         with e.loop(0, self.k // STEP, nonempty=True) as turn:
             at = step(e, source, turn.index, line.byte(0, STEP))
             x = [load_line(e, line.at(e, at, 0, 16 * n), line, 16, f32) for n in range(2)]
@@ -328,16 +264,21 @@ class _Integer(_Product):
                 sum_of_x = e.bin("fmul", e.convert("sitofp", totals[0], "float"), factor)
                 e.store(e.op("float", f"fneg {sum_of_x}"), step(e, least, turn.index, 4), 4)
 
-    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
-        sums, source = e.gep(SCRATCH, self.sums_at), [weights]
+    def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
+        sums = e.gep(SCRATCH, self.sums_at)
+        source = [step(e, b, panel, self.panel_bytes)]
         if self.staged:
-            source = [e.gep(SCRATCH, at) for at in (self.words_at, self.scales_at, self.mins_at)]
-            self.call(e, "unpacked", self._unpacked, weights, *source)
-        with e.loop(0, count, self.tile_rows, nonempty=True) as at:
-            for rows in self.heights(e, count, at.index):
-                self.call(e, f"tile{rows}", partial(self._tile, rows=rows), sums, *self._of_row(e, at.index), *source)
-            have = e.intrinsic("smin", e.i64(self.tile_rows), e.bin("sub", count, at.index))
-            self.finish(e, sums, e.bin("add", first, at.index), have, panel)
+            unpacked = [e.gep(SCRATCH, at) for at in (self.words_at, self.scales_at, self.mins_at)]
+            self.call(e, "unpacked", self._unpacked, *source, *unpacked)
+            source = unpacked
+        with e.loop(*tiles) as at:
+            row = self._first_row(e, at.index)
+            places = self._of_row(e, e.bin("sub", row, i0))
+            for height, here in self.heights(e, at.index):
+                with e.when(here):
+                    self.call(e, f"tile{height}", partial(self._tile, rows=height), sums, *places, *source)
+            count, first = self.height(e, at.index), e.bin("mul", panel, e.i64(PANEL))
+            self._finish(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
 
     def _of_row(self, e: Emitter, row: V) -> list[V]:
         """Where q, factors, shifts and least of a row of the block are."""
@@ -433,51 +374,70 @@ class _Integer(_Product):
 class _Float(_Product):
     """Weights become f32 a chunk at a time; x is copied to scratch as f32."""
 
-    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
-        super().__init__(kernel, native, target, choice)
+    def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
         registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
-        self.tile_rows = min(self.m, 8, max(1, (registers - 1 - self.vectors) // self.vectors))
-        self.cut(4 * (self.k + PANEL))
+        vectors = PANEL * 4 // target.vector_bytes
+        highest = min(8, max(1, (registers - 1 - vectors) // vectors))
+        super().__init__(kernel, c, target, choice, highest, 4 * (c.k + PANEL))
         self.chunk = max(self.p.block, min(CHUNK, self.k) // self.p.block * self.p.block)
-        self.line, self.sums = Layout(f32, self.k), Layout(f32, PANEL)
+        self.rows_of_x, self.sums = Layout(f32, self.k), Layout(f32, PANEL)
         self.rows_at = self.reserve(self.block_rows * self.k * 4)
         self.sums_at = self.reserve(self.block_rows * PANEL * 4)
         self.weights_at = self.reserve(self.chunk * PANEL * 4)
-        self.ones_at = self.reserve(4 * self.tile_rows)
+        self.ones_at = self.reserve(4 * self.plan.rows)
+        self.reserve_locals()
 
-    def prepare(self, e: Emitter, first: V, count: V) -> None:
-        for r in range(self.tile_rows):
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+        for r in range(self.plan.rows):
             e.store(e.const("float", 1.0), e.gep(SCRATCH, self.ones_at + 4 * r), 4)
-        with e.loop(0, count, nonempty=True) as row:
-            source = self.x.at(e, e.bin("add", first, row.index))
-            to = self.line.at(e, e.gep(SCRATCH, self.rows_at), row.index)
-            with e.loop(0, self.k, self.lanes) as at:
-                value = load_line(e, self.x.line.at(e, source, 0, at.index), self.x.line, self.lanes, f32)
-                e.store(value, self.line.at(e, to, 0, at.index), 4)
+        x, kept = self.c.a, e.gep(SCRATCH, self.rows_at)
+        if isinstance(x, Computed):
+            line = Local("line", f32, self.k)
+            statements = row_statements(x, line, self.k)
+            hoist(statements, scope)
+            with e.loop(i0, stop) as row:
+                at = self.rows_of_x.at(e, kept, e.bin("sub", row.index, i0))
+                emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
+        else:
+            source = Layout(x.dtype, x.row_stride, x.col_stride)
+            stage_rows_function(
+                e, source.at(e, a, i0), kept, e.bin("sub", i1, i0), self.k, source, self.rows_of_x, self.lanes
+            )
+        return kept
 
-    def panel(self, e: Emitter, weights: V, first: V, count: V, panel: V) -> None:
-        rows, sums, chunk, ones = (e.gep(SCRATCH, at) for at in (self.rows_at, self.sums_at, self.weights_at, self.ones_at))
+    def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
+        sums, chunk, ones = (e.gep(SCRATCH, at) for at in (self.sums_at, self.weights_at, self.ones_at))
+        weights = step(e, b, panel, self.panel_bytes)
         whole, rest = divmod(self.k, self.chunk)
-        self._chunk(e, weights, rows, sums, chunk, None, count, min(self.chunk, self.k))
+        block = tiles, i0
+        self._chunk(e, weights, a, sums, chunk, None, block, min(self.chunk, self.k))
         blocks = self.chunk // self.p.block
         if whole > 1:
             with e.loop(1, whole) as at:
                 place = step(e, weights, at.index, blocks * self.p.panel_bytes)
-                self._chunk(e, place, step(e, rows, at.index, 4 * self.chunk), sums, chunk, ones, count, self.chunk)
+                self._chunk(e, place, step(e, a, at.index, 4 * self.chunk), sums, chunk, ones, block, self.chunk)
         if whole and rest:
             place = e.gep(weights, whole * blocks * self.p.panel_bytes)
-            self._chunk(e, place, e.gep(rows, 4 * whole * self.chunk), sums, chunk, ones, count, rest)
-        self.finish(e, sums, first, count, panel)
+            self._chunk(e, place, e.gep(a, 4 * whole * self.chunk), sums, chunk, ones, block, rest)
+        count = e.bin("sub", self._first_row(e, tiles[1]), i0)
+        self._finish(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(PANEL)), vectors, tail, PANEL)
 
-    def _chunk(self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, count: V, length: int) -> None:
-        """The part of every row's sums that `length` elements give; `ones`: added to what is there."""
+    def _chunk(
+        self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, block: tuple[tuple[V, V], V], length: int
+    ) -> None:
+        """The part of every row's sums that `length` elements give; `ones`: added to what is there. `block`: its tiles and
+        first row."""
         self.call(e, f"decoded{length}", partial(self._decoded, length=length), weights, chunk)
-        with e.loop(0, count, self.tile_rows, nonempty=True) as at:
-            args = [self.line.at(e, x, at.index), chunk, self.sums.at(e, sums, at.index), e.i64(length), *filter(None, [ones])]
-            for rows in self.heights(e, count, at.index):
+        tiles, i0 = block
+        with e.loop(*tiles) as at:
+            row = e.bin("sub", self._first_row(e, at.index), i0)
+            places = self.rows_of_x.at(e, x, row), chunk, self.sums.at(e, sums, row)
+            args = [*places, e.i64(length), *filter(None, [ones])]
+            for rows, here in self.heights(e, at.index):
                 t = Tile(rows, self.vectors, self.lanes, 1, 0, f32, PANEL)
-                body = partial(tile_function, t=t, from_a=self.line, from_b=self.sums)
-                self.call(e, f"tile{rows}_{len(args)}", body, *args)
+                body = partial(tile_function, t=t, from_a=self.rows_of_x, from_b=self.sums)
+                with e.when(here):
+                    self.call(e, f"tile{rows}_{len(args)}", body, *args)
 
     def _decoded(self, e: Emitter, weights: V, to: V, *, length: int) -> None:
         """to[length][PANEL] = the next `length` elements of each row"""

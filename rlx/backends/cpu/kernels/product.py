@@ -1,0 +1,164 @@
+"""What all products share, whatever their tiles: tasks over grid points, blocks of rows and groups of panels; operands that are
+computed; the epilogue of finished sums and the statements of finished rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
+from rlx.backends.cpu.kernels.tile import lane_mask
+from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
+from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.scope import Scope, expr, limit_of
+from rlx.host.emit import Emitter, V, stored, vector
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Stmt, Store, k
+from rlx.ir.target import Target
+
+
+class Product(Module):
+    """A kernel whose body is one Contract, cut as `plan` says. A subclass stages rows of a and multiplies panels."""
+
+    def __init__(self, kernel: Kernel, contract: Contract, target: Target, plan: Plan) -> None:
+        super().__init__()
+        self.kernel, self.c, self.plan, self.acc = kernel, contract, plan, contract.acc.dtype
+        self.vector_bytes, self.features = target.vector_bytes, target.features
+        self.kept = kept_locals(kernel, contract)
+        self.limited = any(x.var is contract.i for x in kernel.limits)
+        blocks = -(-plan.row_tiles // max(1, plan.blocks)) * plan.rows
+        self.block_rows = blocks if self.limited else plan.block_rows
+        self.local_at: Mapping[Local, int] = {}
+
+    def reserve_locals(self) -> None:
+        sizes = {x: (self.block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in self.kernel.locals}
+        self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
+
+    # -- of a subclass
+
+    def _begin(self, e: Emitter) -> None:
+        """Before the points of a task."""
+
+    def _end(self, e: Emitter) -> None:
+        """After them."""
+
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+        """Rows i0 to i1 of a, those before `stop` needed, where tiles read them: the address of row 0."""
+        raise AssertionError("abstract")
+
+    def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
+        """One panel: the task's row tiles, of a block that starts at row i0."""
+        raise AssertionError("abstract")
+
+    # -- the walk
+
+    def written(self, symbol: str) -> Rendered:
+        e, p = Emitter(self.features), self.plan
+        if p.tasks:  # else no rows or no columns: nothing to compute
+            group, rest = divided(e, TASK, p.groups)
+            block, batch_group = divided(e, rest, p.blocks)
+            pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
+            pointers |= {x: e.gep(SCRATCH, at) for x, at in self.local_at.items()}
+            scope = Scope(e, pointers, STATUS, vector_bytes=self.vector_bytes)
+            limits = {v: limit_of(v, n, self.kernel, scope) for v, n in self.kernel.grid}
+            last = limit_of(self.c.i, self.c.m, self.kernel, scope)
+            tiles = share(e, block, self._row_tiles(e, last), p.blocks)
+            panels = share(e, group, p.panels, p.groups)
+            start, stop = share(e, batch_group, p.batch, p.batch_groups)
+            self._begin(e)
+            with e.loop(start, stop, nonempty=True) as at, ExitStack() as inside:
+                point, scope = at.index, scope.child()
+                for var, extent in reversed(self.kernel.grid):
+                    place, point = divided(e, point, extent)
+                    scope.bind(var, place)
+                    if limit := limits[var]:
+                        inside.enter_context(e.when(e.cmp("slt", place, limit)))
+                if self.limited:
+                    inside.enter_context(e.when(e.cmp("slt", *tiles)))
+                self._point(e, scope, tiles, panels, last)
+            self._end(e)
+        return self.rendered(e, symbol, p.tasks)
+
+    def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
+        """One grid point: the task's rows and panels of one pair of matrices, rows from `limit` on for nothing."""
+        c, p = self.c, self.plan
+        a, b = (self._start(e, scope, o) for o in (c.a, c.b))
+        i0, i1 = (self._first_row(e, t) for t in tiles)
+        stop = e.intrinsic("smin", i1, limit) if isinstance(c.a, Computed) and limit is not None else i1
+        a = self._staged_a(e, scope, a, i0, i1, stop)
+        operands = e, scope, a, b, tiles, i0
+        whole, odd = divmod(c.n, p.columns)
+        if whole:
+            with e.loop(panels[0], e.intrinsic("smin", panels[1], e.i64(whole))) as panel:
+                self._sweep(*operands, panel.index, p.vectors, 0)
+        if odd:
+            with e.when(e.cmp("eq", panels[1], e.i64(p.panels))):
+                self._sweep(*operands, e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
+        if c.rows:
+            hoist(c.rows, scope)
+            with e.loop(i0, i1) as row:
+                emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
+
+    def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
+        """How many tiles hold the rows before the limit."""
+        p = self.plan
+        if limit is None:
+            return p.row_tiles
+        tall, low = e.intrinsic("smin", limit, e.i64(p.tall * p.rows)), max(1, p.rows - 1)
+        tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
+        return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
+
+    def _first_row(self, e: Emitter, tile: V) -> V:
+        """Plan.first_row, at run time."""
+        tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
+        return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
+
+    def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:
+        """Where the operand's element (0, 0) is; of a computed one, anywhere."""
+        if isinstance(o, Computed):
+            return SCRATCH
+        return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize)
+
+    def _finish(
+        self, e: Emitter, scope: Scope, sums: V, i0: V, first: V, count: V, j0: V, vectors: int, tail: int,
+        pitch: int = 0,
+    ) -> None:  # fmt: skip
+        """The epilogue for `count` rows from `first`, columns from j0; sums of a row `pitch` after those before (0: no gaps)."""
+        c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
+        whole = vectors - (tail > 0)
+        hoist(c.epilogue, scope)
+        with e.loop(0, count, nonempty=True) as rows:
+            at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
+            hoist(c.epilogue, at_row)
+            line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
+
+            def epilogue(column: V, valid: int) -> None:
+                acc = e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
+                mask = lane_mask(lanes, valid) if valid else None
+                j = e.bin("add", j0, column)
+                emit_statements(c.epilogue, at_row.child({c.acc: acc}, vector=c.j, base=j, lanes=lanes, mask=mask))
+
+            if whole:
+                with e.loop(0, whole * lanes, lanes) as columns:
+                    epilogue(columns.index, 0)
+            if tail:
+                epilogue(e.i64(whole * lanes), tail)
+
+    def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
+        """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
+        inside = e.bin("sub", row, i0)
+        parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.kept}
+        return scope.child({self.c.i: row}, pointers=parts)
+
+
+def row_statements(a: Computed, line: Local, depth: int) -> tuple[Stmt, ...]:
+    """That leave a row of a computed left operand in `line`."""
+    return (*a.before, Loop(a.column, depth, (*a.body, stored_to(line, a)), vector=True))
+
+
+def stored_to(line: Local, o: Computed) -> Store:
+    """The store of one element of a computed operand, rounded to the operand's dtype on its way."""
+    value: Expr = o.value
+    if line.dtype != o.dtype:
+        value = k.cast(k.cast(value, o.dtype), line.dtype)
+    return Store(line, o.column, value)
