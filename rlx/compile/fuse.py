@@ -119,7 +119,10 @@ class _Fuser:
         self.group_of[node] = group
         before = [self.producer(value) for value in self.operands(node)]
         before += [self.group_of.get(n) for n in self.after.get(node, ())]
-        group.reads |= {g for g in before if g is not None and g is not group}
+        for other in before:
+            if other is not None and other is not group:
+                group.reads.add(other)
+                other.read_by.add(group)
 
     def producer(self, value: Value) -> Group | None:
         """The group that computes the value, or what it is a view of."""
@@ -205,14 +208,20 @@ class _Fuser:
         return True
 
     def reaches(self, start: Group, goal: Group) -> bool:
-        """Whether `start` depends on `goal`."""
-        seen, todo = {start}, [start]
-        while todo:
-            group = todo.pop()
-            if goal in group.reads:
+        """Whether `start` depends on `goal`: searched from both ends, a group at a time, since one of them is often near."""
+        below, above = {start}, {goal}  # what start depends on, what depends on goal
+        down, up = [start], [goal]
+        while down and up:
+            new = down.pop().reads - below
+            if not above.isdisjoint(new):
                 return True
-            todo += group.reads - seen
-            seen |= group.reads
+            below |= new
+            down += new
+            new = up.pop().read_by - above
+            if not below.isdisjoint(new):
+                return True
+            above |= new
+            up += new
         return False
 
     # -- merging and absorbing
@@ -305,12 +314,14 @@ class _Fuser:
         group.forms.update(other.forms)
         self.group_of.update(dict.fromkeys(other.forms, group))
         group.absorbed |= absorbed
-        group.reads |= other.reads
-        for g in self.groups:
-            if other in g.reads:
-                g.reads.discard(other)
-                g.reads.add(group)
-        group.reads.discard(group)
+        for g in other.read_by:
+            g.reads.discard(other)
+            g.reads.add(group)
+        for g in other.reads:
+            g.read_by.discard(other)
+            g.read_by.add(group)
+        group.reads = (group.reads | other.reads) - {group, other}
+        group.read_by = (group.read_by | other.read_by) - {group, other}
         del self.groups[other]
 
     # -- results

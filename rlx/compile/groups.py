@@ -41,7 +41,8 @@ class Group:
     anchor: Node | None = None  # the contraction, native op or whole-op kernel it grew from
     forms: dict[Node, str] = field(default_factory=dict)  # in topological order
     absorbed: set[Node] = field(default_factory=set)
-    reads: set[Group] = field(default_factory=set)  # while groups are found
+    reads: set[Group] = field(default_factory=set)  # while groups are found: those it depends on, and those that depend on it
+    read_by: set[Group] = field(default_factory=set)
     stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
     operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
     why: str = ""

@@ -26,6 +26,7 @@ class Places:
         self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])
         self.tiles: dict[Value, TiledLayout] = {}  # of values in tiles, and of views that only permute their axes
         self._memo: dict[Value, tuple[Value, Layout]] = {}
+        self._views: dict[Value, list[Node]] = {}  # base -> the views of it that strides express, in order
         for node in self.nodes:
             if node.op.tiled is not None or (node.op.kind is Kind.VIEW and node.inputs[0] in self.tiles):
                 self._tile(node)
@@ -85,20 +86,24 @@ class Places:
 
     def _addressable(self, node: Node) -> bool:
         base, layout = self.locate(node.inputs[0])
-        if self._seen(node):
-            return True
-        order = self._order_for(base, node.inputs[0].shape.static, layout)
-        if order is None:
-            return False
-        self.orders[base] = order
-        self._memo.clear()
-        before = self.nodes[: self.nodes.index(node) + 1]
-        views = (n for n in before if n.op.kind is Kind.VIEW and n not in self.computed and n.inputs[0] not in self.tiles)
-        if all(map(self._seen, views)):
-            return True
-        del self.orders[base]
-        self._memo.clear()
-        return False
+        views = self._views.setdefault(base, [])
+        if not self._seen(node):
+            order = self._order_for(base, node.inputs[0].shape.static, layout)
+            if order is None:
+                return False
+            self.orders[base] = order
+            self._forget(base)
+            if not all(map(self._seen, [*views, node])):
+                del self.orders[base]
+                self._forget(base)
+                return False
+        views.append(node)
+        return True
+
+    def _forget(self, base: Value) -> None:
+        """Where the base and its views lie has changed."""
+        for value in (base, *(v for n in self._views[base] for v in n.results)):
+            self._memo.pop(value, None)
 
     def _seen(self, node: Node) -> bool:
         """Whether strides can express the view where its operand lies now."""

@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import ArenaPlan, BufferDecl, Region, Step
 
@@ -149,19 +151,21 @@ def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]
     """Offset of each slot (by its first member), and the bytes needed. Each goes into the tightest gap left by the
     slots that live at the same time."""
     offsets: dict[int, int] = {}
-    placed: list[tuple[int, int, _Slot]] = []  # (start, end, slot)
-    size = 0
+    placed = np.zeros((4, len(order)), np.int64)  # start, end (rounded up), first and last moment; by start
+    size = count = 0
     for slot in order:
-        best, best_gap, cursor = None, 0, 0
-        for start, end in sorted((start, end) for start, end, other in placed if other.life.overlaps(slot.life)):
-            gap = start - cursor
-            if gap >= slot.nbytes and (best is None or gap < best_gap):
-                best, best_gap = cursor, gap
-            cursor = max(cursor, _round_up(end, alignment))
-        at = cursor if best is None else best
+        starts, ends, first, last = placed[:, :count]
+        beside = np.flatnonzero((first <= slot.life.last) & (last >= slot.life.first))
+        cursors = np.concatenate(([0], np.maximum.accumulate(ends[beside])))  # before each of them, and behind all
+        gaps = starts[beside] - cursors[:-1]
+        fits = np.flatnonzero(gaps >= slot.nbytes)
+        at = int(cursors[fits[np.argmin(gaps[fits])]] if len(fits) else cursors[-1])
         offsets[slot.members[0]] = at
         if slot.nbytes:
-            placed.append((at, at + slot.nbytes, slot))
+            here = int(np.searchsorted(starts, at))
+            placed[:, here + 1 : count + 1] = placed[:, here:count]
+            placed[:, here] = at, _round_up(at + slot.nbytes, alignment), slot.life.first, slot.life.last
+            count += 1
             size = max(size, at + slot.nbytes)
     return offsets, _round_up(size, alignment)
 

@@ -68,11 +68,13 @@ def _result_faults(graph: Graph) -> Iterator[str]:
         yield "no outputs and no assigned handle, so a run would do nothing: call set_outputs"
     if len(graph.outputs) != len(graph.output_names):
         yield f"{len(graph.outputs)} outputs have {len(graph.output_names)} names"
+    names: set[object] = set()
     for i, name in enumerate(graph.output_names):
         if not isinstance(name, str) or not name:
             yield f"output {i}'s name must be a non-empty string, found {name!r}"
-        if name in graph.output_names[:i]:
+        if isinstance(name, str) and name in names:
             yield f"two outputs have the name {name!r}"
+        names |= {name} if isinstance(name, str) else set()
     for i, out in enumerate(graph.outputs):
         if not _in_range(out):
             yield f"output {i} is no result of a node: {out!r}"
