@@ -1,11 +1,17 @@
-"""docs/add_an_op.md is a program: its Python blocks run in order, in a process of their own (they add to the op table)."""
+"""docs/add_an_op.md is followed: its edits are made in a copy of the tree, its program and its checks are run there."""
 
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "add_an_op.md"
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "add_an_op.md"
 
 
 def program(text: str) -> str:
@@ -18,13 +24,57 @@ def program(text: str) -> str:
     return "\n".join(lines)
 
 
-def test_page_runs():
-    text = PAGE.read_text()
-    assert len(re.findall("^```python$", text, re.M)) >= 4
+def edits(text: str) -> list[tuple[str, str, str]]:
+    """(kind, file, block) of every block that is an edit: "python" lines are appended, "diff" lines replaced."""
+    return re.findall(r"^```(python|diff) (\S+)\n(.*?)^```$", text, re.M | re.S)
+
+
+def edited(text: str, kind: str, block: str) -> str:
+    """A file's text after one edit. What a diff takes away is there once."""
+    if kind == "python":
+        return f"{text}\n\n{block}"
+    for before, after in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", block, re.M):
+        old, new = (re.sub("^[-+]", "", part, flags=re.M).rstrip("\n") for part in (before, after))
+        assert text.count(old) == 1, f"{old!r} stands there {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with the edits of the page."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("rlx", "tests", "docs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, copy)
+    found = edits(PAGE.read_text())
+    assert {file for _, file, _ in found} == {
+        "rlx/ir/ops/activation.py", "rlx/ir/ops/elementwise.py", "rlx/ir/ops/__init__.py", "tests/op_oracles.py",
+    }  # fmt: skip
+    for kind, file, block in found:
+        path = copy / file
+        path.write_text(edited(path.read_text(), kind, block))
+    return copy
+
+
+def run(command: list[str], tree: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program(text)], cwd=PAGE.parent.parent, capture_output=True, text=True, check=False
+        command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"{PAGE.name}:\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{' '.join(command)[-200:]}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+def test_page_runs(tree: Path) -> None:
+    run([sys.executable, "-c", program(PAGE.read_text())], tree)
+
+
+def test_checks_of_the_page_pass(tree: Path) -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert len(commands) == 4 and all(c[0] == "python" for c in commands)
+    for command in commands:
+        run([sys.executable, *command[1:]], tree)
 
 
 def test_page_names_facts_that_exist():
