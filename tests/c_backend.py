@@ -74,7 +74,7 @@ class CBackend:
     def target(self, index: int = 0, threads: int | None = None) -> Target:
         if index:
             raise DeviceUnavailableError(f"there is no c:{index}; there is c:0")
-        return Target(name="c", dtypes=frozenset(DTYPES) - {"c64"}, features=(str(compiler()),))
+        return Target(name="c", dtypes=frozenset(DTYPES), features=(str(compiler()),))
 
     def process_bytes(self) -> int:
         return 0

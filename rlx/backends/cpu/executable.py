@@ -19,12 +19,12 @@ import numpy as np
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.memory import Region as Memory
-from rlx.driver import files
+from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.exchange import Exchanges
-from rlx.driver.handles import HandleEntry, HandleStore
+from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import IndexRangeError, InputShapeError, PlanError
+from rlx.errors import IndexRangeError, PlanError
 from rlx.host.gate import FastCall
 from rlx.host.jit import load
 from rlx.ir.kernel import STATUS, Kernel
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 SCRATCH_ALIGNMENT = 128  # bytes between the scratch of two threads: no shared line, nor a prefetched neighbour
 SHARED_NS = 20_000  # of estimated work of a group of single tasks, from which on several threads do it: some may have to be woken
 BEGINNING, AGREEING = "the meeting before the first step", "the meeting behind the last step"
-IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,10 @@ class CpuCode:
         self.library = load([image for image, _ in made], [symbol for _, symbol in made], artifact.program.target)
         scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
         self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        self.constants: dict[int, Memory] = {}
-        for b in artifact.program.buffers:
-            if b.region is Region.CONSTANT:
-                if b.data is None or b.data.nbytes != b.nbytes:
-                    raise PlanError(f"constant {b.name!r} of {b.nbytes} bytes has {'no' if b.data is None else b.data.nbytes}")
-                held = self.constants[b.id] = memory.allocate(b.nbytes)
-                held.data[...] = np.ascontiguousarray(b.data).reshape(-1).view(np.uint8)
+        self.constants = constants_of(artifact.program, memory.allocate)
 
 
-class CpuExecutable:
+class CpuExecutable(Loaded):
     """Executable protocol (rlx.driver.backend) in host memory. One thread at a time may run it; clones run at once.
 
     Memory goes back when the last reference to it goes: this object's, a clone's, or that of a view."""
@@ -84,15 +77,10 @@ class CpuExecutable:
         self, code: CpuCode, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
     ) -> None:
         program = code.artifact.program
-        self.program, self.params, self.handles, self._code = program, params, handles, code
-        self._transport = transport
-        self._decls = {b.id: b for b in program.buffers}
-        self._views: dict[int, np.ndarray] = {}
-        self._arena = memory.allocate(program.plan.size_bytes, max(program.plan.alignment, memory.ALIGNMENT))
+        super().__init__(program, params, handles, memory, memory.allocate, code.constants)
+        self._code, self._transport = code, transport
         if program.extent is not None:  # rows that are never written are read under masks, which is slow where no page is
-            self._arena.data[...] = 0
-        self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
-        self._entries = self._entries_in(handles)
+            self.arena.data[...] = 0
         self._tables: WeakSet[_Table] = WeakSet()  # that stay
         shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_beside(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
@@ -109,50 +97,14 @@ class CpuExecutable:
 
         InputShapeError: it has one of another shape; then nothing changes."""
         if store is not self.handles:
-            self._entries, self.handles = self._entries_in(store), store
+            super().use_handles(store)
             for table in self._tables:
-                table.move({id: e.memory.address for id, e in self._entries.items()})
-
-    def _entries_in(self, store: HandleStore) -> dict[int, HandleEntry]:
-        return dict(zip(self._states, store.require(self._states.values(), memory)))
-
-    def write(self, buffer: int, array: np.ndarray) -> None:
-        """Copy an array of the buffer's shape and dtype into it. InputShapeError: it has another."""
-        _fits(self._decls[buffer], array)
-        files.copy(self.view(buffer), array)
-
-    def read(self, buffer: int) -> np.ndarray:
-        return self.view(buffer).copy()
-
-    def copy(self, goal: int, source: int) -> None:
-        ctypes.memmove(self.address(goal), self.address(source), self._decls[goal].nbytes)
-
-    def view(self, buffer: int) -> np.ndarray:
-        """The buffer's memory (constants: read-only). It stays valid memory even when this executable is gone."""
-        if buffer in self._entries:
-            return self._entries[buffer].array
-        found = self._views.get(buffer)
-        if found is None:
-            decl = self._decls[buffer]
-            place, offset = self._place(decl)
-            found = place.view(offset, decl.shape.static, decl.shape.dtype.numpy)
-            found.flags.writeable = decl.region is not Region.CONSTANT
-            self._views[buffer] = found
-        return found
-
-    def address(self, buffer: int) -> int:
-        place, offset = self._place(self._decls[buffer])
-        return place.address + offset
-
-    @property
-    def arena_ptr(self) -> int:
-        """Address that the plan's offsets count from."""
-        return self._arena.address
+                table.move({id: e.memory.address for id, e in self.entries.items()})
 
     def poison(self) -> None:
         """Fill scratch, and the arena but for its inputs, with NaN: a run that forgets to write is seen."""
         inputs = {i: self.read(i) for i in self.program.inputs}
-        self._arena.data[...] = memory.POISON
+        self.arena.data[...] = memory.POISON
         self._scratch.data[...] = memory.POISON
         for i, array in inputs.items():
             np.copyto(self.view(i), array)
@@ -162,13 +114,8 @@ class CpuExecutable:
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. `params` and `prepared` are shared with every executable on the same store."""
-        total: dict[str, int] = dict.fromkeys(("arena", "scratch", "params", "prepared", "constants", "handles", "code"), 0)
-        names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
-        for b in self.program.buffers:
-            if b.region in names and (b.region in (Region.HANDLE, Region.CONSTANT) or b.name in self.params.entries):
-                total[names[b.region]] += b.nbytes
         code = sum(map(len, self._code.artifact.objects))
-        return total | {"arena": self._arena.nbytes, "scratch": self._scratch.nbytes, "code": code}
+        return super().memory() | {"scratch": self._scratch.nbytes, "code": code}
 
     # -- running
 
@@ -215,7 +162,7 @@ class CpuExecutable:
 
         if calls.refusal() is not None:
             return None
-        decls = [self._decls[i] for i in self.program.inputs if i != self.program.extent]
+        decls = [self.decls[i] for i in self.program.inputs if i != self.program.extent]
         bound = wanted.arrays if wanted.form == "none" else [None] * len(decls)
         here = {b.id: a.ctypes.data for b, a in zip(decls, bound) if a is not None and self._reads_in_place(b, a)}
         table = self._lasting("steps", "commit", given=here) if here else self._whole
@@ -225,7 +172,7 @@ class CpuExecutable:
         ]
         codes = [code for _, code in self._coded("steps", "commit")]
         alone, long = any(c.may_fail for c in codes), sum(c.work_ns for c in codes) > calls.GIL_NS
-        taken = self._arena.address, self._arena.address + self._arena.nbytes
+        taken = self.arena.address, self.arena.address + self.arena.nbytes
         return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long, pool.run_address())
 
     def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
@@ -249,7 +196,7 @@ class CpuExecutable:
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers. `alone`: in this
         thread, as others may meanwhile."""
-        arrays = {i: _aligned(self._decls[i], array) for i, array in (given or {}).items()}
+        arrays = {i: _aligned(self.decls[i], array) for i, array in (given or {}).items()}
         coded = [self._code.artifact.coded["prepare"][i] for i in steps]
         own = memory.allocate(max(code.scratch_bytes for _, code in coded), SCRATCH_ALIGNMENT) if alone else None
         self._table(coded, {i: array.ctypes.data for i, array in arrays.items()}, own)()
@@ -257,7 +204,7 @@ class CpuExecutable:
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied as they stand)."""
         other = CpuExecutable(self._code, self.params, self.handles.copy(), self._transport)
-        np.copyto(other._arena.data, self._arena.data)
+        np.copyto(other.arena.data, self.arena.data)
         return other
 
     # -- addresses and tables
@@ -266,8 +213,8 @@ class CpuExecutable:
         """One piece of memory for the params that are kept and that the store lacks, in order of use: on huge pages, which
         small ones would not get alone (in pages of 4 KB, weights stream a third slower)."""
         used = dict.fromkeys(a for phase in ("steps", "commit") for s in self.program.phases[phase] for a in s.args)
-        used |= dict.fromkeys(id for id in self.program.params if self._decls[id].name in self.program.kept)
-        new = [b for b in map(self._decls.__getitem__, used) if b.region in (Region.PARAM, Region.PREPARED)]
+        used |= dict.fromkeys(id for id in self.program.params if self.decls[id].name in self.program.kept)
+        new = [b for b in map(self.decls.__getitem__, used) if b.region in (Region.PARAM, Region.PREPARED)]
         new = [b for b in new if b.name not in self.params.entries]
         starts = [0, *accumulate(-(-b.nbytes // memory.ALIGNMENT) * memory.ALIGNMENT for b in new)]
         if starts[-1] < memory.HUGE_PAGE:
@@ -276,24 +223,6 @@ class CpuExecutable:
         for b, at in zip(new, starts):
             part = Memory(whole.data[at : at + b.nbytes], whole.address + at, whole.pages)
             self.params.get(b.name, b.nbytes, lambda _, part=part: (part, part.address))
-
-    def _place(self, b: BufferDecl) -> tuple[Memory, int]:
-        if b.region in IN_ARENA:
-            offset = self.program.plan.offsets.get(b.id, -1)
-            if offset < 0 or offset % b.shape.dtype.itemsize or offset + b.nbytes > self._arena.nbytes:
-                raise PlanError(f"{self.program.name}: buffer {b.name!r} of {b.nbytes} bytes at {offset} is not in the arena")
-            return self._arena, offset
-        if b.id in self._entries:
-            return self._entries[b.id].memory, 0
-        if b.id in self._code.constants:
-            return self._code.constants[b.id], 0
-        entry = self.params.get(b.name, b.nbytes, _allocate)
-        if entry.nbytes != b.nbytes:
-            raise InputShapeError(
-                f"{self.program.name}: {b.name!r} is {b.shape} ({b.nbytes} bytes), but the params to share hold {entry.nbytes} "
-                "bytes under that name; give this graph a store of its own"
-            )
-        return entry.memory, 0
 
     @cached_property
     def _steps(self) -> _Table:
@@ -327,12 +256,12 @@ class CpuExecutable:
             rows.append((function, 0, 1, False))
         for (step, code), beside in zip(coded, _beside(coded)):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
-            if len(sizes) != len(step.args) or any(n > self._decls[a].nbytes for n, a in zip(sizes, step.args)):
+            if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
             rows.append((function, len(addresses), code.tasks, beside))
-            moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self._entries]
+            moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self.entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
         for meeting in (exchange.release(), commits and exchange.agreement()) if exchange else ():
@@ -431,19 +360,9 @@ def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None)
     return ExchangeCalls(Exchanges(artifact.program, transport, [code.may_fail > 0 for _, code in artifact.coded["steps"]]))
 
 
-def _allocate(nbytes: int) -> tuple[Memory, int]:
-    made = memory.allocate(nbytes)
-    return made, made.address
-
-
-def _fits(decl: BufferDecl, array: np.ndarray) -> None:
-    if array.shape != decl.shape.static or array.dtype != decl.shape.dtype.numpy:
-        raise InputShapeError(f"{decl.name!r} is {decl.shape}, got an array {array.dtype}[{','.join(map(str, array.shape))}]")
-
-
 def _aligned(decl: BufferDecl, array: np.ndarray) -> np.ndarray:
     """The array itself if machine code can read it where it is (kernels load params by elements), else an aligned copy."""
-    _fits(decl, array)
+    check_fits(decl, array)
     if array.flags.c_contiguous and array.ctypes.data % max(array.itemsize, 1) == 0:
         return array
     copy = memory.allocate(array.nbytes).view(0, array.shape, array.dtype)

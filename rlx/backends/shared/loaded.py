@@ -23,9 +23,8 @@ Allocate = Callable[[int, int], Any]  # (bytes, alignment) -> memory with `data`
 
 
 class Loaded:
-    """Program ids to memory. Arena and handles are this object's; constants and params may be shared with others.
-
-    `states` is the memory of handles, `allocate` that of everything else."""
+    """The part of an Executable (rlx.driver.backend) that holds memory, by program ids. Arena and handles are this object's;
+    constants and params may be shared with others. `states` is the memory of handles, `allocate` that of everything else."""
 
     def __init__(
         self, program: Program, params: ParamStore, handles: HandleStore, states: StateMemory, allocate: Allocate,
@@ -71,6 +70,11 @@ class Loaded:
     def _allocate_param(self, nbytes: int) -> tuple[Any, int]:
         made = self._allocate(nbytes, ALIGNMENT)
         return made, made.address
+
+    @property
+    def arena_ptr(self) -> int:
+        """Address that the plan's offsets count from."""
+        return self.arena.address
 
     def address(self, buffer: int) -> int:
         memory, offset = self.place(buffer)

@@ -25,56 +25,24 @@ STATES = PlainMemory()
 RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
 
 
-class StepwiseExecutable:
+class StepwiseExecutable(Loaded):
     """Executable protocol (rlx.driver.backend) over `run_kernel`. `code_bytes`: of its machine code, for memory()."""
 
     def __init__(
         self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
         transport: SymmetricTransport | None = None, code_bytes: int = 0,
     ) -> None:  # fmt: skip
-        self.program, self.code_bytes, self._run_kernel = program, code_bytes, run_kernel
+        super().__init__(program, params or ParamStore(), handles or HandleStore(), STATES, poisoned)
+        self.code_bytes, self._run_kernel = code_bytes, run_kernel
         may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
         self.exchanges = Exchanges(program, transport, may_fail)
-        self.loaded = Loaded(program, params or ParamStore(), handles or HandleStore(), STATES, poisoned)
         for b in program.buffers:  # params are in the store from the beginning
-            self.loaded.address(b.id)
-
-    # -- buffers
-
-    @property
-    def params(self) -> ParamStore:
-        return self.loaded.params
-
-    @property
-    def handles(self) -> HandleStore:
-        return self.loaded.handles
-
-    @property
-    def arena_ptr(self) -> int:
-        return self.loaded.arena.address
-
-    def use_handles(self, store: HandleStore) -> None:
-        self.loaded.use_handles(store)
-
-    def write(self, buffer: int, array: np.ndarray) -> None:
-        self.loaded.write(buffer, array)
-
-    def read(self, buffer: int) -> np.ndarray:
-        return self.loaded.read(buffer)
-
-    def copy(self, goal: int, source: int) -> None:
-        self.loaded.copy(goal, source)
-
-    def view(self, buffer: int) -> np.ndarray:
-        return self.loaded.view(buffer)
-
-    def address(self, buffer: int) -> int:
-        return self.loaded.address(buffer)
+            self.address(b.id)
 
     def clone(self) -> StepwiseExecutable:
         handles, transport = self.handles.copy(), self.exchanges.transport
         other = StepwiseExecutable(self.program, self._run_kernel, self.params, handles, transport, self.code_bytes)
-        other.loaded.arena.data[:] = self.loaded.arena.data
+        other.arena.data[:] = self.arena.data
         return other
 
     def allocations(self) -> dict[str, int]:
@@ -82,13 +50,13 @@ class StepwiseExecutable:
         return {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     def memory(self) -> dict[str, int]:
-        return self.loaded.memory() | {"code": self.code_bytes}
+        return super().memory() | {"code": self.code_bytes}
 
     # -- running
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         for buffer, array in (given or {}).items():
-            check_fits(self.loaded.decls[buffer], array)
+            check_fits(self.decls[buffer], array)
         arrays = {buffer: np.require(array, requirements=["C", "A"]) for buffer, array in (given or {}).items()}
         for i in steps:
             self._run(self.program.prepare[i], arrays)
@@ -102,7 +70,7 @@ class StepwiseExecutable:
     def run_steps(self) -> None:
         for b in self.program.buffers:
             if b.region in (Region.ARENA, Region.OUTPUT):
-                memory, start = self.loaded.place(b.id)
+                memory, start = self.place(b.id)
                 memory.data[start : start + b.nbytes] = POISON
         done = 0
         try:
@@ -147,7 +115,7 @@ class StepwiseExecutable:
             self._run(step)
 
     def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
-        arrays = [(given[a] if a in given else self.loaded.view(a)).reshape(-1) for a in step.args]
+        arrays = [(given[a] if a in given else self.view(a)).reshape(-1) for a in step.args]
         arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]
         if step.kernel.collective:
             self.exchanges.perform(step.kernel.collective, *arrays)
