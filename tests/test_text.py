@@ -106,7 +106,7 @@ SAMPLES = [(op, i) for op in OPS.values() for i in range(len(op.samples)) if op.
 @pytest.mark.parametrize("op,index", SAMPLES, ids=lambda x: getattr(x, "name", str(x)))
 def test_every_op_of_the_table_round_trips(op, index):
     sample = op.samples[index]
-    under_test = next(d for d in ("f32", "i32", "u8", "bool") if DTYPES[d].kind in op.dtypes)
+    under_test = next(d for d in ("f32", "i32", "u8", "bool", "c64") if DTYPES[d].kind in op.dtypes)
     dtypes = [(sample.dtypes[i] if sample.dtypes else "") or under_test for i in range(len(sample.shapes))]
     g = Graph(op.name)
     operands = [g.input(f"x{i}", s, d) for i, (s, d) in enumerate(zip(sample.shapes, dtypes))]

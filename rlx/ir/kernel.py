@@ -344,6 +344,8 @@ class _Builder:
         return make
 
     def cast(self, a: Expr, dtype: DType) -> Expr:
+        if isinstance(a, Const) and a.dtype.is_int and dtype == index_:
+            return const(a.value)  # an index that is known stays so: conditions on it can be folded
         return a if a.dtype == dtype else alu("cast", a, dtype=dtype)
 
     const = staticmethod(const)
