@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import threading
@@ -547,3 +548,42 @@ def test_all_outputs_are_read_where_no_indices_are_given(session: rlx.Session) -
     found = compiled.run_read_outputs({"x": np.ones(2, F)}, None)
     assert [a.tolist() for a in found] == [a.tolist() for a in compiled.run({"x": np.ones(2, F)})] and len(found) == 2
     assert [a.tolist() for a in compiled.run_read_outputs({"x": np.ones(2, F)}, iter([1, 0]))] == [[0, 0], [1, 1]]
+
+
+# -- places in the arena ---------------------------------------------------------------------------------------------
+
+
+def test_values_lie_where_byte_offset_says(session: rlx.Session) -> None:
+    """Every value that has a slot, read from there after a run in which no slot is used twice."""
+    g = rlx.Graph("places")
+    x, w, h = g.input("x", (4, 8), "f32"), g.param("w", (8, 6), "f32"), g.handle(rlx.BufferHandle("h", (6,), "f32"))
+    product = x @ w
+    scaled = product * 3.0
+    norm = rlx.softmax(scaled)
+    turned = rlx.transpose(norm, (1, 0))
+    y = turned @ rlx.cos(x)
+    summed = rlx.sum(product, axis=0)
+    g.assign(h, h + summed)
+    g.set_outputs([y, summed, x * 2.0])
+    compiled = session.compile(g, rlx.CompileOptions(disable=("reuse",)))
+    rng = np.random.default_rng(0)
+    given, weight = rng.standard_normal((4, 8)).astype(F), rng.standard_normal((8, 6)).astype(F)
+    compiled.set_param("w", weight)
+    (expected, *_) = compiled.run({"x": given})
+    arena = (ctypes.c_uint8 * compiled.memory_plan().arena_bytes).from_address(compiled.arena_ptr())
+    soft = np.exp(given @ weight * 3) / np.exp(given @ weight * 3).sum(1, keepdims=True)
+    values = {x: given, product: given @ weight, scaled: given @ weight * 3, norm: soft, turned: soft.T, y: expected}
+    values |= {summed: (given @ weight).sum(0), rlx.constant(1.0): None, w: None, h: None}
+    found = 0
+    for value, array in values.items():
+        at = compiled.byte_offset(value)
+        assert compiled.has_buffer(value) == compiled.has_buffer(value.node) == (at is not None)
+        if at is not None:
+            there = np.frombuffer(arena, F, array.size, at).reshape(array.shape)
+            np.testing.assert_allclose(there, array, rtol=1e-5, atol=1e-6)
+            found += 1
+    assert all(compiled.has_buffer(v) for v in (x, y, summed)) and not any(map(compiled.has_buffer, (w, h)))
+    assert found > 3 and None in map(compiled.byte_offset, (product, scaled, norm, turned))  # some are fused away
+    assert compiled.clone().byte_offset(y) == compiled.byte_offset(y) == compiled.run_slots([given])[0][0]
+    with pytest.raises(BindingError, match="takes a value or a node of the graph, got str"):
+        compiled.byte_offset("x")

@@ -28,6 +28,11 @@ LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE,
 
 def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
+    return assembled(graph, target, options)[0]
+
+
+def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Program, Facts, dict[Value, int]]:
+    """As lower, with the facts of the legal graph, and the buffer of each of its values that has one."""
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
     facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
@@ -36,9 +41,10 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     lowered = {group: lower_group(group, facts) for group in groups}
     reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
-    program = _Assembler(facts, lowered, options).program(graph, stages, reports)
+    assembler = _Assembler(facts, lowered, options)
+    program = assembler.program(graph, stages, reports)
     check_program(program)
-    return program
+    return program, facts, assembler.ids
 
 
 class _Assembler:

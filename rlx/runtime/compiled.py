@@ -32,6 +32,7 @@ from rlx.errors import (
 )
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
+from rlx.ir.graph import Node, Value
 from rlx.ir.program import BufferDecl, Program
 from rlx.runtime.binding import by_name, by_position, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
@@ -44,10 +45,15 @@ from rlx.runtime.weights import Weights
 class CompiledGraph:
     """A graph compiled for one device. Made by Session.compile. One thread at a time runs it; `clone` it for more."""
 
-    def __init__(self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport) -> None:
+    def __init__(
+        self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport,
+        slots: Callable[[], Mapping[Value, int]] = dict,
+    ) -> None:  # fmt: skip
+        """`slots`: gives the byte offset of each value of the graph that has one."""
         program = executable.program
         self.device, self.options = device, options
         self._executable, self._program, self._report = executable, program, report
+        self._slots_of = slots
         self._gate = Gate()
         self._weights = Weights(executable, self._gate)
         self._inputs = tuple(program.buffers[id] for id in program.inputs if id != program.extent)
@@ -212,6 +218,19 @@ class CompiledGraph:
             if decl.name == name:
                 return view
         raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
+
+    def byte_offset(self, node: Value | Node) -> int | None:
+        """Where in the arena a run leaves a value of the graph that was compiled (of a node: its first result), row-major in the
+        dtype it is computed in; None: it has no slot, as it was fused away. Slots of values that are neither inputs nor outputs
+        may be used again later in the run. The first call lowers the graph once more."""
+        value = node.results[0] if isinstance(node, Node) else node
+        if not isinstance(value, Value):
+            raise BindingError(f"byte_offset takes a value or a node of the graph, got {type(node).__name__}")
+        return self._slots_of().get(value)
+
+    def has_buffer(self, node: Value | Node) -> bool:
+        """Whether byte_offset knows a place."""
+        return self.byte_offset(node) is not None
 
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
         """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, as a fresh array."""
@@ -394,7 +413,7 @@ class CompiledGraph:
         """An independent executable: shares code and weights, owns its arena and states (copied as they stand)."""
         self._drain()
         with self._lock, self._gate:
-            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report)
+            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report, self._slots_of)
         twin._feeds.update(self._feeds)
         twin._gate.barred = twin._gate.shut = len(twin._feeds)
         twin._set_extent(self._extent)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
+from functools import cache, partial
 
 from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compile import lower
 from rlx.compile.options import CompileOptions
+from rlx.compile.slots import slots
 from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
@@ -118,7 +119,7 @@ class Session:
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:
                 print(*shown, sep="\n")
-        return CompiledGraph(executable, self.device, options, report)
+        return CompiledGraph(executable, self.device, options, report, cache(partial(slots, graph, target, options)))
 
     def _kept(
         self, place: Place, params: ParamStore | None, handles: HandleStore | None
