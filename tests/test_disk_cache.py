@@ -22,7 +22,8 @@ from rlx.backends import get
 from rlx.errors import CorruptFileError, IndexRangeError
 from rlx.host import disk
 from rlx.host.disk import DAMAGED, FRESH, HEADER, STALE, DiskCache, disk_cache
-from rlx.ir.op import Kind, op
+from rlx.ir.declare import op
+from rlx.ir.op import Kind
 from rlx.ir.ops import OWN
 from rlx.ir.ops.rules import same
 from rlx.runtime import CompileOptions, Session, stored

@@ -265,3 +265,41 @@ def test_errors_can_be_imported_where_they_are_raised(package: str, module: str)
     } & ERRORS
     assert raised and sorted(raised - set(there.__all__)) == []
     assert all(getattr(there, name) is getattr(errors, name) for name in raised)
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules among `sources` (name -> text) that it imports: at the top, inside functions, or for types only."""
+    found: dict[str, set[str]] = {name: set() for name in sources}
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found[name] |= {a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{a.name}" for a in node.names}
+                found[name] |= (inner & sources.keys()) or {f"{node.module}"}
+    return {name: (there & sources.keys()) - {name} for name, there in found.items()}
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that import each other, directly or through others: those left when modules without imports go, in turn."""
+    left = {name: set(there) for name, there in graph.items()}
+    for turned in (False, True):  # then those that nobody imports, which only reach a cycle
+        if turned:
+            left = {name: {other for other in left if name in left[other]} for name in left}
+        while free := [name for name, there in left.items() if not there]:
+            left = {name: there - set(free) for name, there in left.items() if name not in free}
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others():
+    names = (".".join(["rlx", *parts_of(f.relative_to(PACKAGE).as_posix())]).removesuffix(".__init__") for f in FILES)
+    sources = dict(zip(names, (f.read_text() for f in FILES)))
+    assert cycles(import_graph(sources)) == [], "an import inside a function or under TYPE_CHECKING hides a cycle: split a module"
+
+
+def test_cycles_are_found():
+    lazy = "def f():\n    from rlx.b import x"
+    typed = "if TYPE_CHECKING:\n    from rlx import a"
+    around = {"rlx.c": "import rlx.a", "rlx.d": "", "rlx.e": "import rlx.c"}
+    assert cycles(import_graph({"rlx.a": lazy, "rlx.b": typed, **around})) == ["rlx.a", "rlx.b"]
+    assert cycles(import_graph({"rlx.a": lazy, "rlx.b": "from rlx.c import y", "rlx.c": "import os"})) == []

@@ -10,9 +10,9 @@ from rlx.backends import get
 from rlx.compile import lower
 from rlx.compile.state import state as state_pass
 from rlx.errors import CompileError, IndexRangeError, NumericsError
+from rlx.ir.building import Update
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Node
-from rlx.ir.updates import Update
 from rlx.ir.verify import faults
 
 DEVICES = ("ref", "ref:1", "cpu")

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
+from rlx.ir.building import Update
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
 from rlx.ir.ops import take_rows, update_rows
 from rlx.ir.target import Target
-from rlx.ir.updates import Update, readers
+from rlx.ir.updates import readers
 from rlx.ir.verify import where
 
 

@@ -9,14 +9,14 @@ from rlx.errors import (  # isort: skip
 from rlx.ir.dtype import (
     DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
 )  # fmt: skip
-from rlx.ir.graph import Graph, Node, Value, constant
+from rlx.ir.graph import Graph, Node, Value, constant, parse_graph
 from rlx.ir.handle import BufferHandle
 from rlx.ir.kernel import Kernel
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.program import Program
 from rlx.ir.shape import Dim, Shape
 from rlx.ir.target import Target
-from rlx.ir.text import fingerprint, parse_graph, print_graph
+from rlx.ir.text import fingerprint, print_graph
 from rlx.ir.verify import faults
 from rlx.ir import ops  # last: fills OPS, whose rows are written with all of the above
 

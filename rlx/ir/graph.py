@@ -1,246 +1,44 @@
-"""Graphs. A Graph names the leaves, the outputs and the assignments of state; passes make new Graphs and leave their input as
-it was. Nodes and values (rlx/ir/node.py) can be imported from here too.
+"""Graphs: named tensor programs. Their nodes and values (rlx/ir/node.py), and what they are built of (rlx/ir/building.py), can be
+imported from here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
-
-from rlx.errors import DuplicateNameError, GraphError, ShapeError
-from rlx.ir.dtype import DType
-from rlx.ir.handle import BufferHandle
-from rlx.ir.node import (
-    CONSTANT,
-    HANDLE,
-    INPUT,
-    PARAM,
-    ConstantAttrs,
-    LeafAttrs,
-    Node,
-    Value,
-    apply,
-    caller,
-    constant,
-    same_values,
-)
-from rlx.ir.op import OPS, Kind, OpDef
-from rlx.ir.shape import Shape
-from rlx.ir.updates import Update
-
-EXTENT = "%extent"  # name of the input that the compiler adds
+from rlx.ir.building import EXTENT, Active, Building, Extent, keep, postorder
+from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, LeafAttrs, Node, Value, apply, constant, same_values
+from rlx.ir.text import fingerprint, parse_into, print_graph
+from rlx.ir.verify import verify
 
 
-class Active(NamedTuple):
-    """Where a value has rows of which only some hold data: `axis` is of size outer * upper * inner, and indices of the middle
-    factor from the run's extent on are padding."""
-
-    axis: int
-    outer: int
-    upper: int
-    inner: int
-
-
-class Extent(NamedTuple):
-    """A bound graph whose rows need not all hold data. `leaf`, an input i64 (), says how many do in a run; a kernel reads it as
-    ctx.element(leaf, ()). `inputs` and `outputs`: where they have such rows. `axes`: where the dim's name stood in the user's
-    graph, until this is known."""
-
-    leaf: Value
-    upper: int
-    inputs: dict[Value, tuple[Active, ...]]
-    outputs: tuple[tuple[Active, ...], ...] = ()
-    axes: dict[Value, tuple[int, ...]] | None = None
-
-
-class Graph:
+class Graph(Building):
     """A named tensor program: leaves in declaration order, outputs, and the next value of each assigned handle.
 
     Ops can be written as operators on Values, as functions (`rlx.gelu(x)`), or as methods (`g.gelu(x)`).
     """
 
-    def __init__(self, name: str = "graph") -> None:
-        self.name = name
-        self.inputs: list[Value] = []
-        self.params: list[Value] = []
-        self.handles: list[Value] = []
-        self.outputs: list[Value] = []
-        self.output_names: list[str] = []
-        self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
-        self.in_place: set[str] = set()  # handles whose assignment must not copy
-        self.updates: list[Update] = []  # made by the compiler (rlx/compile/state.py)
-        self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
-
-    # -- leaves
-
-    def input(self, name: str, dims: Any, dtype: DType | str) -> Value:
-        """A tensor given at every run. `dims`: ints or names of symbolic dims."""
-        return self._add(self.inputs, INPUT, name, Shape(dims, dtype))
-
-    def param(self, name: str, dims: Any, dtype: DType | str) -> Value:
-        """A tensor set once by `set_param` and kept."""
-        return self._add(self.params, PARAM, name, Shape(dims, dtype))
-
-    def handle(self, handle: BufferHandle) -> Value:
-        """The state `handle` as it stands before the run."""
-        if not isinstance(handle, BufferHandle):
-            raise GraphError(f"handle() takes a BufferHandle, got {type(handle).__name__}")
-        return self._add(self.handles, HANDLE, handle.name, handle.shape)
-
-    def constant(self, data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
-        return constant(data, dtype, name)
-
-    def _add(self, group: list[Value], op: OpDef, name: str, shape: Shape) -> Value:
-        if not isinstance(name, str) or not name:
-            raise GraphError(f"{self.name}: an {op.name}'s name must be a non-empty string, got {name!r}")
-        for other in self.leaves():
-            if other.name == name:
-                found = f"the {other.node.op.name} {name!r} ({other.shape})"
-                raise DuplicateNameError(f"graph {self.name!r} already has {found}; names are unique")
-        value = Value(Node(op, (), LeafAttrs(shape), (shape,), name, caller()))
-        group.append(value)
-        return value
-
-    def leaves(self) -> list[Value]:
-        return self.inputs + self.params + self.handles
-
-    # -- ops
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name not in OPS or OPS[name].kind is Kind.LEAF:
-            raise AttributeError(f"Graph has no attribute and no op named {name!r}")
-        declared = OPS[name]
-        return lambda *operands, shape=None, name=None, **attrs: apply(declared, operands, attrs, shape=shape, name=name)
-
-    # -- results
-
-    def assign(self, handle: Value, value: Value, in_place: bool = False) -> None:
-        """After each run the state `handle` holds `value`; within the run every read sees the old state.
-
-        A value that is the state with some rows replaced (rlx.update_rows) is written in place where that is provably the
-        same. With `in_place` a compile that cannot prove it fails with the reason, instead of copying.
-        """
-        if not isinstance(handle, Value) or handle.node.op is not HANDLE or handle not in set(self.handles):
-            raise GraphError(f"assign() takes a handle of graph {self.name!r}, got {handle!r}")
-        if not isinstance(value, Value):
-            raise GraphError(f"assign to handle {handle.name!r}: the next state is a Value, got {type(value).__name__}")
-        if value.shape != handle.shape:
-            raise ShapeError(f"assign to handle {handle.name!r}: it is {handle.shape}, the value is {value.shape}")
-        if any(h is handle for h, _ in self.assigns):
-            raise DuplicateNameError(f"handle {handle.name!r} is assigned twice in graph {self.name!r}")
-        self.assigns.append((handle, value))
-        if in_place and handle.name:
-            self.in_place.add(handle.name)
-
-    def set_outputs(self, outputs: Iterable[Value], names: Iterable[str] | None = None) -> None:
-        """What a run returns, in this order. The same Value may stand twice; an output may be an input."""
-        if isinstance(outputs, Value) or not isinstance(outputs, Iterable):
-            raise GraphError(f"graph {self.name!r}: outputs are a list of Values, got {type(outputs).__name__}")
-        outputs = list(outputs)
-        for out in outputs:
-            if not isinstance(out, Value):
-                raise GraphError(f"graph {self.name!r}: an output is a Value, got {type(out).__name__}")
-        if names is None:
-            own = [out.name for out in outputs]
-            names = [name if name and name not in own[:i] else f"output{i}" for i, name in enumerate(own)]
-        names = list(names)
-        if len(names) != len(outputs) or len(set(names)) != len(names):
-            raise DuplicateNameError(f"graph {self.name!r}: {len(outputs)} outputs need as many different names, got {names}")
-        self.outputs, self.output_names = outputs, names
-
-    # -- walking
-
-    def roots(self) -> list[Value]:
-        """Everything a run must compute: outputs, next states, and what undoes updates in place."""
-        undone = [*(u.saved for u in self.updates), *(u.undo for u in reversed(self.updates))]
-        return self.outputs + [v for _, v in self.assigns] + undone
-
-    def nodes(self) -> list[Node]:
-        """Every node a run needs, and every declared leaf, operands before users."""
-        return postorder(self.roots(), (v.node for v in self.leaves()))[0]
-
-    def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Graph:
-        """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
-
-        Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays.
-        """
-        done: dict[Value, Value] = {v: v for v in self.leaves()}
-        for node in self.nodes():
-            if node.results[0] in done:
-                continue
-            made = new(node, tuple(done[v] for v in node.inputs))
-            for old, value in zip(node.results, made, strict=True):
-                done[old] = value
-        out = Graph(name or self.name)
-        out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
-        out.outputs, out.output_names = [done[v] for v in self.outputs], list(self.output_names)
-        out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
-        out.updates, out.extent = [u.renamed(done) for u in self.updates], self.extent
-        return out
-
-    # -- facts derived elsewhere, offered here because users look for them here
-
     def verify(self) -> None:
         """Raise VerifyError listing every structural fault."""
-        from rlx.ir.verify import verify
-
         verify(self)
 
     def fingerprint(self) -> str:
         """sha256 of the text form with node names and source lines left out: equal across processes and machines."""
-        from rlx.ir.text import fingerprint
-
         return fingerprint(self)
 
     def __str__(self) -> str:
-        from rlx.ir.text import print_graph
-
         return print_graph(self)
 
     @staticmethod
     def parse(text: str) -> Graph:
         """The graph that `str` printed."""
-        from rlx.ir.text import parse_graph
-
-        return parse_graph(text)
+        return parse_into(Graph, text)
 
 
-def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
-    """`known` nodes, then the others that the Values among `roots` need, operands before users; and one that needs itself,
-    if there is one.
-
-    What is no Value is passed over, here and among operands: the verifier reports it.
-    """
-    done: dict[Node, None] = dict.fromkeys(known)
-    open_: set[Node] = set()
-    cycle = None
-    for root in roots:
-        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
-        while stack:
-            node, todo = stack[-1]
-            open_.add(node)
-            for v in todo:
-                if not isinstance(v, Value) or v.node in done:
-                    continue
-                if v.node not in open_:
-                    stack.append((v.node, iter(v.node.inputs)))
-                    break
-                cycle = cycle or v.node
-            else:
-                stack.pop()
-                done[node] = None
-    return list(done), cycle
-
-
-def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-    """The same node over `inputs` (the very node if they are its own)."""
-    if same_values(inputs, node.inputs):
-        return node.results
-    shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
-    return Node(node.op, inputs, node.attrs, shapes, node.name, node.source).results
+def parse_graph(text: str) -> Graph:
+    """The graph that `print_graph` printed. ParseError, naming the line, for any other text."""
+    return Graph.parse(text)
 
 
 __all__ = [
-    "CONSTANT", "EXTENT", "HANDLE", "INPUT", "PARAM", "Active", "ConstantAttrs", "Extent", "Graph", "LeafAttrs", "Node", "Value",
-    "apply", "constant", "keep", "postorder", "same_values",
+    "CONSTANT", "EXTENT", "HANDLE", "INPUT", "PARAM", "Active", "Building", "ConstantAttrs", "Extent", "Graph", "LeafAttrs",
+    "Node", "Value", "apply", "constant", "keep", "parse_graph", "postorder", "same_values",
 ]  # fmt: skip

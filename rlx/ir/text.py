@@ -19,27 +19,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
 
 from rlx.errors import ParseError, known
-from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value
+from rlx.ir.building import Building, Update
 from rlx.ir.handle import BufferHandle
+from rlx.ir.node import CONSTANT, ConstantAttrs, Node, Value
 from rlx.ir.op import OPS, Kind
 from rlx.ir.tokens import Tokens, attribute_texts, constant_text, name_text
-from rlx.ir.updates import Update
+
+G = TypeVar("G", bound=Building)
 
 
-def print_graph(graph: Graph) -> str:
-    """Text that `parse_graph` reads back to an equal graph. Nodes that nothing needs are not in it."""
+def print_graph(graph: Building) -> str:
+    """Text that `rlx.ir.graph.parse_graph` reads back to an equal graph. Nodes that nothing needs are not in it."""
     return "\n".join(_graph_lines(graph, digest=False))
 
 
-def fingerprint(graph: Graph) -> str:
+def fingerprint(graph: Building) -> str:
     """sha256 (hex) of the text without node names: equal for equal graphs on every machine. Leaf and output names count."""
     return hashlib.sha256("\n".join(digest_lines(graph)).encode()).hexdigest()
 
 
-def digest_lines(graph: Graph) -> list[str]:
+def digest_lines(graph: Building) -> list[str]:
     """What the fingerprint is made of, line by line."""
     return _graph_lines(graph, digest=True)
 
@@ -47,7 +50,7 @@ def digest_lines(graph: Graph) -> list[str]:
 # -- printing
 
 
-def references(graph: Graph) -> dict[Node, str]:
+def references(graph: Building) -> dict[Node, str]:
     """How the text of a graph calls each node: %name a leaf, %N another."""
     refs = {leaf.node: "%" + name_text(leaf.name) for leaf in graph.leaves()}
     named = len(refs)
@@ -57,7 +60,7 @@ def references(graph: Graph) -> dict[Node, str]:
     return refs
 
 
-def _graph_lines(graph: Graph, digest: bool) -> list[str]:
+def _graph_lines(graph: Building, digest: bool) -> list[str]:
     """The lines of a graph. `digest`: node names left out, large constants as their sha256."""
     lines, refs, nodes = [f"graph {name_text(graph.name)}"], references(graph), graph.nodes()
     leaves = {leaf.node for leaf in graph.leaves()}
@@ -90,23 +93,24 @@ def _graph_lines(graph: Graph, digest: bool) -> list[str]:
 # -- parsing
 
 
-def parse_graph(text: str) -> Graph:
-    """The graph that `print_graph` printed. ParseError, naming the line, for any other text."""
+def parse_into(make: Callable[[str], G], text: str) -> G:
+    """The graph, made by `make` from its name, that `print_graph` printed. ParseError, naming the line, for any other text."""
     if not isinstance(text, str):
         raise ParseError(f"a graph's text is a str, got {type(text).__name__}")
-    return _Parser().parse(text)
+    return _Parser(make).parse(text)
 
 
-class _Parser(Tokens):
+class _Parser(Tokens, Generic[G]):
     """The graph so far, and what each reference means."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[str], G]) -> None:
         super().__init__()
-        self.graph: Graph | None = None
+        self.make = make
+        self.graph: G | None = None
         self.values: dict[str, Value] = {}  # by reference: %x, %1, %3.0
         self.finished = False
 
-    def parse(self, text: str) -> Graph:
+    def parse(self, text: str) -> G:
         for self.number, line in enumerate(text.split("\n"), 1):
             self.tokenise(line)
             try:
@@ -145,7 +149,7 @@ class _Parser(Tokens):
             self.fail("nothing after return")
         if self.graph is None:
             self.choose({"graph": None}, "graph NAME")
-            self.graph = Graph(self.name("the graph's name"))
+            self.graph = self.make(self.name("the graph's name"))
         elif self.kind == "ref":
             self.node()
         else:
@@ -154,7 +158,7 @@ class _Parser(Tokens):
             word = self.text
             self.choose(words, "input, param, handle, %N, assign, update or return")(self.graph, word)
 
-    def leaf(self, graph: Graph, kind: str) -> None:
+    def leaf(self, graph: Building, kind: str) -> None:
         name = self.name("the leaf's name")
         self.expect(":")
         shape = self.shape()
@@ -166,7 +170,7 @@ class _Parser(Tokens):
         handle = self.values.get("%" + name_text(name))
         return self.undeclared("handle", name) if handle is None else handle
 
-    def assign(self, graph: Graph, word: str) -> None:
+    def assign(self, graph: Building, word: str) -> None:
         handle = self.handle()
         self.expect("=")
         value = self.value()
@@ -174,14 +178,14 @@ class _Parser(Tokens):
             self.expect("place")
         graph.assign(handle, value, in_place)
 
-    def update(self, graph: Graph, word: str) -> None:
+    def update(self, graph: Building, word: str) -> None:
         handle, parts = self.handle(), []
         for mark in ("=", "saved", "undo"):
             self.expect(mark)
             parts.append(self.value())
         graph.updates.append(Update(handle, *parts))
 
-    def results(self, graph: Graph, word: str) -> None:
+    def results(self, graph: Building, word: str) -> None:
         names: list[str] = []
         values: list[Value] = []
         for _ in self.items(""):

@@ -10,29 +10,13 @@ the state with it put back, computed only if a run fails. Everything else that r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
 
+from rlx.ir.building import Building
 from rlx.ir.node import Node, Value, same_values
 from rlx.ir.op import Kind
 
-if TYPE_CHECKING:
-    from rlx.ir.graph import Graph
 
-
-class Update(NamedTuple):
-    """One state updated in place."""
-
-    handle: Value
-    result: Value
-    saved: Value
-    undo: Value
-
-    def renamed(self, new: Mapping[Value, Value]) -> Update:
-        """The same update of a graph whose values stand for those of this one."""
-        return Update(self.handle, *(new[v] for v in self[1:]))
-
-
-def readers(graph: Graph, results: Mapping[Value, Node]) -> dict[Node, list[Node]]:
+def readers(graph: Building, results: Mapping[Value, Node]) -> dict[Node, list[Node]]:
     """By update node: the other nodes that read the old state, directly or through views, in graph order. `results`: the node
     that updates each handle."""
     old: dict[Value, Node] = dict(results)  # the handle and its views -> the node that updates it
@@ -49,12 +33,12 @@ def readers(graph: Graph, results: Mapping[Value, Node]) -> dict[Node, list[Node
     return out
 
 
-def run_before(graph: Graph) -> dict[Node, list[Node]]:
+def run_before(graph: Building) -> dict[Node, list[Node]]:
     """Nodes that must run before a node although it does not read them: who reads a state, before it is updated in place."""
     return readers(graph, {u.handle: u.result.node for u in graph.updates})
 
 
-def update_faults(graph: Graph) -> Iterator[str]:
+def update_faults(graph: Building) -> Iterator[str]:
     """Broken rules of the updates of a graph whose nodes are sound, one sentence each."""
     seen, assigns = set[Value](), set(graph.assigns)
     for u in graph.updates:
@@ -72,7 +56,7 @@ def update_faults(graph: Graph) -> Iterator[str]:
         yield f"{late!r} reads a state that is updated in place, but needs the new one first"
 
 
-def _cyclic(graph: Graph) -> Node | None:
+def _cyclic(graph: Building) -> Node | None:
     """A node that must run before itself, counting what must run before updates."""
     before = run_before(graph)
     waits = {node: [*(v.node for v in node.inputs), *before.get(node, ())] for node in graph.nodes()}
@@ -95,4 +79,4 @@ def _cyclic(graph: Graph) -> Node | None:
     return None
 
 
-__all__ = ["Update", "readers", "run_before", "update_faults"]
+__all__ = ["readers", "run_before", "update_faults"]

@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlx.errors import VerifyError
-from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Graph, Node, Value, postorder
+from rlx.ir.building import Building, postorder
+from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Node, Value
 from rlx.ir.op import OPS, Kind
 from rlx.ir.updates import update_faults
 
 
-def verify(graph: Graph) -> None:
+def verify(graph: Building) -> None:
     """Raise VerifyError with every fault of the graph."""
     if found := faults(graph):
         count = f"{len(found)} faults" if len(found) > 1 else "a fault"
         raise VerifyError(f"graph {graph.name!r} has {count}:\n  " + "\n  ".join(found))
 
 
-def faults(graph: Graph, sound: set[Node] | None = None) -> list[str]:
+def faults(graph: Building, sound: set[Node] | None = None) -> list[str]:
     """Every broken rule, one sentence each; empty for a sound graph. `sound`: nodes found whole before, which as frozen values
     they still are; those of this graph are added."""
     out = [*_leaf_faults(graph), *_result_faults(graph)]
@@ -49,7 +50,7 @@ def _in_range(v: Any) -> bool:
     return isinstance(v, Value) and 0 <= v.index < len(v.node.shapes)
 
 
-def _leaf_faults(graph: Graph) -> Iterator[str]:
+def _leaf_faults(graph: Building) -> Iterator[str]:
     names: dict[Any, str] = {}
     for op, group in ((INPUT, graph.inputs), (PARAM, graph.params), (HANDLE, graph.handles)):
         for leaf in group:
@@ -63,7 +64,7 @@ def _leaf_faults(graph: Graph) -> Iterator[str]:
             names.setdefault(leaf.name, op.name)
 
 
-def _result_faults(graph: Graph) -> Iterator[str]:
+def _result_faults(graph: Building) -> Iterator[str]:
     if not graph.outputs and not graph.assigns:
         yield "no outputs and no assigned handle, so a run would do nothing: call set_outputs"
     if len(graph.outputs) != len(graph.output_names):

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.declare import op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import UNARY, abs, equal, erf, exp, log, maximum, minimum, tanh, where
 from rlx.ir.ops.rules import same, widened
 

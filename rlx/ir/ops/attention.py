@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import bf16, bool_, f16
 from rlx.ir.graph import Node, Value, constant
-from rlx.ir.op import Attrs, Kind, Sample, attribute_types, op
+from rlx.ir.op import Attrs, Kind, Sample, attribute_types
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import cos, equal, exp, less, less_equal, log, logical_and, sin, tanh, where
 from rlx.ir.ops.index import check_range, concat, gather, iota

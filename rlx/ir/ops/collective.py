@@ -15,8 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.graph import constant
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import cast, div, equal, where
 from rlx.ir.ops.rules import axis_of, divide
 from rlx.ir.ops.view import reshape, transpose

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import c64, f32
 from rlx.ir.layout import Layout
 from rlx.ir.node import constant
-from rlx.ir.op import Kind, Sample, op
+from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.rules import joined, pointwise
 from rlx.ir.ops.view import broadcast_to
 from rlx.ir.shape import Shape

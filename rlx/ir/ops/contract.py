@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import holds, i8, i32, product, u8
-from rlx.ir.op import Contraction, Kind, Sample, op
+from rlx.ir.op import Contraction, Kind, Sample
 from rlx.ir.ops.rules import halves, joined
 from rlx.ir.shape import Shape, broadcast_dims
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import again, comparison, halves, joined, pointwise, same, same_dtype
 from rlx.ir.placement import Partial
 from rlx.ir.shape import Shape, broadcast_dims

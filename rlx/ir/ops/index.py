@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
 from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, lines, others, same_dtype, static_dim
 from rlx.ir.placement import REPLICATED, Partial, Split

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.declare import op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import rsqrt
 from rlx.ir.ops.reduce import mean
 from rlx.ir.ops.rules import axis_of, divide, same_dtype, widened

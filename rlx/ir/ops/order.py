@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import bool_, i32, i64, index_
 from rlx.ir.kernel import Carry, Load, Loop, Reduce, Store, Var, const, k
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape

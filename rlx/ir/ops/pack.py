@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError
+from rlx.ir.declare import op
 from rlx.ir.layout import TiledLayout
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import Shape
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import k
-from rlx.ir.op import Kind, Sample, op
+from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.index import check_range, picked
 from rlx.ir.ops.quant import Block, DequantizeAttrs, block_element, check_rows, random_weights
 from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing

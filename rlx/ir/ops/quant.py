@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError, known
+from rlx.ir.declare import op
 from rlx.ir.dtype import f16, f32, i8, i32, u8, u16
 from rlx.ir.kernel import k
-from rlx.ir.op import Attrs, Contraction, Kind, Sample, op
+from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.rules import others, static_dim
 from rlx.ir.ops.view import transpose

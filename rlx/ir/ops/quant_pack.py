@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import u8
 from rlx.ir.kernel import Loop, Var, const, k
 from rlx.ir.layout import TiledLayout
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import Shape
 

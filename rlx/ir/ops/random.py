@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import f32, u32
 from rlx.ir.kernel import Carry, Let, Load, Loop, Reduce, Store, Var, const, k
-from rlx.ir.op import Attrs, Kind, Sample, as_dims, op
+from rlx.ir.op import Attrs, Kind, Sample, as_dims
 from rlx.ir.ops.activation import log1p
 from rlx.ir.ops.elementwise import log, minimum, shift_right
 from rlx.ir.ops.rules import lines, others

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.ir.op import Attrs, Kind, Reduction, Sample, op
+from rlx.ir.declare import op
+from rlx.ir.op import Attrs, Kind, Reduction, Sample
 from rlx.ir.ops.elementwise import exp, log, maximum, sub
 from rlx.ir.ops.rules import again, axes_of, axis_of, same, widened
 from rlx.ir.shape import Shape

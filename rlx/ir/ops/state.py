@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, index_
 from rlx.ir.kernel import Check, Loop, Var, const, k
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, others, same_dtype, static_dim
 from rlx.ir.shape import Shape

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.declare import op
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
-from rlx.ir.op import Attrs, Kind, Sample, op
+from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import again, axis_of, divide, static_dim
 from rlx.ir.ops.state import take_rows
 from rlx.ir.shape import DimLike, Shape, broadcast_dims, contiguous_strides

@@ -1,0 +1,64 @@
+"""Declaring an op: a row of the op table (rlx/ir/op.py), and the function that makes nodes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import AttributeValueError, GraphError
+from rlx.ir.node import Value, apply
+from rlx.ir.op import OPS, Attrs, OpDef, attribute_types
+from rlx.ir.shape import Shape
+
+
+def _rounding(reference: Callable[..., Any], infer: Callable[..., Any], as_stored: bool) -> Callable[..., Any]:
+    """`reference` seeing 16-bit and 8-bit floats as f32, or `as_stored`, its results rounded once to the result dtype; without
+    warnings."""
+
+    def run(attrs: Attrs | None, *arrays: Any) -> Any:
+        arrays = tuple(np.asarray(a) for a in arrays)
+        shapes = [Shape(a.shape, a.dtype) for a in arrays]
+        want = infer(attrs, *shapes)
+        with np.errstate(all="ignore"):
+            seen = (a if as_stored else a.astype(s.dtype.compute.numpy, copy=False) for a, s in zip(arrays, shapes))
+            made = reference(attrs, *seen)
+            made = made if isinstance(made, tuple) else (made,)
+            results = tuple(
+                np.asarray(m).astype(w.dtype.compute.numpy, copy=False).astype(w.dtype.numpy, copy=False)
+                for m, w in zip(made, want if isinstance(want, tuple) else (want,), strict=True)
+            )
+        return results if isinstance(want, tuple) else results[0]
+
+    return run
+
+
+def op(name: str, **facts: Any) -> Callable[..., Any]:
+    """Declare an op. Returns its constructor: Values (or Python and numpy constants) and attributes in, Value(s) out.
+
+    Positional arguments beyond the operands are attributes in their order: `reshape(x, (2, 3))`. An op of any number of
+    operands also takes them as one list: `concat([a, b], axis=0)`.
+    """
+    if name in OPS:
+        raise GraphError(f"op {name!r} is declared twice")
+    facts["reference"] = _rounding(facts["reference"], facts["infer"], facts.get("as_stored", False))
+    declared = OPS[name] = OpDef(name=name, **facts)
+    most = declared.arity[1]
+    attr_names = list(attribute_types(declared.attrs)) if declared.attrs else []
+
+    def build(*operands: Any, shape: Any = None, name: str | None = None, **attrs: Any) -> Value | tuple[Value, ...]:
+        if most is None and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+            operands = tuple(operands[0])
+        elif most is not None and len(operands) > most:
+            operands, extra = operands[:most], operands[most:]
+            if len(extra) > len(attr_names) or (twice := set(attrs) & set(attr_names[: len(extra)])):
+                problem = f"{twice} given twice" if len(extra) <= len(attr_names) else f"{len(extra)} too many arguments"
+                raise AttributeValueError(f"{declared.name}: {problem}; attributes are: {', '.join(attr_names) or 'none'}")
+            attrs.update(zip(attr_names, extra))
+        return apply(declared, operands, attrs, shape=shape, name=name)
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = declared.doc
+    build.op = declared  # type: ignore[attr-defined]
+    return build
