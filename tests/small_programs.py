@@ -161,14 +161,15 @@ def sample_program():
 def run(program, runs=2):
     """Outputs of each run, handles after the last and inputs after it, on the reference backend with poisoned memory."""
     executable = RefBackend().load(RefBackend().compile(program))
+    decls = {b.id: b for b in program.buffers}
     rng = np.random.default_rng(0)
     found = []
     for id in program.params:
-        executable.write(id, rng.normal(size=executable.decls[id].shape.static).astype("f4"))
+        executable.write(id, rng.normal(size=decls[id].shape.static).astype("f4"))
     executable.prepare(range(len(program.prepare)))
     for _ in range(runs):
         for id in program.inputs:
-            executable.write(id, rng.normal(size=executable.decls[id].shape.static).astype("f4"))
+            executable.write(id, rng.normal(size=decls[id].shape.static).astype("f4"))
         executable.run()
         found += [executable.read(o.buffer) for o in program.outputs]
     return found + [executable.read(i) for i in (*program.handles, *program.inputs)]
