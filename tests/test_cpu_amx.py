@@ -158,7 +158,7 @@ def test_assembly(kind: str, instruction: str) -> None:
 
 def test_the_knob_leaves_the_unit_alone() -> None:
     """Whether this machine has one or not; panels are then as wide as other tiles want them."""
-    code = "from rlx.host.processor import host_target; t = host_target(1); "
+    code = "from rlx.backends import get; t = get('cpu').target(0, 1); "
     code += "print([f for f in t.features if 'amx' in f], *t.panel('f32'))"
     environment = {**os.environ, "RLX_AMX": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
