@@ -382,7 +382,7 @@ def test_every_composite_becomes_core_ops_of_the_same_shapes(op, i):
     sample = op.samples[i]
     dtypes = sample.dtypes or ("",) * len(sample.shapes)
     g = Graph("g")
-    first = "f32" if "f" in op.dtypes else "bool" if op.dtypes == "b" else "i32"
+    first = "f32" if "f" in op.dtypes else {"b": "bool", "c": "c64"}.get(op.dtypes, "i32")
     xs = [g.input(f"x{j}", s, d or first) for j, (s, d) in enumerate(zip(sample.shapes, dtypes))]
     made = g.__getattr__(op.name)(*xs, name="whole", **(sample.attrs or {}))
     g.set_outputs(made if isinstance(made, tuple) else [made])
