@@ -303,3 +303,15 @@ def test_cycles_are_found():
     around = {"rlx.c": "import rlx.a", "rlx.d": "", "rlx.e": "import rlx.c"}
     assert cycles(import_graph({"rlx.a": lazy, "rlx.b": typed, **around})) == ["rlx.a", "rlx.b"]
     assert cycles(import_graph({"rlx.a": lazy, "rlx.b": "from rlx.c import y", "rlx.c": "import os"})) == []
+
+
+def untyped(source: str) -> int:
+    """How often `Any` stands in a source as a type."""
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(source)))
+
+
+@pytest.mark.parametrize("folder,most", [("ir", 580), ("compile", 15)])
+def test_types_are_said(folder, most):
+    assert untyped("from typing import Any\nx: Any = Any\ny: dict[str, Any]") == 3
+    found = {f.relative_to(PACKAGE).as_posix(): untyped(f.read_text()) for f in (PACKAGE / folder).rglob("*.py")}
+    assert sum(found.values()) <= most, f"Any stands {sum(found.values())} times: {found}"
