@@ -13,7 +13,8 @@ import pytest
 from small_programs import COLUMNS, TARGET, Maker, pointwise, run, same, sample_program, transposed
 from test_memory_plan import encoder_block
 
-from rlx.backends.ref import backend as ref
+from rlx.backends.ref import interpret
+from rlx.backends.shared import stepwise
 from rlx.compile import CompileOptions, check, lower
 from rlx.compile.check import program_faults
 from rlx.compile.memory import plan_arena
@@ -32,7 +33,8 @@ def well_defined(program: Program, monkeypatch: pytest.MonkeyPatch) -> bool:
     apart = replace(program, plan=plan_arena(program.buffers, steps, outputs, 64, reuse=False))
     results = []
     for poison, plans in ((0xCB, (program, apart)), (0x3E, (program,))):
-        monkeypatch.setattr(ref, "POISON", poison)
+        for module in (stepwise, interpret):
+            monkeypatch.setattr(module, "POISON", poison)
         results += [run(p) for p in plans]
     return all(same(results[0], r) for r in results[1:])
 
