@@ -1,11 +1,12 @@
 """Contractions that compute their operands, and products with packed weights that take what follows: one kernel against several.
 
-    python benchmarks/fused_operands.py [--threads 1 2] [--rounds 9] [--cases norm cast gather gated dequant] [--force]
+    python benchmarks/fused_operands.py [--threads 1 2] [--seconds 2] [--cases norm cast gather gated dequant block] [--force]
 
 Each pair is the same graph compiled twice, as usual and with the fusion disabled ("operands" for what comes before a product,
 "followers" for what comes after a claimed op), and run in turns. `kernels` counts the steps of both. With --force every operand
 that may be computed is, whatever the rule of the target says: the rule is right where `as is` is the quicker one of both forms.
-One thread is measured in its CPU time, more in wall time: run those on a quiet machine.
+One thread is measured in its CPU time, of which the median counts. More are measured in wall time, call by call, of which the
+second percentile counts: that of calls which no other program got in the way of.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,7 @@ if __name__ == "__main__":
 import numpy as np
 
 import rlx
-from benchmarks.measure import Call, header, interleaved, table
+from benchmarks.measure import Call, header, table
 from rlx.backends.cpu import backend
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops import dequant_matmul
@@ -73,6 +75,15 @@ def dequant(rows: int, d: int, form: str) -> Graph:
     return g
 
 
+def block(rows: int, d: int, form: str) -> Graph:
+    """A norm in front of a product with packed weights."""
+    g = rlx.Graph("block")
+    x, s = g.input("x", (rows, d), rlx.f32), g.param("s", (d,), rlx.f32)
+    w = g.param("w", (d, FORMATS[form].row_bytes(d)), rlx.u8)
+    g.set_outputs([dequant_matmul(rlx.rms_norm(x, s), w, format=form)])
+    return g
+
+
 def cases(names: list[str]) -> Iterator[Made]:
     before: dict[str, Callable[[int, int], Graph]] = {"norm": norm, "cast": cast, "gather": gather, "gated": gated}
     for name in names:
@@ -82,6 +93,9 @@ def cases(names: list[str]) -> Iterator[Made]:
         for form in FORMATS_MEASURED if name == "dequant" else ():
             for rows in QUANTISED_ROWS:
                 yield f"silu(dequant {form} + b) + r, {rows} x 4096", dequant(rows, 4096, form), "followers"
+        for form in FORMATS_MEASURED if name == "block" else ():
+            for rows in QUANTISED_ROWS:
+                yield f"norm, dequant {form}, {rows} x 4096", block(rows, 4096, form), "operands"
 
 
 def value_of(leaf: Value, rng: np.random.Generator) -> np.ndarray:
@@ -106,15 +120,28 @@ def compiled(graph: Graph, threads: int, disable: tuple[str, ...]) -> tuple[Call
     return made.bound(slots), result, len(made.program().steps)
 
 
-def measure(threads: int, rounds: int, names: list[str]) -> None:
+def alternated(calls: list[Call], seconds: float, threads: int) -> list[float]:
+    """Seconds of each call, made in turns."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 20:
+        for call, found in zip(calls, times):
+            start = clock()
+            call()
+            found.append(clock() - start)
+    return [float(np.quantile(found[2:], 0.5 if threads == 1 else 0.02)) for found in times]
+
+
+def measure(threads: int, seconds: float, names: list[str]) -> None:
     lines = []
     for name, graph, fusion in cases(names):
         (one, found, few), (other, expected, more) = (compiled(graph, threads, off) for off in ((), (fusion,)))
         if not np.array_equal(found, expected):
             raise SystemExit(f"{name}: the forms differ by {np.abs(found.astype('f4') - expected.astype('f4')).max()}")
-        times = interleaved({"as is": one, "apart": other}, rounds, threads=threads)
-        micros = [f"{times[form] * 1e6:.1f}" for form in ("as is", "apart")]
-        lines.append([name, f"{few} / {more}", *micros, f"{times['apart'] / times['as is']:.3f}" if few < more else "-"])
+        times = alternated([one, other], seconds, threads)
+        micros = [f"{t * 1e6:.1f}" for t in times]
+        lines.append([name, f"{few} / {more}", *micros, f"{times[1] / times[0]:.3f}" if few < more else "-"])
     print(f"\n{threads} thread(s), us; {'thread CPU time' if threads == 1 else 'wall time'}")
     print(table(["case", "kernels", "as is", "apart", "apart / as is"], lines), flush=True)
 
@@ -122,8 +149,8 @@ def measure(threads: int, rounds: int, names: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", nargs="+", default=["norm", "cast", "gather", "gated", "dequant"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
+    parser.add_argument("--cases", nargs="+", default=["norm", "cast", "gather", "gated", "dequant", "block"])
     parser.add_argument("--force", action="store_true")
     args = parser.parse_args()
     if args.force:
@@ -131,7 +158,7 @@ def main() -> None:
         backend.with_natives = lambda target: replace(usual(target), computes=lambda producer: True)
     print(header("numpy", "llvmlite"), flush=True)
     for threads in args.threads:
-        measure(threads, args.rounds, args.cases)
+        measure(threads, args.seconds, args.cases)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from rlx.ir import kernel as K
 from rlx.ir.dtype import bf16, f32
 from rlx.ir.graph import Graph, Value
 from rlx.ir.kernel import Computed, Contract
+from rlx.ir.ops import dequant_matmul
+from rlx.ir.quant import FORMATS
 from rlx.ir.target import Producer
 
 OFF = ("operands",)
@@ -208,6 +210,14 @@ def test_a_plan_that_puts_the_result_over_what_an_operand_reads_is_refused(name)
     assert tried
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 1), (64, 2)])
+def test_long_rows_behind_a_claimed_product_have_a_kernel_of_their_own(rows, kernels):
+    """The epilogue would touch two cache lines of each of many rows at a time."""
+    target = with_natives(target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512vnni",)))
+    g = made(lambda g: quantised(g, rows, 256, 1024))
+    assert len(lower(g, target, rlx.CompileOptions()).steps) == kernels
+
+
 RULE = [  # m, n, k, operations per element, threads -> whether it is computed
     ((1, 4096, 1024, 6, 1), True), ((512, 4096, 1024, 6, 1), True), ((128, 4096, 4096, 6, 1), False),
     ((1, 4096, 4096, 6, 2), True), ((16, 1024, 1024, 6, 2), True), ((512, 1024, 1024, 6, 2), True),
@@ -222,3 +232,23 @@ def test_the_rule_of_the_cpu(shape, want):
     target = with_natives(target_for("x86_64-unknown-linux-gnu", "x86-64-v4", (), threads))
     assert target.computes(Producer(0, m, n, k, 1, 1, f32, work)) is want
     assert not target.computes(Producer(0, m, n, k, 64, 64, bf16, 100.0))  # computed again at each of 64 points
+
+
+def quantised(g: Graph, rows: int = 5, k: int = 256, n: int = 70) -> Value:
+    x, r, b = g.input("x", (rows, k), "f32"), g.input("r", (rows, n), "f32"), g.param("b", (n,), "f32")
+    w = g.param("w", (n, FORMATS["q8_0"].row_bytes(k)), "u8")
+    return rlx.silu(dequant_matmul(rlx.rms_norm(x), w, format="q8_0") + b) + r
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_claimed_product_takes_what_follows_and_what_comes_before(rows):
+    """On one thread all of it is one kernel; with any part left out the bits are the same."""
+    g = made(lambda g: quantised(g, rows))
+    given = values(g)
+    given["w"] = (given["w"].astype("u1") % 20).astype("u1")  # scales are small numbers
+    one, kernels = result(g, given, threads=1)
+    assert len(kernels) == 1 == computed_operands(kernels)
+    for threads, disable in ((1, OFF), (1, ("followers",)), (1, ("fuse",)), (2, ()), (2, ("operands", "followers"))):
+        other, more = result(g, given, threads=threads, disable=disable)
+        assert len(more) > 1 or not disable
+        np.testing.assert_array_equal(one, other)

@@ -97,7 +97,8 @@ class _Fuser:
     def place(self, node: Node) -> None:
         if self.facts.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
             group = self.start(node, node.shapes[0].static, anchor=node)
-            if self.computes and not group.static and self.takes(group, node):
+            claimed = self.facts.is_native(node)
+            if self.computes and not group.static and (node.op.name in self.followed if claimed else self.is_open(group)):
                 self.absorb_operands(group, node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
@@ -136,7 +137,7 @@ class _Fuser:
         """Whether anything may join: whole-op kernels take nothing, and natives only where the target says so."""
         anchor = group.anchor
         if anchor is not None and self.facts.is_native(anchor):
-            return anchor.op.name in self.followed
+            return anchor.op.name in self.followed and self.target.follows(anchor)
         return anchor is None or anchor.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:

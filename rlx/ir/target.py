@@ -37,7 +37,8 @@ class Target:
     of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
     `splits`: op name -> split(node): a claimed node in smaller ops, where those are more work at once for `threads`; or None.
-    `followed`: claimed ops whose kernel takes what follows it: pointwise ops on its result, and on finished rows.
+    `followed`: claimed ops whose kernel takes what follows it: pointwise ops on its result, and on finished rows; and of those,
+    `follows(node)`: whether that is quicker for this node.
     `computes(producer)`: whether a contraction is quicker if it computes that operand where it reads it, compared with a kernel
     that writes the operand to memory first.
     `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed), and how many of its rows
@@ -54,5 +55,6 @@ class Target:
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     followed: frozenset[str] = frozenset()
+    follows: Callable[[Node], bool] = field(default=lambda node: True, compare=False)
     computes: Callable[[Producer], bool] = field(default=lambda producer: False, compare=False)
     panel: Callable[[str], tuple[int, int]] = field(default=lambda dtype: (0, 1), compare=False)

@@ -153,7 +153,7 @@ def with_natives(target: Target) -> Target:
     """`target`, a CPU that need not be this one, with the claims of this backend's native kernels."""
     splits = {"attention": partial(_attention_in_parts, target.threads)}
     packs, computes = {"dequant_matmul": _packed_weights}, partial(_computes, target)
-    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=FOLLOWED)
+    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=FOLLOWED, follows=_follows)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
@@ -173,6 +173,12 @@ def _computes(target: Target, producer: Producer) -> bool:
     from rlx.backends.cpu.kernels import computed
 
     return computed.computes(target, producer)
+
+
+def _follows(node: Node) -> bool:
+    from rlx.backends.cpu.kernels import computed
+
+    return computed.follows(node)
 
 
 def _attention_in_parts(threads: int, node: Node) -> Value | None:

@@ -1,4 +1,5 @@
-"""The rule that says which operands a contraction computes itself (Target.computes), from measured times.
+"""The rules that say which operands a contraction computes itself (Target.computes), and which products with quantised weights
+take what follows them (Target.follows), from measured times.
 
 Apart, the operand's kernel is shared out among threads, writes the operand, and all threads wait for it. Computed, each task
 evaluates its own rows (of a right operand: panels), as many times as the other side is cut into pieces. Constants were
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, GROUPS, SCRATCH, plan
 from rlx.ir.dtype import f32
+from rlx.ir.graph import Node
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Operand, Var, const
 from rlx.ir.target import Producer, Target
 
+FOLLOWED = 1 << 14  # elements of the result: of 4096 columns, one row gains and sixteen lose
 VECTOR_NS = 0.35  # of one operation on a vector, with its share of loads and stores
 SHARED_NS = 12_000  # of work from which on threads share it
 STEP_NS = 50, 800  # of one step more: on one thread, on several
@@ -30,6 +33,12 @@ def computes(target: Target, p: Producer) -> bool:
     apart = work / target.threads if work > SHARED_NS else work
     saved = STEP_NS[target.threads > 1] + elements * size * BYTE_NS / target.threads
     return work * copies / min(target.threads, max(1, cut[2])) <= apart + saved
+
+
+def follows(node: Node) -> bool:
+    """Whether the epilogue of a product with quantised weights is quicker than a kernel of its own. That one streams whole rows;
+    panels of PANEL columns touch two cache lines of each row, which measured 2 to 5% slower once rows are many and long."""
+    return node.shapes[0].num_elements <= FOLLOWED
 
 
 def _cut(target: Target, p: Producer) -> tuple[int, int, int]:
