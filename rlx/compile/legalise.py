@@ -5,7 +5,6 @@ After these passes every shape is static, every dtype is one the target has, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import Attrs, Kind
-from rlx.ir.shape import Dim, Shape
+from rlx.ir.shape import Dim, Shape, contiguous_strides
 from rlx.ir.target import Target
 from rlx.ir.verify import where
 
@@ -63,11 +62,12 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _check_sizes(graph: Graph) -> None:
-    """CompileError for a value whose places could not be numbered by 64 bits (a dim of 0 beside large ones counts as 1)."""
+    """CompileError for a value whose places could not be numbered by 64 bits. One without elements has none, but strides."""
     for node in graph.nodes():
         for shape in node.shapes:
-            if (nbytes := math.prod(max(d, 1) for d in shape.static) * shape.dtype.itemsize) >= 1 << 62:
-                raise CompileError(f"{where(node)}: {shape} spans {nbytes} bytes, more than any memory")
+            spans = max((shape.size_bytes, *contiguous_strides(shape.static)))
+            if spans >= 1 << 63 or shape.size_bytes >= 1 << 62:
+                raise CompileError(f"{where(node)}: {shape} spans {spans} bytes, more than any memory")
 
 
 def _dim_names(x: Any) -> Iterable[str]:

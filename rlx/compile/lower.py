@@ -202,6 +202,8 @@ class _Rows:
         assert node.op.reduce is not None
         source = node.inputs[0]
         axes = node.op.reduce(node.attrs, source.shape).axes
+        if not axes:
+            return False
         in_order = source.node in self.group.forms or self.b.places.locate(source)[1].strides[-1] == 1
         enough = columns >= LEAST_RUN and source.shape.static[axes[0]] >= 2 * ROWS_AT_ONCE
         return in_order and enough and len(axes) == 1 and axes[0] < source.rank - 1

@@ -85,13 +85,15 @@ _BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items() if k in DTYPES}
 _BY_NUMPY_NAME = {v: DTYPES[k] for k, v in _ML_DTYPES.items()}
 
 
-def as_dtype(x: DType | str | np.dtype | type) -> DType:
+def as_dtype(x: DType | str | np.dtype | type | None) -> DType:
     """A DType from itself, its rlx name ("f32"), or any numpy / ml_dtypes dtype or scalar type."""
     if isinstance(x, DType):
         return x
     if isinstance(x, str) and x in DTYPES:
         return DTYPES[x]
     try:
+        if x is None:
+            raise TypeError  # numpy takes it for f64
         host = np.dtype(x)
     except TypeError:
         raise DTypeError(f"{x!r} is not a dtype; known: {known(DTYPES)}") from None

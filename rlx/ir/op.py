@@ -6,7 +6,7 @@ a composite says what it is in smaller ops (`decompose`). Every op has a numpy `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -70,7 +70,22 @@ def as_ints(x: Any) -> tuple[int, ...]:
 
 def as_dims(x: Any) -> tuple[DimLike, ...]:
     """Dims from an int, a name, or a sequence of them. Shape refuses negative ones; reshape takes a -1."""
+    if not isinstance(x, (int, str, Dim, Iterable)):
+        raise AttributeValueError(f"dims are ints and names, or one of them, got {x!r}")
     return tuple(d if isinstance(d, int) else as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
+
+
+Number = int | float  # an attribute that meets elements of any dtype
+
+
+def as_number(x: Any) -> Any:
+    """A number as a float where that is exact, else as an int: the same text for 3 and 3.0, and no digit of 2**53 + 1 lost."""
+    if not fits(x, Number):
+        return x
+    try:
+        return float(x) if not isinstance(x, Integral) or int(float(x)) == x else int(x)
+    except OverflowError:
+        return int(x)
 
 
 # Looser forms that an op's constructor takes for an attribute of the annotated type.
@@ -80,6 +95,7 @@ _LOOSE: dict[Any, Callable[[Any], Any]] = {
     int | tuple[int, ...]: lambda x: x if isinstance(x, int) else as_ints(x),
     DType: as_dtype,
     float: lambda x: float(x) if fits(x, float) else x,
+    Number: as_number,
 }
 
 

@@ -102,7 +102,8 @@ def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None)
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
         for _ in range(_MOST_ROUNDS):
-            if len(results) > 1 or (made := _first(by_op.get(results[0].node.op, rules), results[0], fired)) is None:
+            inner = results[0].node
+            if len(inner.shapes) > 1 or (made := _first(by_op.get(inner.op, rules), results[0], fired)) is None:
                 return results
             results = (made,)
         raise AssertionError(f"rules go in circles: {fired[-8:]}")

@@ -77,6 +77,8 @@ class Shape:
     dtype: DType
 
     def __init__(self, dims: Iterable[int | str | Dim] | int | str, dtype: DType | str) -> None:
+        if not isinstance(dims, (int, str, Dim, Iterable)):
+            raise ShapeError(f"dims are ints and names, or one of them, got {dims!r}")
         dims = (dims,) if isinstance(dims, (int, str, Dim)) else tuple(dims)
         if len(dims) > MAX_RANK:
             raise ShapeError(f"a tensor has at most {MAX_RANK} dims, got {len(dims)}")

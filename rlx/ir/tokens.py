@@ -174,7 +174,7 @@ class Tokens:
         while True:
             if self.kind == "word":
                 names.append(self.text)
-            elif re.fullmatch("-?[0-9]{1,18}", self.text):
+            elif re.fullmatch("-?[0-9]{1,19}", self.text):
                 factor *= int(self.text)
             else:
                 self.fail("a dim: an integer, a name, or a product of them")

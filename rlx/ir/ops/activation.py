@@ -9,9 +9,11 @@ import numpy as np
 
 from rlx.errors import AttributeValueError
 from rlx.ir.declare import op
-from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import UNARY, abs, equal, erf, exp, log, maximum, minimum, tanh, where
-from rlx.ir.ops.rules import same, widened
+from rlx.ir.ops.rules import held, same, widened
+from rlx.ir.shape import Shape
 
 SQRT_HALF = math.sqrt(0.5)
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -35,7 +37,7 @@ def _log1p(attrs: Any, x: Any) -> Any:
 def _expm1(attrs: Any, x: Any) -> Any:
     u = exp(x)
     d = u - 1.0
-    return where(equal(u, 1.0), x, where(equal(d, -1.0), d, where(equal(u, math.inf), u, d * x / log(u))))
+    return where(equal(u, 1.0), x, where(equal(d, -1.0), d, where(equal(u, math.inf), u, d * (x / log(u)))))
 
 
 log1p = composite(
@@ -91,22 +93,35 @@ gelu = composite(
 
 
 class ClipAttrs(Attrs):
-    low: float = -math.inf
-    high: float = math.inf
+    low: Number = -math.inf
+    high: Number = math.inf
+
+
+def _clip_shape(attrs: ClipAttrs, x: Shape) -> Shape:
+    _bounds(attrs, x.dtype)
+    return x
+
+
+def _bounds(attrs: ClipAttrs, dtype: DType) -> tuple[int | float | None, int | float | None]:
+    """The bounds as elements of `dtype`, None for one that does not bind."""
+    low = None if attrs.low == -math.inf else held(attrs.low, dtype, "bound")
+    return low, None if attrs.high == math.inf else held(attrs.high, dtype, "bound")
 
 
 def _clip(attrs: ClipAttrs, x: Any) -> Any:
-    x = maximum(x, attrs.low) if attrs.low > -math.inf else x
-    return minimum(x, attrs.high) if attrs.high < math.inf else x
+    low, high = _bounds(attrs, x.dtype)
+    x = x if low is None else maximum(x, low)
+    return x if high is None else minimum(x, high)
 
 
 def _clip_array(attrs: ClipAttrs, x: np.ndarray) -> np.ndarray:
-    x = np.maximum(x, x.dtype.type(attrs.low)) if attrs.low > -math.inf else x
-    return np.minimum(x, x.dtype.type(attrs.high)) if attrs.high < math.inf else x
+    low, high = _bounds(attrs, as_dtype(x.dtype))
+    x = x if low is None else np.maximum(x, x.dtype.type(low))
+    return x if high is None else np.minimum(x, x.dtype.type(high))
 
 
 clip = composite(
-    "clip", _clip_array, _clip, dtypes="fi", attrs=ClipAttrs,
+    "clip", _clip_array, _clip, dtypes="fi", attrs=ClipAttrs, infer=_clip_shape,
     samples=(Sample(((3, 17),), {"low": -1.0, "high": 1.0}), Sample(((33,),), {"low": 0.0}), Sample(((5,),), {"high": 1.0})),
     doc="min(max(x, low), high); NaN stays NaN. A bound left out does not bind.",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
 from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
-from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
-from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, lines, others, same_dtype, static_dim
+from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, lines, others, same_dtype, static_dim
 from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import DimLike, Shape
 
@@ -240,7 +241,7 @@ class PadAttrs(Attrs):
 
     low: tuple[int, ...]
     high: tuple[int, ...]
-    value: float = 0.0
+    value: Number = 0.0
 
 
 def _pad_shape(attrs: PadAttrs, x: Shape) -> Shape:
@@ -248,10 +249,13 @@ def _pad_shape(attrs: PadAttrs, x: Shape) -> Shape:
         raise AttributeValueError(f"low and high must have one entry for each of the {x.rank} dims")
     if min((*attrs.low, *attrs.high), default=0) < 0:
         raise AttributeValueError("low and high cannot be negative; use slice to cut")
-    if x.dtype.is_int and not attrs.value.is_integer():
-        raise DTypeError(f"the value {attrs.value} does not fit {x.dtype}")
+    held(attrs.value, x.dtype, "value")
     grown = lambda d, extra: static_dim(d, "pad") + extra if extra else d  # noqa: E731
     return x.with_dims(grown(d, a + b) for d, a, b in zip(x.dims, attrs.low, attrs.high))
+
+
+def _pad_value(attrs: PadAttrs, x: np.ndarray) -> np.ndarray:
+    return np.asarray(held(attrs.value, as_dtype(x.dtype), "value")).astype(x.dtype)
 
 
 def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
@@ -263,13 +267,15 @@ def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any
         for test in tests:
             guard = test if guard is None else k.and_(guard, test)
     element = ctx.element(node.inputs[0], tuple(at), guard)
-    return element if guard is None or attrs.value == 0 else k.select(guard, element, const(attrs.value, element.dtype))
+    value = held(attrs.value, node.inputs[0].dtype, "value")
+    is_zero = value == 0 and math.copysign(1, value) > 0
+    return element if guard is None or is_zero else k.select(guard, element, const(value, element.dtype))
 
 
 def _pad_parts(node: Any, x: Any) -> Any:
     """The value around real parts, zeros around imaginary ones."""
     a = node.attrs
-    if a.value == 0:
+    if a.value == 0 and math.copysign(1, a.value) > 0:
         return again(node, x, low=(*a.low, 0), high=(*a.high, 0))
     re, im = halves(x)
     return joined(again(node, re), again(node, im, value=0.0))
@@ -278,7 +284,7 @@ def _pad_parts(node: Any, x: Any) -> Any:
 pad = op(
     "pad", kind=Kind.INDEX, infer=_pad_shape, attrs=PadAttrs, dtypes="fiubc", element=_pad_element, parts=_pad_parts,
     rows=lambda a, i, axis, x: None if a.low[axis] or a.high[axis] else axis,
-    reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=np.asarray(a.value).astype(x.dtype)),
+    reference=lambda a, x: np.pad(x, tuple(zip(a.low, a.high)), constant_values=_pad_value(a, x)),
     samples=(
         Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),
         Sample(((2, 3),), {"low": (0, 0), "high": (0, 0)}), Sample(((0, 2),), {"low": (1, 0), "high": (1, 1), "value": 1.0}),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
-from rlx.ir.dtype import bool_
+from rlx.ir.dtype import DType, bool_
 from rlx.ir.kernel import Var
 from rlx.ir.node import apply, constant
 from rlx.ir.op import OPS, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims
+
+MAX_FLOAT = sys.float_info.max
 
 
 def same_dtype(*shapes: Shape) -> None:
@@ -67,6 +73,16 @@ def lines(dims: Sequence[int], axis: int) -> tuple[tuple[tuple[Var, int], ...], 
     outer, inner = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
     grid = (*zip(outer, dims[:axis]), *zip(inner, dims[axis + 1 :]))
     return grid, lambda position: (*outer, *(() if position is None else (position,)), *inner)
+
+
+def held(number: int | float, dtype: DType, what: str) -> int | float:
+    """`number` as an element of `dtype`: exact for integers, else a DTypeError; rounded for floats."""
+    if not dtype.is_int:
+        return float(number) if abs(number) <= MAX_FLOAT or not isinstance(number, int) else math.copysign(math.inf, number)
+    limits = np.iinfo(dtype.numpy)
+    if number != number or abs(number) == math.inf or int(number) != number or not limits.min <= number <= limits.max:
+        raise DTypeError(f"the {what} {number} does not fit {dtype} ({limits.min} … {limits.max})")
+    return int(number)
 
 
 def static_dim(d: DimLike, what: str) -> int:
