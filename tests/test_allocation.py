@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tracemalloc
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import pytest
-from counting import check_allocates_nothing
+from counting import PythonAllocations, check_allocates_nothing
 
 import rlx
 
@@ -57,6 +58,27 @@ def test_calls_allocate_nothing(threads: int, mode: str) -> None:
     finally:
         tracemalloc.stop()
     assert now - base < 512 and peak - base < 2048  # passing frames and integers; no array (the smallest has 2 KB) is made
+
+
+@pytest.mark.parametrize("mode,most", [("native", 0), ("python", 13)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_call_takes_from_pythons_allocators(threads: int, mode: str, most: int) -> None:
+    """Also what it gives back at once: nothing in machine code, and otherwise a few objects of the interpreter."""
+    with rlx.knobs.override(RLX_CALLS=mode):
+        compiled, inputs = small(threads)
+        own = [compiled.input_view("x")]
+        slots = compiled.run_slots
+        calls = [partial(slots, inputs), partial(slots, own), compiled.bound(inputs), compiled.bound(own)]
+    with PythonAllocations() as counter:
+        for call in calls:
+            call()
+            call()
+            before = counter.count
+            for _ in repeat(None, RUNS):
+                call()
+            taken = counter.count - before
+            assert taken <= most * RUNS + 50, taken / RUNS  # readings take a few themselves
+            assert mode == "native" or taken >= RUNS  # the counter counts
 
 
 def test_the_counter_counts() -> None:
