@@ -22,7 +22,7 @@ from rlx.ir.shape import Dim
 from rlx.runtime.binding import filled_rows
 
 N = Dim("n")
-GARBAGE = {"f": np.nan, "i": -77, "u": 251, "b": True}
+GARBAGE = {"f": np.nan, "i": -77, "u": 251, "b": True, "c": np.nan}
 # What mixes rows in a way that no fill makes right; the rest of each op's axes go.
 REFUSED = {
     "argsort", "sort", "top_k", "threshold",  # where a row ends up depends on every other
