@@ -263,7 +263,8 @@ class _Chunk:
         low, high = v.offset + sum(min(r, 0) for r in reach), v.offset + sum(max(r, 0) for r in reach)
         self.bounds(v.buffer, np.array([low, high]), None, "views")
         strides = [s * memory.itemsize for s in v.strides]
-        return np.lib.stride_tricks.as_strided(memory[v.offset :], v.dims, strides)
+        words = memory[v.offset :].view(f"u{memory.itemsize}")  # numpy makes no windows of 8-bit floats
+        return np.lib.stride_tricks.as_strided(words, v.dims, strides).view(memory.dtype)
 
     def store(self, s: K.Store) -> None:
         value = convert(self.value(s.value), s.value.dtype.compute, s.buffer.dtype)
