@@ -418,7 +418,7 @@ class _Partition:
 def _carried(node: Node, operand: int, split: Split, result: Value, ranks: int) -> Split | None:
     """Where the parts of an operand of a core op lie in the result. None: it mixes them, or takes them apart."""
     x = node.inputs[operand]
-    if node.op.kind is not Kind.VIEW:
+    if node.op.kind is not Kind.VIEW or node.op.rows is not None:
         found = carried(node, operand, Active(split.axis, 1, 1, 1), result)
         return None if found is None else Split(found.axis, split.parts)
     plain, size = contiguous_strides(x.shape.static), x.shape.static[split.axis]

@@ -51,7 +51,8 @@ view_as_real = op(
 )  # fmt: skip
 view_as_complex = op(
     "view_as_complex", kind=Kind.VIEW, infer=_complex_shape, element=_no_element, strided=_complex_strided,
-    reference=lambda attrs, x: _complex(attrs, x[..., 0], x[..., 1]), rows=lambda attrs, operand, axis, x: axis,
+    reference=lambda attrs, x: _complex(attrs, x[..., 0], x[..., 1]),
+    rows=lambda attrs, operand, axis, x: axis if axis < x.rank - 1 else None,
     samples=tuple(Sample((dims,), dtypes=("f32",)) for dims in ((3, 17, 2), (2,), (0, 2))),
     doc="f32 [..., 2] as c64 [...]: the last dim holds real and imaginary part.",
 )  # fmt: skip
