@@ -193,10 +193,11 @@ class ShmTransport(Copies):
                 raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
         number, late = self.meeting.number, time.monotonic() > deadline
         gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
-        if not all(line.pid for line in self._lines):
-            for rank in _ended(self._name) & {rank for rank, line in enumerate(self._lines) if not line.pid}:
-                gone[rank] = ABSENT
         absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # read last: they may have come and gone
+        unknown = {rank for rank in absent if not self._lines[rank].pid}
+        for rank in _ended(self._name) if unknown else ():  # the first of them is to blame, others may have ended for it
+            if rank in unknown:
+                raise self._fail(ABSENT, rank)
         for rank in absent:
             if gone[rank] and not self._lines[rank].fault:  # else the next look says who is at fault
                 raise self._fail(gone[rank], rank)
@@ -429,13 +430,14 @@ def list_ended(name: str, rank: int) -> None:
 _lists: dict[str, int] = {}  # name -> descriptor of the list
 
 
-def _ended(name: str) -> set[int]:
+def _ended(name: str) -> list[int]:
+    """As they ended."""
     try:
         with open(_list_of(name), "rb") as f:
             raw = f.read()
     except FileNotFoundError:
-        return set()
-    return {int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)}
+        return []
+    return [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
 
 
 def _sweep() -> None:
