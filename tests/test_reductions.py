@@ -88,3 +88,55 @@ def test_rows_whose_elements_are_reductions_are_not_fetched_ahead() -> None:
     total = x.astype(np.float64).sum(axis=1)
     e = np.exp(total - total.max(axis=-1, keepdims=True))
     np.testing.assert_allclose(run(c, [x]), e / e.sum(axis=-1, keepdims=True), rtol=1e-4, atol=1e-7)
+
+
+LONG = [(40_000_000, 1), (10_000_001, 2), (100_003, 2), (8193, 1)]
+
+
+@pytest.mark.parametrize("n, threads", LONG)
+def test_long_sums_lose_no_digits(n: int, threads: int) -> None:
+    """One number over and over: every addition in f32 would round the same way (2.7e-3 of a sum of 4e7)."""
+
+    def make(v: rlx.Value) -> rlx.Value:
+        many = rlx.broadcast_to(v, (n,))  # takes no memory
+        return rlx.concat([rlx.sum(many, axis=0, keepdims=True), rlx.mean(many * many, axis=0, keepdims=True)])
+
+    g = rlx.Graph("r")
+    g.set_outputs([make(g.input("x0", (1,), rlx.f32))])
+    one = np.float32(0.1)
+    got = run(rlx.Session().compile(g, rlx.CompileOptions(threads=threads)), [np.full(1, one)])
+    np.testing.assert_allclose(got, [np.float64(one) * n, np.float64(one * one)], rtol=1e-6)
+
+
+TALL = [((100_003, 3), (0,)), ((20_000, 70), (0,)), ((3, 9001, 70), (1,)), ((2, 50, 200), (1, 2))]
+
+
+@pytest.mark.parametrize("dims, axes", TALL)
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_long_sums_down_columns_lose_no_digits(device: str, dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    g = rlx.Graph("r")
+    g.set_outputs([rlx.sum(g.input("x0", dims, rlx.f32), axis=axes)])
+    one = np.float32(0.1)
+    (got,) = rlx.Session(device).compile(g, rlx.CompileOptions(threads=1)).run({"x0": np.full(dims, one)})
+    np.testing.assert_allclose(got, np.float64(one) * math.prod(dims[a] for a in axes), rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_norms_of_long_rows_lose_no_digits(device: str) -> None:
+    g = rlx.Graph("r")
+    g.set_outputs([rlx.layer_norm(g.input("x0", (2, 300_001), rlx.f32)), rlx.softmax(g.inputs[0])])
+    x = np.full((2, 300_001), 0.1, np.float32)
+    x[:, ::2] = 0.7
+    norm, soft = rlx.Session(device).compile(g, rlx.CompileOptions(threads=1)).run({"x0": x})
+    wide = x.astype(np.float64)
+    want = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(norm, want, rtol=3e-6)
+    e = np.exp(wide)
+    np.testing.assert_allclose(soft, e / e.sum(1, keepdims=True), rtol=2e-6)
+
+
+def test_short_rows_are_summed_in_one_go() -> None:
+    for n, loops in ((8192, 1), (8193, 3)):  # blocks, what is in one, the rest
+        c, _ = compiled(lambda v: rlx.sum(v, axis=-1), (4, n), threads=1)
+        (step,) = c.program().steps
+        assert sum(isinstance(s, K.Loop) for s in K.walk(step.kernel.body)) == loops

@@ -15,9 +15,11 @@ from typing import NamedTuple
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
+from rlx.compile.long_sums import in_blocks, in_f64
 from rlx.compile.operands import is_expensive
 from rlx.compile.packing import contraction
 from rlx.ir import kernel as K
+from rlx.ir.dtype import f64
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
@@ -214,35 +216,55 @@ class _Rows:
         b, source = self.b, node.inputs[0]
         facts, dims = node.op.reduce(node.attrs, source.shape), source.shape.static
         (axis,) = facts.axes
-        total = self.sums[node.results[0]] = b.local(source.dtype.compute, columns)
+        wide = f64 if self.is_long_sum(node, dims[axis]) else source.dtype.compute
+        total = self.sums[node.results[0]] = b.local(wide, columns)
+
+        def combined(parts: list[K.Expr]) -> K.Expr:
+            while len(parts) > 1:
+                parts = [K.alu(facts.op, *parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
+            return parts[0]
 
         def rows(first: K.Expr, apart: int, count: int, begins: bool = False) -> K.Loop:
             column, b.block = K.Var("c"), []
             at = coords(column)
             behind = at[axis + facts.keepdims :]
             parts = [b.element(source, (*at[:axis], k.add(first, n * apart), *behind)) for n in range(count)]
+            if wide != source.dtype.compute:
+                parts = [k.cast(combined(parts), wide)]
             parts += [] if begins else [K.Load(total, column)]
-            while len(parts) > 1:
-                parts = [K.alu(facts.op, *parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
-            body, b.block = (*b.block, K.Store(total, column, parts[0])), []
+            body, b.block = (*b.block, K.Store(total, column, combined(parts))), []
             b.memo.clear()
             return K.Loop(column, columns, body, vector=True)
 
-        row, (each, rest) = K.Var("rows"), divmod(dims[axis], ROWS_AT_ONCE)
-        more = rows(k.add(row, 1), each, ROWS_AT_ONCE)
+        at_once = ROWS_AT_ONCE if wide == source.dtype.compute else 2 * ROWS_AT_ONCE  # sums in f64 take longer to load and store
+        row, (each, rest) = K.Var("rows"), divmod(dims[axis], at_once)
+        more = rows(k.add(row, 1), each, at_once)
         last = [rows(k.const(dims[axis] - rest), 1, rest)] if rest else []
-        return [rows(ZERO, each, ROWS_AT_ONCE, begins=True), K.Loop(row, each - 1, (more,)), *last]
+        return [rows(ZERO, each, at_once, begins=True), K.Loop(row, each - 1, (more,)), *last]
 
     def one_pass(self, p: int, columns: int, coords: Coords, each: int = 0) -> list[K.Stmt]:
         """The loop over columns of pass p, `each` of them to an active row, then the row values that its reductions complete."""
-        column = K.Var("c")
-        if each:
-            self.b.limit(column, each)
         reductions = [n for n in self.reductions if self.level[n] == p + 1]
-        body, reduces = self.pass_body(p, coords(column), column, reductions)
-        loop = [K.Loop(column, columns, tuple(body), vector=True, reduces=tuple(reduces))] if body or reduces else []
-        self.b.bound.update((node.results[0], r.result) for node, r in zip(reductions, reduces))
-        return [*loop, *self.row_values(p + 1, coords)]
+
+        def loop(first: K.Expr, extent: int) -> K.Loop:
+            column = K.Var("c")
+            if each:
+                self.b.limit(column, each)
+            position = k.add(first, column)
+            body, reduces = self.pass_body(p, coords(position), position, reductions)
+            return K.Loop(column, extent, tuple(body), vector=True, reduces=tuple(reduces))
+
+        if not each and any(self.is_long_sum(n, columns) for n in reductions):
+            made, results = in_blocks(loop, columns)
+        else:
+            whole = loop(ZERO, columns)
+            made, results = [whole] if whole.body or whole.reduces else [], [r.result for r in whole.reduces]
+        self.b.bound.update((node.results[0], r) for node, r in zip(reductions, results))
+        return [*made, *self.row_values(p + 1, coords)]
+
+    def is_long_sum(self, node: Node, length: int) -> bool:
+        assert node.op.reduce is not None
+        return in_f64(node.op.reduce(node.attrs, node.inputs[0].shape).op, node.inputs[0].dtype.compute, length)
 
     def pass_body(
         self, p: int, at: Sequence[K.Expr], column: K.Expr, reductions: Sequence[Node] = ()
@@ -250,7 +272,7 @@ class _Rows:
         """Statements and reductions of one pass at coordinates `at`."""
         b, outside = self.b, dict(self.b.bound)
         b.bound.update((v, K.Load(x, column)) for v, x in self.kept.items() if self.level[v.node] < p)
-        b.bound.update((v, K.Load(x, column)) for v, x in self.sums.items())
+        b.bound.update((v, k.cast(K.Load(x, column), v.dtype.compute)) for v, x in self.sums.items())
         b.block = []
         b.memo.clear()
         reduces = [self.reduce_of(n, at) for n in reductions]
