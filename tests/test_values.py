@@ -1,9 +1,12 @@
-"""Values: operators compare elements, identity tells values apart, and what has no elements yet says so."""
+"""Values: operators compare elements, identity tells values apart, graphs can be copied and pickled, and
+what has no elements yet says so."""
 
 # ruff: noqa: SIM300  numbers and arrays stand on the left to try that side
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +16,10 @@ import pytest
 
 import rlx
 import rlx.ir.ops as o
-from rlx.errors import GraphError
+from rlx.errors import GraphError, Unsupported
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, constant
+from rlx.ir.op import OPS
 
 COMPARED = {
     "x == y": lambda x, y: x == y, "x != y": lambda x, y: x != y, "x == x": lambda x, y: x == x,
@@ -85,3 +89,72 @@ def test_where_a_value_is_zero() -> None:
     given = np.array([0, 2, -0.0, 5], np.float32)
     whole, unlike = rlx.Session("ref").compile(g).run({"x": given})
     assert whole.tolist() == [1, 2, 1, 5] and unlike.tolist() == [True, False, True, True]
+
+
+def with_everything() -> rlx.Graph:
+    """Leaves of each kind, a state, a constant, attributes, a node of two results, and a chain too deep to walk by recursion."""
+    g = rlx.Graph("g")
+    x, w = g.input("x", (4,), "f32"), g.param("w", (4,), "f32")
+    total = g.handle(rlx.BufferHandle("total", (4,), "f32"))
+    y = x * w + rlx.constant([1, 2, 3, 4], "f32") + total
+    for _ in range(3000):
+        y = y + 0.5
+    g.assign(total, y)
+    best, where = rlx.top_k(y, k=2)
+    g.set_outputs([where, rlx.clip(y, low=-1.0), best, x], ["where", "clipped", "best", "x"])
+    return g
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "pickle by the oldest protocol": lambda x: pickle.loads(pickle.dumps(x, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_graph_compiles_and_grows(copied: Callable[[Any], Any]) -> None:
+    g = with_everything()
+    wanted = [g, g.inputs[0], g.outputs[2]]
+    again, x, best = map(copy.copy, wanted) if copied is copy.copy else copied(wanted)
+    assert again is not g and str(again) == str(g) and again.fingerprint() == g.fingerprint()
+    again.verify()
+    assert again.inputs[0] is x and again.outputs[2] is best and again.outputs[0].node is best.node
+    if copied is not copy.copy:
+        again.set_outputs([*again.outputs, rlx.exp(x)])
+        assert len(g.outputs) == 4, "the copy shares its lists"
+    arrays = {"x": np.ones(4, np.float32)}
+    options = rlx.CompileOptions().bind_handle(rlx.BufferHandle("total", (4,), "f32"))
+    found = []
+    for graph in (g, again):
+        compiled = rlx.Session("ref").compile(graph, options)
+        compiled.set_param("w", np.full(4, 2, np.float32))
+        found.append(compiled.run(arrays)[:4])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_value_alone_is_pickled_with_what_it_needs() -> None:
+    value = with_everything().outputs[2]
+    again = pickle.loads(pickle.dumps(value))
+    assert again is not value and again.shape == value.shape and again.node.op is value.node.op
+    assert copy.deepcopy(value) is value, "it never changes"
+
+
+def test_a_pickled_constant_cannot_be_written_to() -> None:
+    data = pickle.loads(pickle.dumps(rlx.constant(np.arange(3), "bf16"))).node.attrs.data
+    assert not data.flags.writeable and data.tolist() == [0, 1, 2]
+
+
+def test_a_pickle_with_an_op_that_is_not_there_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = pickle.dumps(rlx.exp(rlx.constant(1.0)))
+    monkeypatch.delitem(OPS, "exp")
+    with pytest.raises(GraphError, match="the op 'exp'"):
+        pickle.loads(written)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_compiled_graph_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (4,), "f32") + 1.0])
+    with pytest.raises(Unsupported, match=r"clone\(\) makes another"):
+        copied(rlx.Session("ref").compile(g))

@@ -20,6 +20,7 @@ from rlx.ir.node import (
     apply,
     caller,
     constant,
+    postorder,
     same_values,
 )
 from rlx.ir.op import OPS, Kind, OpDef
@@ -80,6 +81,13 @@ class Building:
         self.in_place: set[str] = set()  # handles whose assignment must not copy
         self.updates: list[Update] = []  # made by the compiler (rlx/compile/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the nodes first, operands before users, so that pickling goes no deeper than one of them."""
+        return {"": tuple(self.nodes()), **vars(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name})
 
     # -- leaves
 
@@ -187,33 +195,6 @@ class Building:
         out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
         out.updates, out.extent = [u.renamed(done) for u in self.updates], self.extent
         return out
-
-
-def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
-    """`known` nodes, then the others that the Values among `roots` need, operands before users; and one that needs itself,
-    if there is one.
-
-    What is no Value is passed over, here and among operands: the verifier reports it.
-    """
-    done: dict[Node, None] = dict.fromkeys(known)
-    open_: set[Node] = set()
-    cycle = None
-    for root in roots:
-        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
-        while stack:
-            node, todo = stack[-1]
-            open_.add(node)
-            for v in todo:
-                if not isinstance(v, Value) or v.node in done:
-                    continue
-                if v.node not in open_:
-                    stack.append((v.node, iter(v.node.inputs)))
-                    break
-                cycle = cycle or v.node
-            else:
-                stack.pop()
-                done[node] = None
-    return list(done), cycle
 
 
 def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NoReturn
@@ -45,6 +45,22 @@ class Node:
     def results(self) -> tuple[Value, ...]:
         return tuple(Value(self, i) for i in range(len(self.shapes)))
 
+    def __copy__(self) -> Node:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Node:
+        return self  # nothing in it ever changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inputs = tuple((v.node, v.index) for v in self.inputs)
+        return _unpickled, (self.op.name, inputs, self.attrs, self.shapes, self.name, self.source)
+
+
+def _unpickled(name: str, inputs: tuple[tuple[Node, int], ...], attrs: Any, shapes: Any, label: Any, source: Any) -> Node:
+    if name not in OPS:
+        raise GraphError(f"the graph was made with the op {name!r}, which nothing here declares; import what declares it first")
+    return Node(OPS[name], tuple(Value(node, index) for node, index in inputs), attrs, shapes, label, source)
+
 
 _making = Lock()  # two threads may ask for the same result at once
 
@@ -70,6 +86,15 @@ class Value:
                 object.__setattr__(value, "index", index)
                 node._values[index] = ref(value)
         return value
+
+    def __copy__(self) -> Value:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Value:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _result, (tuple(postorder([self])[0]), self.index)
 
     @property
     def shape(self) -> Shape:
@@ -169,6 +194,37 @@ _OPERATORS = {  # the ufunc of an operator -> (op, whether its operands change p
 }  # fmt: skip
 
 
+def _result(nodes: tuple[Node, ...], index: int) -> Value:
+    return Value(nodes[-1], index)
+
+
+def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
+    """`known` nodes, then the others that the Values among `roots` need, operands before users; and one that needs itself,
+    if there is one.
+
+    What is no Value is passed over, here and among operands: the verifier reports it.
+    """
+    done: dict[Node, None] = dict.fromkeys(known)
+    open_: set[Node] = set()
+    cycle = None
+    for root in roots:
+        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
+        while stack:
+            node, todo = stack[-1]
+            open_.add(node)
+            for v in todo:
+                if not isinstance(v, Value) or v.node in done:
+                    continue
+                if v.node not in open_:
+                    stack.append((v.node, iter(v.node.inputs)))
+                    break
+                cycle = cycle or v.node
+            else:
+                stack.pop()
+                done[node] = None
+    return list(done), cycle
+
+
 def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
     """Whether both hold the same values in the same order."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
@@ -234,6 +290,15 @@ class ConstantAttrs(Attrs):
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _constant_attrs, (self.data,)
+
+
+def _constant_attrs(data: np.ndarray) -> ConstantAttrs:
+    """An unpickled array may be written to; a constant may not."""
+    data.flags.writeable = False
+    return ConstantAttrs(data)
 
 
 class LeafAttrs(Attrs):

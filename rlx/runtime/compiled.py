@@ -414,6 +414,12 @@ class CompiledGraph:
 
     # -- for people and tools
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise Unsupported(
+            f"{self._program.name}: a compiled graph is machine code and memory of this process: it is not copied or pickled; "
+            "clone() makes another executable, and a graph can be copied, pickled and compiled again"
+        )
+
     def clone(self) -> CompiledGraph:
         """An independent executable: shares code and weights, owns its arena and states (copied as they stand)."""
         self._drain()
