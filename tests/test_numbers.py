@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx
-from rlx.errors import AttributeValueError, CompileError, DTypeError, ShapeError
+from rlx.errors import AttributeValueError, CompileError, DTypeError, IndexRangeError, ShapeError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Value
 
@@ -118,6 +118,50 @@ def test_the_top_of_one_element_is_folded() -> None:
     for device in DEVICES:
         values, places = rlx.Session(device).compile(g).run({})
         assert values.tolist() == [[1]] * 3 and places.tolist() == [[0]] * 3
+
+
+READ: dict[str, Callable[[Value, Value], Value]] = {
+    "as it is": lambda x, i: rlx.gather(x, i, axis=0), "times 0": lambda x, i: rlx.gather(x, i, axis=0) * 0.0,
+    "summed": lambda x, i: rlx.sum(rlx.gather(x, i, axis=0)), "its row alone": lambda x, i: rlx.gather(x, i, axis=0)[4],
+    "joined": lambda x, i: rlx.concat([rlx.gather(x, i, axis=0), x], axis=0),
+    "in a softmax": lambda x, i: rlx.softmax(rlx.embedding(x, i)),
+    "in a product": lambda x, i: rlx.gather(x, i, axis=0) @ x.T,
+    "chosen against": lambda x, i: rlx.where(rlx.unsqueeze(i, (1,)) < 4, rlx.gather(x, i, axis=0), 0.0),
+    "scattered": lambda x, i: rlx.scatter_add(x, i, rlx.broadcast_to(rlx.constant(1.0), (5, 3)), axis=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("disable", [(), ("fuse",)])
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_an_index_out_of_range_that_a_result_depends_on_is_an_error(read: Any, disable: tuple[str, ...]) -> None:
+    """Whatever is done with the row, whatever is fused, on every backend. Without it the results are right."""
+    g = rlx.Graph("g")
+    x, i = g.input("x", (4, 3), "f32"), g.input("i", (5,), "i64")
+    g.set_outputs([read(x, i)])
+    x_array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for device in DEVICES:
+        compiled = rlx.Session(device).compile(g, rlx.CompileOptions(disable=disable))
+        for bad in (4, -1, 2**62):
+            with pytest.raises(IndexRangeError):
+                compiled.run({"x": x_array, "i": np.array([0, 1, 2, 3, bad])})
+        good = {"x": x_array, "i": np.array([0, 1, 2, 3, 0])}
+        np.testing.assert_allclose(compiled.run(good)[0], evaluate(g, good)[0][0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("disable", [(), ("fuse",)])
+def test_an_index_out_of_range_that_no_result_depends_on_leaves_results_right(disable: tuple[str, ...]) -> None:
+    """It is an error or it is not, by how the graph was fused; a run that ends well has the right results."""
+    g = rlx.Graph("g")
+    x, i = g.input("x", (4, 3), "f32"), g.input("i", (5,), "i64")
+    g.set_outputs([rlx.gather(x, i, axis=0)[:4]])
+    x_array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for device in DEVICES:
+        compiled = rlx.Session(device).compile(g, rlx.CompileOptions(disable=disable))
+        try:
+            (found,) = compiled.run({"x": x_array, "i": np.array([3, 2, 1, 0, 99])})
+        except IndexRangeError:
+            continue
+        np.testing.assert_array_equal(found, x_array[::-1])
 
 
 def test_shapes_say_what_dims_are() -> None:

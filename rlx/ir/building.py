@@ -82,11 +82,11 @@ class Building:
         self.updates: list[Update] = []  # made by the compiler (rlx/compile/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """For copies and pickles: the nodes first, operands before users, so that pickling goes no deeper than one of them."""
         return {"": tuple(self.nodes()), **vars(self)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({name: value for name, value in state.items() if name})
 
     # -- leaves

@@ -51,12 +51,19 @@ class Node:
     def __deepcopy__(self, memo: object) -> Node:
         return self  # nothing in it ever changes
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         inputs = tuple((v.node, v.index) for v in self.inputs)
         return _unpickled, (self.op.name, inputs, self.attrs, self.shapes, self.name, self.source)
 
 
-def _unpickled(name: str, inputs: tuple[tuple[Node, int], ...], attrs: Any, shapes: Any, label: Any, source: Any) -> Node:
+def _unpickled(
+    name: str,
+    inputs: tuple[tuple[Node, int], ...],
+    attrs: Attrs | None,
+    shapes: tuple[Shape, ...],
+    label: str | None,
+    source: str | None,
+) -> Node:
     if name not in OPS:
         raise GraphError(f"the graph was made with the op {name!r}, which nothing here declares; import what declares it first")
     return Node(OPS[name], tuple(Value(node, index) for node, index in inputs), attrs, shapes, label, source)
@@ -93,7 +100,7 @@ class Value:
     def __deepcopy__(self, memo: object) -> Value:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _result, (tuple(postorder([self])[0]), self.index)
 
     @property
@@ -128,10 +135,10 @@ class Value:
     def __iter__(self) -> Iterator[Value]:
         raise GraphError(f"{self!r} cannot be iterated; use rlx.split")
 
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+    def __array__(self, *_: object, **__: object) -> NoReturn:
         raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: object, **options: object) -> Value:
         """`array + value` is the op; other functions of numpy have nothing to compute with."""
         if method == "__call__" and not options and ufunc.__name__ in _OPERATORS:
             name, swapped = _OPERATORS[ufunc.__name__]
@@ -291,7 +298,7 @@ class ConstantAttrs(Attrs):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _constant_attrs, (self.data,)
 
 

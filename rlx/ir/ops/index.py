@@ -100,7 +100,7 @@ gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi", parts=along,
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
     doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
-    "dim is an IndexRangeError.",
+    "dim is an IndexRangeError if a result depends on its row, on every backend; else it may or may not be one.",
 )  # fmt: skip
 
 
