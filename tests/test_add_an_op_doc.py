@@ -72,7 +72,7 @@ def test_page_runs(tree: Path) -> None:
 def test_checks_of_the_page_pass(tree: Path) -> None:
     (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     commands = [shlex.split(line) for line in block.splitlines()]
-    assert len(commands) == 4 and all(c[0] == "python" for c in commands)
+    assert len(commands) == 5 and all(c[0] == "python" for c in commands)
     for command in commands:
         run([sys.executable, *command[1:]], tree)
 

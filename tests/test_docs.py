@@ -1,4 +1,4 @@
-"""The documents that are programs run, and print every stage."""
+"""The documents that are programs run: the walk prints every stage, the page of ops is as the op table is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+
+from rlx.ir.op import OPS, Kind
+from rlx.ir.ops import OWN
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -16,3 +19,19 @@ def test_the_walk_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     for stage in ("1. the graph", "after the pass 'legalise'", "a step of 'prepare'", "contract ", "erf(", "define "):
         assert stage in text
     assert ".text" in text.split("machine code")[1] and "runs = [2]" in text
+
+
+def test_the_page_of_ops_is_as_the_table_is() -> None:
+    made = runpy.run_path(str(DOCS / "ops.py"))
+    assert (DOCS / "ops.md").read_text(encoding="utf-8") == made["page"](), "the op table has changed: run python docs/ops.py"
+    shown = [op.name for _, ops in made["families"]() for op in ops]
+    assert sorted(shown) == sorted(op.name for op in OWN if op.kind is not Kind.LEAF)
+
+
+def test_entries_of_the_page_of_ops() -> None:
+    entry = runpy.run_path(str(DOCS / "ops.py"))["entry"]
+    assert "`concat(*operands, axis: int = 0)`" in entry(OPS["concat"])
+    assert "`linear(x, w, [b])`" in entry(OPS["linear"])
+    assert "`gelu(x, approximate: 'none' | 'tanh' = 'none')`" in entry(OPS["gelu"])
+    assert "`iota(dims: tuple[int | Dim, ...], axis: int = 0, dtype: DType = i64)`" in entry(OPS["iota"])
+    assert "*index; floats, signed integers, unsigned integers, bool; at: an index (integers)*" in entry(OPS["take_rows"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,7 @@ softplus = composite(
 
 
 class GeluAttrs(Attrs):
-    approximate: str = "none"  # "none": x Φ(x) by erf; "tanh": the tanh formula
+    approximate: Literal["none", "tanh"] = "none"  # "none": x Φ(x) by erf; "tanh": the tanh formula
 
     def __post_init__(self) -> None:
         if self.approximate not in ("none", "tanh"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
 PART_KEYS = 128  # a block of keys, of which a part of a split attention has whole ones
-MASKS = ("none", "causal", "sliding_window", "custom", "bias")
+Mask = Literal["none", "causal", "sliding_window", "custom", "bias"]
+MASKS = get_args(Mask)
 
 
 class AttentionAttrs(Attrs):
@@ -32,7 +33,7 @@ class AttentionAttrs(Attrs):
     last operand names, and keys behind the last query are not there."""
 
     scale: float = 0.0
-    mask: str = "none"
+    mask: Mask = "none"
     window: int = 0
     positioned: bool = False
     cap: float = 0.0
@@ -97,10 +98,10 @@ class PartsAttrs(AttentionAttrs):
     parts: int = 2
 
 
-def _parts_shape(attrs: PartsAttrs, q: Shape, *others: Shape) -> tuple[Shape, Shape]:
+def _parts_shape(attrs: PartsAttrs, q: Shape, k: Shape, v: Shape, *operands: Shape) -> tuple[Shape, Shape]:
     if attrs.parts < 1:
         raise AttributeValueError(f"parts is at least 1, got {attrs.parts}")
-    out = _attention_shape(attrs, q, *others)
+    out = _attention_shape(attrs, q, k, v, *operands)
     return out.with_dims((attrs.parts, *out.dims)), out.with_dims((attrs.parts, *out.dims[:3]))
 
 

@@ -7,7 +7,7 @@ compiler writes just those rows, in place (rlx/compile/state.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, oth
 from rlx.ir.shape import Shape
 
 ANY = "fiub"
-FILLS = ("0", "1", "least", "greatest")  # what combines with a value and leaves it: of add, mul, max and min
+Fill = Literal["0", "1", "least", "greatest"]  # what combines with a value and leaves it: of add, mul, max and min
+FILLS = get_args(Fill)
 
 
 class RowsAttrs(Attrs):
@@ -35,7 +36,7 @@ class ValidRowsAttrs(Attrs):
     axis: int = 0
     upper: int = 0
     inner: int = 1
-    fill: str = "0"
+    fill: Fill = "0"
     guard: bool = False
 
     def __post_init__(self) -> None:
