@@ -502,7 +502,7 @@ def test_arena_offsets_and_absent_slots():
     for use in (lambda: arena.write_input_f32("fused", f32, [1]), lambda: arena.read_output_f32("fused", f32, 1)):
         with pytest.raises(UnknownNameError, match="'fused' has no slot"):
             use()
-    with pytest.raises(TransferError, match="leaves the 16-byte arena"):
+    with pytest.raises(TransferError, match="exceeds the 16-byte arena"):
         HostArena({"x": (8, 16)}, 16)
     for memory in (np.zeros(8, np.uint8), np.zeros(16, np.int8), np.frombuffer(bytes(16), np.uint8)):
         with pytest.raises(TransferError, match="an arena of 16 bytes takes"):
@@ -526,7 +526,7 @@ def test_arena_writes_cast_and_stay_inside_the_slot(dtype, extra):
     back = arena.read_output_f32("x", dtype, written)
     assert back.dtype == np.float32 and not np.shares_memory(back, memory)
     np.testing.assert_array_equal(back, expected.real.astype(np.float32) if dtype.kind == "c" else expected.astype(np.float32))
-    with pytest.raises(TransferError, match="6 .* were asked of 'x', whose slot has 5"):
+    with pytest.raises(TransferError, match="cannot read 6 .* of 'x': its slot has 5"):
         arena.read_output_f32("x", dtype, count + 1)
     with pytest.raises(TransferError):
         arena.read_output_f32("x", dtype, -1)

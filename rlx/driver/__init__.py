@@ -1,4 +1,4 @@
-"""The physical side: which device, which buffer, which arena slot, which command stream; and what a backend must offer."""
+"""Devices, buffers, arenas, command streams, collectives, and the interface that a backend implements."""
 
 from rlx.driver.arena import DeviceArena, HostArena, Slot, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
 from rlx.driver.backend import Artifact, Backend, Executable

@@ -1,6 +1,6 @@
-"""The arena: one slab that holds the buffers of a run at offsets fixed by the compiler. And conversions of elements.
+"""The arena: one slab that holds the buffers of a run at offsets fixed by the compiler. Also conversions between dtypes.
 
-Offsets, not views, are the contract, so that host, unified and discrete memory fit it alike.
+The interface uses offsets, not views, so that it fits host, unified and discrete memory.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from rlx.ir.ops.elementwise import cast_array
 
 @runtime_checkable
 class DeviceArena(Protocol):
-    """What every backend's arena answers. A node is whatever key the arena was planned with."""
+    """The interface of every backend's arena. A node is any key that the arena was planned with."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def byte_offset(self, node: Hashable) -> int | None:
-        """Where the node's slot begins; None: it has none (it was fused away)."""
+        """The byte offset of the node's slot. None: it has none, because it was fused away."""
         ...
 
     def has_buffer(self, node: Hashable) -> bool: ...
 
     def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
-        """Cast f32 `data` to the slot's dtype and write it from the slot's start; what exceeds the slot is cut off.
-        Returns the elements written. UnknownNameError if the node has no slot."""
+        """Cast f32 `data` to the slot's dtype and write it from the slot's start. Elements beyond the slot's end are dropped.
+        Returns the number of elements written. UnknownNameError if the node has no slot."""
         ...
 
     def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
-        """The slot's first elements as a fresh f32 array. TransferError if the slot is smaller than that."""
+        """The slot's first `n_elements` as a fresh f32 array. TransferError if the slot has fewer."""
         ...
 
 
 class Slot(NamedTuple):
-    """A node's place in the arena, in bytes."""
+    """A node's location in the arena, in bytes."""
 
     offset: int
     nbytes: int
@@ -55,7 +55,7 @@ class HostArena:
         self._slots = {node: Slot(*place) for node, place in slots.items()}
         for node, (offset, nbytes) in self._slots.items():
             if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
-                raise TransferError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, leaves the {size_bytes}-byte arena")
+                raise TransferError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, exceeds the {size_bytes}-byte arena")
         memory = aligned_bytes(size_bytes) if memory is None else memory
         if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < size_bytes or not memory.flags.writeable:
             raise TransferError(f"an arena of {size_bytes} bytes takes a writable uint8 array, got {memory.dtype} {memory.shape}")
@@ -89,19 +89,19 @@ class HostArena:
         slot = self._slot_bytes(node)
         nbytes = n_elements * dtype.itemsize
         if n_elements < 0 or nbytes > slot.size:
-            raise TransferError(f"{n_elements} {dtype.name} were asked of {node!r}, whose slot has {slot.size // dtype.itemsize}")
+            raise TransferError(f"cannot read {n_elements} {dtype.name} of {node!r}: its slot has {slot.size // dtype.itemsize}")
         raw = slot[:nbytes].copy()  # slots need not be aligned to their elements
         return bf16_to_f32(raw.view(np.uint16)) if dtype.name == "bf16" else convert(raw.view(dtype.numpy), f32)
 
 
 def aligned_bytes(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """Zeroed uint8 array whose first byte lies at a multiple of `alignment`."""
+    """Zeroed uint8 array. The address of its first byte is a multiple of `alignment`."""
     raw = np.zeros(nbytes + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
 
 
-# -- elements: the same conversions as the kernel IR's cast, for data that crosses the boundary
+# -- elements: the same conversions as the kernel IR's cast, for data on its way between host and arena
 
 
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
@@ -136,7 +136,7 @@ def convert(x: np.ndarray, dtype: DType) -> np.ndarray:
     source = as_dtype(x.dtype)
     if source == dtype:
         return np.ascontiguousarray(x)
-    with np.errstate(all="ignore"):  # infinities and NaN are values like others here
+    with np.errstate(all="ignore"):  # infinities and NaN are legal values here
         if source.kind == "c" and dtype.kind != "b":
             x, source = np.real(x), f32
         if dtype.kind == "b" or (dtype.is_int and source.is_float):

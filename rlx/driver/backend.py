@@ -1,4 +1,4 @@
-"""The two protocols a backend folder satisfies. No base class: what a backend cannot do is a fact of its Target."""
+"""The protocols that a backend folder implements. There is no base class: the Target says which features a backend lacks."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Backend(Protocol):
         ...
 
     def target(self, index: int = 0, threads: int | None = None) -> Target:
-        """Facts for the compiler; touches no device. `threads` None: as many as this process may use."""
+        """Facts for the compiler. Touches no device. `threads` None: as many as this process may use."""
         ...
 
     def process_bytes(self) -> int:
-        """What this process takes beside the memory that executables count, the compiler included; 0: not known."""
+        """Bytes that this process holds besides the memory counted by executables, the compiler included. 0: unknown."""
         ...
 
     def compile(self, program: Program) -> Artifact:
-        """Native code for a program; touches no device."""
+        """Compile a program to code for the device. Touches no device."""
         ...
 
     def load(
         self, artifact: Artifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,
     ) -> Executable:  # fmt: skip
-        """Allocate the regions, resolve every argument. `params`, `handles`: stores to share; None makes a new one. `transport`:
-        by which this rank meets the others; passed only where a session has one."""
+        """Allocate the regions and resolve every argument. `params`, `handles`: stores to share; None makes a new one.
+        `transport`: connects this rank to the others; passed only if the session has one."""
         ...
 
 
@@ -54,7 +54,7 @@ class Storable(Protocol):
     """A Backend whose artifacts can be kept as bytes, and loaded by another process without compiling."""
 
     def compiler(self) -> str:
-        """What code depends on besides program and target: the compiler's name and version. Loads no native library."""
+        """The compiler's name and version, on which code depends besides program and target. Loads no shared library."""
         ...
 
     def to_parts(self, artifact: Artifact) -> tuple[Any, list[bytes]]:
@@ -62,25 +62,25 @@ class Storable(Protocol):
         ...
 
     def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> Artifact:
-        """What to_parts was given. Anything that does not fit together is a ValueError, TypeError, KeyError or IndexError;
-        none of it may be believed. `texts`: Artifact.texts of then."""
+        """Rebuild the artifact from the results of to_parts. The data is untrusted: if it is inconsistent, raise ValueError,
+        TypeError, KeyError or IndexError. `texts`: Artifact.texts of the stored artifact."""
         ...
 
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A Backend whose code for a kernel can be cut in several ways that compute the same bits."""
+    """A Backend that has several tilings for a kernel. All of them compute the same bits."""
 
     def axes(self, kernel: Kernel, target: Target) -> Mapping[str, tuple[int, ...]]:
-        """What a choice may say: name -> values, the usual one first. Empty: there is nothing to choose."""
+        """The tuning axes of a kernel: name -> values, the default first. Empty: there is nothing to tune."""
         ...
 
     def machine(self) -> str:
-        """What measured times depend on besides kernel and target: the models of the processor and of the compiler."""
+        """The models of the processor and of the compiler: measured times depend on these besides kernel and target."""
         ...
 
     def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> Artifact:
-        """As Backend.compile. `choices`: by kernel_key, how to cut kernels that are not to be cut as usual."""
+        """As Backend.compile. `choices`: by kernel_key, the tiling of each kernel that does not use the default one."""
         ...
 
 
@@ -90,13 +90,13 @@ class Artifact(Protocol):
     program: Program
 
     def texts(self) -> dict[str, str]:
-        """Kernel name -> generated source, for people."""
+        """Kernel name -> generated source, for human readers."""
         ...
 
 
 @dataclass(frozen=True)
 class KernelTexts:
-    """Artifact of a backend that generates nothing: the kernels themselves are the code."""
+    """Artifact of a backend that generates no code and interprets the kernels."""
 
     program: Program
 
@@ -113,9 +113,10 @@ class Executable(Protocol):
     handles: HandleStore
 
     def use_handles(self, store: HandleStore) -> None:
-        """Run on the states of `store` from now on; those it lacks are made, zeroed. No other allocation, no compilation.
+        """Run on the states of `store` from now on. States that it lacks are allocated, zeroed. Allocates nothing else and
+        compiles nothing.
 
-        InputShapeError: it has one of another shape; then nothing changes."""
+        InputShapeError: the store has a state of another shape; nothing has changed then."""
         ...
 
     def write(self, buffer: int, array: np.ndarray) -> None:
@@ -127,11 +128,11 @@ class Executable(Protocol):
         ...
 
     def copy(self, goal: int, source: int) -> None:
-        """Give a buffer what another one of its size holds, on the device."""
+        """Copy buffer `source` to buffer `goal`, of the same size, on the device."""
         ...
 
     def view(self, buffer: int) -> np.ndarray | None:
-        """The buffer's own memory as a writable array, or None where the host cannot see it."""
+        """The buffer's own memory as a writable array, or None if the host cannot see it."""
         ...
 
     @property
@@ -144,13 +145,14 @@ class Executable(Protocol):
         ...
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
-        """Run these steps of program.prepare, in this order. `given`: param buffers read from these C-contiguous host
-        arrays (of the buffer's shape and dtype) instead of from the store. `alone`: in this thread; others may prepare what has
-        nothing to do with it meanwhile."""
+        """Run these steps of program.prepare, in this order. `given`: read these param buffers from C-contiguous host arrays (of
+        the buffer's shape and dtype) instead of from the store. `alone`: use only this thread; other threads may run unrelated
+        prepare steps at the same time."""
         ...
 
     def run(self) -> None:
-        """All steps, then commit. With every state as it was: IndexRangeError, a Check failed; CollectiveError, a collective."""
+        """All steps, then commit. IndexRangeError: a Check failed. CollectiveError: a collective failed. After either error every
+        state is as it was before the run."""
         ...
 
     def run_steps(self) -> None:
@@ -158,23 +160,25 @@ class Executable(Protocol):
         ...
 
     def run_commit(self) -> None:
-        """Once run_steps has done well. CollectiveError, with every state as it was: it has not on another rank."""
+        """Commit, after run_steps has succeeded. CollectiveError: run_steps failed on another rank; every state is then as it was
+        before the run."""
         ...
 
     def run_abort(self) -> None:
-        """Put back what run_steps changed in handles, where no commit shall follow. Other ranks then do not commit either."""
+        """Instead of run_commit: undo the changes of run_steps to handles. Other ranks then do not commit either."""
         ...
 
     def run_refuse(self) -> None:
-        """This rank does not begin the run that the others begin: they get a CollectiveError. Nothing without collectives."""
+        """Tell the other ranks that this rank does not start the run: they get a CollectiveError. Without collectives this does
+        nothing."""
         ...
 
     def clone(self) -> Executable:
-        """Shares code, constants and params; owns arena and handles (copied as they stand)."""
+        """An executable that shares code, constants and params, and has its own arena and its own copy of the handles."""
         ...
 
     def allocations(self) -> dict[str, int]:
-        """Allocations on the device by this process: `count` so far, `live_bytes` now, `total_bytes` so far."""
+        """Allocations of this process on the device: `count` so far, `live_bytes` now, `total_bytes` so far."""
         ...
 
     def memory(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a rank says at a barrier that it is about to do: calls as a few words that all ranks compare, and as text for people."""
+"""Call: the operation that a rank announces at a barrier, as a few integers that all ranks compare, and as text for errors."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from rlx.driver.schedule import ALGORITHMS, What
 from rlx.errors import CallMismatchError, CollectiveError
 from rlx.ir.dtype import DTYPES
 
-# Call.what beside those of collectives (What)
-LOADED, RUNNING, ENDING = 1001, 1002, 1003  # programs are loaded, runs begin, and end
+# Values of Call.what besides those of collectives (What)
+LOADED, RUNNING, ENDING = 1001, 1002, 1003  # a program is loaded, a run starts, a run ends
 AGREE = 2001  # rlx.runtime.agree
-HELLO = -1  # a transport is made
-DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bits, from the lowest on
+HELLO = -1  # a transport connects
+DETAIL = MappingProxyType({"dtype": 8, "kind": 4, "way": 4, "in_place": 1, "staged": 1, "root": 40})  # bit widths, lowest first
 
 
 class Call(NamedTuple):
-    """What a rank is about to do together with the others. All must be about to do the same."""
+    """The operation that a rank is about to do together with the others. It must be equal on all ranks."""
 
-    what: int = 0  # 0: only to meet
-    offset: int = 0  # of the heap, bytes
+    what: int = 0  # 0: a plain barrier
+    offset: int = 0  # in the heap, bytes
     len: int = 0  # bytes
-    detail: int = 0  # of a collective: DETAIL; else a digest
+    detail: int = 0  # for a collective the fields of DETAIL, else a digest
 
 
-MEET = Call()  # only to meet
-GAVE_UP = Call(1004)  # comes, once, instead of what is next: this rank failed in what all do together
+MEET = Call()  # a plain barrier
+GAVE_UP = Call(1004)  # replaces the next call, once: this rank failed in a common operation
 
 
 def detail_of(**fields: int) -> int:
-    """Call.detail with these of its fields; the others are 0."""
+    """Call.detail with these fields; the others are 0."""
     found = at = 0
     for name, bits in DETAIL.items():
         value = fields.pop(name, 0)
@@ -50,7 +50,8 @@ def as_call(call: Any) -> Call:
 
 
 def mismatch(calls: Sequence[Call]) -> CollectiveError:
-    """The error of ranks that met with different calls; `calls` by rank. CallMismatchError, but where some gave up."""
+    """The error of ranks that came to a barrier with different calls. `calls`: by rank. CollectiveError if a rank gave up, else
+    CallMismatchError."""
     groups: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         groups.setdefault(call, []).append(rank)
@@ -61,7 +62,7 @@ def mismatch(calls: Sequence[Call]) -> CollectiveError:
 
 
 def described(call: Call) -> str:
-    """The call in words. One that nothing of rlx makes: its numbers."""
+    """The call as text. A call that rlx itself never makes is shown as its numbers."""
     place = f"{call.len} bytes at byte {call.offset} of the heap"
     digest = f"{call.detail & (1 << 64) - 1:x}"
     known = {
@@ -76,7 +77,7 @@ def described(call: Call) -> str:
 
 
 def _collective(call: Call) -> str | None:
-    """all_reduce of f32[64], … ; None: it is no collective."""
+    """For example "all_reduce of f32[64], …". None: the call is not a collective."""
     fields, rest = {}, call.detail
     for name, bits in DETAIL.items():
         fields[name], rest = rest & (1 << bits) - 1, rest >> bits

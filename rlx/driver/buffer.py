@@ -1,7 +1,7 @@
-"""Buffer: bytes that know their shape, dtype and device. Every transfer is a call (`to_device`, `to_host`, `write`).
+"""Buffer: memory with a shape, dtype and device. Every transfer is explicit (`to_device`, `to_host`, `write`).
 
-Host buffers are seen without a copy by numpy, the buffer protocol and DLPack; of others these refuse, since a copy
-that nobody asked for is the thing this class is there to prevent.
+Numpy, the buffer protocol and DLPack share the memory of host buffers without a copy. For other buffers they raise, because this
+class never makes an implicit copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.ir.shape import Shape
 
 @runtime_checkable
 class Memory(Protocol):
-    """The memory of one device, supplied by its backend. A block is whatever `alloc` returns."""
+    """The memory of one device, supplied by its backend. A block is the object that `alloc` returns."""
 
     device: Device
     host_visible: bool  # blocks are uint8 arrays of host memory
@@ -41,7 +41,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of a device that computes where the host does. Blocks are uint8 arrays; garbage collection frees them."""
+    """Memory of a device that computes in host memory. Blocks are uint8 arrays, freed with their last reference."""
 
     host_visible = True
 
@@ -52,7 +52,7 @@ class HostMemory:
         return aligned_bytes(nbytes)
 
     def free(self, block: np.ndarray) -> None:
-        """Nothing to do: views of the block that the caller still holds keep it alive."""
+        """Does nothing: the block is freed when the last view of it is."""
 
     def copy_in(self, block: np.ndarray, source: np.ndarray) -> None:
         block[: source.size] = source
@@ -62,7 +62,7 @@ class HostMemory:
 
 
 _HOST_NAMES = ("cpu", *TEST_NAMES)
-# Memories by device. Those of host devices are made on demand; rlx.backends adds a discrete one when it loads its backend.
+# Memories by device. Memories of host devices are made on demand; rlx.backends adds a discrete one when it loads its backend.
 MEMORIES: dict[Device, Memory] = {Device.CPU: HostMemory(Device.CPU)}
 
 _DLPACK_CPU = (1, 0)
@@ -73,23 +73,23 @@ _CODE_NAMES = {code: name for name, code in _DLPACK_CODES.items()}
 class Buffer:
     """One tensor's memory, C-contiguous. Made by `empty`, `from_numpy`, `from_dlpack` and `to_device`.
 
-    Compared by identity. `release` gives discrete memory back at once; otherwise it goes with the last reference.
+    Compared by identity. `release` frees discrete memory at once; otherwise it is freed with the last reference.
     """
 
     __slots__ = ("__weakref__", "_block", "_finalizer", "_memory", "device", "dims", "dtype", "is_host", "nbytes", "shape")
 
     def __init__(self, shape: Shape, memory: Memory, block: Any) -> None:
         self.shape, self.dims, self.dtype, self.nbytes = shape, shape.static, shape.dtype, shape.size_bytes
-        self.device, self.is_host = memory.device, memory.host_visible  # is_host: the host sees these bytes where they are
+        self.device, self.is_host = memory.device, memory.host_visible  # is_host: the host can address these bytes
         self._memory, self._block = memory, block
         self._finalizer = weakref.finalize(self, memory.free, block)
-        self._finalizer.atexit = False  # a device may be gone by then, and the process gives its memory back anyway
+        self._finalizer.atexit = False  # the device may be closed by then, and memory is freed with the process anyway
 
     # -- making
 
     @staticmethod
     def empty(dims: Any, dtype: DType | str, device: Device | str = Device.CPU) -> Buffer:
-        """A buffer of unspecified contents."""
+        """A buffer with undefined contents."""
         return _allocate(Shape(dims, dtype), memory_of(device))
 
     @staticmethod
@@ -101,7 +101,7 @@ class Buffer:
         if memory.host_visible:
             if not array.flags.c_contiguous:
                 found = f"{shape} with byte strides {array.strides}"
-                raise TransferError(f"{found} cannot be shared as it stands; pass np.ascontiguousarray(array)")
+                raise TransferError(f"{found} is not C-contiguous and cannot be shared; pass np.ascontiguousarray(array)")
             return Buffer(shape, memory, _bytes_of(array))
         return _allocate(shape, memory, np.ascontiguousarray(array))
 
@@ -112,7 +112,7 @@ class Buffer:
             raise TransferError(f"from_dlpack takes an object with __dlpack__, got {type(producer).__name__}")
         place = tuple(producer.__dlpack_device__())
         if place[0] != _DLPACK_CPU[0]:
-            raise TransferError(f"the tensor lies on DLPack device {place}, not in host memory; copy it to the host first")
+            raise TransferError(f"the tensor is on DLPack device {place}, not in host memory; copy it to the host first")
         capsule = _Capsule(producer)
         array = np.from_dlpack(capsule)
         return Buffer.from_numpy(array if capsule.dtype is None else array.view(capsule.dtype.numpy))
@@ -129,15 +129,15 @@ class Buffer:
     # -- moving
 
     def to_device(self, device: Device | str) -> Buffer:
-        """The contents on `device`: this very buffer if it is there already, else a copy (through the host between two
-        devices whose memory the host cannot see)."""
+        """The contents on `device`: this same buffer if it is there already, else a copy (via the host, if the host can see
+        neither device's memory)."""
         block, device = self._live(), Device.parse(device)
         if device == self.device:
             return self
         return _allocate(self.shape, memory_of(device), block if self.is_host else self.to_host())
 
     def to_host(self) -> np.ndarray:
-        """A fresh, writable array with the contents: always a copy, whatever the device (`numpy` shares)."""
+        """A fresh, writable array with the contents. It is always a copy, on every device (`numpy` shares memory)."""
         block = self._live()
         out = np.empty(self.dims, self.dtype.numpy)
         self._memory.copy_out(block, _bytes_of(out))
@@ -146,7 +146,7 @@ class Buffer:
         return out
 
     def write(self, array: np.ndarray) -> None:
-        """Overwrite the contents. InputShapeError, InputDTypeError or TransferError (read-only) before a byte changes."""
+        """Overwrite the contents. InputShapeError, InputDTypeError and TransferError (read-only) are raised before any change."""
         array = np.asarray(array)
         if as_dtype(array.dtype) != self.dtype:
             raise InputDTypeError(f"the buffer holds {self.dtype}, the array {array.dtype}; convert it first")
@@ -163,7 +163,7 @@ class Buffer:
             note("copy_in", str(self.device), self.nbytes)
 
     def release(self) -> None:
-        """Give the memory back now. Any later use of the contents is a TransferError."""
+        """Free the memory now. Any later use of the contents raises TransferError."""
         self._finalizer()
         self._block = None
 
@@ -175,26 +175,27 @@ class Buffer:
     # -- seeing host bytes without a copy
 
     def numpy(self) -> np.ndarray:
-        """The bytes as an array, shared. TransferError for memory the host cannot see (`to_host` copies)."""
+        """The contents as an array that shares the memory. TransferError if the host cannot see it (`to_host` copies)."""
         block = self._live()
         if not self.is_host:
             raise TransferError(f"{self!r} is not in host memory; call to_host() for a copy")
         return block.view(self.dtype.numpy).reshape(self.dims)
 
     def memoryview(self) -> memoryview:
-        """The bytes under the buffer protocol, shared. bf16 and f8, which it has no letter for, appear as their bits."""
+        """The contents via the buffer protocol, shared. It has no format letter for bf16 and f8: these appear as unsigned
+        integers."""
         return self._plain().data
 
     def __buffer__(self, flags: int) -> memoryview:
         """Called by memoryview() from Python 3.12 on. Refuses bf16 and f8, so that numpy asks `__array__` for their dtype."""
         if self.dtype.name in _DLPACK_CODES:
-            raise BufferError(f"the buffer protocol has no letter for {self.dtype}; memoryview() of the buffer gives its bits")
+            raise BufferError(f"the buffer protocol has no format letter for {self.dtype}; Buffer.memoryview() gives its bits")
         return self.memoryview()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()  # refuses device memory
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
-            raise ValueError(f"a {array.dtype} buffer cannot be seen as {np.dtype(dtype)} without a copy")
+            raise ValueError(f"a {array.dtype} buffer cannot be converted to {np.dtype(dtype)} without a copy")
         return np.array(array, dtype, copy=copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -228,7 +229,7 @@ def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) 
 
 
 def memory_of(device: Device | str) -> Memory:
-    """The memory of a device. DeviceUnavailableError where no backend has supplied one."""
+    """The memory of a device. DeviceUnavailableError if no backend has supplied one."""
     device = Device.parse(device)
     if device.name in _HOST_NAMES and device not in MEMORIES:
         MEMORIES[device] = HostMemory(device)
@@ -244,9 +245,9 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 class _Capsule:
-    """A DLPack producer whose 8- and 16-bit floats read as unsigned integers, which is what numpy can take.
+    """Wraps a DLPack producer and presents bf16 and f8 as unsigned integers, because numpy does not know these types.
 
-    `dtype` is the true type where it is one of those."""
+    `dtype` is the true type if it is one of them, else None."""
 
     def __init__(self, producer: Any) -> None:
         self.producer = producer

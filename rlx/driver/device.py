@@ -1,4 +1,4 @@
-"""Device: which piece of hardware, by name and index. A name is no promise: rlx.backends says what is usable here."""
+"""Device: a piece of hardware, by name and index. A Device may exist without being usable here: rlx.backends says which are."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 NAMES = ("cpu", "cuda", "rocm", "metal", "mlx", "ane", "tpu", "gpu", "vulkan", "opengl", "directx", "webgpu")
-TEST_NAMES = ("ref", "null")  # the interpreter and the recorder, always there, never listed by Device.all()
-ENTRY_POINTS = "rlx.backends"  # packages outside the tree add devices under this group: device name = "module:Backend"
+TEST_NAMES = ("ref", "null")  # the interpreter and the recorder: always available, never listed by Device.all()
+ENTRY_POINTS = "rlx.backends"  # other packages add devices under this entry point group: device name = "module:Backend"
 
 
 @dataclass(frozen=True)
 class Device:
     """The `index`-th device called `name`: Device.CPU, Device.CUDA.at(1), Device("cuda", 1), Device.parse("cuda:1").
 
-    `gpu` is the portable one (wgpu). UnknownDeviceError for a name that neither rlx nor an installed package knows.
+    `gpu` is the portable GPU device (wgpu). UnknownDeviceError: neither rlx nor an installed package knows the name.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Device:
 
     @staticmethod
     def parse(text: str | Device) -> Device:
-        """The device that "cuda", "cuda:1" or "CUDA:1" names; a Device is returned as it is."""
+        """The device named by a text such as "cuda", "cuda:1" or "CUDA:1". A Device is returned unchanged."""
         if isinstance(text, Device):
             return text
         found = re.fullmatch(r"\s*([A-Za-z]\w*)(?::([0-9]{1,6}))?\s*", text) if isinstance(text, str) else None
@@ -78,14 +78,14 @@ class Device:
 
     @staticmethod
     def all() -> tuple[Device, ...]:
-        """Every kind of device rlx has a name for, usable here or not (rlx.is_available says which are)."""
+        """Every kind of device that rlx has a name for, usable here or not (rlx.is_available says which are usable)."""
         return tuple(Device(name) for name in NAMES)
 
 
 @cache
 def extensions() -> dict[str, EntryPoint]:
     """Devices that installed packages add, by name."""
-    from importlib.metadata import entry_points  # a tenth of the time of `import rlx`, and hardly ever asked for
+    from importlib.metadata import entry_points  # takes a tenth of the time of `import rlx`, and is rarely needed
 
     return {e.name.lower(): e for e in entry_points(group=ENTRY_POINTS)}
 

@@ -1,7 +1,7 @@
-"""Executables kept for reuse: CompileCache by graph and options, BucketedCompileCache by the length of what comes in.
+"""Executables kept for reuse: CompileCache by graph and options, BucketedCompileCache by the length of the inputs.
 
-A bucket is a size that a graph is compiled for. A run of fewer rows takes the least bucket that holds them: inputs are padded,
-the extent is set so that padding never counts (rlx/compile/padding.py), and outputs are cut back.
+A bucket is a size that a graph is compiled for. A shorter run uses the smallest bucket that holds it: inputs are padded, the
+active extent is set so that padding never affects the result (rlx/compile/padding.py), and outputs are trimmed to the data.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.session import Session
 
 MAX_BYTES = 1 << 30
-REMEMBERED = 256  # reasons, and keys of what was evicted
+REMEMBERED = 256  # reasons in the log, and keys of evicted executables
 
 
 class Key(NamedTuple):
-    """What must be equal for an executable to serve."""
+    """An executable is reused if all of this is equal."""
 
     fingerprint: str
     options: CompileOptions
     device: str
     threads: int | None
-    params: int | None  # identity of the store that the caller gave
+    params: int | None  # id() of the store that the caller passed
     handles: int | None
     transport: int | None
 
 
 class CompileCache:
-    """Executables by graph, options, device and stores, the least recently used given up first where all together take more than
-    `max_bytes`. `hits`, `misses`: so far; `why`: the reason of the last miss; `log`: (graph, reason) of the last ones."""
+    """Executables by graph, options, device and stores. If all together take more than `max_bytes`, the least recently used are
+    evicted first. `hits`, `misses`: counts so far. `why`: the reason of the last miss. `log`: (graph, reason) of the last 256
+    misses."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
@@ -65,9 +66,9 @@ class CompileCache:
         params: ParamStore | None = None,
         handles: HandleStore | None = None,
     ) -> CompiledGraph:
-        """What session.compile gives for these, made at most once while it is kept: the very same executable, state and all.
+        """As session.compile, but a cached executable is returned if there is one: the same object, with its state.
 
-        Raises what session.compile raises; then nothing is kept."""
+        Raises as session.compile does; nothing is cached then."""
         if not isinstance(session, Session) or not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Session and a Graph, got {type(session).__name__} and {type(graph).__name__}")
         return self._get(_key(session, graph, options or CompileOptions(), params, handles), session, graph, params, handles)
@@ -90,7 +91,7 @@ class CompileCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept executables; stores that several of them share count once."""
+        """Bytes of all cached executables. A store that several of them share counts once."""
         own, stores = 0, {}
         for compiled, _ in self._kept.values():
             parts = compiled._executable.memory()
@@ -105,7 +106,7 @@ class CompileCache:
             self._evicted.append(key)
 
     def _reason(self, key: Key, graph: Graph) -> str:
-        """Why it is not here: how the kept executable that is most like it differs."""
+        """The reason of a miss: how the most similar cached executable differs."""
         if key in self._evicted:
             return f"evicted: all together took more than {self.max_bytes} bytes"
         kept = list(reversed(self._kept.items()))
@@ -137,14 +138,15 @@ def _differences(old: Key, new: Key) -> list[str]:
 
 
 def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:
-    """least, twice that, and so on, and at last `most`: no input is padded to more than twice its rows, or to `least`."""
+    """least, 2 * least, 4 * least and so on, and finally `most`. No input is padded to more than twice its length, or to `least`
+    if it is shorter than that."""
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in (least, most)) or not 1 <= least <= most:
         raise OptionError(f"a ladder goes from at least 1 upwards, got {least!r} to {most!r}")
     return (*(least << i for i in range(((most - 1) // least).bit_length())), most)
 
 
 class BucketedCompileCache:
-    """One graph with a named dim, compiled once for each bucket that is needed, on one set of weights and states."""
+    """One graph with a named dim, compiled once for each bucket that is used. All buckets share the weights and states."""
 
     def __init__(
         self,
@@ -158,7 +160,8 @@ class BucketedCompileCache:
         handles: HandleStore | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`ladder`: the buckets, ascending. `params`, `handles`: stores to share; `max_bytes`: of all executables together."""
+        """`ladder`: the bucket sizes, ascending. `params`, `handles`: stores to share. `max_bytes`: limit for all executables
+        together."""
         named = Dim(dim)
         self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
         if not any(self._places.values()):
@@ -172,26 +175,27 @@ class BucketedCompileCache:
         self.params, self.handles = params or ParamStore(), handles or HandleStore()
         self._session, self._options = session or Session(), options or CompileOptions()
         self._given: dict[str, np.ndarray] = {}
-        self._keys: dict[int, Key] = {}  # by bucket: the graph is not read again at every run
-        self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the weights' generation for which all are set
+        self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
+        self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
         self._lock = Lock()
 
     def set_param(self, name: str, array: np.ndarray) -> None:
-        """Set a weight in every bucket. It is kept for buckets compiled later: read-only arrays as they are, others copied.
+        """Set a weight in every bucket. The array is kept for buckets compiled later: by reference if it is read-only, else as a
+        copy.
 
-        UnknownNameError, InputShapeError, InputDTypeError; none of them changes anything."""
+        Raises UnknownNameError, InputShapeError or InputDTypeError; none of them changes anything."""
         shapes = {v.name: v.shape.bind(self._options.binding) for v in self.graph.params}
         if name not in shapes:
             raise UnknownNameError(f"no param is called {name!r}; there are {known(shapes)}")
         own = fits(f"param {name!r}", array, shapes[name])
         with self._lock:
             for compiled, _ in reversed(self.cache._kept.values()):
-                compiled.set_param(name, own)  # the others see by the store that it is newer
+                compiled.set_param(name, own)  # the other buckets see the new generation in the shared store
                 break
             self._given[name] = own.copy() if own.flags.writeable else own
 
     def bucket(self, rows: int) -> CompiledGraph:
-        """The executable of the least bucket that holds so many rows. InputShapeError: there is none."""
+        """The executable of the smallest bucket of at least `rows`. InputShapeError: there is none."""
         size = next((n for n in self.ladder if n >= rows), None)
         if size is None or rows < 1:
             raise InputShapeError(f"{self.graph.name}: dim {self.dim!r} is from 1 to {self.ladder[-1]}, got {rows}")
@@ -201,16 +205,17 @@ class BucketedCompileCache:
                 self._keys[size] = _key(self._session, self.graph, self._options.bind_extent(self.dim, size), *stores)
             compiled = self.cache._get(self._keys[size], self._session, self.graph, *stores)
             if self._current.get(size) != (compiled, self.params.generation):
-                for name in compiled.missing_params():  # packed otherwise than in the buckets so far, or set since
+                for name in compiled.missing_params():  # in another packing than in earlier buckets, or set since
                     if name in self._given:
                         compiled.set_param(name, self._given[name])
                 self._current[size] = compiled, self.params.generation
             return compiled
 
     def run_padded(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """One run on named arrays of any length up to the largest bucket; a fresh array per output, as long as its data.
+        """Run once on named arrays of any length up to the largest bucket. Returns a fresh array per output, as long as its data.
 
-        InputShapeError: inputs disagree on the length, or no bucket holds it; what `run` raises. Nothing has changed then."""
+        InputShapeError: inputs disagree on the length, or no bucket holds it. Otherwise raises as `run` does. Nothing has changed
+        then."""
         if not isinstance(inputs, Mapping):
             raise BindingError(f"inputs are given by name, {{name: array}}; got {type(inputs).__name__}")
         arrays = {name: np.asarray(a) for name, a in inputs.items()}

@@ -1,7 +1,7 @@
 """CompiledGraph: one program in memory, bound to names. Every check is made before anything changes.
 
-The fast paths are `bound` and `run_slots`: they compare dtype and dims, copy what is not in its slot and make one native call,
-on the CPU in machine code (rlx.runtime.calls).
+The fast paths are `bound` and `run_slots`. They compare dtype and dims, copy inputs that are not in their slots, and make one
+call of compiled code. On the CPU all of this is machine code (rlx.runtime.calls).
 
 More than 500 lines: it is one class, the public surface of a compiled graph.
 """
@@ -43,13 +43,13 @@ from rlx.runtime.weights import Weights
 
 
 class CompiledGraph:
-    """A graph compiled for one device. Made by Session.compile. One thread at a time runs it; `clone` it for more."""
+    """A graph compiled for one device. Made by Session.compile. Only one thread at a time may run it; `clone` it for more."""
 
     def __init__(
         self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport,
         slots: Callable[[], Mapping[Value, int]] = dict,
     ) -> None:  # fmt: skip
-        """`slots`: gives the byte offset of each value of the graph that has one."""
+        """`slots`: returns the arena byte offset of each value of the graph that has a slot."""
         program = executable.program
         self.device, self.options = device, options
         self._executable, self._program, self._report = executable, program, report
@@ -63,11 +63,11 @@ class CompiledGraph:
         self._output_views = tuple(shaped(self._host_view(o.buffer), o.shape) for o in program.outputs)
         self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
         self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
-        self._beginning = Beginning(executable)  # of a run: all checks of what is given come within it
+        self._beginning = Beginning(executable)  # context manager around the checks of a run's inputs
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = self._gate.lock
         executable.handles.join(self._gate)
-        self._core: CompiledGraph | None = None  # this, for calls in machine code to hold: without them, so without a cycle
+        self._core: CompiledGraph | None = None  # generated functions hold `_core` instead of the graph: no reference cycle
         if isinstance(executable, FastCalls) and not options.checked:
             core = object.__new__(CompiledGraph)
             vars(core).update(vars(self))
@@ -75,7 +75,7 @@ class CompiledGraph:
         self._set_extent(None)
 
     def _host_view(self, buffer: int) -> np.ndarray:
-        """The buffer's own memory; where the host cannot see it, an array to stage it in."""
+        """The buffer's own memory, or a staging array if the host cannot see it."""
         view, shape = self._executable.view(buffer), self._program.buffers[buffer].shape
         return np.empty(shape.static, shape.dtype.numpy) if view is None else view
 
@@ -87,39 +87,39 @@ class CompiledGraph:
         return self._weights.store
 
     def set_param(self, name: str, array: np.ndarray) -> None:
-        """Copy a weight in; packed copies follow. `array`: the declared dims and dtype, any strides.
+        """Copy a weight in and update its packed copies. `array`: the declared dims and dtype, any strides.
 
-        UnknownNameError, InputShapeError, InputDTypeError; CorruptFileError: it lies in a mapped file that was cut off since.
-        None of them changes anything.
+        Raises UnknownNameError, InputShapeError or InputDTypeError, or CorruptFileError if the array is in a mapped file that
+        has been truncated since. None of these changes anything.
         """
         self.set_params({named("param", name): array})
 
     def set_params(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Set several weights at once: what depends on more than one is computed once, and threads share the work.
+        """Set several weights at once. Values that depend on several weights are computed once, and threads share the work.
 
-        Errors are those of set_param; none of them changes anything, but for a file cut off while it is read: then the
-        params are missing (missing_params). A run that another executable on these weights (or a clone) begins meanwhile waits
-        until all are there; one that is under way already may read some old and some new ones."""
+        Raises as set_param does. Nothing changes then, with one exception: if a file is truncated while it is read, the params
+        are missing afterwards (missing_params). If another executable on these weights (or a clone) starts a run meanwhile,
+        that run waits until all weights are set. A run that has already started may read some old and some new weights."""
         if not isinstance(arrays, Mapping):
             raise BindingError(f"set_params takes {{name: array}}, got {type(arrays).__name__}")
-        self._drain()  # queued runs are to use the weights as they were
+        self._drain()  # queued runs use the old weights
         with self._lock, self._gate:
             self._weights.set(arrays)
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
-        """The same from raw little-endian bytes of exactly the param's size."""
+        """As set_param, from raw little-endian bytes. Their number must be exactly the param's size."""
         decl = self._weights.decl(name)
         self.set_param(name, from_bytes(f"param {name!r}", data, dtype, decl.shape))
 
     def missing_params(self) -> list[str]:
-        """Params to set before the next run."""
+        """Names of the params that must be set before the next run."""
         return self._weights.missing()
 
     # -- running
 
     @in_machine_code("dict", lambda self: partial(copies, self._output_views), makes=True)
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
-        """One run on named arrays; a fresh array per output."""
+        """Run once on named arrays. Returns a fresh array per output."""
         arrays = self._given({} if inputs is None else inputs)
         self._drain()
         with self._lock, self._gate:
@@ -127,7 +127,7 @@ class CompiledGraph:
             return copies(self._current_outputs())
 
     def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int] | None) -> list[np.ndarray]:
-        """One run; fresh arrays of these outputs only. None: of all."""
+        """Run once. Returns fresh arrays of the outputs `indices`, or of all outputs if it is None."""
         with self._beginning:
             given = range(len(self._program.outputs)) if indices is None else indices
             wanted = [self._output_index(i) for i in each("indices are those of outputs, or None for all", given)]
@@ -140,7 +140,7 @@ class CompiledGraph:
 
     @in_machine_code("dict", lambda self: partial(list, self._raw()), makes=True)
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
-        """One run; (address, element count) per output, in place. The bytes are valid until the next run."""
+        """Run once. Returns (address, element count) per output, in place. The bytes are valid until the next run."""
         arrays = self._given(inputs)
         self._drain()
         with self._lock, self._gate:
@@ -157,14 +157,14 @@ class CompiledGraph:
 
     @in_machine_code("list", lambda self: self._slots)
     def run_slots(self, inputs: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
-        """The fast path: arrays by position; the fixed (byte offset in the arena, element count) of each output.
+        """The fast path: takes arrays by position, returns the fixed (byte offset in the arena, element count) of each output.
 
-        In machine code nothing is allocated, not even an object of Python. Where Python does the same (RLX_CALLS=python, a Python
-        that is not known), it makes about a dozen objects that are gone when it returns: no array, and nothing that stays. An
-        input that is the array `input_view` gave is not copied.
+        The machine code version allocates nothing, not even a Python object. The Python version (RLX_CALLS=python, or an unknown
+        Python) makes about a dozen objects, all freed when it returns, and no arrays. An input that is the array returned by
+        `input_view` is not copied.
         """
         at, ours = 0, False
-        try:  # as in _ready
+        try:  # no context manager, for the reason given in _ready
             if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
                 inputs = by_position("input", inputs, self._inputs)
             for view, dtype, shape, memory in self._fast:
@@ -193,15 +193,17 @@ class CompiledGraph:
         return self._slots
 
     def bound(self, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -> Callable[[], tuple[Any, ...]]:
-        """The fastest path: a function without arguments that runs on these arrays. Each call reads what they hold then, where
-        they lie if kernels can, and returns the outputs in place: the same read-only arrays every time, valid until the next
-        run (in debug mode OutputViews, which raise when stale). It keeps the arrays, and this executable.
+        """The fastest path: returns a function without arguments that runs on these arrays.
 
-        BindingError: not numpy arrays, or one in the slot of another input. Each call raises as run_slots does."""
+        Each call reads the arrays' current contents, without a copy if the kernels can read them in place. It returns the outputs
+        in place: the same read-only arrays every time, valid until the next run (in debug mode OutputViews, which raise when
+        stale). The function keeps the arrays and this executable alive.
+
+        BindingError: not numpy arrays, or an array in the slot of another input. Each call raises as run_slots does."""
         return bound(self, inputs)
 
     def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
-        """One run on raw little-endian bytes; (bytes, dtype) per output."""
+        """Run once on raw little-endian bytes. Returns (bytes, dtype) per output."""
         decls = {b.name: b for b in self._inputs}
         with self._beginning:
             if not isinstance(inputs, Mapping) or any(not isinstance(v, tuple) or len(v) != 2 for v in inputs.values()):
@@ -214,7 +216,7 @@ class CompiledGraph:
         return [(array.tobytes(), o.shape.dtype) for array, o in zip(outputs, self._program.outputs)]
 
     def arena_ptr(self) -> int:
-        """Base address of the offsets that run_slots gives."""
+        """Base address for the offsets that run_slots returns."""
         return self._executable.arena_ptr
 
     def input_view(self, name: str) -> np.ndarray:
@@ -225,20 +227,20 @@ class CompiledGraph:
         raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
 
     def byte_offset(self, node: Value | Node) -> int | None:
-        """Where in the arena a run leaves a value of the graph that was compiled (of a node: its first result), row-major in the
-        dtype it is computed in; None: it has no slot, as it was fused away. Slots of values that are neither inputs nor outputs
-        may be used again later in the run. The first call lowers the graph once more."""
+        """The arena byte offset at which a run stores a value of the compiled graph (for a node: its first result). None: the
+        value has no slot, because it was fused away. It is stored row-major, in the dtype it is computed in. The slot of a value
+        that is neither input nor output may be reused later in the run. The first call lowers the graph once more."""
         value = node.results[0] if isinstance(node, Node) else node
         if not isinstance(value, Value):
             raise BindingError(f"byte_offset takes a value or a node of the graph, got {type(node).__name__}")
         return self._slots_of().get(value)
 
     def has_buffer(self, node: Value | Node) -> bool:
-        """Whether byte_offset knows a place."""
+        """Whether the value has a slot, so that byte_offset is not None."""
         return self.byte_offset(node) is not None
 
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
-        """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, as a fresh array."""
+        """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, flattened, as a fresh array."""
         self._drain()
         flat = self._current_outputs()[self._output_index(output)].reshape(-1)
         whole = isinstance(row, (int, np.integer)) and isinstance(row_inner, (int, np.integer))
@@ -249,33 +251,34 @@ class CompiledGraph:
     # -- queued runs
 
     def commit_no_wait(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Queue a run and return (where 64 wait already: when there is room). Inputs are checked and copied now; errors of
-        the run come from sync_pending, or from the next call that has to wait for it: of any executable on these states, as later
-        runs on one HandleStore come after those that are queued on it.
+        """Queue a run and return. If 64 runs are queued already, wait for room first.
 
-        A graph with collectives runs here and now, and has run when this returns: ranks come to their meetings in one order."""
+        Inputs are checked and copied now. Errors of the run are raised by sync_pending, or by the next call that waits for the
+        run. That may be a call of any executable on the same HandleStore: its runs come after those queued on the store.
+
+        A graph with collectives runs before this returns, because all ranks must reach their barriers in the same order."""
         self._enqueue(self._given(inputs), None)
 
     def sync_pending(self) -> None:
-        """Wait for every queued run. The first that failed ends the queue: its error is raised with its index, the states are
-        as the run before it left them, and those behind it are not run."""
+        """Wait for every queued run. If one failed, its error is raised with its index, the states are as the run before it left
+        them, and later runs are cancelled."""
         self.handles.queue.wait()
 
     def run_pipelined(self, input_sets: Iterable[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
-        """Queue a run per set, wait once; out[run][output], fresh arrays. All sets are checked before the first run; if one
-        fails all the same, it is as sync_pending says, and there are no results."""
+        """Queue a run per input set and wait for all. Returns out[run][output], fresh arrays. All sets are checked before the
+        first run. If a run fails all the same, this raises as sync_pending does and returns no results."""
         with self._beginning:
             given = each("run_pipelined takes a sequence of {name: array}, one for each run", input_sets)
             sets = [by_name("input", inputs, self._inputs) for inputs in given]
         results: list[list[np.ndarray]] = [[] for _ in sets]
-        self._drain()  # what was queued before is not of these
+        self._drain()  # earlier queued runs do not belong to this call
         for arrays, result in zip(sets, results):
             self._enqueue(arrays, result)
         self.sync_pending()
         return results
 
     def _enqueue(self, arrays: list[np.ndarray], result: list[np.ndarray] | None) -> None:
-        own = arrays if self._program.collectives else [np.array(a, order="C") for a in arrays]  # the caller may change its own
+        own = arrays if self._program.collectives else [np.array(a, order="C") for a in arrays]  # the caller may overwrite them
 
         def job() -> None:
             with self._lock, self._gate:
@@ -291,19 +294,19 @@ class CompiledGraph:
     # -- state
 
     def bind_handle(self, name: str, array: np.ndarray) -> bool:
-        """Set a state. False where the graph has no such handle; wrong dims or dtype raise and change nothing."""
+        """Set a state. Returns False if the graph has no such handle. Wrong dims or dtype raise and change nothing."""
         decl = self._handles.get(named("handle", name))
         if decl is None:
             return False
         value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
-        self._drain()  # queued runs are to see the state as it was
+        self._drain()  # queued runs use the old state
         with self._lock, self._gate:
             self._executable.write(decl.id, value)
             self.handles.mend([name])
         return True
 
     def read_handle(self, name: str) -> np.ndarray | None:
-        """A fresh array with the state, or None where the graph has no such handle. A state never set is zeros."""
+        """A fresh array with the state, or None if the graph has no such handle. A state that was never set is zeros."""
         decl = self._handles.get(named("handle", name))
         if decl is None:
             return None
@@ -311,19 +314,19 @@ class CompiledGraph:
         self.handles.check()
         return self._executable.read(decl.id)
 
-    bind_gpu_handle = bind_handle  # state lives where the device's memory is: one set of handles
+    bind_gpu_handle = bind_handle  # states are always in device memory: there is one set of handles
     read_gpu_handle = read_handle
 
     def has_gpu_handle(self, name: str) -> bool:
         return named("handle", name) in self._handles
 
     def set_gpu_handle_feed(self, handle: str, output_index: int | None) -> bool:
-        """After each run `handle` takes the value of that output, on the device. None ends the feed. False: there is no such
-        handle in the graph, and nothing has changed."""
+        """After each run, copy that output to `handle` on the device. None ends the feed. Returns False, and changes nothing, if
+        the graph has no such handle."""
         if not self.has_gpu_handle(handle):
             return False
         feed = None if output_index is None else self._feed_of(handle, output_index)
-        self._drain()  # queued runs are to feed what they fed
+        self._drain()  # queued runs use the old feeds
         with self._lock, self._gate:
             self._feeds.pop(handle, None)
             self._feeds.update({} if feed is None else {handle: feed})
@@ -331,7 +334,7 @@ class CompiledGraph:
         return True
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
-        """One run, after which `handle` takes that output's value, on the device; returns the output too."""
+        """Run once, then copy that output to `handle` on the device. Returns the output too."""
         with self._beginning:
             feed = self._feed_of(handle, output_index)
             arrays = by_name("input", inputs, self._inputs)
@@ -347,8 +350,9 @@ class CompiledGraph:
         return self._executable.handles
 
     def use_handles(self, store: HandleStore) -> None:
-        """Run on the states of `store` from now on: a fork, or another sequence's. Those it lacks are made, zeroed; nothing
-        is copied or compiled. InputShapeError: it has one of another shape; then nothing changes."""
+        """Run on the states of `store` from now on: a fork, or those of another sequence. States that the store lacks are
+        allocated, zeroed. Nothing is copied or compiled. InputShapeError: the store has a state of another shape; nothing has
+        changed then."""
         if not isinstance(store, HandleStore):
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         self._drain()
@@ -359,34 +363,36 @@ class CompiledGraph:
             store.join(self._gate)
 
     def fork_handles(self, k: int) -> list[HandleStore]:
-        """`k` stores (for use_handles) with the states as they are now; memory is shared until one of them is written."""
+        """`k` stores (for use_handles) with the current states. Memory is shared until one of them is written."""
         self._drain()
         with self._lock, self._gate:
             return self.handles.fork(k)
 
     def snapshot_handles(self) -> Snapshot:
-        """Every state of the store as it is now, for restore_handles; as cheap as a fork."""
+        """A snapshot of every state of the store, for restore_handles. It costs as much as a fork."""
         self._drain()
         with self._lock, self._gate:
             return self.handles.snapshot()
 
     def restore_handles(self, snapshot: Snapshot) -> None:
-        """Put every state back as `snapshot` has it. The names, dims and dtypes must be those of the store."""
+        """Restore every state from `snapshot`. Its names, dims and dtypes must be those of the store."""
         self._drain()
         with self._lock, self._gate:
             self.handles.restore(snapshot)
 
     def rollback(self) -> None:
-        """Put every state back as the store's last snapshot has it. BindingError: there is none."""
+        """Restore every state from the store's last snapshot. BindingError: there is none."""
         self._drain()
         with self._lock, self._gate:
             self.handles.rollback()
 
     def set_active_extent(self, extent: tuple[int, int] | None) -> None:
-        """(n, upper): from now on the first n rows of the active dim hold data, 1 <= n <= upper, the bound it was compiled with.
-        None: all do. What lies in the others of an input never counts; in an output they mean nothing.
+        """(n, upper): from now on only the first n indices of the active dim hold data. `upper` is the bound that the graph was
+        compiled with, 1 <= n <= upper. None: all hold data. Padding in an input never affects the result; in an output it is
+        undefined.
 
-        OptionError: compiled without an active dim. InputShapeError: another bound, or no such n. Neither changes anything."""
+        OptionError: compiled without an active dim. InputShapeError: another bound, or n out of range. Neither changes
+        anything."""
         if (bound := self.options.extent) is None:
             if extent is not None:
                 raise OptionError(f"{self._program.name} has no active dim: compile it with options.bind_extent(name, upper)")
@@ -396,7 +402,7 @@ class CompiledGraph:
             if not fine or extent[1] != bound[1] or not 0 < extent[0] <= bound[1]:
                 want = f"(n, {bound[1]}) with n from 1 to {bound[1]}"
                 raise InputShapeError(f"{self._program.name}: the active extent of dim {bound[0]!r} is {want}, got {extent!r}")
-        self._drain()  # queued runs are to have the rows they had
+        self._drain()  # queued runs use the old extent
         with self._lock, self._gate:
             self._set_extent(extent)
 
@@ -416,12 +422,12 @@ class CompiledGraph:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise Unsupported(
-            f"{self._program.name}: a compiled graph is machine code and memory of this process: it is not copied or pickled; "
+            f"{self._program.name}: a compiled graph is machine code and memory of this process; it cannot be copied or pickled. "
             "clone() makes another executable, and a graph can be copied, pickled and compiled again"
         )
 
     def clone(self) -> CompiledGraph:
-        """An independent executable: shares code and weights, owns its arena and states (copied as they stand)."""
+        """An independent executable. It shares code and weights, and has its own arena and its own copy of the states."""
         self._drain()
         with self._lock, self._gate:
             twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report, self._slots_of)
@@ -431,20 +437,20 @@ class CompiledGraph:
         return twin
 
     def program(self) -> Program:
-        """The lowered program: buffers, steps, plan. str() prints it; `texts` of the report has the generated code."""
+        """The lowered program: buffers, steps, plan. str() prints it. The generated code is in report().texts."""
         return self._program
 
     def memory_plan(self) -> MemoryPlan:
-        """Where every byte is, known before the first run."""
+        """The offset and size of every buffer, known before the first run."""
         return MemoryPlan.of(self._program, self._executable.memory())
 
     def allocations(self) -> Allocations:
-        """Allocation counters, Python's and the device's; a run moves neither."""
+        """Allocation counters of Python and of the device. A run changes neither."""
         native = self._executable.allocations()
         return Allocations(sys.getallocatedblocks(), native["count"], native["live_bytes"])
 
     def report(self) -> CompileReport:
-        """What became of each node, the kernels with their generated code, and where compile time went."""
+        """How each node was compiled, the kernels with their generated code, and where compile time went."""
         return self._report
 
     # -- inside
@@ -460,8 +466,8 @@ class CompiledGraph:
         self._execute()
 
     def _ready(self) -> None:
-        """What a run reads is there: weights and states."""
-        try:  # and no context: this is on the fast path, where a context takes two objects
+        """Check that the weights and states that a run reads are set."""
+        try:  # no context manager: this is the fast path, and a context manager allocates two objects
             self._weights.ready()
             self.handles.check()
         except Exception:
@@ -469,7 +475,7 @@ class CompiledGraph:
             raise
 
     def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The arrays, those that lie in another input's slot copied: filling that slot would change them."""
+        """The arrays, with copies of those that are stored in another input's slot: filling that slot would change them."""
         views = self._input_views
         return [
             a.copy() if a.base is view.base and any(np.may_share_memory(a, v) for v in views if v is not view) else a
@@ -500,7 +506,7 @@ class CompiledGraph:
             self._executable.copy(goal, source)
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
-        """The buffers of a handle, and of the output that is to feed it."""
+        """The buffers of a handle and of the output that will feed it."""
         decl, shape = self._handle(handle), self._program.outputs[self._output_index(output)].shape
         if shape != decl.shape:
             raise InputShapeError(f"handle {handle!r} is {decl.shape}, output {output} is {shape}: it cannot feed it")
@@ -527,7 +533,7 @@ class CompiledGraph:
         return self._output_views
 
     def _drain(self) -> None:
-        """Wait for the runs that are queued on these states, of whatever executable."""
+        """Wait for all runs queued on these states, also those of other executables."""
         queue = self._executable.handles.queue
         if queue.last is not None:
             queue.wait()

@@ -1,4 +1,4 @@
-"""Session: a device to compile for. `build` is the whole story of a compile, one type per line."""
+"""Session: compiles graphs for one device. `_build` shows all stages of a compile, from graph to executable."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Session:
         self, device: Device | str = Device.CPU, threads: int | None = None, progress: Progress | None = None,
         transport: SymmetricTransport | None = None,
     ) -> None:  # fmt: skip
-        """`threads`: default for compiles whose options do not say (None: as many as the process may use). `progress(done, total,
-        step)` is called while a compile measures steps (CompileOptions.tune). `transport`: by which this rank meets the others in
-        graphs with collectives; all ranks then compile and run the same ones, in the same order."""
+        """`threads`: default for compiles whose options leave it open (None: as many as the process may use).
+        `progress(done, total, step)` is called while a compile measures steps (CompileOptions.tune).
+        `transport`: connects this rank to the others, for graphs with collectives. All ranks must then compile and run the same
+        graphs in the same order."""
         self.device = Device.parse(device)
         self.threads, self._progress, self.transport = threads, progress, transport
         if transport is not None and not isinstance(transport, SymmetricTransport):
@@ -51,11 +52,12 @@ class Session:
         params: ParamStore | None = None,
         handles: HandleStore | None = None,
     ) -> CompiledGraph:
-        """An executable of `graph`. `params`: weights shared with another compile (compiled.params); `handles`: states
-        shared likewise (compiled.handles), InputShapeError if one of them has another shape there.
+        """Compile `graph` to an executable. `params`: weights shared with another compile (compiled.params). `handles`: states
+        shared in the same way (compiled.handles); InputShapeError if one of them has another shape there.
 
-        Raises VerifyError, CompileError, OptionError or UnboundDimError; the graph is left as it was. With collectives it meets
-        the other ranks: CallMismatchError, another compiled other ones; TransportError; HeapBoundsError, their heap is too small.
+        Raises VerifyError, CompileError, OptionError or UnboundDimError. The graph is never changed. A graph with collectives
+        waits at a barrier for the other ranks, which may raise CallMismatchError (a rank compiled other collectives),
+        TransportError, or HeapBoundsError (the heap is too small).
         """
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
@@ -71,7 +73,7 @@ class Session:
         return self._build(graph, options, params, handles)
 
     def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
-        """Where the bytes of an executable would be, but for its code and scratch. Nothing is allocated for it."""
+        """The memory plan that an executable would have, without its code and scratch. Allocates no memory for it."""
         options = options or CompileOptions()
         if not isinstance(graph, Graph) or not isinstance(options, CompileOptions):
             raise OptionError(f"plan takes a Graph and CompileOptions, got {type(graph).__name__}, {type(options).__name__}")
@@ -79,7 +81,8 @@ class Session:
         return MemoryPlan.of(program, planned_bytes(program))
 
     def process_bytes(self) -> int:
-        """Bytes that this process holds besides the memory of executables, with what a first compile will add; 0: not known."""
+        """Bytes that this process holds besides the memory of executables, including those that a first compile will add. 0:
+        unknown."""
         return self._backend.process_bytes()
 
     def _build(
@@ -99,7 +102,7 @@ class Session:
             clock["lower"] = time.perf_counter()
             place.tuning, choices = tune(self._backend, self.device.index, program, options, self._progress)
             clock |= {"tune": time.perf_counter()} if options.tune else {}
-            how = {"choices": choices} if choices else {}  # which a Tunable takes
+            how = {"choices": choices} if choices else {}  # only a Tunable takes this argument
             artifact = self._backend.compile(program, **how)
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)
@@ -124,9 +127,9 @@ class Session:
     def _kept(
         self, place: Place, params: ParamStore | None, handles: HandleStore | None
     ) -> tuple[Artifact, Executable] | None:
-        """What an earlier compile left on disk, in memory; None if it is not there or makes no sense."""
+        """Load what an earlier compile stored on disk. None: there is no entry, or it is damaged."""
         collects = gc.isenabled()
-        gc.disable()  # of what is made here little is garbage; looking for it takes a tenth of the time
+        gc.disable()  # loading makes little garbage, and collection would take a tenth of the time
         try:
             artifact = place.read()
             return None if artifact is None else (artifact, self._load(artifact, params, handles))
