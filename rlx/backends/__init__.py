@@ -1,6 +1,6 @@
 """The registry of backends: name -> folder, imported when first asked for. Nothing else imports a backend.
 
-Packages outside the tree add theirs with an entry point of group "rlx.backends": device name = "module:BackendClass".
+Other packages add backends with an entry point of group "rlx.backends": device name = "module:BackendClass".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKENDS = {
 def get(name: str) -> Backend:
     """The backend of the devices called `name`; one instance per process.
 
-    UnknownDeviceError: nobody knows the name. DeviceUnavailableError: known, but without a backend that can be loaded.
+    UnknownDeviceError: no such device name. DeviceUnavailableError: the name is known, but no backend for it can be loaded.
     """
     device = Device(name)  # UnknownDeviceError
     try:
@@ -32,7 +32,7 @@ def get(name: str) -> Backend:
             return getattr(import_module(module), attribute)()
         if device.name in extensions():
             return extensions()[device.name].load()()
-    except (ImportError, AttributeError) as e:  # a package that is not there, or one that holds no such class
+    except (ImportError, AttributeError) as e:  # the package is not installed, or has no such class
         missing = f": pip install {e.name}" if e.name and isinstance(e, ImportError) and not e.name.startswith("rlx") else ""
         raise DeviceUnavailableError(f"the backend of {device} cannot be imported ({e}){missing}") from e
     raise DeviceUnavailableError(
@@ -42,7 +42,7 @@ def get(name: str) -> Backend:
 
 
 def available() -> dict[str, str | None]:
-    """Every device by name: None where usable here ("cpu:0": None), else why not ("cuda:0": "this version …")."""
+    """Every device by name: None if usable on this machine ("cpu:0": None), else the reason ("cuda:0": "this version …")."""
     found: dict[str, str | None] = {}
     for name in dict.fromkeys([*(d.name for d in Device.all()), *BACKENDS, *extensions()]):
         try:
@@ -53,12 +53,12 @@ def available() -> dict[str, str | None]:
 
 
 def is_available(device: Device | str) -> bool:
-    """Whether `device` can be used on this machine now. UnknownDeviceError for a name nobody knows."""
+    """Whether `device` can be used on this machine now. UnknownDeviceError: no such device name."""
     return _reason(Device.parse(device)) is None
 
 
 def backend_of(device: Device | str) -> Backend:
-    """The backend of a usable device. DeviceUnavailableError says why it is not usable, and which devices are."""
+    """The backend of a usable device. DeviceUnavailableError: gives the reason, and the devices that are usable."""
     device = Device.parse(device)
     if (reason := _reason(device)) is not None:
         usable = ", ".join(key for key, why in available().items() if why is None)
@@ -67,7 +67,7 @@ def backend_of(device: Device | str) -> Backend:
 
 
 def _reason(device: Device) -> str | None:
-    """None if the device is usable, else why it is not."""
+    """None if the device is usable, else the reason why it is not."""
     try:
         found = get(device.name).probe()
     except DeviceUnavailableError as e:

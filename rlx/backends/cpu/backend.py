@@ -1,6 +1,6 @@
-"""The CPU backend: kernels rendered as LLVM IR, compiled to object code, run by a pool of native workers.
+"""The CPU backend: kernels rendered as LLVM IR, compiled to object code, run by a pool of worker threads.
 
-Importing this module, asking for a target or probing loads no native library; compiling and loading do (llvmlite).
+Importing this module, asking for a target or probing loads no shared library; compiling and loading do (llvmlite).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
     from rlx.ir.graph import Node, Value
 
-LLVM_LOADED = 38 << 20  # bytes of LLVM's library that are resident once it is loaded
-FIRST_COMPILE = 44 << 20  # bytes by which compiling a network makes a process grow: LLVM's library and heap, and graphs
-WAITING_NS = 1 << 40  # of a step that waits for other ranks: no run with one is short
-KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
+LLVM_LOADED = 38 << 20  # resident bytes of LLVM's library once it is loaded
+FIRST_COMPILE = 44 << 20  # bytes a process grows by when it compiles a network: LLVM's library and heap, and graphs
+WAITING_NS = 1 << 40  # assumed time of a step that waits for other ranks, so that no run with one counts as short
+KEPT = 256  # kernels whose code stays cached in this process: compiling a graph for other sizes reuses many of them
 
 
 class CpuBackend:
@@ -60,9 +60,9 @@ class CpuBackend:
         return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
     def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> CpuArtifact:
-        """Object code of every distinct kernel, made once in this process. `choices`: by kernel_key, see `axes`.
+        """Object code of every distinct kernel, compiled once per process. `choices`: by kernel_key, see `axes`.
 
-        CompileError: LLVM refuses one, which is a fault of the renderer."""
+        CompileError: LLVM rejects a kernel, which is a bug in the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
@@ -118,7 +118,7 @@ class CpuBackend:
 
 @dataclass(frozen=True)
 class _Job:
-    """A kernel to compile; equal to others that give the same code."""
+    """A kernel to compile. Jobs that give the same code are equal."""
 
     key: str
     target: Target
@@ -127,7 +127,7 @@ class _Job:
 
 
 def _made_once(job: _Job) -> tuple[Rendered, bytes]:
-    """The code of a job, which one thread makes where several ask for it at once, as ranks do that are threads."""
+    """The code of a job. If several threads ask at once (ranks may be threads), only one of them compiles it."""
     from rlx.host.jit import one_at_a_time
 
     with one_at_a_time:
@@ -141,7 +141,7 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.render import render
     from rlx.host.jit import compile_object
 
-    if job.kernel.collective:  # the executable has a function for it; others need the GIL meanwhile
+    if job.kernel.collective:  # the executable supplies its function; the run waits: other threads need the GIL
         return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""
     symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
     code = render(job.kernel, job.target, symbol, dict(job.choice))
@@ -150,14 +150,14 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
 
 
 def with_natives(target: Target) -> Target:
-    """`target`, a CPU that need not be this one, with the claims of this backend's native kernels."""
+    """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits = {"attention": partial(_attention_in_parts, target.threads)}
     packs, computes = {"dequant_matmul": _packed_weights}, partial(_computes, target)
     return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=FOLLOWED, follows=_follows)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
-    """The numbers, which were read from a file. ValueError: one is none, or negative."""
+    """Check numbers read from a file. ValueError: one is not an integer, or is negative."""
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
     return list(numbers)

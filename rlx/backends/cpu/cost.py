@@ -1,4 +1,4 @@
-"""What a kernel's run may be like, from its IR: how long it takes, roughly, and whether it can fail."""
+"""Estimates from a kernel's IR: its rough run time, and whether it can fail."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BYTE_NS = 0.02  # per byte of arguments
 
 
 def may_fail(kernel: Kernel) -> bool:
-    """Whether it has a Check. A whole op is taken to have some."""
+    """Whether the kernel has a Check. Claimed ops count as having one."""
     return any(isinstance(part, (Check, Native)) for part in walk(kernel.body))
 
 
 def estimated_ns(kernel: Kernel, target: Target) -> int:
-    """All of its points on one core; right within a factor of a few."""
+    """The time of all grid points on one core; right within a factor of a few."""
     moved = sum(b.size * b.dtype.itemsize for b in kernel.buffers) * BYTE_NS
     points = math.prod(extent for _, extent in kernel.grid)
     for s in kernel.body:

@@ -1,10 +1,10 @@
-"""Collectives as steps of a run: functions that the walker calls as it calls kernels (ABI: rlx.host.emit.Rendered).
+"""Collectives as steps of a run: functions that the executor calls like kernels (ABI: rlx.host.emit.Rendered).
 
-Where all heaps lie in this process's memory, machine code walks a collective's table (rlx.driver.transports.shm_walk) without
-Python, unless a meeting is not over at once. Other transports are called in Python.
+If all heaps are mapped in this process, machine code runs a collective's table (rlx.driver.transports.shm_walk) without Python,
+unless it has to wait at a barrier. Other transports are called in Python.
 
-Python that machine code calls may be interrupted (Ctrl-C) before its first line, and ctypes would swallow that: so what is
-called is the `send` of a generator, which wakes up inside a `try`, and has failed unless it says otherwise.
+A Python callback of machine code may be interrupted (Ctrl-C) before its first line, and ctypes would swallow that. So the
+callback is the `send` of a generator, which resumes inside a `try`; it counts as failed unless it clears `failed`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ANSWER = ctypes.CFUNCTYPE(None, I64)
 
 
 class Block(ctypes.Structure):
-    """A step's third argument. `walk`, `begin`: see rank_walk; `answer`: void (i64), Python that clears `failed`; `copied`: bytes
-    of the operand to be copied to the result, which is then worked on in place; 0: it is not."""
+    """A step's third argument. `walk`, `begin`: see rank_walk; `answer`: void (i64), Python that clears `failed`. `copied`: bytes
+    of the operand to copy to the result, for collectives that work in place on the result; 0: no copy."""
 
     _fields_ = [("walk", P), ("begin", P), ("answer", P), ("copied", I64), ("failed", I64)]
 
@@ -82,9 +82,9 @@ def _library() -> Library:
 
 
 class ExchangeCalls:
-    """Functions for the collectives of one executable. They live as long as this object."""
+    """The functions for the collectives of one executable. They live as long as this object."""
 
-    FAILED = FAILED  # the status of a step that leaves an error for `error`
+    FAILED = FAILED  # status of a step whose error is returned by `error`
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
@@ -93,18 +93,18 @@ class ExchangeCalls:
         self._made: dict[Native | str, tuple[int, int, Any]] = {}
 
     def begin(self) -> tuple[int, ...]:
-        """What comes before the first step: the address of its function, and its arguments."""
+        """The step before the first one: the address of its function, and its arguments."""
         if "begin" not in self._made:
             self._made["begin"] = self._in_python(lambda args, exchanges=self.exchanges: exchanges.begin())
         function, block, _ = self._made["begin"]
         return function, 0, 0, block
 
     def release(self) -> tuple[int, ...]:
-        """What comes behind all meetings, as `begin`: Exchanges.release."""
+        """The step after all barriers (Exchanges.release), in the form of `begin`."""
         return _library().address("rlx_exchange_release"), ctypes.addressof(self._busy)
 
     def agreement(self) -> tuple[int, ...] | None:
-        """What comes behind the last step, if anything does; as `begin`."""
+        """The step after the last one, in the form of `begin`; None: not needed."""
         from rlx.driver.transports import shm_walk
 
         table = self.exchanges.agreement
@@ -118,8 +118,8 @@ class ExchangeCalls:
         return function, 0, 0, block
 
     def step(self, step: Native) -> tuple[int, int]:
-        """Of a collective: the address of its function, and the argument behind those of operand and result."""
-        from rlx.driver.transports import shm_walk  # compiles what most programs do not need
+        """For a collective: the address of its function, and the argument that follows those of operand and result."""
+        from rlx.driver.transports import shm_walk  # imported late: it compiles code that most programs do not need
 
         if step not in self._made:
             table = self.exchanges.tables.get(step)
@@ -148,15 +148,15 @@ class ExchangeCalls:
         return self._calling("rlx_exchange", block, table.settle)
 
     def _calling(self, function: str, block: Block, act: Callable[[int], None]) -> tuple[int, int, Any]:
-        """A function of machine code, its block, and what both need."""
+        """The address of `function`, that of its block, and an object that keeps both alive."""
         answers = _answers(act, block, self.errors, self.exchanges.transport)
-        next(answers)  # to where it waits
+        next(answers)  # run to its first yield
         answer = ANSWER(answers.send)
         block.answer = ctypes.cast(answer, P).value
         return _library().address(function), ctypes.addressof(block), (block, answer, _library())
 
     def error(self, where: str, error: BaseException | None = None) -> BaseException:
-        """What a step that failed left, or this."""
+        """`error`, else the error that a failed step left, else KeyboardInterrupt. CollectiveErrors are told `where`."""
         if error is None:
             error = self.errors.pop() if self.errors else KeyboardInterrupt(f"{where} was interrupted")
         self.errors.clear()
@@ -168,7 +168,7 @@ class ExchangeCalls:
 
 
 def _answers(act: Callable[[int], None], block: Block, errors: list[BaseException], transport: Any) -> Generator[None, int, None]:
-    """Each `send(x)` is act(x); what that raises is left in `errors` for ExchangeCalls.error, where Python goes on."""
+    """Each `send(x)` runs act(x). An exception is appended to `errors`; ExchangeCalls.error raises it later, from Python."""
     while True:
         try:
             while True:

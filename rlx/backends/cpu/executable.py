@@ -1,7 +1,7 @@
-"""A compiled program, and the same in memory: regions, argument tables, and a run that is one call into machine code.
+"""A compiled program as an artifact, and loaded: its regions, argument tables, and a run that is one call into machine code.
 
 Every address is fixed when a program is loaded. `run` hands one table of {function, arguments, tasks} to the worker
-pool (rlx.backends.cpu.pool): the steps, then the commit, which is reached only if no Check failed. It allocates nothing.
+pool (rlx.backends.cpu.pool): the steps, then the commit, which is reached only if no Check failed. A run allocates nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from rlx.ir.program import BufferDecl, Program, Region, Step
 if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
 
-SCRATCH_ALIGNMENT = 128  # bytes between the scratch of two threads: no shared line, nor a prefetched neighbour
-SHARED_NS = 20_000  # of estimated work of a group of single tasks, from which on several threads do it: some may have to be woken
+SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair of lines that is prefetched together
+SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
 BEGINNING, AGREEING = "the meeting before the first step", "the meeting behind the last step"
 
 
 @dataclass(frozen=True)
 class CpuArtifact:
-    """Machine code of one program: `codes`, each distinct kernel once, with `objects` beside it. `coded`: the steps of a
-    phase, each with its code. `written`: reads the texts of one that was made before, whose codes have none."""
+    """Machine code of one program: `codes`, each distinct kernel once, with its object code at the same index of `objects`.
+    `coded`: the steps of a phase, each with its code. `written`: reads the texts of an artifact from the cache, whose codes have
+    none."""
 
     program: Program
     codes: tuple[Rendered, ...]
@@ -50,14 +51,14 @@ class CpuArtifact:
     written: Callable[[], dict[str, str]] | None = None
 
     def texts(self) -> dict[str, str]:
-        """Kernel name -> its LLVM IR. Kernels with one code appear once each, with the same text."""
+        """Kernel name -> its LLVM IR. Kernels that share code each appear, with the same text."""
         if self.written is not None:
             return self.written()
         return {step.kernel.name: code.text for steps in self.coded.values() for step, code in steps}
 
 
 class CpuCode:
-    """What an executable shares with its clones: machine code in memory, and constants."""
+    """State that an executable shares with its clones: loaded machine code, and constants."""
 
     def __init__(self, artifact: CpuArtifact) -> None:
         self.artifact = artifact
@@ -79,9 +80,9 @@ class CpuExecutable(Loaded):
         program = code.artifact.program
         super().__init__(program, params, handles, memory, memory.allocate, code.constants)
         self._code, self._transport = code, transport
-        if program.extent is not None:  # rows that are never written are read under masks, which is slow where no page is
+        if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
             self.arena.data[...] = 0
-        self._tables: WeakSet[_Table] = WeakSet()  # that stay
+        self._tables: WeakSet[_Table] = WeakSet()  # tables that outlive a call
         shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_beside(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
         self._pool = pool.pool(threads) if threads > 1 else None
@@ -93,16 +94,16 @@ class CpuExecutable(Loaded):
     # -- buffers
 
     def use_handles(self, store: HandleStore) -> None:
-        """Run on the states of `store` from now on; those it lacks are made. Nothing else is allocated, nor compiled.
+        """Run on the states in `store` from now on; missing ones are created. Nothing else is allocated or compiled.
 
-        InputShapeError: it has one of another shape; then nothing changes."""
+        InputShapeError: a state in the store has another shape; then nothing changes."""
         if store is not self.handles:
             super().use_handles(store)
             for table in self._tables:
                 table.move({id: e.memory.address for id, e in self.entries.items()})
 
     def poison(self) -> None:
-        """Fill scratch, and the arena but for its inputs, with NaN: a run that forgets to write is seen."""
+        """Fill scratch, and the arena except for inputs, with NaN: it shows up if a run reads memory that it did not write."""
         inputs = {i: self.read(i) for i in self.program.inputs}
         self.arena.data[...] = memory.POISON
         self._scratch.data[...] = memory.POISON
@@ -120,7 +121,8 @@ class CpuExecutable(Loaded):
     # -- running
 
     def run(self) -> None:
-        """All steps, then commit. With every state as it was: IndexRangeError, a Check failed; CollectiveError, a collective."""
+        """All steps, then commit. IndexRangeError: a Check failed. CollectiveError: a collective failed. Both leave all states
+        unchanged."""
         status = self._whole.call()
         if status:
             self._settle(self._whole, status)
@@ -142,7 +144,7 @@ class CpuExecutable(Loaded):
             self._exchange.exchanges.refuse()
 
     def _undo(self, failed: int) -> None:
-        """What the steps before `failed` changed in handles."""
+        """Undo the in-place updates of handles by the steps before `failed`."""
         coded = self._code.artifact.coded["abort"]
         undo = [c for c, (saved, _) in zip(coded, self.program.abort) if saved < failed]
         if undo:
@@ -157,8 +159,8 @@ class CpuExecutable(Loaded):
             raise
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
-        """FastCalls protocol (rlx.host.gate). Bound arrays are read where they are, if kernels can."""
-        from rlx.host import calls  # compiles what most programs do not need
+        """FastCalls protocol (rlx.host.gate). Bound arrays are read without a copy if kernels can."""
+        from rlx.host import calls  # imported late: it compiles code that most programs do not need
 
         if calls.refusal() is not None:
             return None
@@ -176,8 +178,8 @@ class CpuExecutable(Loaded):
         return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long, pool.run_address())
 
     def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
-        """Whether steps can read the bound array where it lies: as the slot would, with nothing else of ours there. What is
-        undone after a failure reads the slot."""
+        """Whether steps can read the bound array without a copy: it is laid out as the slot is, and its memory is not one of our
+        regions. Not possible if undoing after a failure reads the input, since that reads the slot."""
         steps = self.program.steps + self.program.commit
         elsewhere = any(b.id in s.writes for s in steps) or any(b.id in s.args for _, s in self.program.abort)
         plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned and array.nbytes > 0
@@ -194,15 +196,15 @@ class CpuExecutable(Loaded):
         self._commit()
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
-        """Run these steps of program.prepare, in this order. `given`: arrays to read in place of those buffers. `alone`: in this
-        thread, as others may meanwhile."""
+        """Run these steps of program.prepare, in this order. `given`: arrays to read instead of those buffers. `alone`: on this
+        thread only, so that other threads can do the same concurrently."""
         arrays = {i: _aligned(self.decls[i], array) for i, array in (given or {}).items()}
         coded = [self._code.artifact.coded["prepare"][i] for i in steps]
         own = memory.allocate(max(code.scratch_bytes for _, code in coded), SCRATCH_ALIGNMENT) if alone else None
         self._table(coded, {i: array.ctypes.data for i, array in arrays.items()}, own)()
 
     def clone(self) -> CpuExecutable:
-        """Shares code, constants and params; owns arena and handles (copied as they stand)."""
+        """Shares code, constants and params; owns arena and handles (copied with their current contents)."""
         other = CpuExecutable(self._code, self.params, self.handles.copy(), self._transport)
         np.copyto(other.arena.data, self.arena.data)
         return other
@@ -210,8 +212,8 @@ class CpuExecutable(Loaded):
     # -- addresses and tables
 
     def _lay_out_params(self) -> None:
-        """One piece of memory for the params that are kept and that the store lacks, in order of use: on huge pages, which
-        small ones would not get alone (in pages of 4 KB, weights stream a third slower)."""
+        """Allocate the params that are kept and missing in the store as one region, in order of use. The region gets huge pages,
+        which small params would not get separately (on 4 KB pages, weights stream a third slower)."""
         used = dict.fromkeys(a for phase in ("steps", "commit") for s in self.program.phases[phase] for a in s.args)
         used |= dict.fromkeys(id for id in self.program.params if self.decls[id].name in self.program.kept)
         new = [b for b in map(self.decls.__getitem__, used) if b.region in (Region.PARAM, Region.PREPARED)]
@@ -245,10 +247,10 @@ class CpuExecutable(Loaded):
         self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: Memory | None = None,
         commits: bool = False,
     ) -> _Table:  # fmt: skip
-        """These steps, ready to run. `given`: addresses of buffers that lie elsewhere. `scratch`: to run in one thread with it.
-        `commits`: behind those of a run are those of its commit.
+        """These steps, ready to run. `given`: addresses to use instead, for some buffers. `scratch`: run on one thread, with this
+        scratch. `commits`: the steps of a run are followed by those of its commit.
 
-        PlanError: a kernel would reach beyond the buffers it is given; here addresses lose their sizes."""
+        PlanError: a kernel's arguments are larger than the buffers it is given. Machine code cannot check: it sees no sizes."""
         rows, addresses, moving = [], [], []
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
         if exchange:
@@ -265,7 +267,7 @@ class CpuExecutable(Loaded):
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
         for meeting in (exchange.release(), commits and exchange.agreement()) if exchange else ():
-            if meeting:  # behind the steps, each before the one before
+            if meeting:  # after the steps, in reverse order
                 kernels.insert(end := len(self.program.steps), None)
                 rows.insert(1 + end, (meeting[0], len(addresses), 1, False))
                 addresses += meeting[1:]
@@ -276,20 +278,20 @@ class CpuExecutable(Loaded):
 
 
 class _Table:
-    """Steps as machine code walks them: `rows` of (function, place of its first argument in `addresses`, tasks, whether it is in
-    the group of the row before).
+    """The table of steps that the executor runs: `rows` of (function, index of its first argument in `addresses`, tasks, whether
+    it is in the group of the previous row).
 
-    `call()` runs them all and returns 0, or what `settle` makes good or raises. It keeps the scratch, but no buffer."""
+    `call()` runs all of them and returns 0, or a status for `settle`. A table keeps the scratch alive, but no buffer."""
 
     def __init__(
         self, program: str, kernels: Sequence[Kernel | None], rows: Sequence[tuple[int, int, int, bool]],
         addresses: Sequence[int], surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
-        """`exchange`: keeps the functions of collectives; their meeting is then a row before the first step, and None among the
-        kernels another one."""
+        """`exchange`: keeps the functions of collectives alive. The first row is then their initial barrier, and other rows that
+        are not kernels have None in `kernels`."""
         self._exchange = exchange
         self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
-        self.moving: list[tuple[int, int]] = []  # (place in `addresses`, buffer) of each argument that is a handle
+        self.moving: list[tuple[int, int]] = []  # (index in `addresses`, buffer) of each argument that is a handle
         self._addresses = np.array(addresses, np.int64)
         self._steps = np.array(rows, np.int64).reshape(-1, 4)  # pool.Step
         after = 0
@@ -298,14 +300,14 @@ class _Table:
             after = step[2] + after if beside else 0
         most = self._steps[:, 2:].sum(axis=1).max(initial=0)
         if most > pool.MAX_TASKS:
-            raise PlanError(f"{program}: a group of {most} tasks; the walker counts to {pool.MAX_TASKS}")
+            raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
         self._steps[:, 1] = self._addresses.ctypes.data + 8 * self._steps[:, 1]
         first, control = self._steps.ctypes.data, self._pool.address if self._pool and most > 1 else None
         self._run = pool.Run(first, first + self._steps.nbytes, self._scratch.address, stride, control)
         self.call = pool.callable_of(self._run)
 
     def move(self, addresses: Mapping[int, int]) -> None:
-        """Give the handles among the arguments these addresses."""
+        """Replace the addresses of the handles among the arguments."""
         for at, buffer in self.moving:
             self._addresses[at] = addresses[buffer]
 
@@ -316,16 +318,16 @@ class _Table:
 
     @property
     def address(self) -> int:
-        """Of the Run."""
+        """The address of the Run."""
         return ctypes.addressof(self._run)
 
     @property
     def failed(self) -> int:
-        """The step at which the last run that failed stopped; -1: before the first."""
+        """The step at which the last failed run stopped; -1: before the first."""
         return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step) - bool(self._exchange)
 
     def settle(self, status: int) -> None:
-        """What a run's status asks for. IndexRangeError: a Check failed; CollectiveError: a collective."""
+        """Act on the status of a run. IndexRangeError: a Check failed. CollectiveError: a collective failed."""
         if status == pool.ATTEND and self._pool:
             return self._pool.attend()
         try:
@@ -346,7 +348,7 @@ class _Table:
 
 
 def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
-    """Which steps are in the group of the one before: those of the compiler's groups that are worth sharing."""
+    """For each step, whether it joins the group of the previous step: the compiler's groups, where threads pay off."""
     groups: list[list[Rendered]] = []
     for step, code in coded:
         groups = [*groups[:-1], [*groups[-1], code]] if step.beside and groups else [*groups, [code]]
@@ -355,7 +357,7 @@ def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
 
 
 def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None) -> ExchangeCalls:
-    from rlx.backends.cpu.exchange import ExchangeCalls  # writes code, which most programs do not need
+    from rlx.backends.cpu.exchange import ExchangeCalls  # imported late: it generates code that most programs do not need
 
     return ExchangeCalls(Exchanges(artifact.program, transport, [code.may_fail > 0 for _, code in artifact.coded["steps"]]))
 

@@ -1,17 +1,17 @@
-"""The walker: compiled code that takes a flat table of steps, alone or together with threads that stay inside it.
+"""The executor: machine code that runs a flat table of steps, on one thread or with worker threads that stay inside it.
 
-A run offers its table to whoever is awake. Steps that need not wait for one another form a group: it is done as one step, whose
-tasks are theirs, one step's after another's. One word, the ticket, holds a generation (high half) and how many tasks of the
-current group are left (low half, above BIAS); taking a task is one atomic subtraction. Nobody waits for a thread that
-has no task: a group ends when its tasks are done, and the thread that did the last one takes the next group. It runs
-groups of one task itself and publishes the others with a new generation. A worker that comes late, or never, costs
-nothing but its help, so a run is right with any number of workers, down to none.
+A run offers its table to every thread that is awake. Independent steps form a group. A group runs like one step: its tasks are
+those of its steps, numbered step after step. One word, the ticket, holds a generation (high half) and the number of tasks left in
+the current group (low half, above BIAS); taking a task is one atomic subtraction. No thread waits for a thread without a task:
+a group ends when its tasks are done, and the thread that finished the last one starts the next group. That thread runs groups of
+one task itself and publishes larger ones with a new generation. A late or missing worker only means less parallelism, so a run is
+correct with any number of workers, including none.
 
-Who holds no task touches only the Control block, which lives as long as the process; so a table may be freed as soon
+A thread without a task touches only the Control block, which lives as long as the process. So a table may be freed as soon
 as its run returns. Waiting is bounded spinning, then sched_yield, then a futex on the generation.
 
-Each function below decorated with `@_native` writes the body of one native function; called from another one, it writes
-a call.
+Each function below decorated with `@_native` emits the body of one function in machine code. Called from another such function,
+it emits a call.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ WAIT, WAKE = 128, 129  # futex operations, private to the process
 
 
 class ExecutorBody(Body):
-    """Body of a function on a Control block, a Run and its Steps."""
+    """Emits the body of a function that works on a Control block, a Run and its Steps."""
 
     fields = fields_of(Step, Run, Control)
 
     def tasks_left(self, ticket: V) -> V:
-        """Tasks to be taken if positive."""
+        """The number of tasks left, if positive."""
         return self.bin("sub", self.bin("and", ticket, GENERATION - 1), BIAS)
 
     def between_runs(self, ticket: V) -> V:
         return self.cmp("sle", self.tasks_left(ticket), END - BIAS)
 
     def turn(self, c: V) -> V:
-        """One turn of a waiting loop: the generation, after a short pause."""
+        """One iteration of a spin loop: a short pause, then the current generation."""
         self.pause()
         return self.bin("lshr", self.get(c, "ticket", "acquire"), 32)
 
     def futex(self, c: V, operation: int, value: V) -> None:
-        """WAIT while the generation is `value`, or less; WAKE that many sleepers. Without futex WAIT is half a millisecond."""
+        """WAIT while the generation is `value`, or less long; WAKE that many sleepers. Without futex, WAIT sleeps for 0.5 ms."""
         if self.futex_call:
             word = self.gep(c, self.fields["ticket"][1] + 4)
             args = self.i64(self.futex_call), word, self.const("i32", operation), value, NULL, NULL, self.i64(0)
@@ -59,7 +59,7 @@ _native = _functions.native
 
 
 def module_text(machine: str, futex: int) -> str:
-    """The walker as LLVM IR for a processor (platform.machine()), with the number of its futex system call (0: none)."""
+    """The executor as LLVM IR for a processor (platform.machine()). `futex`: number of its futex system call (0: none)."""
     return _functions.module_text(lambda: ExecutorBody(machine, futex))
 
 
@@ -67,12 +67,12 @@ def module_text(machine: str, futex: int) -> str:
 
 
 def _tasks(e: ExecutorBody, step: V) -> V:
-    """From this step on to the end of its group."""
+    """The number of tasks from this step to the end of its group."""
     return e.bin("add", e.get(step, "tasks"), e.get(step, "after"))
 
 
 def _kernel(e: ExecutorBody, run: V, step: V, tid: V) -> Callable[[V], V]:
-    """What writes a call of the step's function for a task, on the scratch of thread `tid`."""
+    """Returns a function that emits the call of the step's kernel for a task, on the scratch of thread `tid`."""
     fn, args, status = e.get(step, "fn"), e.get(step, "args"), e.at(run, "status")
     scratch = e.gep(e.get(run, "scratch"), e.bin("mul", e.get(run, "stride"), tid))
     return lambda task: e.call(fn, "void", args, task, scratch, status)
@@ -80,7 +80,7 @@ def _kernel(e: ExecutorBody, run: V, step: V, tid: V) -> Callable[[V], V]:
 
 @_native("void", run="ptr", step="ptr", tid="i64", task="i64")
 def perform(e: ExecutorBody, run: V, step: V, tid: V, task: V) -> None:
-    """A task of the group that starts with this step."""
+    """Run task number `task` of the group that starts with this step."""
     with e.loop(0, None, STEP_BYTES, carried=[task]) as each:
         here, (task,) = e.gep(step, each.index), each.carried
         tasks = e.get(here, "tasks")
@@ -93,7 +93,7 @@ def perform(e: ExecutorBody, run: V, step: V, tid: V, task: V) -> None:
 
 @_native("ptr", step="ptr")
 def last_of(e: ExecutorBody, step: V) -> None:
-    """The last step of this one's group."""
+    """The last step in the group of this one."""
     with e.loop(0, None, STEP_BYTES) as each:
         here = e.gep(step, each.index)
         with e.when(e.cmp("eq", e.get(here, "after"), 0)):
@@ -103,7 +103,7 @@ def last_of(e: ExecutorBody, step: V) -> None:
 
 @_native("void", c="ptr", low="i64")
 def publish(e: ExecutorBody, c: V, low: V) -> None:
-    """A new generation with `low` in the low half."""
+    """Publish a new generation with `low` in the low half."""
     with e.loop(0, None, carried=[e.get(c, "ticket", "monotonic")]) as attempt:
         (old,) = attempt.carried
         next_generation = e.bin("add", e.bin("or", old, GENERATION - 1), 1)
@@ -114,18 +114,19 @@ def publish(e: ExecutorBody, c: V, low: V) -> None:
 
 
 def _workers_are_free(e: ExecutorBody, c: V) -> V:
-    """Whether fewer runs go on beside this one than there are workers: else their callers have a use for the CPUs."""
+    """Whether there are fewer concurrent runs than workers. Otherwise the callers of those runs need the CPUs."""
     return e.cmp("slt", e.get(c, "alone", "monotonic"), e.get(c, "workers"))
 
 
 @_native("i1", c="ptr", run="ptr", done="ptr", tid="i64")
 def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
-    """All tasks up to `done`'s are done: go on. Runs groups of one task here (all steps where `c` is null). True: a larger group
-    is published, its task 0 kept for this thread. False: the run has ended; nothing of it may be touched any more."""
+    """Continue after the step `done`; all tasks up to its own are done. Runs groups of one task here (all steps if `c` is null).
+    True: a larger group was published, and its task 0 is reserved for this thread. False: the run has ended, and none of its
+    memory may be touched any more."""
     pooled, end = e.cmp("ne", c, NULL), e.get(run, "end")
     address = lambda pointer: e.op("i64", f"ptrtoint {pointer} to i64")  # noqa: E731
     with e.loop(address(done), address(end), STEP_BYTES) as each:
-        last = e.op("ptr", f"inttoptr {each.index} to ptr")  # the last step that is done
+        last = e.op("ptr", f"inttoptr {each.index} to ptr")  # the last step done
         with e.when(e.cmp("ne", e.get(run, "status"), 0)):
             e.put(run, "failed", last)
             e.branch(each.done)
@@ -140,7 +141,7 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
             publish(e, c, e.bin("add", rest, BIAS))
             sleepers = e.get(c, "sleepers", "seq_cst")
             with e.when(e.cmp("sgt", sleepers, 0)):
-                # only here is the count lowered, and task 0, still in hand, keeps a second publisher away: it never falls too low
+                # the count is lowered only here, and task 0, still held, excludes a second publisher: so it never falls too low
                 called = e.intrinsic("smin", e.convert("trunc", rest, "i32"), sleepers)
                 e.change("sub", c, "sleepers", called)
                 e.futex(c, WAKE, called)
@@ -157,7 +158,7 @@ def advance(e: ExecutorBody, c: V, run: V, done: V, tid: V) -> None:
 
 @_native("void", c="ptr", tid="i64", ticket="i64")
 def wait(e: ExecutorBody, c: V, tid: V, ticket: V) -> None:
-    """For a generation other than the ticket's; may return early."""
+    """Wait until the generation differs from the ticket's; may return early."""
     seen = e.bin("lshr", ticket, 32)
     spins = e.select(e.between_runs(ticket), e.get(c, "idle_spins"), e.get(c, "busy_spins"))
     with e.loop(0, spins), e.when(e.cmp("ne", e.turn(c), seen)):
@@ -177,7 +178,7 @@ def wait(e: ExecutorBody, c: V, tid: V, ticket: V) -> None:
 
 @_native("i64", c="ptr", tid="i64")
 def take(e: ExecutorBody, c: V, tid: V) -> None:
-    """Wait for a task of a published group: its number; -1: the run has ended (for the caller, tid 0), or the pool stops."""
+    """Wait for a task of a published group and return its number. -1: the run has ended (caller, tid 0), or the pool stops."""
     with e.loop(0, None):
         ticket = e.get(c, "ticket", "seq_cst")
         with e.when(e.cmp("sgt", e.tasks_left(ticket), 0)):
@@ -193,7 +194,7 @@ def take(e: ExecutorBody, c: V, tid: V) -> None:
 
 @_native("i64", c="ptr", tid="i64", first="i64")
 def work(e: ExecutorBody, c: V, tid: V, first: V) -> None:
-    """Do task `first` of the published group, and more as long as there are some. Returns the next task to do, as `take`."""
+    """Do task `first` of the published group, then further ones while any are left. Returns the next task, as `take` does."""
     run, step = e.get(c, "run"), e.get(c, "step")
     tasks = _tasks(e, step)
     with e.loop(0, None, carried=[first]) as each:
@@ -214,7 +215,7 @@ def work(e: ExecutorBody, c: V, tid: V, first: V) -> None:
 
 @_native("void", c="ptr", tid="i64", first="i64")
 def share(e: ExecutorBody, c: V, tid: V, first: V) -> None:
-    """Take part from task `first` on: the caller (tid 0) until its run has ended, a worker until the pool stops."""
+    """Work from task `first` on: the caller (tid 0) until its run has ended, a worker until the pool stops."""
     with e.loop(0, None, carried=[first]) as each:
         (task,) = each.carried
         with e.when(e.cmp("slt", task, 0)):
@@ -224,8 +225,8 @@ def share(e: ExecutorBody, c: V, tid: V, first: V) -> None:
 
 @_native("i32", c="ptr", run="ptr", before="ptr")
 def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
-    """A run that holds the pool's lock; `before`: the place of a step before the first. The status, or ATTEND: the pool has
-    no workers, or we are on the CPU of one, which then cannot run."""
+    """A run that holds the pool's lock. `before`: address of the step before the first. Returns the status, or ATTEND: the pool
+    has no workers, or this thread runs on the CPU that a worker is pinned to, which keeps that worker from running."""
     helped = e.cmp("ne", e.get(c, "workers"), 0)
     e.put(c, "run", run)
     with e.when(advance(e, e.select(helped, c, NULL), run, before, e.i64(0))):
@@ -235,7 +236,7 @@ def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
     with e.when(e.cmp("ne", status, 0)):
         e.ret(status)
     getcpu = e.get(c, "getcpu")
-    with e.when(e.bin("and", _workers_are_free(e, c), e.cmp("ne", getcpu, NULL))):  # then there are some
+    with e.when(e.bin("and", _workers_are_free(e, c), e.cmp("ne", getcpu, NULL))):  # the pool has workers
         cpu = e.convert("zext", e.call(getcpu, "i32"), "i64")
         with e.when(e.cmp("ult", cpu, MAX_CPUS)):
             pinned = e.load("i8", e.gep(e.at(c, "pinned"), cpu), 1)
@@ -248,7 +249,7 @@ def together(e: ExecutorBody, c: V, run: V, before: V) -> None:
 
 @_native("i32", run="ptr")
 def rlx_run(e: ExecutorBody, run: V) -> None:
-    """The whole run: its status, or ATTEND. Alone if another run has the pool."""
+    """The whole run. Returns its status, or ATTEND. Runs on this thread alone if another run holds the pool."""
     e.put(run, "status", 0)
     before = e.gep(e.get(run, "first"), -STEP_BYTES)
     c = e.get(run, "control")
@@ -266,7 +267,7 @@ def rlx_run(e: ExecutorBody, run: V) -> None:
 
 @_native("ptr", self="ptr", unused="ptr")
 def rlx_run_py(e: ExecutorBody, self: V, unused: V) -> None:
-    """rlx_run as a CPython function of no arguments: `self` is an int, the Run's address. Other Python threads go on."""
+    """rlx_run as a CPython function of no arguments: `self` is an int, the Run's address. The GIL is released meanwhile."""
     run = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
     status = rlx_run(e, run)
@@ -276,13 +277,13 @@ def rlx_run_py(e: ExecutorBody, self: V, unused: V) -> None:
 
 @_native("void", c="ptr", tid="i64")
 def rlx_work(e: ExecutorBody, c: V, tid: V) -> None:
-    """What a worker does, until the pool stops."""
+    """The main function of a worker; returns when the pool stops."""
     share(e, c, tid, take(e, c, tid))
 
 
 @_native("void", c="ptr")
 def rlx_stop(e: ExecutorBody, c: V) -> None:
-    """Let every worker leave; may be called at any time."""
+    """Make every worker return; may be called at any time."""
     e.put(c, "stop", 1, "seq_cst")
     e.change("add", c, "ticket", GENERATION)
     e.futex(c, WAKE, EVERYBODY)
@@ -290,7 +291,7 @@ def rlx_stop(e: ExecutorBody, c: V) -> None:
 
 @_native("i64", c="ptr", turns="i64")
 def rlx_spin(e: ExecutorBody, c: V, turns: V) -> None:
-    """Turns of the waiting loop, to learn how long one takes."""
+    """Iterations of the spin loop, for timing it."""
     with e.loop(0, turns):
         e.turn(c)
     e.ret(turns)

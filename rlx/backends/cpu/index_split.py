@@ -1,5 +1,5 @@
-"""Parts of a vector loop in which conditions on its variable hold throughout or nowhere (index set splitting): where one
-operand of a concat ends, or padding begins, no lane has to ask which side it is on."""
+"""Index set splitting: splits a vector loop into parts in which each condition on its variable is constant. So no lane tests
+on which side of the end of a concat operand, or of the start of padding, it is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.nest import distinct
 from rlx.ir.kernel import FOLD, Alu, Const, Expr, Loop, Var, coefficient, expressions
 
-MOST = 8  # conditions that a loop is taken apart for
-LEAST_VECTORS = 4  # of a part, on average
+MOST = 8  # most conditions that a loop is split for
+LEAST_VECTORS = 4  # least average number of vectors in a part
 
-Part = tuple[int, int, dict[int, bool]]  # start, stop, and what is known there of expressions, by their ids
+Part = tuple[int, int, dict[int, bool]]  # start, stop, and known truth values of expressions there, by id
 
 
 def parts(loop: Loop, lanes: int, scope: Scope) -> list[Part]:
-    """The loop's iterations in order. Parts start at multiples of `lanes`; what changes inside a vector is not known there."""
+    """The loop's iterations in order. Parts start at multiples of `lanes`.
+
+    A condition that changes inside a vector is unknown there."""
     n = loop.extent
     turns = {id(e): _turn(e, loop) for e in distinct(expressions([loop])) if _is_threshold(e, loop.var, scope)}
     cuts = {cut for cut, _ in turns.values() if 0 < cut < n}
@@ -30,14 +32,14 @@ def parts(loop: Loop, lanes: int, scope: Scope) -> list[Part]:
 
 
 def _is_threshold(e: Expr, var: Var, scope: Scope) -> bool:
-    """Whether `e` compares whole numbers that grow or fall evenly with `var`, and depends on nothing else."""
+    """Whether `e` compares integers that are linear in `var`, and depends on no other variable."""
     if not isinstance(e, Alu) or e.op not in ("lt", "le") or list(scope.names_in(e)) != [var]:
         return False
     return all(a.dtype.is_int and coefficient(a, var) is not None for a in e.args)
 
 
 def _turn(e: Expr, loop: Loop) -> tuple[int, bool]:
-    """(first iteration at which a threshold is not what it is at the start: the extent if there is none, what it is there)."""
+    """(first iteration at which a threshold condition differs from its initial value, or the extent if none; its value there)."""
     first = _value(e, loop.var, 0)
     return bisect_left(range(loop.extent), True, key=lambda i: _value(e, loop.var, i) != first), bool(first)
 

@@ -16,23 +16,23 @@ from rlx.ir.dtype import i64, index_
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 MAX_LANES = 16
-UNROLLED = 4  # serial loops of at most this many iterations, if small, become straight code
+UNROLLED = 4  # serial loops of at most this many iterations, if small, are fully unrolled
 UNROLLED_WEIGHT = 64  # weight of all their iterations together
-# Work of the scalar operations that cost more than an addition, in additions.
+# Cost of the scalar operations that cost more than an addition, in additions.
 WEIGHTS = {"exp": 14, "log": 16, "sin": 24, "cos": 24, "tanh": 18, "erf": 24, "pow": 60, "div": 4, "rem": 40, "sqrt": 4}
 
 
-Held = list[tuple[Store, V, Scope]]  # stores whose values are known and that are yet to be written
+Held = list[tuple[Store, V, Scope]]  # pending stores: their values are computed, but not written yet
 
 
 def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
-    """The statements in order. Stores that follow one another are written together, after all of their values are
-    known: a buffer that is read and one that is written may be one memory (rlx.ir.overlap), where their indices agree."""
+    """Emit the statements in order. Adjacent stores are written together, after all of their values are computed: a buffer
+    that is read may alias one that is written (rlx.ir.overlap) where their indices are equal."""
     _write(_emit(stmts, scope))
 
 
 def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
-    """The statements, but for the writing of the stores they end in."""
+    """Emit the statements, but return the trailing stores as pending."""
     held: Held = []
     for s in stmts:
         if isinstance(s, Store):
@@ -58,16 +58,16 @@ def _write(held: Held) -> None:
 
 
 def _write_if_read(parts: Iterable[Expr], held: Held, scope: Scope) -> None:
-    """Write what is held where one of the expressions that come next loads from a buffer of it."""
+    """Write the pending stores if one of the next expressions loads from a buffer that they write."""
     if held and frozenset().union(*map(scope.names_in, parts)) & {s.buffer for s, _, _ in held}:
         _write(held)
 
 
 def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:
-    """Emit here every largest part of the statements' expressions that only needs what is bound here, and no buffer that
-    they write. For use before a loop, or before several copies of the statements."""
+    """Loop-invariant code motion: emit here the largest subexpressions of the statements that depend only on variables bound
+    here, and load from no buffer that the statements write. For use before a loop, or before several copies of the statements."""
     written = {s.buffer for s in stores(stmts)}
-    places = {s.index for s in stores(stmts)}  # an index that is the same in every lane is only needed as a scalar
+    places = {s.index for s in stores(stmts)}  # a uniform index is only needed as a scalar
     seen: set[tuple[Expr, bool]] = set()
     pending = [(e, e in places) for e in expressions(stmts)]
     while pending:
@@ -83,7 +83,7 @@ def hoist(stmts: Sequence[Stmt], scope: Scope) -> None:
 
 
 def weight(stmts: Iterable[Stmt]) -> int:
-    """Work of the distinct operations and loads in the statements, in additions; of loops in all their iterations."""
+    """Cost of the distinct operations and loads in the statements, in additions; a loop counts with all its iterations."""
     stmts = tuple(stmts)
     flat = [s for s in stmts if not isinstance(s, Loop)]
     total = sum(map(_weight_of, distinct(expressions(flat)))) + sum(isinstance(s, Store) for s in flat)
@@ -96,15 +96,15 @@ def weight(stmts: Iterable[Stmt]) -> int:
 
 def _weight_of(node: Expr) -> int:
     if isinstance(node, Alu):
-        return 0 if node.dtype in (index_, i64) else WEIGHTS.get(node.op, 1)  # i64: positions, for the most part
+        return 0 if node.dtype in (index_, i64) else WEIGHTS.get(node.op, 1)  # i64: mostly index arithmetic
     return int(isinstance(node, Load))
 
 
-# -- which loop becomes lanes --------------------------------------------------------------------------------------
+# -- choosing the loop to vectorise --------------------------------------------------------------------------------------
 
 
 def emit_loop(loop: Loop, scope: Scope) -> None:
-    """A loop, its iterations in lanes where it may and nothing around it is vectorised already."""
+    """Emit a loop: vectorised if that is allowed and no enclosing loop is vectorised."""
     if loop.in_lanes and scope.lanes == 1 and loop.extent > 1 and not prefers_inner(loop):
         emit_vector_loop(loop, scope)
     else:
@@ -112,13 +112,13 @@ def emit_loop(loop: Loop, scope: Scope) -> None:
 
 
 def prefers_inner(loop: Loop) -> bool:
-    """Whether a vector loop inside reads and writes memory in longer runs than this one would."""
+    """Whether an inner vector loop has more contiguous accesses than this one would have."""
     inner = [s for s in nested(loop.body) if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
     return bool(inner) and max(map(_contiguity, inner)) > _contiguity(loop)
 
 
 def _contiguity(loop: Loop) -> int:
-    """Accesses that are contiguous from lane to lane, less those that are strided or scattered."""
+    """Number of contiguous accesses (from lane to lane) minus the number of strided and scattered ones."""
     indices = [s.index for s in stores([loop])]
     indices += [node.index for node in distinct(expressions([loop])) if isinstance(node, Load)]
     steps = [coefficient(index, loop.var) for index in indices]
@@ -126,7 +126,7 @@ def _contiguity(loop: Loop) -> int:
 
 
 def _totals(loop: Loop) -> list[Expr]:
-    """What the loop reduces, or adds to running totals."""
+    """The expressions that the loop reduces or adds to running totals."""
     return [*(r.value for r in loop.reduces), *(c.next for c in loop.carries)]
 
 
@@ -134,7 +134,7 @@ def lanes_of(loop: Loop, vector_bytes: int) -> int:
     """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
     dtypes = [node.dtype for node in distinct(expressions([loop])) if node.dtype.is_float]
     dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
-    width = min(vector_bytes, 32) if loop.carries else vector_bytes  # prefixes of short vectors take fewer steps
+    width = min(vector_bytes, 32) if loop.carries else vector_bytes  # a scan of a shorter vector takes fewer steps
     lanes = min(MAX_LANES, width // max((d.compute.itemsize for d in dtypes), default=1))
     while lanes >= 2 * loop.extent:
         lanes //= 2
@@ -145,7 +145,7 @@ def lanes_of(loop: Loop, vector_bytes: int) -> int:
 
 
 def emit_serial_loop(loop: Loop, scope: Scope) -> None:
-    """One iteration after the other; in a vector scope for all lanes at once, so that reductions are vectors."""
+    """Emit a serial loop. In a vector scope each iteration computes all lanes, and reductions are vectors."""
     em, lanes = scope.e, scope.lanes
     first = [expr(c.init, scope) for c in loop.carries]
     first += [alu.identity(em, r.op, r.value.dtype, lanes) for r in loop.reduces]
@@ -164,7 +164,7 @@ def emit_serial_loop(loop: Loop, scope: Scope) -> None:
 
 
 def _iteration(loop: Loop, scope: Scope, index: V, carried: Sequence[V]) -> list[V]:
-    """One iteration at `index`: carried values and reductions before it in, after it out."""
+    """Emit one iteration at `index`. Takes the carried values and reductions before it; returns those after it."""
     inner = scope.child({loop.var: index, **{c.var: v for c, v in zip(loop.carries, carried)}})
     emit_statements(loop.body, inner)
     after = [expr(c.next, inner) for c in loop.carries]
@@ -177,7 +177,7 @@ def _iteration(loop: Loop, scope: Scope, index: V, carried: Sequence[V]) -> list
 
 
 class VectorLoop:
-    """A loop being emitted in lanes. Reductions have `unroll` accumulators each, summed in a fixed order at the end."""
+    """Emits a vectorised loop. Each reduction has `unroll` accumulators, combined in a fixed order at the end."""
 
     def __init__(self, loop: Loop, scope: Scope) -> None:
         self.loop, self.scope, self.em = loop, scope, scope.e
@@ -188,29 +188,29 @@ class VectorLoop:
         self.everywhere = self.outer.memo
         self.neutral = [alu.identity(self.em, r.op, r.value.dtype, self.lanes) for r in loop.reduces]
         self.totals = self.neutral * self.unroll  # [copy * reductions + reduction]
-        # of the greatest or least float: in which lanes there was a NaN, found for two values at once, and not in every step
+        # float max and min: lanes that met a NaN; tested for two values at once, not at every step
         extremes = [n for n, r in enumerate(loop.reduces) if r.op in ("max", "min") and r.value.dtype.is_float]
         self.nans = {n: self.em.const(vector("i1", self.lanes), False) for n in extremes}
         self.before = [self.em.splat(expr(c.init, scope), self.lanes) for c in loop.carries]  # running totals, in every lane
 
     def _unroll(self) -> int:
         work = weight([self.loop]) // self.loop.extent
-        # Measured: several vectors a round pay for bodies of few instructions; longer ones only take longer to compile.
+        # Measured: unrolling pays for bodies of few instructions; longer ones only take longer to compile.
         most = 1 if any(isinstance(s, Loop) for s in self.loop.body) else 4 if work <= 6 else 2 if work <= 12 else 1
-        most = 8 if work <= 3 and not self.loop.body else most  # reductions alone: as many as hide the latency of one step
+        most = 8 if work <= 3 and not self.loop.body else most  # pure reductions: enough to hide the latency of one step
         while most > 1 and most * self.lanes > self.loop.extent:
             most //= 2
         return most
 
     def know(self, truths: Mapping[int, bool]) -> None:
-        """What is true and false in all iterations from here on."""
+        """Set the conditions that are constant in all iterations emitted from now on."""
         constants = {e: self.em.const(vector("i1", self.lanes), value) for e, value in truths.items()}
         self.outer.memo = {**self.everywhere, **constants}
 
     def vectors(self, base: int | V, copies: int = 1, mask: V | None = None) -> None:
-        """`copies` vectors of iterations from `base` on; copy c adds to accumulator c. All copies load before any of them
-        stores, where reductions do not read what is stored: a store may hold up the loads after it (addresses that agree
-        in their low 12 bits), and iterations are independent."""
+        """Emit `copies` vectors of iterations from `base` on; copy c adds to accumulator c. If no reduction reads a stored value,
+        all copies load before any of them stores. Iterations are independent, and a store may delay later loads whose address
+        has the same low 12 bits (4K aliasing)."""
         held: Held = []
         found: list[list[V]] = [[] for _ in self.loop.reduces]
         for c in range(copies):
@@ -235,22 +235,22 @@ class VectorLoop:
         _write(held)
 
     def combine(self, n: int, a: V, b: V) -> V:
-        """One step of reduction number n."""
+        """Emit one step of reduction number n."""
         r = self.loop.reduces[n]
         return alu.best_number(self.em, r.op, a, b) if n in self.nans else alu.combine(self.em, r.op, r.value.dtype, a, b)
 
     def fetch(self, inner: Scope) -> None:
-        """What comes after, where this loop is the one during which it is fetched."""
+        """Prefetch for the next grid point (`scope.ahead`), if this is the loop during which that is done."""
         if (ahead := inner.ahead) and ahead.during is self.loop:
             at = self.scope.child({ahead.var: inner.scalar.bindings[self.loop.var]})
             for load, nbytes in ahead.loads:
                 if not all(at.has(v) for v in at.names_in(load.index) if isinstance(v, Var)):
-                    continue  # it depends on what the pass itself binds, as the loop of a reduction inside it does
+                    continue  # depends on a variable bound inside the pass, as that of an inner reduction loop
                 place = self.em.gep(address(load.buffer, load.index, at), nbytes)
                 self.em.intrinsic("prefetch", place, *(V(x, "i32") for x in "031"), suffix=("p0",), returns="void")
 
     def scan(self, inner: Scope, held: Held) -> None:
-        """Give the carries their values in each lane: prefixes of the vector, after the total of those before it."""
+        """Bind the carries in each lane: a prefix scan of the vector, on top of the total of all earlier vectors."""
         em, last = self.em, [self.lanes - 1] * self.lanes
         for n, c in enumerate(self.loop.carries):
             assert isinstance(c.next, Alu) and c.added is not None
@@ -265,7 +265,7 @@ class VectorLoop:
             self.before[n] = alu.combine(em, op, dtype, before, em.shuffle(own, last))
 
     def run(self, start: int | V, stop: int | V, copies: int, *, last: V | None = None) -> None:
-        """Vectors from start up to stop, `copies` a round. With `last` they are masked to lanes before it."""
+        """Emit vectors from start to stop, `copies` per iteration. With `last`, lanes from `last` on are masked off."""
         step = copies * self.lanes
         if isinstance(start, int) and isinstance(stop, int) and stop - start <= step:
             if start < stop:
@@ -306,7 +306,7 @@ class VectorLoop:
 
 
 def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None) -> None:
-    """All iterations, or those in `bounds` = [start, stop), in lanes: full vectors, then what is left under a mask."""
+    """Emit all iterations, or those in `bounds` = [start, stop), vectorised: full vectors, then a masked remainder."""
     state = VectorLoop(loop, scope)
     lanes, unroll, em = state.lanes, state.unroll, scope.e
     for first, end, known in parts(loop, lanes, scope):
@@ -314,7 +314,7 @@ def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None
         if bounds is not None:
             start = em.intrinsic("smax", bounds[0], em.i64(first)) if first else bounds[0]
             stop = em.intrinsic("smin", bounds[1], em.i64(end)) if end < loop.extent else bounds[1]
-            stop = em.intrinsic("smax", start, stop)  # the bounds may lie elsewhere
+            stop = em.intrinsic("smax", start, stop)  # the bounds may not overlap this part
             whole = em.bin("and", em.bin("sub nsw", stop, start), -lanes * unroll)
             middle = em.bin("add nsw", start, whole)
             state.run(start, middle, unroll)

@@ -1,7 +1,7 @@
 """Host memory for the CPU backend: zeroed regions at fixed addresses, counted from allocation to release.
 
-A region lives as long as anything refers to it or to a numpy view of it, so no view can outlive its bytes. Nothing is
-allocated between two calls of `allocate`: a run that calls it zero times allocates nothing, which `allocations` shows.
+A region lives as long as there is a reference to it or to a numpy view of it, so no view can outlive its bytes. All memory comes
+from `allocate`: a run that does not call it allocates nothing, which `allocations` shows.
 
 Regions can share bytes until they are written, page by page (`freeze`, `assign`): they map one anonymous file privately,
 and the operating system copies a page at the first write to it. This module is the StateMemory of rlx.driver.handles.
@@ -29,16 +29,16 @@ HUGE_PAGE = 2 << 20  # bytes; regions from this size on ask for huge pages (fewe
 PAGE = mmap.PAGESIZE
 OWN_PAGES = 1 << 16  # bytes; regions from this size on have pages of their own, which can be shared
 POISON = 0xFF  # a byte that makes every float a NaN and every signed integer -1
-MAP_FIXED = 0x10  # of Linux, which is where it is used
+MAP_FIXED = 0x10  # value on Linux; not used elsewhere
 
-_live: dict[int, Pages] = {}  # allocation number -> what it holds, until the memory is given back
+_live: dict[int, Pages] = {}  # allocation number -> its pages, until the memory is freed
 _numbers = itertools.count()
-_made = [0, 0]  # allocations and bytes, ever
+_made = [0, 0]  # total allocations and bytes
 _counting = Lock()
 
 
 class File:
-    """Bytes that regions share until they write: written once, then only mapped; closed with the last region on it."""
+    """Bytes shared copy-on-write by regions: written once, then only mapped; closed with the last region that maps it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -50,7 +50,7 @@ class File:
 
 @dataclass(eq=False, slots=True)
 class Pages:
-    """Where a region's bytes are: its own, or (`file`) those at `offset` of a file but for the pages written since."""
+    """The location of a region's bytes: its own memory, or (`file`) a file from `offset` on, except for pages written since."""
 
     address: int
     nbytes: int
@@ -60,7 +60,7 @@ class Pages:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Region:
-    """`data`: uint8[nbytes], aligned; it keeps the memory. `address` of its first byte stays the same for life."""
+    """`data`: uint8[nbytes], aligned; it keeps the memory alive. `address`: of its first byte; never changes."""
 
     data: np.ndarray
     address: int
@@ -78,7 +78,7 @@ class Region:
 def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:
     """A region of `nbytes` (0 is fine), zeroed. `alignment`: a power of two.
 
-    From 2 MiB on it is private anonymous memory on huge pages where the system grants them. MemoryError: there is none."""
+    From 2 MiB on it is private anonymous memory, on huge pages if the system grants them. MemoryError: out of memory."""
     if nbytes >= OWN_PAGES:
         alignment = max(alignment, HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE)
         whole = np.frombuffer(_pages(nbytes + alignment), np.uint8)
@@ -94,9 +94,9 @@ def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:
 
 
 def allocations() -> dict[str, int]:
-    """Memory of the CPU backend in this process, as asked for: `count` and `total_bytes` so far, `live_bytes` now.
+    """Memory of the CPU backend in this process, in requested bytes: `count` and `total_bytes` so far, `live_bytes` now.
 
-    Live of regions that share a file: the file, once, and the pages that each has written since."""
+    For regions that share a file, the file counts once, plus the pages that each region has written since."""
     live = list(_live.values())
     files = {p.file: p.file.nbytes for p in live if p.file}
     own = sum(p.nbytes if p.file is None else len(_written(p)) * PAGE for p in live)
@@ -104,12 +104,12 @@ def allocations() -> dict[str, int]:
 
 
 def holds(address: int, nbytes: int) -> bool:
-    """Whether any of these bytes are in a region."""
+    """Whether any of these bytes belong to a region."""
     return any(address < p.address + p.nbytes and p.address < address + nbytes for p in list(_live.values()))
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     try:
         with open("/proc/self/statm") as f:
             return int(f.read().split()[1]) * PAGE
@@ -126,10 +126,10 @@ def _count(nbytes: int) -> None:
 
 
 def freeze(regions: Sequence[Region]) -> None:
-    """Make these regions cheap to `assign` from: their bytes go to a file, which they map in place. Contents and addresses
-    stay. Those that are in a file already, and have written little since, stay there.
+    """Make these regions cheap to `assign` from: their bytes move to a file, which they map in place. Contents and
+    addresses stay the same. Regions that are in a file already, and have written little since, stay there.
 
-    MemoryError: the system refuses the memory; the contents stay even so."""
+    MemoryError: the system refuses the memory; the contents are still intact."""
     changed = [r for r in regions if r.nbytes >= OWN_PAGES and _shares() and _is_worn(r.pages)]
     if not changed:
         return
@@ -146,7 +146,7 @@ def freeze(regions: Sequence[Region]) -> None:
 
 
 def assign(goal: Region, source: Region) -> None:
-    """Give `goal` the bytes of `source`, of the same size: of a frozen one, without copying what it has not written since."""
+    """Give `goal` the bytes of `source`, of the same size. If `source` is frozen, only pages written since are copied."""
     pages = source.pages
     if pages.file is None or goal.nbytes < OWN_PAGES:
         np.copyto(goal.data, source.data)
@@ -159,7 +159,7 @@ def assign(goal: Region, source: Region) -> None:
 
 @lru_cache(1)
 def _shares() -> bool:
-    """Whether this system has all that sharing needs: tried out once, on two pages."""
+    """Whether this system supports all that sharing needs; tested once, on two pages."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
@@ -174,14 +174,14 @@ def _shares() -> bool:
 
 
 def _is_worn(pages: Pages) -> bool:
-    """Whether so much was written since it was frozen that copying that for each fork costs more than freezing again."""
+    """Whether so much was written since the freeze that copying it for each fork costs more than freezing again."""
     return pages.file is None or len(_written(pages)) * PAGE * 4 > pages.nbytes
 
 
 def _written(pages: Pages) -> np.ndarray:
-    """Numbers of the pages that are its own: of a file, those written since it was mapped; else, all that were touched.
+    """Numbers of the private pages: in a file mapping, those written since it was mapped; otherwise all that were touched.
 
-    See pagemap in the Linux kernel's documentation: bits 62 and 63: there is a page, swapped or present; 61: it is a file's."""
+    See pagemap in the Linux kernel's documentation: bits 62 and 63: the page is swapped or present; 61: it belongs to a file."""
     fd = os.open("/proc/self/pagemap", os.O_RDONLY)
     try:
         flags = np.frombuffer(os.pread(fd, _whole_pages(pages.nbytes) // PAGE * 8, pages.address // PAGE * 8), np.uint64)
@@ -191,7 +191,7 @@ def _written(pages: Pages) -> np.ndarray:
 
 
 def _runs(pages: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Runs of following pages as (first byte, end)."""
+    """Ranges of consecutive pages as (first byte, end)."""
     gaps = np.flatnonzero(np.diff(pages) > 1)
     firsts, lasts = np.append(pages[:1], pages[gaps + 1]), np.append(pages[gaps], pages[-1:])
     return zip((firsts * PAGE).tolist(), ((lasts + 1) * PAGE).tolist())
@@ -202,7 +202,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _map(pages: Pages, file: File, offset: int) -> None:
-    """Put the file's bytes, privately, where the region's pages are. Python's mmap object goes on owning the range."""
+    """Map the file privately over the region's pages. Python's mmap object still owns the address range."""
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
     if _mmap()(pages.address, _whole_pages(pages.nbytes), protection, flags, file.number, offset) != pages.address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -231,6 +231,6 @@ def _pages(nbytes: int) -> mmap.mmap:
     # private: a forked child gets its own copy (Python's default would share the pages, and forbid huge ones)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small pages work as well
+        with contextlib.suppress(OSError):  # a system without huge pages rejects the advice; small pages work as well
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

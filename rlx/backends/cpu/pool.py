@@ -1,7 +1,8 @@
-"""Worker threads for runs: Python daemon threads that stay inside the walker (rlx.backends.cpu.executor) and sleep in it.
+"""Worker threads for runs: Python daemon threads that stay inside the executor's machine code
+(rlx.backends.cpu.executor) and sleep there.
 
-One pool per process and thread count, shared by all executables. A forked child starts workers of its own at its first
-run; at exit the workers are woken and joined.
+One pool per process and thread count, shared by all executables. A forked child starts its own workers at its
+first run; at exit the workers are woken and joined.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_
 from rlx.host.jit import Library, kept_object
 from rlx.host.processor import usable_cpus
 
-# How long a thread spins before it sleeps, between runs and within one. A thread that spins uses up the share of the CPU that the
-# system grants it, and loses the CPU to other programs later, with a task in hand: no longer than waking it up takes.
+# How long a thread spins before it sleeps, between runs and within one: no longer than a wake-up takes. Spinning uses up the
+# thread's share of the CPU, so that the system may preempt it later, in the middle of a task.
 IDLE_SPIN_US, BUSY_SPIN_US = 100, 50
 YIELDS = 8  # sched_yield calls between spinning and sleeping
 __all__ = [
@@ -40,7 +41,7 @@ def _made() -> tuple[Library, MethodDef]:
     machine, futex = platform.machine(), futex_call()
 
     def text() -> str:
-        from rlx.backends.cpu import executor  # not needed where its code is kept on disk
+        from rlx.backends.cpu import executor  # not needed if its code is cached on disk
 
         return executor.module_text(machine, futex)
 
@@ -50,9 +51,9 @@ def _made() -> tuple[Library, MethodDef]:
 
 
 def _walker() -> tuple[Library, MethodDef]:
-    """The walker in machine code, and rlx_run_py as a Python method: one for the life of the process, since workers stay
-    inside it and built-in functions point to it."""
-    with _making:  # a cache alone would let threads that come together make several, and free all but one
+    """The executor's machine code, and rlx_run_py as a Python method. Both live as long as the process, since workers stay
+    inside the code and built-in functions point to it."""
+    with _making:  # with a cache alone, concurrent threads could each load one, and all but one would be freed
         return _made()
 
 
@@ -64,22 +65,22 @@ def _library() -> Library:
 
 
 def run_address() -> int:
-    """Of rlx_run: i32 (ptr run)."""
+    """The address of rlx_run: i32 (ptr run)."""
     return _library().address("rlx_run")
 
 
 def callable_of(run: Run) -> Callable[[], int]:
-    """A built-in function that performs `run`, which must outlive it, without the GIL (a third of the cost of a ctypes call).
+    """A built-in function that performs `run` without the GIL, at a third of the cost of a ctypes call. `run` must outlive it.
 
-    It returns 0, a status, or ATTEND: then call `Pool.attend`."""
+    It returns 0, a status, or ATTEND; after ATTEND, call `Pool.attend`."""
     return builtin(_walker()[1], ctypes.addressof(run))
 
 
 class Pool:
     """`threads` - 1 workers, and the threads that call runs. Workers are daemon threads that sleep between runs.
 
-    One run at a time has the workers; another one meanwhile walks its table alone, with the same result.
-    `address`: of the Control block, for Run.control."""
+    One run at a time uses the workers. A concurrent run executes its table in its own thread, with the same result.
+    `address`: address of the Control block, for Run.control."""
 
     def __init__(self, threads: int) -> None:
         if not 1 <= threads <= MAX_THREADS:
@@ -91,12 +92,12 @@ class Pool:
         self._reset()
 
     def start(self) -> None:
-        """Start the workers, if they do not run. Where the system grants no thread, runs go on with those there are."""
+        """Start the workers, unless they run already. If the system refuses a thread, runs use the workers that did start."""
         with self._starting:
             if self._started:
                 return
             self._started = True
-            if self.threads <= usable_cpus():  # else spinning would keep others from their work
+            if self.threads <= usable_cpus():  # otherwise spinning would take CPU time from other threads
                 self._control.idle_spins = IDLE_SPIN_US * _turns_per_us()
                 self._control.busy_spins = BUSY_SPIN_US * _turns_per_us()
             cpus = worker_cpus(self.threads - 1)
@@ -105,7 +106,7 @@ class Pool:
                 worker = threading.Thread(target=self._work, args=(tid, cpu), name=f"rlx-worker-{tid}", daemon=True)
                 try:
                     worker.start()
-                except RuntimeError as fault:  # a limit on threads, or the interpreter is ending
+                except RuntimeError as fault:  # a limit on threads, or the interpreter is shutting down
                     warnings.warn(f"rlx runs on {tid} of {self.threads} threads: {fault}", RuntimeWarning, stacklevel=3)
                     break
                 self.workers += (worker,)
@@ -113,24 +114,24 @@ class Pool:
             self._mark(self._pins)
 
     def attend(self) -> None:
-        """After a run returned ATTEND: start the workers, or leave the CPU that one of them is pinned to."""
+        """After a run returned ATTEND: start the workers, or move this thread off a CPU that a worker is pinned to."""
         if not self._started:
             return self.start()
         if not self._pins:  # closed, or no thread was granted
             return None
         allowed = os.sched_getaffinity(0)
         free = allowed - self._pins
-        if free:  # move this thread now; the scheduler would take some 10 ms to see that two threads share a CPU
+        if free:  # move this thread now; the scheduler takes some 10 ms to notice that two threads share a CPU
             os.sched_setaffinity(0, free)
             os.sched_setaffinity(0, allowed)
             return None
-        for worker in self.workers:  # this thread may be nowhere else: let the workers look for room themselves
+        for worker in self.workers:  # this thread may use no other CPU: unpin the workers instead
             if worker.native_id is not None and worker.is_alive():
                 os.sched_setaffinity(worker.native_id, allowed | self._pins)
         return self._mark(set())
 
     def close(self) -> None:
-        """Wake the workers and wait until they have left. Later runs walk alone; `start` does nothing any more."""
+        """Wake the workers and wait until they have left. Later runs use only their own thread, and `start` does nothing."""
         with self._starting:
             self._started = True
             self._control.workers = 0
@@ -140,7 +141,7 @@ class Pool:
             self.workers, self._pins = (), set()
 
     def _mark(self, cpus: set[int]) -> None:
-        """Tell runs which CPUs belong to workers."""
+        """Record in the Control block which CPUs have a worker pinned to them."""
         ctypes.memset(self._control.pinned, 0, MAX_CPUS)
         for cpu in cpus:
             if cpu < MAX_CPUS:
@@ -149,12 +150,12 @@ class Pool:
 
     def _work(self, tid: int, cpu: int | None) -> None:
         if cpu is not None:
-            with contextlib.suppress(OSError):  # the CPU was taken from us meanwhile: anywhere else will do
+            with contextlib.suppress(OSError):  # this CPU is no longer allowed; any other will do
                 os.sched_setaffinity(0, {cpu})  # 0: this thread only
         _library().function("rlx_work", None, ctypes.c_void_p, ctypes.c_int64)(self.address, tid)
 
     def _reset(self) -> None:
-        """No worker, no run; also what a forked child starts from: its parent's threads are not there."""
+        """Initial state: no worker, no run. Also used in a forked child, which does not have its parent's threads."""
         ctypes.memset(self.address, 0, ctypes.sizeof(Control))
         libc = ctypes.CDLL(None)
         self._control.ticket, self._control.yields = END, YIELDS
@@ -171,7 +172,7 @@ _pools_lock = threading.Lock()
 
 
 def pool(threads: int) -> Pool:
-    """The process's pool of that many threads, started."""
+    """The process's pool with `threads` threads, started."""
     with _pools_lock:
         if threads not in _pools:
             _pools[threads] = Pool(threads)
@@ -195,12 +196,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def worker_cpus(count: int) -> Sequence[int | None]:
-    """A CPU of its own for each worker, from those this thread may use: other cores than the one we are on first, then
-    their second hardware threads. All None (not pinned) where there are too few, or where threads cannot be pinned."""
+    """A separate CPU for each worker, from those this thread may use: first cores other than the current one, then their
+    second hardware threads. All None (not pinned) if there are too few, or if threads cannot be pinned."""
     if not hasattr(os, "sched_setaffinity") or count >= len(os.sched_getaffinity(0)):
         return [None] * count
     here = ctypes.CDLL(None).sched_getcpu()
-    seen: dict[str, int] = {}  # core -> hardware threads of it so far
+    seen: dict[str, int] = {}  # core -> number of its hardware threads used so far
     rank: dict[int, int] = {}
     for cpu in sorted(os.sched_getaffinity(0), key=lambda cpu: (cpu != here, cpu)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -212,7 +213,7 @@ def worker_cpus(count: int) -> Sequence[int | None]:
 
 @cache
 def _turns_per_us() -> int:
-    """Turns of the waiting loop in a microsecond: the best of a few short trials, as others may hold the CPU."""
+    """Iterations of the spin loop per microsecond: the best of a few short trials, since other threads may use the CPU."""
     spin = _library().function("rlx_spin", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
     control = allocate(ctypes.sizeof(Control))
     seconds, turns = [], 500

@@ -1,7 +1,7 @@
-"""Kernel to LLVM IR: the function, its tasks, the walk over grid points. Contractions and claimed ops have files of their own.
+"""Kernel to LLVM IR: the function, its tasks, the loops over grid points. Contractions and claimed ops are in other files.
 
-A task is a run of grid points, or a run of the last grid dimension at one point of the others. The last dimension is a
-loop, so that its variable is never recovered by division; it becomes lanes where the body has no vector loop.
+A task is a range of grid points, or a range of the last grid dimension at one point of the others. The last dimension is always
+a loop, so that its variable needs no division. It is vectorised if the body has no vector loop.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from rlx.ir.kernel import (
 )
 from rlx.ir.target import Target
 
-GRAIN_NS = 6_000  # estimated work of a task, at the least: handing over takes 0.2 µs, 12 more where the other thread sleeps
-TASKS_PER_THREAD = 6  # at most, so that a thread that lost its core for a while does not hold up the others
+GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps
+TASKS_PER_THREAD = 6  # at most; several, so that a preempted thread does not hold up the others
 NATIVES = {"attention": attention, "attention_parts": attention}  # see backend.py
-STREAMED_BYTES = 32 << 20  # touched by a kernel, from which on results are written past the caches: they would not stay there
-FETCHED_BYTES = 1 << 20  # of an operand, from which on a core's own caches do not hold it
-STREAMED_SHARE = 8  # and if what it touches is at most this many times a result's size
+STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
+FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
+STREAMED_SHARE = 8  # non-temporal only if the kernel touches at most this many times the result's size
 WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 
-Limits = Sequence[V | None]  # of each dimension: how many of its points are asked for; None: all
+Limits = Sequence[V | None]  # the active extent of each dimension; None: all of it
 
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
@@ -68,7 +68,7 @@ def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int
 
 
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
-    """What a choice may say of the kernel's code: name -> values, the usual one first. No choice changes a result."""
+    """The tuning parameters of the kernel's code: name -> values, the default first. None of them changes a result."""
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
         return quant.axes(kernel, first, target)
@@ -98,7 +98,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[s
         wanted = choice.get("tasks", task_count(space.weight_ns(target), target.threads))
         tasks = _emit_tasks(space.tiled(kernel, target), scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
-        e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # others go by plain stores in order, which these are not
+        e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
     return module.rendered(e, symbol, tasks)
 
 
@@ -107,14 +107,14 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[s
 
 @dataclass(frozen=True)
 class Space:
-    """The points that a kernel visits: its grid and the independent loops that are its whole body. `vector`: the last
-    dimension may run in lanes."""
+    """The iteration space of a kernel: its grid, and the independent loops that make up its whole body. `vector`: the last
+    dimension may be vectorised."""
 
     vars: tuple[Var, ...]
     extents: tuple[int, ...]
     body: tuple[Stmt, ...]
     vector: bool
-    crossing: Crossing | None = None  # in tiles, blocks of which stand for one of the dimensions
+    crossing: Crossing | None = None  # transposing tiles; one dimension then counts blocks of them
 
     @staticmethod
     def of(kernel: Kernel) -> Space:
@@ -128,7 +128,7 @@ class Space:
         return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector and bool(dims))
 
     def tiled(self, kernel: Kernel, target: Target) -> Space:
-        """The same in tiles, where memory is read across what is written."""
+        """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
             return self
         x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes)
@@ -145,8 +145,8 @@ class Space:
 
 
 def fetched(body: Sequence[Stmt], row: Var) -> Ahead | None:
-    """Of passes over a row: what the first one reads of a large buffer is fetched for the row after it during the second,
-    if that one, which finds its own in a cache, leaves memory idle."""
+    """Prefetch for bodies with two passes over a row. While the second pass runs from cache and memory is idle, the next row's
+    data of the first pass is prefetched, if it comes from a large buffer. None: no such body."""
     passes = [s for s in body if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
     if len(passes) < 2 or any(isinstance(s.buffer, Buffer) for s in stores([passes[1]])):
         return None
@@ -164,16 +164,16 @@ def _has_vector(stmts: Sequence[Stmt]) -> bool:
 
 
 def task_count(work_ns: float, threads: int) -> int:
-    """How many tasks to aim for: several per thread where there is work enough, as many for each, of about GRAIN_NS at least."""
+    """The number of tasks to aim for: a multiple of `threads` if there is work enough, and each of about GRAIN_NS at least."""
     tasks = min(int(work_ns / GRAIN_NS), TASKS_PER_THREAD * threads)
     return 1 if threads == 1 or tasks < 2 else tasks if tasks < threads else -(-tasks // threads) * threads
 
 
 def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:
-    """The code of task TASK. Returns how many tasks there are, about as many as `wanted`."""
+    """Emit the code of task TASK. Returns the number of tasks, close to `wanted`."""
     e = scope.e
     outer, last = math.prod(space.extents[:-1]), space.extents[-1] if space.extents else 1
-    if 2 * outer > wanted:  # runs of outer points, whole last dimensions
+    if 2 * outer > wanted:  # ranges of outer points, each with the whole last dimension
         per = -(-outer // wanted)
         tasks = -(-outer // per)
         if per == 1:
@@ -192,7 +192,7 @@ def _emit_tasks(space: Space, scope: Scope, wanted: int, limits: Limits) -> int:
 
 
 def _run(e: Emitter, index: V, size: int, total: int) -> tuple[V, V]:
-    """Where run `index` of `size` each starts and stops, the last one at `total`."""
+    """[start, stop) of range number `index`. Ranges have `size` elements; the last one ends at `total`."""
     if size >= total:
         return e.i64(0), e.i64(total)
     start = e.bin("mul nsw", index, size)
@@ -200,13 +200,13 @@ def _run(e: Emitter, index: V, size: int, total: int) -> tuple[V, V]:
 
 
 def _emit_point(space: Space, scope: Scope, point: V, bounds: tuple[V, V] | None, limits: Limits) -> None:
-    """All of the last dimension (or its part in `bounds`) at flat point `point` of the other ones; nothing past a limit."""
+    """Emit the last dimension (or its part in `bounds`) at flat index `point` of the others, up to the limits."""
     e = scope.e
     if not space.vars:
         emit_statements(space.body, scope)
         return
     for at in range(len(space.vars) - 2, -1, -1):
-        if math.prod(space.extents[:at]) == 1:  # what is left is this coordinate
+        if math.prod(space.extents[:at]) == 1:  # the remaining index is this coordinate
             place, point = point, e.i64(0)
         else:
             place, point = divided(e, point, space.extents[at])

@@ -1,7 +1,7 @@
-"""Expressions, loads and stores of the kernel IR as LLVM IR: what is in scope, one SIMD variable, masks, shared values.
+"""Expressions, loads and stores of the kernel IR as LLVM IR: bindings, one SIMD variable, masks, shared values.
 
-A Scope is a place in the code. Where a variable is vectorised, an expression that does not depend on the lane is computed
-once as a scalar (in `scope.scalar`, the scope's lane-0 twin) and spread; an index that grows by one from lane to lane
+A Scope is a region of the emitted code. If a variable is vectorised, an expression that does not depend on the lane is computed
+once as a scalar (in `scope.scalar`, the scope's lane-0 twin) and broadcast. An index that grows by one from lane to lane
 becomes a contiguous vector access.
 """
 
@@ -22,8 +22,8 @@ Names = frozenset[Var | Buffer | Local]
 
 @dataclass(frozen=True)
 class Ahead:
-    """What the next point will read first, and may be fetched while `during` computes: `loads` of a loop over `var`, so many
-    bytes on."""
+    """A prefetch for the next grid point, issued while the loop `during` runs: `loads` of a loop over `var`, each with its
+    distance in bytes."""
 
     during: Loop
     var: Var
@@ -31,12 +31,12 @@ class Ahead:
 
 
 class Scope:
-    """Where code is being emitted, and what names mean there.
+    """The region where code is being emitted, and its bindings.
 
     `pointers`: Buffer or Local -> address of its element 0. `status`: address of the i32 that failed Checks write.
     `bindings`: Var -> its value, scalar or one per lane. `vector`: the vectorised Var, whose lane 0 is `base`, with
-    `lanes` lanes; `mask` (<lanes x i1>): lanes that count, None for all. Scopes with lanes > 1 and no `vector` hold
-    vectors that do not depend on the lane, for scopes below them. `vector_bytes`: of a register (Target).
+    `lanes` lanes; `mask` (<lanes x i1>): the active lanes, None for all. Scopes with lanes > 1 and no `vector` hold
+    vectors that do not depend on the lane, for scopes below them. `vector_bytes`: size of a vector register (Target).
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Scope:
         self.e, self.pointers, self.status, self.vector_bytes, self.lanes = e, pointers, status, vector_bytes, lanes
         self.vector: Var | None = None
         self.mask: V | None = None
-        self.bindings: dict[Var, V] = {}  # of this many lanes; those of scalars are in self.scalar
+        self.bindings: dict[Var, V] = {}  # values with this many lanes; scalar ones are in self.scalar
         self.memo: dict[int, V] = {}
         self.names: dict[int, Names] = {}
-        self.streams: frozenset[Buffer] = frozenset()  # too large to stay in a cache, and only written
+        self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
         self.ahead: Ahead | None = None
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
         for var, value in (bindings or {}).items():
@@ -58,8 +58,8 @@ class Scope:
         self, bindings: Bindings | None = None, *, vector: Var | None = None, base: V | None = None, lanes: int | None = None,
         mask: V | None = None, pointers: Pointers | None = None,
     ) -> Scope:  # fmt: skip
-        """A scope that sees all that was emitted here, and keeps what is emitted there to itself. What is not given stays
-        as it is here; `pointers` are added."""
+        """A nested scope. It sees all values emitted here; values emitted there are not visible here. Parameters that are not
+        given are inherited; `pointers` are added."""
         lanes = lanes or self.lanes
         assert self.lanes in (1, lanes), f"a scope of {self.lanes} lanes cannot hold one of {lanes}"
         places = {**self.pointers, **pointers} if pointers else self.pointers
@@ -86,7 +86,7 @@ class Scope:
         return var in self.bindings or var in self.scalar.bindings
 
     def spreads(self, e: Expr) -> bool:
-        """Whether `e` is the same in all of several lanes."""
+        """Whether there are several lanes and `e` is the same in all of them."""
         return self.lanes > 1 and not any(v is self.vector or v in self.bindings for v in self.names_in(e))
 
     def names_in(self, e: Expr) -> Names:
@@ -128,7 +128,7 @@ def _value(node: Expr, scope: Scope) -> V:
 
 
 def limit_of(var: Var, extent: int, kernel: Kernel, scope: Scope) -> V | None:
-    """How many points of `var` the kernel's limits ask for, 0 to `extent`; None: all of them."""
+    """The active extent of `var` under the kernel's limits, 0 to `extent`; None: no limit."""
     e, least = scope.e, None
     for x in kernel.limits:
         if x.var is var:
@@ -141,8 +141,8 @@ def limit_of(var: Var, extent: int, kernel: Kernel, scope: Scope) -> V | None:
 
 
 def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
-    """What a Load reads, as it is in memory: zero where the guard or the mask is off. Of a Store: write `value` where both
-    are on."""
+    """Load: the value in the dtype of memory, zero in lanes where the guard or the mask is off. Store: write `value` in lanes
+    where both are on."""
     em, size = scope.e, x.buffer.dtype.itemsize
     ty = vector(alu.memory_type(x.buffer.dtype), scope.lanes)
 
@@ -160,7 +160,7 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
     mask, stride = _active(x.guard, scope), _stride(x.index, scope)
     contiguous, turned = stride in (1, -1), range(scope.lanes - 1, -1, -1)
     where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
-    if stride == -1:  # from the last lane on; the lanes are turned round
+    if stride == -1:  # contiguous from the last lane; the lanes are reversed
         where, mask = em.gep(where, (1 - scope.lanes) * size), mask and em.shuffle(mask, turned)
         value = value and em.shuffle(value, turned)
     if contiguous and mask is None:
@@ -181,13 +181,13 @@ def _masked(where: V, mask: V, contiguous: bool, ty: str, size: int, scope: Scop
         return em.intrinsic(name, place, mask, V("zeroinitializer", ty), suffix=(ty, where.ty), returns=ty)
     if size < 4:  # LLVM before 23 writes 4 bytes where it knows that one lane of a narrowing store is on (its issue 179489)
         mask = em.bin("and", mask, em.splat(em.cmp("ne", scope.status, V("null", "ptr")), scope.lanes))
-    # lanes are scattered in order: where they meet, the last one stays, as it would in a serial loop
+    # lanes are scattered in order: of equal addresses the last lane wins, as in a serial loop
     name = "masked.store" if contiguous else "masked.scatter"
     return em.intrinsic(name, value, place, mask, suffix=(ty, where.ty), returns="void")
 
 
 def _stride(index: Expr, scope: Scope) -> int | None:
-    """Elements from lane to lane, if that is a constant."""
+    """The stride from lane to lane in elements, if it is constant."""
     if scope.vector is None or any(v in scope.bindings for v in scope.names_in(index)):
         return None
     return coefficient(index, scope.vector)
@@ -205,7 +205,7 @@ def _is_multiple(index: Expr, of: int, scope: Scope) -> bool:
 
 
 def _active(guard: Expr | None, scope: Scope) -> V | None:
-    """The lanes that are on in this scope and pass the guard; None: all."""
+    """The lanes that are active in this scope and pass the guard; None: all."""
     if guard is None:
         return scope.mask
     passed = expr(guard, scope)
@@ -213,13 +213,13 @@ def _active(guard: Expr | None, scope: Scope) -> V | None:
 
 
 def address(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
-    """Of buffer[index], a scalar; in a vector scope's lane-0 twin that of lane 0."""
+    """The scalar address of buffer[index]; in a vector scope's lane-0 twin, that of lane 0."""
     at = expr(index, scope)
     return scope.e.op("ptr", f"getelementptr {alu.memory_type(buffer.dtype)}, {scope.pointers[buffer]}, {at}")
 
 
 def _addresses(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
-    """Of buffer[index] in every lane, as a vector of pointers."""
+    """The address of buffer[index] in every lane, as a vector of pointers."""
     em, lanes, raw = scope.e, scope.lanes, alu.memory_type(buffer.dtype)
     stride = _stride(index, scope)
     if stride is None:
@@ -233,10 +233,10 @@ def _addresses(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
 
 
 def value_to_store(s: Store, scope: Scope) -> V:
-    """The store's value as its buffer keeps it."""
+    """The store's value in the dtype of its buffer."""
     source, to = s.value, s.buffer.dtype
     while isinstance(source, Alu) and source.op == "cast" and {source.dtype, source.args[0].dtype} == {to, to.compute}:
-        source = source.args[0]  # is rounded once, on its way to memory
+        source = source.args[0]  # the conversion for memory rounds it, once
     value = expr(source, scope)
     if source.dtype.compute != to.compute:
         value = alu.cast(scope.e, value, source.dtype, to)
@@ -244,7 +244,7 @@ def value_to_store(s: Store, scope: Scope) -> V:
 
 
 def check(s: Check, scope: Scope) -> None:
-    """Set the status if `ok` is false in a lane that counts."""
+    """Set the status if `ok` is false in an active lane."""
     em = scope.e
     failed = em.bin("xor", expr(s.ok, scope), True)
     if scope.lanes > 1:

@@ -12,13 +12,13 @@ from rlx.ir.target import Target
 
 
 def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[int, int]:
-    """Columns of a packed panel: what a register tile of f32 (f64: half as many) sums at once. 0: never packed. And rows
-    interleaved: as many as one instruction adds the products of, two of bf16, four of i8 by u8. `dtype`: see Target.panel."""
+    """(columns, interleaved rows) of a packed panel. Columns: the width of a register tile of f32 (f64: half); 0: never packed.
+    Rows: as many as one dot-product instruction sums: two for bf16, four for i8 by u8. `dtype`: see Target.panel."""
     columns = 48 if vector_bytes == 64 else 16
     if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in features:
         columns = 32  # two blocks of the matrix unit
     operands = [DTYPES[name] for name in dtype.split()]
-    total = product(operands[0], operands[-1])  # in whose compute dtype products are summed
+    total = product(operands[0], operands[-1])  # products are summed in its compute dtype
     floats = columns * 4 // max(4, total.itemsize) if total and total.is_float else 0
     found = columns if dtype == "u8 i8" else floats
     group = {"bf16": 2 if "avx512bf16" in features else 1, "u8 i8": 4 if "avx512vnni" in features and vector_bytes == 64 else 1}
@@ -26,12 +26,12 @@ def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[
 
 
 def host_target(threads: int | None = None) -> Target:
-    """The CPU of this process. `threads` None: what the knob RLX_THREADS says, else as many as it may use."""
+    """The CPU of this process. `threads` None: the knob RLX_THREADS, else the number of CPUs it may use."""
     return _with_panels(processor.host_target(threads))
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
-    """A CPU that need not be here; as rlx.host.processor.target_for."""
+    """Any CPU, also for cross-compilation; as rlx.host.processor.target_for."""
     return _with_panels(processor.target_for(triple, cpu, features, threads))
 
 

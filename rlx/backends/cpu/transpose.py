@@ -1,7 +1,7 @@
-"""Loops that read across memory what they write along it, as transposes do: square tiles, turned over in registers.
+"""Transposing loops: strided loads done as square tiles, transposed in registers.
 
-Lanes go along the last dimension, as in every loop; where a load goes along another one, a tile's worth of it is read in that
-direction, every cache line once, and what each row of the tile needs is shuffled out of it. What is fused around stays as it is.
+Lanes run along the last dimension, as in every loop. If a load is contiguous along another dimension, a tile is loaded in that
+direction, so that every cache line is read once, and then shuffled into the order of the lanes. Fused operations do not change.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient, expressions
 
-TILES = 4  # of a block
-Rest = Callable[[Scope, tuple[V, V] | None], None]  # all of the last dimension, or a part, at the point that the scope says
+TILES = 4  # most tiles in a block
+Rest = Callable[[Scope, tuple[V, V] | None], None]  # (scope, bounds): emits the last dimension, or its part in bounds
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """`loads` go along `row`, of `rows`; `loop`, the last dimension, is what they cross. Tiles are `size` by `size`; a block
-    is some of them beside one another, so that several lines that follow one another are read together."""
+    """`loads` are contiguous along `row` (extent `rows`) and strided along `loop`, the last dimension. Tiles are `size` by
+    `size`. A block is several adjacent tiles, so that consecutive cache lines are read together."""
 
     row: Var
     rows: int
@@ -33,7 +33,7 @@ class Crossing:
 
     @property
     def block(self) -> int:
-        """Rows of a block."""
+        """Number of rows in a block."""
         return self.size * min(TILES, self.rows // self.size)
 
     @property
@@ -42,7 +42,8 @@ class Crossing:
 
 
 def crossing(dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], vector_bytes: int) -> Crossing | None:
-    """The tiles of a loop nest with this body; None where memory is read as it is written, or in no order at all."""
+    """The tiles of a loop nest with this body; None if no load is transposed, or one has no constant
+    stride."""
     if len(dims) < 2 or len(body) != 1 or not isinstance(s := body[0], Store) or s.guard is not None:
         return None
     loop = Loop(*dims[-1], body, vector=True)
@@ -57,9 +58,9 @@ def crossing(dims: Sequence[tuple[Var, int]], body: tuple[Stmt, ...], vector_byt
 
 
 def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest) -> None:
-    """Block number `x.row` of rows, along the loop or the part of it in `bounds`; `rest` does what no tile covers."""
+    """Emit block number `x.row`, along the whole loop or its part in `bounds`. `rest` emits the remainder that no tile covers."""
     e, n = scope.e, x.size
-    block = scope.bindings[x.row]  # not by `expr`, which would remember it for the rows, too
+    block = scope.bindings[x.row]  # not through `expr`, which would cache it for the rows as well
     first = e.bin("mul nsw", block, x.block)
     start, stop = bounds or (e.i64(0), e.i64(x.loop.extent))
     middle = e.bin("add nsw", start, e.bin("and", e.bin("sub nsw", stop, start), -n))
@@ -92,7 +93,7 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
 
 
 def _read(x: Crossing, load: Load, scope: Scope, row: V, column: V) -> list[V]:
-    """The tile at (row, column), as memory has it: one vector of rows for each column."""
+    """Load the tile at (row, column) in memory order: one vector along the rows for each column."""
     e, dtype = scope.e, load.buffer.dtype
     ty, out = vector(alu.memory_type(dtype), x.size), []
     for j in range(x.size):
@@ -102,7 +103,7 @@ def _read(x: Crossing, load: Load, scope: Scope, row: V, column: V) -> list[V]:
 
 
 def _turned(e: Emitter, rows: list[V]) -> list[V]:
-    """The transpose of a square: quarters, then quarters of those, down to single elements, change places."""
+    """Transpose a square tile: swap its off-diagonal quarters, then those of each quarter, down to single elements."""
     n = step = len(rows)
     rows = list(rows)
     while step := step // 2:

@@ -1,7 +1,7 @@
-"""The null backend: accepts every program, records what would be launched, computes nothing.
+"""The null backend: accepts every program, records kernel launches, computes nothing.
 
 For tests and tools that count kernels, bytes and transfers of whole models without running them. Reading a result
-raises Unsupported: nothing pretends to have been computed.
+raises Unsupported, so that no missing result passes for a computed one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Launch:
     """One recorded kernel call. Bytes are those of the whole buffers that it reads or writes."""
 
     phase: str  # "prepare", "steps", "commit" or "feed"
-    kernel: str  # of a feed: the handle
+    kernel: str  # for a feed: the name of the handle
     read_bytes: int
     written_bytes: int
 
@@ -111,9 +111,9 @@ class NullExecutable:
         for step in self.program.commit:
             self._record("commit", step)
 
-    def run_abort(self) -> None: ...  # no state, so nothing to put back
+    def run_abort(self) -> None: ...  # there is no state to restore
 
-    def run_refuse(self) -> None: ...  # no other rank is waited for
+    def run_refuse(self) -> None: ...  # there are no other ranks to notify
 
     def _record(self, phase: str, step: Step) -> None:
         read, written = (sum(self.decls[b].nbytes for b in ids) for ids in (step.reads, step.writes))
@@ -123,7 +123,7 @@ class NullExecutable:
         return NullExecutable(self.program, self.params, HandleStore())
 
     def use_handles(self, store: HandleStore) -> None:
-        self.handles = store  # which stays empty
+        self.handles = store  # stays empty
 
     def allocations(self) -> dict[str, int]:
         return {"count": 0, "live_bytes": 0, "total_bytes": 0}

@@ -1,6 +1,6 @@
-"""The reference backend: a Program executed step by step with numpy, in memory laid out as the plan says.
+"""The reference backend: a Program executed step by step with numpy, in memory laid out by the arena plan.
 
-It is the oracle of the compiler. It uses the plan's offsets in one real arena, which is poisoned before each run, so a
+It is the test oracle of the compiler. It uses the plan's offsets in one real arena, which is poisoned before each run, so a
 wrong plan or a read before a write gives wrong results here too. "ref:0" packs nothing and claims nothing; "ref:1"
 packs contraction operands into panels of three columns and runs claimed ops whole.
 """
@@ -20,7 +20,7 @@ from rlx.ir.target import Target
 
 ALIGNMENT = 64
 PANELS = ((0, 1), (3, 2))  # columns per packed panel and rows interleaved, by device index
-NATIVES = {"attention": lambda node: None}  # of every device but the first
+NATIVES = {"attention": lambda node: None}  # claimed ops, of every device but ref:0
 
 
 class RefBackend:

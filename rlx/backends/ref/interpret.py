@@ -1,9 +1,9 @@
-"""Interprets one Kernel with numpy: slow, plain, and strict. What a renderer must agree with.
+"""Interprets one Kernel with numpy: slow, plain, and strict. Renderers must agree with it.
 
-The grid is one axis (its points are independent), every loop that may be run side by side is another, and an
-expression is an array over them, size 1 along the axes it does not depend on. Loops with carried values, or whose
-iterations may see each other's stores, run one iteration at a time. Broken rules of the kernel IR (an unguarded access
-outside a buffer, two grid points writing one element) raise VerifyError: they are faults of whoever made the kernel.
+The grid is one array axis (its points are independent), and every parallel loop is another. An expression is an array over
+these axes, of size 1 along those it does not depend on. Loops with carried values, or whose iterations may see each other's
+stores, run one iteration at a time. Violations of the kernel IR's rules (an unguarded access outside a buffer, two grid points
+writing one element) raise VerifyError: they are bugs of the compiler that built the kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlx.ir import kernel as K
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Local, Stmt
 from rlx.ir.op import OPS
 
-MAX_POINTS = 1 << 21  # elements of the largest array that a kernel's grid and loops may be spread over at once
+MAX_POINTS = 1 << 21  # most elements of an array over a kernel's grid and parallel loops
 
 
 def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
     """Run `kernel` on flat arrays, one per kernel.buffers, each of the buffer's dtype and at least its size.
 
-    Returns 0, or the code of a failed Check. Raises VerifyError where the kernel breaks a rule of the kernel IR.
+    Returns 0, or the code of a failed Check. Raises VerifyError if the kernel breaks a rule of the kernel IR.
     """
     memory = {}
     for buffer, array in zip(kernel.buffers, args, strict=True):
@@ -49,7 +49,7 @@ def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
 
 
 def _limited(kernel: Kernel, memory: dict[Buffer, np.ndarray]) -> tuple[Kernel, int]:
-    """The kernel with the limits that `memory` sets as its extents, and its grid points."""
+    """The kernel with extents reduced to the limits given in `memory`, and its number of grid points."""
     counts: dict[K.Var, int] = {}
     for x in kernel.limits:
         counts[x.var] = max(0, int(_Chunk(kernel, memory, {}, 0, 0).value(x.count).item()))
@@ -75,7 +75,7 @@ def _limited(kernel: Kernel, memory: dict[Buffer, np.ndarray]) -> tuple[Kernel, 
 
 
 def _volume(body: Sequence[Stmt]) -> int:
-    """Most elements that one grid point is spread over."""
+    """The largest number of array elements for one grid point."""
     most = 1
     for s in body:
         if isinstance(s, K.Loop):
@@ -92,7 +92,7 @@ def _volume_of(o: K.Operand | K.Computed) -> int:
 
 @lru_cache(4096)
 def _side_by_side(loop: K.Loop) -> bool:
-    """Whether running each statement for all iterations before the next statement gives what the loop means."""
+    """Whether the loop can be vectorised: running each statement for all iterations before the next gives the same result."""
     if loop.carries or loop.vector:
         return not loop.carries
     parts = list(K.walk(loop))
@@ -101,7 +101,7 @@ def _side_by_side(loop: K.Loop) -> bool:
 
 
 def _depth(body: Sequence[Stmt]) -> int:
-    """Axes needed besides the grid's."""
+    """The number of array axes needed in addition to the grid's."""
     most = 0
     for s in body:
         if isinstance(s, K.Loop):
@@ -114,7 +114,7 @@ def _depth(body: Sequence[Stmt]) -> int:
 
 
 class _Chunk:
-    """One run of a kernel's body over grid points start..stop. Axis 0 is the grid; axis d the loop at depth d."""
+    """One run of a kernel's body over grid points start..stop. Axis 0 is the grid; axis d is the loop at depth d."""
 
     def __init__(
         self, kernel: Kernel, memory: dict[Buffer, np.ndarray], owners: dict[Buffer, np.ndarray], start: int, stop: int
@@ -124,9 +124,9 @@ class _Chunk:
         self.depth = 1  # the next free axis
         self.size = stop - start  # elements of the axes in use
         self.status = 0
-        self.scopes: list[dict[int, np.ndarray]] = [{}]  # values of shared expressions, once per scope
+        self.scopes: list[dict[int, np.ndarray]] = [{}]  # memoised values of expressions, one dict per scope
         self.point = self.along(np.arange(start, stop), 0)
-        self.row: np.ndarray | None = None  # of the Contract being run
+        self.row: np.ndarray | None = None  # row index of the Contract being run
         indices = np.unravel_index(np.arange(start, stop), [extent for _, extent in kernel.grid]) if kernel.grid else ()
         self.env = {var: self.along(np.asarray(i, np.int64), 0) for (var, _), i in zip(kernel.grid, indices)}
         self.locals: dict[Local, np.ndarray] = {}
@@ -145,7 +145,7 @@ class _Chunk:
 
     @contextmanager
     def scope(self, axes: int, size: int) -> Iterator[None]:
-        """Within it `axes` more axes, of `size` elements together, are in use; values found there are forgotten after it."""
+        """Use `axes` more axes, of `size` elements in total, inside the `with`; values memoised there are dropped after it."""
         outside = self.depth, self.size
         self.depth, self.size = self.depth + axes, self.size * size
         self.scopes.append({})
@@ -218,7 +218,7 @@ class _Chunk:
         self.row = None
 
     def operand(self, o: K.Operand | K.Computed, rows: int, columns: int, k: int) -> np.ndarray:
-        """The operand's matrix at every grid point (or at one, where it is the same at all): [points or 1, rows, columns]."""
+        """The operand's matrix at every grid point (1 if it is the same at all of them): [points or 1, rows, columns]."""
         if isinstance(o, K.Computed):
             return self.computed(o, rows, columns)
         if o.blocks:
@@ -263,7 +263,7 @@ class _Chunk:
         low, high = v.offset + sum(min(r, 0) for r in reach), v.offset + sum(max(r, 0) for r in reach)
         self.bounds(v.buffer, np.array([low, high]), None, "views")
         strides = [s * memory.itemsize for s in v.strides]
-        words = memory[v.offset :].view(f"u{memory.itemsize}")  # numpy makes no windows of 8-bit floats
+        words = memory[v.offset :].view(f"u{memory.itemsize}")  # as_strided does not support numpy's 8-bit floats
         return np.lib.stride_tricks.as_strided(words, v.dims, strides).view(memory.dtype)
 
     def store(self, s: K.Store) -> None:
@@ -278,7 +278,7 @@ class _Chunk:
         memory[at] = value
 
     def own(self, buffer: Buffer, index: np.ndarray, guard: np.ndarray | None) -> None:
-        """Record which grid point writes which element; two points that write one element race."""
+        """Record which grid point writes which element; two points that write the same element are a race."""
         if not buffer.writable:
             self.broken(f"writes {buffer.name}, which is not writable")
         index, point = np.broadcast_arrays(index, self.point)
@@ -323,14 +323,14 @@ class _Chunk:
     # -- memory
 
     def place(self, x: Load | K.Store, does: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Index and guard of an access, which is inside its buffer."""
+        """Index and guard of an access, checked to be in bounds."""
         index = self.value(x.index)
         guard = None if x.guard is None else self.value(x.guard)
         self.bounds(x.buffer, index, guard, does)
         return index, guard
 
     def memory_of(self, buffer: Buffer | Local, index: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """The array behind a buffer, and where `index` is in it at every point."""
+        """The array of a buffer, and the array index of `index` at every point."""
         if isinstance(buffer, Buffer):
             return self.memory[buffer], (index,)
         row = np.zeros_like(self.point[:1])

@@ -1,6 +1,6 @@
 """The closed set of scalar operations (rlx.ir.kernel.SCALAR_OPS) on numpy arrays, with exactly the meaning stated there.
 
-Registers hold compute dtypes: f16, bf16 and f8 values live in f32 arrays, rounded where a dtype says so.
+Registers hold compute dtypes: f16, bf16 and f8 values are held in f32 arrays, rounded where an expression has such a dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute(op: str, args: Sequence[tuple[Array, DType]], dtype: DType) -> Array
 
 
 def convert(a: Array, source: DType, target: DType) -> Array:
-    """Values of `source` as `target`, as the scalar op cast means it; the result has target's host dtype."""
+    """Values of `source` as `target`, as the scalar op cast defines it; the result has target's host dtype."""
     if source == target:
         return a
     if target.kind == "b":
@@ -55,7 +55,7 @@ def _float_to_int(a: Array, target: DType) -> Array:
 
 
 def reduce_ufunc(op: str, dtype: np.dtype) -> np.ufunc:
-    """The binary ufunc that a reduction with `op` combines with. max and min let NaN through."""
+    """The binary ufunc of a reduction with `op`. max and min propagate NaN."""
     return {
         "add": np.logical_or if dtype.kind == "b" else np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
         "and": np.bitwise_and, "or": np.bitwise_or,
@@ -63,7 +63,7 @@ def reduce_ufunc(op: str, dtype: np.dtype) -> np.ufunc:
 
 
 def _wide(f: Callable[..., Array]) -> Callable[..., Array]:
-    """A float function carried out in f64 and rounded once."""
+    """A float function computed in f64 and rounded once."""
     return lambda *args: f(*(a.astype(np.float64) for a in args)).astype(args[0].dtype)
 
 

@@ -1,1 +1,1 @@
-"""Code that several backends use. It imports no backend, and knows no device."""
+"""Code shared by several backends. It imports no backend and depends on no device."""

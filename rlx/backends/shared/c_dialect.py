@@ -1,8 +1,8 @@
-"""Dialects of the C family: what each language writes for the kernel IR. c_style renders with one of these tables.
+"""Dialects of the C family: the syntax of each language for the kernel IR. c_style renders with one of these tables.
 
-Templates take operands as {0}, {1} …, which are names, literals or in parentheses. In rows of `ops`, {t} is the type of the
-result, {n} the name of the operands' dtype, {s} the suffix of single-precision functions. Results are stored in a variable of
-their type at once, which makes integers narrower than `int` wrap.
+Templates take operands as {0}, {1} …: names, literals or parenthesised expressions. In the entries of `ops`, {t} is the type
+of the result, {n} the name of the operands' dtype, {s} the suffix of single-precision functions. Each result is assigned to a
+variable of its own type at once, so that integers narrower than `int` wrap.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rlx.ir.kernel import Buffer, Local
 
 Rows = Mapping[str, Mapping[str, str]]  # scalar op -> kinds of the first operand ("f", "iu", …) -> template
 Named = Sequence[tuple[str, Buffer]]
-Extents = Sequence[tuple[str, str]]  # grid variables, and how many values each takes: a literal or a name
+Extents = Sequence[tuple[str, str]]  # grid variables and their extents: a literal or a name
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One language. `types`: dtype name -> type of values and variables; `elements`: type in memory, where that is another
-    one. `loads`, `stores`: dtype name -> template of (buffer, index[, value]), where it is not a plain access.
+    """One language. `types`: dtype name -> type of values and variables; `elements`: type in memory, where it
+    differs. `loads`, `stores`: dtype name -> template of (buffer, index[, value]), where it is not a plain access.
     `rounded`: dtype name -> template that rounds a value to it, for floats narrower than their arithmetic.
 
-    `function(name, buffers)`, `points(grid)`: the lines that open them, and how many braces. `local(element type, name, local)`:
-    its declaration. `vary`, `fix`: declarations of a variable and of a constant: (type, name, value)."""
+    `function(name, buffers)`, `points(grid)`: the opening lines of the function and of the grid loops, and how many braces they
+    open. `local(element type, name, local)`: its declaration. `vary`, `fix`: declarations of a variable and of a constant:
+    (type, name, value)."""
 
     name: str
     prelude: str
@@ -51,7 +52,7 @@ class Dialect:
     check: str = "if (!{0}) *status = {1};"
 
     def apply(self, op: str, args: Sequence[str], operand: DType, result: DType) -> str:
-        """The text of a scalar operation, of operands of dtype `operand` (a select's: `result`)."""
+        """The text of a scalar operation on operands of dtype `operand` (for a select: `result`)."""
         kinds = self.ops[op]
         template = next(row for letters, row in kinds.items() if operand.kind in letters)
         suffix = "f" if operand.compute == f32 else ""
@@ -123,7 +124,7 @@ def literal(value: int | float, dtype: DType) -> str:
 
 
 def cast(a: str, source: DType, to: DType) -> str:
-    """A value of `source` as one of `to`; both in the dtypes of arithmetic, narrow floats rounded."""
+    """Convert a value from dtype `source` to `to`. Both are held in their compute dtypes; narrow floats are rounded."""
     if to.kind == "b":
         return f"{a} != 0"
     if source.is_float and to.is_int:
@@ -140,13 +141,13 @@ def bitcast(a: str, source: DType, to: DType) -> str:
 
 
 def prelude(*own: str) -> str:
-    """The dialect's own lines, then the helpers that the rows above name."""
+    """The dialect's own lines, then the helper functions that the tables above use."""
     return "\n".join([*own, (Path(__file__).parent / "c_prelude.h").read_text()])
 
 
 # -- C -------------------------------------------------------------------------------------------------------------
 
-STACK_BYTES = 1 << 16  # of a local; larger ones are kept once for each thread
+STACK_BYTES = 1 << 16  # largest local on the stack; larger ones are thread-local
 
 
 def _c_function(name: str, buffers: Named) -> list[str]:
@@ -166,8 +167,8 @@ def _c_local(element: str, name: str, local: Local) -> str:
     return f"{where}{element} {name}[{max(1, local.size)}];"
 
 
-# Every point of the grid in nested loops; one call runs a kernel. FLAGS keep what C leaves to the compiler as the IR has it:
-# signed integers wrap, products and sums are rounded apart, buffers may overlap, and functions do not set errno.
+# The grid becomes nested loops; one function call runs a kernel. FLAGS pin down what C leaves to the compiler, as the IR defines
+# it: signed integers wrap, products and sums are rounded separately, buffers may overlap, and functions do not set errno.
 FLAGS = ("-std=gnu11", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno")
 C = Dialect(
     "c", prelude(*(f"#include <{h}.h>" for h in ("math", "stdbool", "stdint", "string")), "#define RLX_FN static inline",

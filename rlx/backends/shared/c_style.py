@@ -1,7 +1,7 @@
-"""Kernel IR to source text of a C-like language; the dialect (c_dialect) says how that language writes each thing.
+"""Renders kernel IR as source text of a C-like language; the dialect (c_dialect) supplies the syntax.
 
-Values are named as they are computed, once per scope, in the order of the kernel's statements. Only index arithmetic that is
-used once stands inside other expressions.
+Each value gets a name when it is computed, once per scope, in the order of the kernel's statements. Only index arithmetic that
+is used once is written inline.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rlx.ir.kernel import (
     walk,
 )  # fmt: skip
 
-INLINE = 60  # characters: longer index expressions get a name even if they are used once
+INLINE = 60  # characters; longer index expressions get a name even if they are used once
 
 
 def render(kernel: Kernel, dialect: Dialect, name: str) -> str:
-    """One function called `name`. CompileError: the kernel has a claimed op, which only its backend can write."""
+    """One function called `name`. CompileError: the kernel has a claimed op, which only its own backend can render."""
     return _Writer(without_contract(kernel), dialect).function(name)
 
 
@@ -48,7 +48,7 @@ class _Writer:
         self.depth = 1
         self.names: dict[Buffer | Local | Var, str] = {}
         self.count: Counter[str] = Counter()
-        self.memo: ChainMap[int, str] = ChainMap()  # id of an expression -> its text in the scopes that are open
+        self.memo: ChainMap[int, str] = ChainMap()  # id of an expression -> its text in the open scopes
         exprs = [e for e in walk((kernel.body, kernel.limits)) if isinstance(e, (Alu, Load))]
         self.uses = Counter(id(a) for e in exprs for a in operands(e))
 
@@ -70,7 +70,7 @@ class _Writer:
         yield from ((s.var, s.extent) for s in walk(self.kernel.body) if isinstance(s, Loop))
 
     def limit(self, var: Var, extent: int) -> str | None:
-        """A name for how many values of `var` are needed; None: all."""
+        """The name that holds the active extent of `var`; None: all of it."""
         bound, d = None, self.dialect
         for x in self.kernel.limits:
             if x.var is var:
@@ -93,7 +93,7 @@ class _Writer:
         return self.names[x]
 
     def fix(self, prefix: str, dtype: DType, text: str) -> str:
-        """A new constant of the value `text`."""
+        """Declare a constant with the value `text`; returns its name."""
         name = self.fresh(prefix)
         self.line(self.dialect.fix.format(self.type(dtype), name, text))
         return name
@@ -103,7 +103,7 @@ class _Writer:
 
     @contextmanager
     def scope(self, opening: Sequence[str], braces: int = 1) -> Iterator[None]:
-        """Lines that open braces, what is written within, and the braces closed. Values named within are unknown after it."""
+        """Write `opening`, then the body of the `with`, then the closing braces. Names made in the body end with it."""
         for text in opening:
             self.line(text)
             self.depth += text.endswith("{")
@@ -117,7 +117,7 @@ class _Writer:
     # -- expressions
 
     def value(self, e: Expr) -> str:
-        """A name, a literal or text in parentheses for the value of `e`; what it needs is computed here."""
+        """A name, a literal or text in parentheses for the value of `e`. The operations it depends on are emitted here."""
         for node in postorder(e, self.memo):
             self.memo[id(node)] = self.atom(node)
         return self.memo[id(e)]
@@ -153,8 +153,8 @@ class _Writer:
     # -- statements
 
     def block(self, stmts: Iterable[Stmt], ends: Sequence[Expr] = ()) -> list[str]:
-        """The statements in order, and the values of `ends` after them. Neighbouring stores are written after all their
-        values, and those of `ends`, are known: buffers of different names may be one memory where their indices agree."""
+        """The statements in order, then the values of `ends`. Adjacent stores are written only after all their values, and
+        those of `ends`, are computed: buffers with different names may alias where their indices are equal."""
         held: list[Store] = []
         for s in stmts:
             if isinstance(s, Store):
@@ -171,7 +171,7 @@ class _Writer:
         return texts
 
     def write_if_read(self, coming: Iterable[Expr], held: list[Store]) -> None:
-        """Write what is held where one of these expressions, not computed yet, loads from a buffer of it."""
+        """Write the held stores if one of these expressions, not computed yet, loads from a buffer that they write."""
         if not held:
             return
         loaded, seen = set[Buffer | Local](), self.memo.new_child()
@@ -203,7 +203,7 @@ class _Writer:
             raise CompileError(f"kernel {self.kernel.name!r}: C-style code has no {type(s).__name__} {getattr(s, 'op', '')!r}")
 
     def loop(self, s: Loop) -> None:
-        """Totals and carried values are variables; they change after an iteration, carried ones at once."""
+        """Reductions and carried values are variables, updated at the end of an iteration; the carried ones all together."""
         d = self.dialect
         inits = [(c.var, self.value(c.init)) for c in s.carries]
         inits += [(r.result, d.literal(identity(r.op, r.value.dtype), r.value.dtype.compute)) for r in s.reduces]

@@ -1,4 +1,4 @@
-"""Kernels compiled once: equal ones, in a program or in several, share their code."""
+"""A cache of compiled kernels: equal kernels, in one program or in several, share their code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 
-KEPT = 256  # kernels whose code is kept in this process: compiling a graph for other sizes meets many of them again
+KEPT = 256  # kernels whose code stays cached in this process: compiling a graph for other sizes reuses many of them
 Code = TypeVar("Code")
 
 
 class Codes(Generic[Code]):
-    """Code by kernel_key; the last `kept` that were asked for stay. `make` compiles those that are missing, all at once."""
+    """LRU cache of code by kernel_key, with `kept` entries. `make` compiles the missing kernels in one batch."""
 
     def __init__(self, make: Callable[[Sequence[tuple[str, Kernel]]], Sequence[Code]], kept: int = KEPT) -> None:
         self._make, self._kept, self._lock = make, kept, threading.Lock()

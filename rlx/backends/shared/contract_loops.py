@@ -8,16 +8,16 @@ from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Ope
 
 
 def without_contract(kernel: Kernel) -> Kernel:
-    """The same function without a Contract. Its rows become a dimension of the grid, and its columns another one where nothing
-    is done for a whole row; so limits on rows are limits of the grid, and memory private to a row (Local.per_row) is private
-    to a point."""
+    """The same function without a Contract. The matrix rows become a grid dimension. The columns become another one, unless some
+    statement works on a whole row. So a limit on rows is a limit of the grid, and memory private to a row (Local.per_row) is
+    private to a grid point."""
     found = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if found is None:
         return kernel
     step, dtype = Var("k"), found.acc.dtype
     before = _row(found.a, found.i) if isinstance(found.a, Computed) else ()
     inside, a = _element(found.a, found.i, step, found.k)
-    again = _row(found.b, step) if isinstance(found.b, Computed) else ()  # a row of b for every element that is summed
+    again = _row(found.b, step) if isinstance(found.b, Computed) else ()  # b is recomputed for every product that is summed
     inside_b, b = _element(found.b, step, found.j, found.k)
     body = (*inside, *again, *inside_b)
     product = Reduce(found.acc, "add", k.mul(k.cast(a, dtype), k.cast(b, dtype)))

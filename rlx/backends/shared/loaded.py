@@ -14,7 +14,7 @@ from rlx.driver.params import ParamStore
 from rlx.errors import InputShapeError, PlanError
 from rlx.ir.program import BufferDecl, Program, Region
 
-ALIGNMENT = 64  # bytes: of the arena at least
+ALIGNMENT = 64  # bytes; the least alignment of the arena
 POISON = 0xCB  # byte that fills memory whose contents are undefined
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 PURPOSES = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
@@ -23,8 +23,9 @@ Allocate = Callable[[int, int], Any]  # (bytes, alignment) -> memory with `data`
 
 
 class Loaded:
-    """The part of an Executable (rlx.driver.backend) that holds memory, by program ids. Arena and handles are this object's;
-    constants and params may be shared with others. `states` is the memory of handles, `allocate` that of everything else."""
+    """The part of an Executable (rlx.driver.backend) that holds memory, indexed by the program's buffer ids. This object owns the
+    arena and the handles; constants and params may be shared with other executables. `states` is the memory of handles;
+    `allocate` gives the memory of everything else."""
 
     def __init__(
         self, program: Program, params: ParamStore, handles: HandleStore, states: StateMemory, allocate: Allocate,
@@ -40,15 +41,15 @@ class Loaded:
         self._views: dict[int, np.ndarray] = {}
 
     def use_handles(self, store: HandleStore) -> None:
-        """States are those of `store` from now on; the ones it lacks are made. InputShapeError: it has one of another shape;
-        then nothing changes."""
+        """Use the states in `store` from now on; missing ones are created. InputShapeError: a state in the store has another
+        shape; then nothing changes."""
         self.entries, self.handles = self._entries_in(store), store
 
     def _entries_in(self, store: HandleStore) -> dict[int, HandleEntry]:
         return dict(zip(self._states, store.require(self._states.values(), self._state_memory)))
 
     def place(self, buffer: int) -> tuple[Any, int]:
-        """The memory that holds the buffer, and the byte at which it starts there."""
+        """The memory that holds the buffer, and the buffer's byte offset in it."""
         b = self.decls[buffer]
         if b.region in IN_ARENA:
             offset = self.program.plan.offsets.get(b.id, -1)
@@ -73,7 +74,7 @@ class Loaded:
 
     @property
     def arena_ptr(self) -> int:
-        """Address that the plan's offsets count from."""
+        """The base address to which the plan's offsets are added."""
         return self.arena.address
 
     def address(self, buffer: int) -> int:
@@ -81,7 +82,7 @@ class Loaded:
         return memory.address + offset
 
     def view(self, buffer: int) -> np.ndarray:
-        """The buffer's memory as an array of its shape (constants: read-only). The memory stays while a view of it does."""
+        """The buffer's memory as an array of its shape (constants: read-only). A view keeps the memory alive."""
         if buffer in self.entries:
             return self.entries[buffer].array
         if buffer not in self._views:
@@ -92,7 +93,7 @@ class Loaded:
         return self._views[buffer]
 
     def write(self, buffer: int, array: np.ndarray) -> None:
-        """Copy an array of the buffer's shape and dtype into it. InputShapeError: it has another."""
+        """Copy an array of the buffer's shape and dtype into it. InputShapeError: the shape or dtype differs."""
         check_fits(self.decls[buffer], array)
         files.copy(self.view(buffer), array)
 
@@ -113,7 +114,7 @@ class Loaded:
 
 
 def constants_of(program: Program, allocate: Allocate) -> dict[int, Any]:
-    """The constants of a program, in memory. PlanError: one lacks its bytes."""
+    """The constants of a program, in memory. PlanError: a constant has no bytes, or the wrong number."""
     held = {}
     for b in program.buffers:
         if b.region is Region.CONSTANT:

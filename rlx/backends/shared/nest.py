@@ -1,4 +1,4 @@
-"""Loop nests of the kernel IR: what is inside statements and expressions, in an order that suits a renderer."""
+"""Traversal of the kernel IR: the statements and expressions of a loop nest, in an order that suits a renderer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def operands(e: Expr) -> tuple[Expr, ...]:
 
 
 def postorder(e: Expr, known: Mapping[int, object], below: Callable[[Expr], tuple[Expr, ...]] = operands) -> Iterator[Expr]:
-    """What is under `e`, as `below` says, and not in `known` by its id when its turn comes; operands first.
+    """`e` and its subexpressions (given by `below`) in postorder, without those whose id is in `known` when they are reached.
 
-    Without recursion: chains may be long."""
+    Not recursive, because chains may be long."""
     pending = [e]
     while pending:
         node = pending[-1]
@@ -36,7 +36,7 @@ def postorder(e: Expr, known: Mapping[int, object], below: Callable[[Expr], tupl
 
 
 def distinct(parts: Iterable[Expr]) -> Iterator[Expr]:
-    """Everything in the expressions; what is shared comes once."""
+    """All subexpressions of the expressions; shared ones once."""
     seen: dict[int, bool] = {}
     for e in parts:
         for node in postorder(e, seen):
@@ -45,7 +45,7 @@ def distinct(parts: Iterable[Expr]) -> Iterator[Expr]:
 
 
 def nested(stmts: Iterable[Stmt]) -> Iterator[Stmt]:
-    """Every statement, those in loops included."""
+    """Every statement, including those inside loops."""
     for s in stmts:
         yield s
         if isinstance(s, Loop):
@@ -57,7 +57,7 @@ def stores(stmts: Iterable[Stmt]) -> list[Store]:
 
 
 def identity(op: str, dtype: DType) -> int | float | bool:
-    """What a reduction with `op` starts from."""
+    """The initial value of a reduction with `op`."""
     if op in ("max", "min"):
         if dtype.is_float:
             return -math.inf if op == "max" else math.inf

@@ -1,7 +1,7 @@
-"""An executable in host memory that runs the steps of a program one after another, for backends that look for faults.
+"""An executable in host memory that runs the steps of a program in order, for backends whose purpose is checking.
 
-What is undefined before a run (the arena but for its inputs, outputs) is filled with poison, so that a wrong plan or a read
-before a write gives wrong results. A backend supplies one function: it runs a kernel on arrays.
+Memory with undefined contents (the arena except for inputs, and the outputs) is filled with poison before a run, so that a wrong
+plan or a read before a write gives wrong results. A backend supplies one function, which runs a kernel on arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
 
 
 class StepwiseExecutable(Loaded):
-    """Executable protocol (rlx.driver.backend) over `run_kernel`. `code_bytes`: of its machine code, for memory()."""
+    """Executable protocol (rlx.driver.backend) over `run_kernel`. `code_bytes`: size of its machine code, for memory()."""
 
     def __init__(
         self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
@@ -36,7 +36,7 @@ class StepwiseExecutable(Loaded):
         self.code_bytes, self._run_kernel = code_bytes, run_kernel
         may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
         self.exchanges = Exchanges(program, transport, may_fail)
-        for b in program.buffers:  # params are in the store from the beginning
+        for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
 
     def clone(self) -> StepwiseExecutable:
@@ -46,7 +46,7 @@ class StepwiseExecutable(Loaded):
         return other
 
     def allocations(self) -> dict[str, int]:
-        """Zeros: numpy's memory is Python's, and counted there."""
+        """Zeros: numpy allocates through Python, which counts it."""
         return {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     def memory(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class StepwiseExecutable(Loaded):
             raise
 
     def _undo(self, failed: int) -> None:
-        """Undo updates in place by the steps before `failed`."""
+        """Undo the in-place updates made by the steps before `failed`."""
         for at, step in self.program.abort:
             if at < failed:
                 self._run(step)
@@ -125,7 +125,7 @@ class StepwiseExecutable(Loaded):
 
 
 def poisoned(nbytes: int, alignment: int) -> PlainBytes:
-    """`nbytes` poisoned bytes, aligned."""
+    """`nbytes` bytes of poison, aligned."""
     base = np.full(nbytes + alignment, POISON, np.uint8)
     start = -base.ctypes.data % alignment
     return PlainBytes(base[start : start + nbytes])
