@@ -264,7 +264,7 @@ def second_thread_here(transport: Any) -> list[str]:
 def test_a_second_thread_is_refused(processes: bool) -> None:
     found = ranks.run(2, second_thread_here, heap_size=HEAP) if processes else good(together(local(2), second_thread_here))
     assert len(found[0]) == 4 and not found[1]
-    assert all("another thread is at work with this transport" in text for text in found[0])
+    assert all("another thread is using this transport" in text for text in found[0])
 
 
 def test_a_clone_on_one_rank_is_not_its_original_on_another() -> None:

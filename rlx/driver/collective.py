@@ -1,13 +1,13 @@
 """Collectives over any transport: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all.
 
-All ranks call the same one with the same sizes, and with scratch of `array.nbytes` bytes at the same place of their heaps, which
-is theirs again afterwards (with what is anybody's guess in it). Ranks that call different things get a CallMismatchError,
-each of them, before any array has changed; a call that is wrong in itself (HeapBoundsError, UnknownRankError, and
-CallMismatchError where array and scratch do not fit) is refused on that rank alone, at once.
+All ranks call the same collective with the same sizes, and with scratch of `array.nbytes` bytes at the same offset of their
+heaps. Afterwards the contents of the scratch are undefined. If ranks make different calls, each of them gets a CallMismatchError
+before any array has changed. An invalid call (HeapBoundsError, UnknownRankError, or CallMismatchError if array and scratch do not
+fit) is refused at once, on that rank alone.
 
-A reduction means rlx.driver.reduction.combine: elements in rank order, 16- and 8-bit floats carried in f32, integers in 64
-bits, rounded once. Every algorithm (rlx.driver.schedule), transport and size gives these bits, on all ranks; any NaN counts as
-any other. Machine code does the same, numpy where there is none.
+Reductions are defined by rlx.driver.reduction.combine: elements are combined in rank order, 16- and 8-bit floats accumulate in
+f32, integers in 64 bits, and the result is rounded once. Every algorithm (rlx.driver.schedule), transport and size gives the same
+bits on all ranks, except for the payloads of NaNs. Machine code computes it, or numpy where no code can be generated.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricH
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype
 
-IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result is where the operand was
+IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result overwrites the operand
 PLANS = 256  # prepared calls kept for each transport
-PROBE = 1 << 20  # bytes read to learn what a byte takes
+PROBE = 1 << 20  # bytes read to measure the time per byte
 
 
 Result = TypeVar("Result")
@@ -57,12 +57,12 @@ Result = TypeVar("Result")
 
 class Table(Protocol):
     def run(self, array: np.ndarray, out: np.ndarray) -> None:
-        """A plan's steps on these bytes."""
+        """Execute the plan on these bytes."""
         ...
 
 
 class Memory(Protocol):
-    """Calls of all_reduce over one transport: `function` (buffer, array, kind) knows those that were remembered."""
+    """Fast all_reduce of one transport. `function` (buffer, array, kind) recognises the calls that were passed to `remember`."""
 
     function: Callable[..., None]
 
@@ -71,7 +71,8 @@ class Memory(Protocol):
 
 @runtime_checkable
 class Compiled(Protocol):
-    """A transport with machine code of its own for plans. None: not in this process. `busy`: of Collectives."""
+    """A transport with its own machine code for plans. The methods return None if this process cannot generate code. `busy`: the
+    word Collectives.busy."""
 
     def table(self, plan: Plan) -> Table | None: ...
     def memory(self, slow: Callable[..., None], busy: ctypes.c_int64) -> Memory | None: ...
@@ -79,10 +80,10 @@ class Compiled(Protocol):
 
 @cache
 def reduction(form: Form) -> Reduction:
-    """In machine code where it can be made, else in numpy: the same bits."""
+    """The reduction in machine code if it can be generated, else in numpy, with the same bits."""
     if not host.available():
         return numpy_reduction(form)
-    from rlx.driver import reduce_code  # compiles, which only ranks need
+    from rlx.driver import reduce_code  # imports the compiler, which only ranks need
 
     return reduce_code.reduction(form)
 
@@ -92,7 +93,7 @@ def reduction(form: Form) -> Reduction:
 
 @dataclass
 class Plan:
-    """A collective on arrays of one size and dtype: what is to be done. `call`: what all ranks must come with."""
+    """The steps of a collective on arrays of one size and dtype. `call`: what all ranks must announce at its barriers."""
 
     call: Call
     steps: Sequence[Step]
@@ -112,8 +113,8 @@ class Plan:
 
 
 def together(transport: SymmetricTransport, act: Callable[..., Result], *args: Any) -> Result:
-    """act(*args), which all ranks do: whoever is interrupted has left it half done, would mix it up with the next one, and is of
-    no use to the others from then on."""
+    """Call act(*args), an operation of all ranks. If it is interrupted on this rank, abandon the transport: the operation is half
+    done, and its barriers would be mistaken for those of the next one."""
     try:
         return act(*args)
     except CollectiveError:
@@ -124,12 +125,12 @@ def together(transport: SymmetricTransport, act: Callable[..., Result], *args: A
 
 
 def abandon(transport: SymmetricTransport) -> None:
-    """Leave what the others are about to do, or have done in part; they are told."""
+    """Leave an operation of all ranks before it is done, and tell the others."""
     getattr(transport, "abandon", transport.close)()
 
 
 class Steps:
-    """A plan's steps by put, get and barrier; in place where the heaps lie in this memory (`heap`)."""
+    """Executes a plan by put, get and barrier. It accesses the heaps directly if they are in this process's memory (`heap`)."""
 
     def __init__(self, transport: SymmetricTransport, heap: SymmetricHeap | None, plan: Plan) -> None:
         self.transport, self.heap, self.plan = transport, heap, plan
@@ -158,7 +159,7 @@ class Steps:
         return SymmetricBuffer(Rank(place.where), self.plan.call.offset + place.at, nbytes)
 
     def _place(self, place: Place, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray | None:
-        """The bytes themselves; None: in a heap that lies elsewhere."""
+        """The bytes at `place`, shared. None: they are in a heap outside this process."""
         if place.where < 0:
             return own[place.where][place.at : place.at + nbytes]
         return self.heap.bytes(self._buffer(place, nbytes)) if self.heap else None
@@ -172,7 +173,7 @@ class Steps:
 
 
 class Collectives:
-    """What is known of one transport: its figures, plans, and code. Kept in its attribute `collectives`."""
+    """State of one transport: measured figures, plans, and code. Stored in its attribute `collectives`."""
 
     def __init__(self, transport: Any) -> None:
         self.transport, self.me, self.ranks = transport, transport.this_rank.index, transport.num_ranks
@@ -180,15 +181,15 @@ class Collectives:
         self.base = self.heap.bytes(SymmetricBuffer(Rank(0), 0, 0)).ctypes.data if self.heap else 0  # where the heaps begin
         self.figures: Figures | None = None
         self.plans: OrderedDict[Any, Table] = OrderedDict()
-        self.busy = ctypes.c_int64()  # not 0: who is at work with this transport
-        self.loaded = 0  # programs so far
+        self.busy = ctypes.c_int64()  # the id of the thread or program that uses this transport now; 0: none
+        self.loaded = 0  # number of programs loaded so far
         self.memory = transport.memory(self.all_reduce, self.busy) if isinstance(transport, Compiled) else None
         self.fast = self.memory.function if self.memory else self.all_reduce
 
     def claim(self, who: int) -> None:
-        """Until its release only `who` is at work. CollectiveError: another one is."""
+        """Only `who` may use the transport until it calls `release`. CollectiveError: it is in use already."""
         if self.busy.value not in (0, who):
-            raise CollectiveError("another thread is at work with this transport, which is used by one thread at a time")
+            raise CollectiveError("another thread is using this transport; only one thread at a time may use it")
         self.busy.value = who
 
     def release(self, who: int) -> None:
@@ -197,7 +198,7 @@ class Collectives:
 
     def all_reduce(self, buffer: Any, array: Any, kind: Any, algorithm: Algorithm | None = None) -> None:
         table = self.run(What.ALL_REDUCE, buffer, array, array, kind, 0, algorithm)
-        if self.memory and not algorithm and not self._is_scratch(buffer, array):  # it knows all tables of its transport
+        if self.memory and not algorithm and not self._is_scratch(buffer, array):  # `memory` makes all tables of its transport
             self.memory.remember(buffer, kind, array, table)
 
     def run(
@@ -205,7 +206,7 @@ class Collectives:
     ) -> Table:
         dtype = self._check(buffer, array, kind, root, what)
         if algorithm is not None and not isinstance(algorithm, str):
-            raise CallMismatchError(f"algorithm {algorithm!r} is none; there are {known(ALGORITHMS)}")
+            raise CallMismatchError(f"there is no algorithm {algorithm!r}; there are {known(ALGORITHMS)}")
         in_place = self._is_scratch(buffer, array)
         if what not in IN_PLACE:
             self._check_out(out, array, buffer)
@@ -222,23 +223,23 @@ class Collectives:
             self.release(me)
         return found
 
-    # -- what was passed
+    # -- checks of arguments
 
     def _check(self, buffer: Any, array: Any, kind: Any, root: Any, what: What) -> DType:
         check_place(buffer, self.ranks, self.transport.heap_size)
         if buffer.rank.index != self.me:
-            raise CallMismatchError(f"scratch is a place in this rank's own heap, that of rank {self.me}; got {buffer}")
+            raise CallMismatchError(f"scratch must be in the caller's own heap, that of rank {self.me}; got {buffer}")
         if not _is_plain(array) or not array.flags.c_contiguous:
             raise CallMismatchError(f"expected a C-contiguous numpy array, got {_described(array)}")
         if array.nbytes != buffer.len:
             raise CallMismatchError(f"scratch of {buffer.len} bytes ({buffer}) for an array of {array.nbytes} bytes")
         if what in IN_PLACE and not array.flags.writeable:
-            raise CallMismatchError("the array is changed in place, and this one is read-only")
+            raise CallMismatchError("the array is read-only, but this collective writes its result in place")
         dtype = as_dtype(array.dtype)
         if what in (What.ALL_REDUCE, What.REDUCE_SCATTER):
             accumulator(dtype)
             if not isinstance(kind, ReduceKind):
-                raise CallMismatchError(f"{kind!r} is no ReduceKind; there are {known(k.name for k in ReduceKind)}")
+                raise CallMismatchError(f"{kind!r} is not a ReduceKind; there are {known(k.name for k in ReduceKind)}")
         if not 0 <= root < self.ranks:
             raise UnknownRankError(f"root is rank {root}; there are {self.ranks}, from 0")
         return dtype
@@ -247,17 +248,17 @@ class Collectives:
         if not (_is_plain(out) and out.flags.c_contiguous and out.flags.writeable):
             raise CallMismatchError(f"expected a writable C-contiguous numpy array for the result, got {_described(out)}")
         if np.may_share_memory(out, array) or self._whose_scratch(out, buffer):
-            raise CallMismatchError("the result's array lies over the operand's, or over the scratch of a rank")
+            raise CallMismatchError("the result's array overlaps the operand's, or the scratch of a rank")
 
     def _is_scratch(self, buffer: SymmetricBuffer, array: np.ndarray) -> bool:
-        """Whether the array is this rank's scratch. CallMismatchError: it lies over a part of that, or over another rank's."""
+        """Whether the array is this rank's scratch. CallMismatchError: it overlaps a part of it, or another rank's scratch."""
         ranks = self._whose_scratch(array, buffer)
         if self.heap and ranks and (ranks != [self.me] or array.ctypes.data != self.heap.bytes(buffer).ctypes.data):
-            raise CallMismatchError(f"the array lies over a part of the scratch, {buffer}, or over that of another rank")
+            raise CallMismatchError(f"the array overlaps a part of the scratch, {buffer}, or the scratch of another rank")
         return bool(ranks)
 
     def _whose_scratch(self, array: np.ndarray, buffer: SymmetricBuffer) -> list[int]:
-        """The ranks over whose scratch a contiguous array lies."""
+        """The ranks whose scratch overlaps a contiguous array."""
         if self.heap is None or not array.size:
             return []
         first, stride = array.ctypes.data - self.base, self.heap.stride
@@ -290,7 +291,7 @@ class Collectives:
         return self.table(plan)
 
     def table(self, plan: Plan) -> Table:
-        """The plan in the transport's own code, or by its copies and barriers."""
+        """The plan as the transport's own machine code, or as Steps."""
         code: Any = self.transport
         made = code.table(plan) if isinstance(code, Compiled) else None
         return made or Steps(self.transport, self.heap, plan)
@@ -298,7 +299,7 @@ class Collectives:
     # -- figures
 
     def _measure(self, call: Call, scratch: SymmetricBuffer) -> Figures:
-        """Rank 0's figures, on all ranks: they choose alike. All read at once, as they do in a collective."""
+        """Rank 0's figures, on all ranks, so that all choose the same algorithm. All ranks read at once, as in a collective."""
         barrier, get = self.transport.barrier, self.transport.get
         barrier(call)
         size = min(PROBE, self.transport.heap_size)
@@ -317,7 +318,7 @@ class Collectives:
             source = SymmetricBuffer(Rank((self.me + by) % self.ranks), 0, into.nbytes)
             return took(lambda: get(source, into))
 
-        delay = 0.0 if self.heap else read(1, few)  # what lies in this memory is read without a message
+        delay = 0.0 if self.heap else read(1, few)  # shared memory is read without a message
         near, far = ((read(by, whole) - delay) / size for by in (1, max(1, self.ranks // 2)))
         found = np.array([took(lambda: barrier(call)), delay, max(near, 1e-13), max(far, 1e-13)])
         first = SymmetricBuffer(Rank(0), scratch.offset, found.nbytes)
@@ -334,37 +335,38 @@ class Collectives:
 
 
 def _is_plain(array: Any) -> bool:
-    """An array of numbers and nothing else, as those with masks are not."""
+    """Whether it is a plain array of numbers. Subclasses such as masked arrays are not."""
     return type(array) is np.ndarray or isinstance(array, np.memmap)
 
 
 def _described(array: Any) -> str:
-    return f"one of strides {array.strides}" if _is_plain(array) else type(array).__name__
+    return f"an array with strides {array.strides}" if _is_plain(array) else type(array).__name__
 
 
 def collectives_of(transport: Any) -> Collectives:
-    """What is known of the transport; made when first asked for."""
+    """The Collectives of a transport, made on first use."""
     found = getattr(transport, "collectives", None)
     if found is None:
         found = transport.collectives = Collectives(transport)
     return found
 
 
-# -- what people call ----------------------------------------------------------------------------------------------
+# -- public functions ----------------------------------------------------------------------------------------------
 
 
 def all_reduce(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, kind: ReduceKind = ReduceKind.SUM,
     algorithm: Algorithm | None = None,
 ) -> None:  # fmt: skip
-    """Every rank's array combined in rank order, in place, on every rank. `array`: any shape; it may be the scratch itself.
+    """Combine the arrays of all ranks in rank order; every rank gets the result in place. `array`: any shape; it may be the
+    scratch itself.
 
-    `algorithm`: not the one that is thought to be fastest but this one. The bits are the same."""
+    `algorithm`: use this one instead of the one predicted to be fastest. The bits are the same."""
     if algorithm is None:
         try:
             fast = transport.collectives.fast  # pyright: ignore
         except AttributeError:
-            fast = None  # the first one
+            fast = None  # first call on this transport
         (fast or collectives_of(transport).fast)(buffer, array, kind)
     else:
         collectives_of(transport).all_reduce(buffer, array, kind, algorithm)
@@ -373,7 +375,7 @@ def all_reduce(
 def all_gather(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Every rank's array, [ranks, *array.shape], on every rank. `out`: where to put it, instead of a fresh array."""
+    """The arrays of all ranks, [ranks, *array.shape], on every rank. `out`: write to this array instead of a fresh one."""
     out = _result(array, (transport.num_ranks, *_shape(array)), out)
     collectives_of(transport).run(What.ALL_GATHER, buffer, array, out)
     return out
@@ -383,7 +385,7 @@ def reduce_scatter(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, kind: ReduceKind = ReduceKind.SUM,
     out: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """This rank's part of what all_reduce gives: [ranks * d, …] -> [d, …], part r for rank r."""
+    """This rank's part of the result of all_reduce: [ranks * d, …] -> [d, …], part r for rank r."""
     dims = _parted(transport.num_ranks, array)
     out = _result(array, (dims[0] // transport.num_ranks, *dims[1:]), out)
     collectives_of(transport).run(What.REDUCE_SCATTER, buffer, array, out, kind)
@@ -394,18 +396,18 @@ def broadcast(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, root: int | Rank = 0,
     algorithm: Algorithm | None = None,
 ) -> None:  # fmt: skip
-    """The array of rank `root`, in place, on every rank. `array` may be the scratch itself; `algorithm` as of all_reduce."""
+    """Copy the array of rank `root` to all ranks, in place. `array` may be the scratch itself. `algorithm`: as in all_reduce."""
     try:
         whose = index(root)
     except TypeError:
-        raise UnknownRankError(f"root is the number of a rank, got {root!r}") from None
+        raise UnknownRankError(f"root must be the number of a rank, got {root!r}") from None
     collectives_of(transport).run(What.BROADCAST, buffer, array, array, None, whose, algorithm)
 
 
 def all_to_all(
     transport: SymmetricTransport, buffer: SymmetricBuffer, array: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """[ranks * d, …] -> the same shape: part r goes to rank r, and of the result part r came from rank r."""
+    """[ranks * d, …] -> the same shape. Part r of the array goes to rank r; part r of the result came from rank r."""
     _parted(transport.num_ranks, array)
     out = _result(array, _shape(array), out)
     collectives_of(transport).run(What.ALL_TO_ALL, buffer, array, out)
@@ -421,7 +423,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 def _parted(ranks: int, array: Any) -> tuple[int, ...]:
     dims = _shape(array)
     if not dims or dims[0] % ranks:
-        raise CallMismatchError(f"{ranks} ranks cannot share the first dim of an array of shape {dims} equally")
+        raise CallMismatchError(f"the first dim of an array of shape {dims} cannot be split evenly over {ranks} ranks")
     return dims
 
 

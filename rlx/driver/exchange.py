@@ -1,10 +1,10 @@
-"""The collectives of one program in memory: its place in the heap, what all ranks must agree on, and its steps on arrays.
+"""The collectives of a loaded program: its scratch in the heap, the checks that all ranks run the same program, and its steps.
 
-A run ends alike on all ranks. One whose step fails gives up: it comes so to the meeting that the others go to next, who then have
-failed too. So there is one more meeting, before anything is committed, if a step behind the last collective may fail.
+A run succeeds or fails on all ranks alike. If a step fails on one rank, that rank announces GAVE_UP at the next barrier, and the
+run fails on the others too. Therefore, if a step after the last collective may fail, one more barrier precedes the commit.
 
-A program uses the end of each rank's heap while a step runs, and nothing between steps: programs on one transport use the same
-bytes, one at a time. What a user puts into the heap belongs at its beginning.
+A program uses the end of each rank's heap while a step runs, and nothing between steps. Programs on one transport share these
+bytes, one at a time. User data belongs at the beginning of the heap.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ALIGNMENT = 64
 
 
 class Exchanges:
-    """What the ranks that loaded a program do together. `steps`: its collectives in order. `agreement`: the meeting before
-    anything is committed, if every run has it; it takes no arrays."""
+    """The common operations of the ranks that loaded a program. `steps`: its collectives in order. `agreement`: the barrier
+    before the commit, if every run has one; it takes no arrays."""
 
     def __init__(self, program: Program, transport: SymmetricTransport | None, may_fail: Sequence[bool]) -> None:
-        """Meets the other ranks, if there are collectives. `may_fail`: whether each step of a run has a Check.
+        """Waits at a barrier for the other ranks, if there are collectives. `may_fail`: whether each step of a run has a Check.
 
-        CompileError: there is no transport, or one of other ranks. HeapBoundsError: the heap is too small. CallMismatchError:
-        another rank has loaded other collectives."""
+        CompileError: there is no transport, or its number of ranks is wrong. HeapBoundsError: the heap is too small.
+        CallMismatchError: another rank has loaded other collectives."""
         self.name, self.transport = program.name, transport
         self.steps = tuple(s for s in program.collectives if s.attrs.ranks > 1)  # type: ignore[union-attr]
         self.tables: dict[Native, Table | None] = {}
@@ -51,7 +51,7 @@ class Exchanges:
         agreed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         transport.barrier(Call(LOADED, self.scratch.offset, self.scratch.len, agreed))
         known = collectives_of(transport)
-        known.loaded += 1  # on every rank: runs of a program and of its clone are not the same
+        known.loaded += 1  # on every rank: tells runs of a program from runs of its clone
         calls = [Call(what, self.scratch.offset, self.scratch.len, agreed + known.loaded) for what in (RUNNING, ENDING)]
         self._running, self._ending = calls
         alike: dict[Any, Table | None] = {}
@@ -65,31 +65,31 @@ class Exchanges:
             self.agreement = known.table(Plan(self._ending, [MEETING], u8, None, job))
 
     def begin(self) -> None:
-        """Before the steps of a run, at whose end is `release`. CallMismatchError: another rank begins another program's run.
-        CollectiveError: another thread is at work with the transport. TransportError."""
+        """Start a run, which ends with `release`. CallMismatchError: another rank starts a run of another program.
+        CollectiveError: another thread is using the transport. TransportError."""
         if self.steps and self.transport:
             collectives_of(self.transport).claim(id(self))
             self.transport.barrier(self._running)
 
     def release(self) -> None:
-        """Other threads may use the transport."""
+        """End a run: other threads may use the transport."""
         if self.steps and self.transport:
             collectives_of(self.transport).release(id(self))
 
     def agree(self) -> None:
-        """Behind the steps, before anything is committed. CollectiveError: a rank has given up. TransportError."""
+        """The barrier after the steps and before the commit. CollectiveError: a rank has given up. TransportError."""
         if self.steps and self.transport:
             self.transport.barrier(self._ending)
 
     def give_up(self) -> None:
-        """A step failed on this rank alone, or what it gave is refused: the others are to learn it."""
+        """Tell the other ranks that a step failed on this rank, or that its results were rejected."""
         if self.steps and self.transport:
-            with suppress(CollectiveError):  # they go on, which is no news; and why they are gone is told by the next call
+            with suppress(CollectiveError):  # expected: the others announce another call. If they died, the next call says so
                 self.transport.barrier(GAVE_UP)
 
     def refuse(self) -> None:
-        """Instead of a run: this rank does not begin it, and the others are to learn it. Not where another thread of this rank is
-        at work with the transport, as the others are in its run."""
+        """Tell the other ranks that this rank does not start the run. Does nothing if another thread of this rank is using the
+        transport, because the others are then in that thread's run."""
         if self.steps and self.transport:
             with suppress(CollectiveError):
                 collectives_of(self.transport).claim(id(self))
@@ -97,13 +97,13 @@ class Exchanges:
                 self.release()
 
     def _fails_late(self, program: Program, may_fail: Sequence[bool]) -> bool:
-        """Whether a step may fail when nothing is left that the others wait for."""
+        """Whether a step after the last collective may fail."""
         done = [step.kernel.collective for step in program.steps]
         last = max((i for i, found in enumerate(done) if found and self.tables.get(found)), default=-1)
         return any(fails and not found for fails, found in list(zip(may_fail, done, strict=True))[last + 1 :])
 
     def _on_any(self, own: bool) -> bool:
-        """Whether it is so on any rank: then some differ, if not all have it."""
+        """Whether `own` is true on any rank. A mismatch at the barrier means that it differs between ranks."""
         assert self.transport is not None
         try:
             self.transport.barrier(Call(LOADED, detail=own))
@@ -112,7 +112,7 @@ class Exchanges:
         return own
 
     def perform(self, step: Native, source: np.ndarray, goal: np.ndarray) -> None:
-        """One collective: row-major, flat arrays of the operand and of the result; both are one where it works in place."""
+        """Execute one collective. `source`, `goal`: operand and result, row-major and flat; one array if it works in place."""
         a: Any = step.attrs
         if a.what == "rank_part" and self.transport:
             source = source.reshape(a.ranks, -1)[self.transport.this_rank.index]
@@ -123,7 +123,7 @@ class Exchanges:
             table.run((goal if a.in_place else source).view(np.uint8), goal.view(np.uint8))
 
     def _table(self, step: Native) -> Table | None:
-        """What carries a step out; None: nothing moves."""
+        """The table that executes a step. None: no data moves."""
         a: Any = step.attrs
         buffer = step.inputs[0].buffer
         if a.what == "rank_part" or not buffer.size:
@@ -136,7 +136,7 @@ class Exchanges:
 
 
 def at_end(transport: SymmetricTransport, nbytes: int, why: str) -> SymmetricBuffer:
-    """That many bytes at the end of this rank's heap. HeapBoundsError, which begins with `why`: it has fewer."""
+    """`nbytes` bytes at the end of this rank's heap. HeapBoundsError, which begins with `why`: the heap is smaller."""
     offset = (transport.heap_size - nbytes) // ALIGNMENT * ALIGNMENT
     if offset < 0:
         raise HeapBoundsError(
@@ -147,7 +147,7 @@ def at_end(transport: SymmetricTransport, nbytes: int, why: str) -> SymmetricBuf
 
 
 def check_ranks(name: str, ranks: set[int], transport: SymmetricTransport | None) -> None:
-    """CompileError unless collectives of these numbers of ranks can be done over the transport."""
+    """CompileError unless the transport has as many ranks as each collective. `ranks`: the numbers that collectives ask for."""
     wanted = ", ".join(map(str, sorted(ranks)))
     if transport is None:
         raise CompileError(f"graph {name!r} has collectives of {wanted} ranks: compile it with Session(device, transport=…)")

@@ -1,10 +1,10 @@
-"""Files mapped into memory, and copies of what lies in them that do not touch the mapping.
+"""Memory-mapped files, and copies out of them that do not touch the mapping.
 
-A mapped page that another program has cut off since kills the process that touches it; a read of it only comes back short.
-A read also leaves no page of the file resident here. So what is copied out of arrays over mapped files is read, views with any
-strides too, and what is only packed from there is read first where that costs nothing: arrays above SMALL would go through memory
-twice, and are used in place. That is the one limit: they are looked at before (`check`), but whoever cuts the file off while they
-are being packed ends the process.
+If another program truncates a mapped file, a process that touches a missing page is killed by SIGBUS, but read(2) only returns
+fewer bytes. read(2) also leaves no page of the file resident in this process. Therefore copies out of arrays over mapped files
+use read(2), also for views with strides. Arrays that are only packed are first read into memory if they have at most SMALL bytes.
+Larger ones would pass through memory twice, so they are packed from the mapping. This is the one limitation: `check` looks at
+the file before, but truncating it while such an array is packed kills the process.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 
 from rlx.errors import CorruptFileError
 
-READ = 1 << 30  # bytes that one call reads; Linux stops at 2 GiB
+READ = 1 << 30  # bytes per read(2); Linux reads at most 2 GiB
 SMALL = 8 << 20  # bytes whose copy stays in a cache until it is packed
 
 
 @dataclass(frozen=True)
 class _Mapped:
     path: Path
-    number: int  # of the open file
+    number: int  # file descriptor
     nbytes: int
 
 
-_mapped: dict[int, _Mapped] = {}  # address -> the file there, until nothing refers to it
+_mapped: dict[int, _Mapped] = {}  # address -> the file mapped there, until the last reference to the mapping is gone
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, which has some, read-only."""
+    """The bytes of a non-empty file, read-only."""
     with path.open("rb") as file:
         mapped = np.memmap(file, np.uint8, mode="r")
         _mapped[mapped.ctypes.data] = _Mapped(path, os.dup(file.fileno()), mapped.nbytes)
@@ -49,7 +49,8 @@ def _forget(address: int) -> None:
 
 
 def _place(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
-    """The file that an array lies in, where its lowest byte is there, and how many bytes there are up to its highest."""
+    """The mapped file that contains an array, the file offset of the array's lowest byte, and the bytes that its elements span.
+    None: the array is not in a mapped file."""
     if not _mapped or not array.size or not hasattr(os, "preadv"):
         return None
     reach = [(n - 1) * step for n, step in zip(array.shape, array.strides)]
@@ -62,31 +63,31 @@ def _place(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
 
 
 def check(array: np.ndarray) -> None:
-    """CorruptFileError: the array lies in a file that has been cut off before its end."""
+    """CorruptFileError: the array is in a mapped file that has been truncated before the array's end."""
     if (place := _place(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
-        raise CorruptFileError(f"{place[0].path} was cut off after it was opened; load the model again")
+        raise CorruptFileError(f"{place[0].path} was truncated after it was opened; load the model again")
 
 
 def copy(goal: np.ndarray, source: np.ndarray) -> None:
-    """Copy an array to one of its shape and dtype. CorruptFileError as `check` says, midway."""
+    """Copy an array to one of its shape and dtype. CorruptFileError as in `check`; `goal` may be partly written then."""
     if (place := _place(source)) is None:
         return np.copyto(goal, source)
     file, offset, nbytes = place
     if source.flags.c_contiguous and goal.flags.c_contiguous:
         return _read(file, offset, goal.reshape(-1).view(np.uint8), source)
-    if nbytes > SMALL:  # in halves, the farther apart the better
+    if nbytes > SMALL:  # split the axis that spans the most bytes
         axis = max(range(source.ndim), key=lambda i: (source.shape[i] - 1) * abs(source.strides[i]))
         for part in (slice(source.shape[axis] // 2), slice(source.shape[axis] // 2, None)):
             copy(goal[at := (slice(None),) * axis + (part,)], source[at])
         return None
     room = np.empty(nbytes, np.uint8)
     _read(file, offset, room, source)
-    first = sum(max(0, (1 - n) * step) for n, step in zip(source.shape, source.strides))  # lower are those of negative strides
+    first = sum(max(0, (1 - n) * step) for n, step in zip(source.shape, source.strides))  # below it: negative strides
     np.copyto(goal, np.ndarray(source.shape, source.dtype, room.data, first, source.strides))
 
 
 def _read(file: _Mapped, offset: int, room: np.ndarray, source: np.ndarray) -> None:
-    """Fill `room` with bytes of the file that are also those of `source`."""
+    """Fill `room` with bytes of the file from `offset` on. `source`: the array over the file, for the error."""
     at = 0
     while at < room.size:
         count = os.preadv(file.number, [room[at : at + READ].data], offset + at)
@@ -97,8 +98,8 @@ def _read(file: _Mapped, offset: int, room: np.ndarray, source: np.ndarray) -> N
 
 
 def in_memory(array: np.ndarray) -> np.ndarray:
-    """The array; or a copy that lies row after row, if it does not, or is SMALL and lies in a mapped file. CorruptFileError as
-    `copy` says."""
+    """The array itself, or a C-contiguous copy if it is not C-contiguous, or is in a mapped file and has at most SMALL bytes.
+    CorruptFileError as in `copy`."""
     if array.flags.c_contiguous and (array.nbytes > SMALL or _place(array) is None):
         return array
     made = np.empty(array.shape, array.dtype)
@@ -107,7 +108,7 @@ def in_memory(array: np.ndarray) -> np.ndarray:
 
 
 def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
-    """Do all jobs, each in the thread that is free first, this one among them. The first error ends it, and is raised."""
+    """Run all jobs on `threads` threads, the calling one included. The first error stops the others and is raised."""
     todo, failed = iter(jobs), []
 
     def work() -> None:
@@ -120,7 +121,7 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
             failed.append(fault)
 
     helpers = [threading.Thread(target=work, name="rlx files", daemon=True) for _ in range(threads - 1)]
-    with contextlib.suppress(RuntimeError):  # the system grants no more threads
+    with contextlib.suppress(RuntimeError):  # the system allows no more threads
         for helper in helpers:
             helper.start()
     work()

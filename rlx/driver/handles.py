@@ -1,9 +1,9 @@
-"""HandleStore: the states of one device by name, apart from the executables that run on them.
+"""HandleStore: the states of one device by name, separate from the executables that use them.
 
-Executables on one store (prefill and decode) see each other's states at once; one executable runs on many stores in turn
-(CompiledGraph.use_handles). A fork shares the bytes of its parent until either writes, where the device's memory can.
-One executable at a time may run on a store; runs on different stores may go on at once. Runs that are queued on a store
-(CompiledGraph.commit_no_wait) come before later runs of any executable on it; the store's own methods do not wait for them.
+Executables on one store (prefill and decode) share its states. One executable can switch between many stores
+(CompiledGraph.use_handles). A fork is copy-on-write if the device's memory supports it. Only one executable at a time may run on
+a store; runs on different stores may be concurrent. Runs queued on a store (CompiledGraph.commit_no_wait) precede later runs of
+any executable on it. The store's own methods do not wait for queued runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlx.ir.shape import Shape
 
 
 class StateMemory(Protocol):
-    """What a backend gives a store: an object, or a module, with these functions."""
+    """Memory for a store, supplied by the backend: an object or module with these functions."""
 
     def allocate(self, nbytes: int, /) -> Any:
-        """Zeroed memory, at one `address` for life; `data`: its bytes in the host's sight, uint8 and flat."""
+        """Zeroed memory. Its `address` never changes. `data`: its bytes as a flat uint8 array of the host."""
         ...
 
     def freeze(self, regions: Sequence[Any], /) -> None:
-        """Prepare these to be assigned from without a copy. What they hold, and where, stays."""
+        """Prepare these regions for `assign` without a copy. Their contents and addresses do not change."""
         ...
 
     def assign(self, goal: Any, source: Any, /) -> None:
-        """Give `goal` the bytes that `source` has now, of the same size."""
+        """Set `goal` to the current bytes of `source`, of the same size."""
         ...
 
 
@@ -54,7 +54,7 @@ class PlainMemory:
         return PlainBytes(np.zeros(nbytes, np.uint8))
 
     def freeze(self, regions: Sequence[PlainBytes]) -> None:
-        """Nothing is shared, so nothing needs to be prepared."""
+        """Does nothing: this memory is never shared."""
 
     def assign(self, goal: PlainBytes, source: PlainBytes) -> None:
         np.copyto(goal.data, source.data)
@@ -62,7 +62,7 @@ class PlainMemory:
 
 @dataclass(frozen=True, eq=False)
 class HandleEntry:
-    """One state: its shape, its memory, and that as an array (writable)."""
+    """One state: its shape, its memory, and a writable array over that memory."""
 
     shape: Shape
     memory: Any
@@ -70,7 +70,7 @@ class HandleEntry:
 
 
 class HandleStore:
-    """States by name, made when an executable first asks for them, and zero until something is written."""
+    """States by name. A state is allocated when an executable first needs it, and is zero until it is written."""
 
     def __init__(self) -> None:
         self.entries: dict[str, HandleEntry] = {}
@@ -81,9 +81,9 @@ class HandleStore:
         _stores.add(self)
 
     def require(self, wanted: Iterable[tuple[str, Shape]], memory: StateMemory) -> list[HandleEntry]:
-        """The entries of these names, in order; those not there yet are made, zeroed, in `memory`.
+        """The entries of these names, in order. Missing ones are allocated in `memory`, zeroed.
 
-        InputShapeError: one is there with another shape. BindingError: the store lies in another memory. Nothing is made then.
+        InputShapeError: an entry has another shape. BindingError: the store is in another memory. Nothing is allocated then.
         """
         wanted = list(wanted)
         for name, shape in wanted:
@@ -100,49 +100,49 @@ class HandleStore:
         return [self.entries[name] for name, _ in wanted]
 
     def _in_child(self) -> None:
-        """After a fork: a run that another thread was in does not go on here, and what it did to the states is undefined. The
-        arena is not: each run writes it anew."""
+        """After a fork. Runs of the parent's other threads do not continue in the child, so the states that they were writing are
+        undefined. The arena needs no care: each run overwrites it."""
         if [gate for gate in self.queue.gates if gate.freed()]:
             self._torn.update(self.entries)
             self._tell()
 
     def mend(self, names: Iterable[str]) -> None:
-        """These states have been written as a whole."""
+        """These states have been completely overwritten: they are defined again."""
         if self._torn:
             self._torn.difference_update(names)
             self._tell()
 
     def join(self, gate: Gate) -> None:
-        """An executable runs on these states from now on."""
+        """Register an executable that runs on these states from now on."""
         self.queue.gates.add(gate)
         self._tell()
 
     def leave(self, gate: Gate) -> None:
-        """It runs on others from now on."""
+        """Remove an executable that runs on other states from now on."""
         self.queue.gates.discard(gate)
 
     def _tell(self) -> None:
-        """Calls in machine code do not look at states: they leave the run to Python where there is something to say."""
+        """Generated functions do not check states. They fall back to Python if states are undefined or runs are queued."""
         self.queue.tell(bool(self._torn) or self.queue.last is not None)
 
     def check(self) -> None:
         """BindingError: the contents of a state are undefined."""
         if self._torn:
             raise BindingError(
-                f"handle {known(self._torn)} may be half written: another thread was at work on it when this process was forked. "
+                f"handle {known(self._torn)} may be half written: another thread was writing it when this process was forked. "
                 "Set it (bind_handle, restore_handles), or run on another store (use_handles)"
             )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states; for a fork, what it takes at most."""
+        """Bytes of all states. A fork takes at most this much."""
         return sum(e.shape.size_bytes for e in self.entries.values())
 
     def fork(self, k: int = 1) -> list[HandleStore]:
-        """`k` stores with the states as they are now. Each goes its own way; pages are copied when they are first written.
+        """`k` independent stores with the current states. Pages are copied when they are first written.
 
-        The first fork copies what was written so far once (to where it can be shared), later ones what was written since.
-        MemoryError: the system refuses the memory; this store keeps its states even so."""
+        The first fork copies all pages written so far, once, to shareable memory; later forks copy the pages written since.
+        MemoryError: the system refuses the memory; this store keeps its states."""
         if not isinstance(k, int) or k < 0:
             raise BindingError(f"a number of forks is 0 or more, got {k!r}")
         self.check()
@@ -151,7 +151,7 @@ class HandleStore:
         return [self.copy() for _ in range(k)]
 
     def copy(self) -> HandleStore:
-        """A store with the states as they are now. What a fork has frozen is shared until written, the rest copied."""
+        """A store with the current states. Pages that a fork has frozen are shared until written; the rest is copied."""
         self.check()
         other = HandleStore()
         if self._memory is not None:
@@ -160,15 +160,15 @@ class HandleStore:
         return other
 
     def snapshot(self) -> Snapshot:
-        """The states as they are now, to restore; as cheap as a fork. The store keeps the last one, for rollback."""
+        """A snapshot of the current states, for restore. It costs as much as a fork. The store keeps the last for rollback."""
         self._last = Snapshot(self.fork(1)[0])
         return self._last
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put every state back, for every executable on this store. InputShapeError: the names or shapes are not the store's;
-        then nothing changes."""
+        """Restore every state, for every executable on this store. InputShapeError: the snapshot's names or shapes are not those
+        of the store; nothing has changed then."""
         if not isinstance(snapshot, Snapshot):
-            raise BindingError(f"states are restored from what snapshot_handles gave, got {type(snapshot).__name__}")
+            raise BindingError(f"restore takes a Snapshot, as returned by snapshot_handles; got {type(snapshot).__name__}")
         ours, theirs = ({name: e.shape for name, e in store.entries.items()} for store in (self, snapshot.store))
         for name in ours | theirs:
             if ours.get(name) != theirs.get(name):
@@ -179,9 +179,9 @@ class HandleStore:
         self._take(snapshot.store)
 
     def rollback(self) -> None:
-        """Restore the last snapshot. BindingError: none was taken of this store."""
+        """Restore the last snapshot. BindingError: no snapshot of this store was taken."""
         if self._last is None:
-            raise BindingError("there is no snapshot to go back to; take one with snapshot_handles")
+            raise BindingError("there is no snapshot to restore; take one with snapshot_handles")
         self.restore(self._last)
 
     def _take(self, source: HandleStore) -> None:
@@ -208,7 +208,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """States of one moment, in a store that nobody runs on."""
+    """A copy of the states at one moment, in a store that no executable uses."""
 
     store: HandleStore
 
