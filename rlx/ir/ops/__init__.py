@@ -24,7 +24,7 @@ from rlx.ir.ops.state import take_rows, update_rows, valid_rows
 from rlx.ir.ops.view import broadcast_to, reshape, slice, split, squeeze, transpose, unsqueeze
 from rlx.ir.op import OPS
 
-OWN = frozenset(OPS.values())  # what this package declares; its sources are all that there is to know of them
+OWN = frozenset(OPS.values())  # ops declared in this package: its sources define them completely
 astype, take = cast, gather  # numpy's names for the same constructors
 
 __all__ = [

@@ -25,7 +25,7 @@ def composite(name: str, reference: Any, decompose: Any, **facts: Any) -> Any:
     return op(name, **{"kind": Kind.COMPOSITE, "infer": same, "samples": UNARY, **own, **facts})
 
 
-# log1p and expm1 after W. Kahan: the rounding of 1 + x (of exp x) is divided out again, so that no digits are lost near 0.
+# log1p and expm1 follow W. Kahan: dividing by the rounding error of 1 + x (or exp x) avoids cancellation near 0.
 
 
 def _log1p(attrs: Any, x: Any) -> Any:
@@ -41,7 +41,7 @@ def _expm1(attrs: Any, x: Any) -> Any:
 
 
 log1p = composite(
-    "log1p", lambda a, x: np.log1p(x), _log1p, doc="log(1 + x), accurate near 0.",
+    "log1p", lambda a, x: np.log1p(x), _log1p, doc="Natural logarithm of 1 + x, accurate near 0.",
     samples=(Sample(((3, 17),), low=-0.9, high=2.0), Sample(((33,),), low=-1e-4, high=1e-4), Sample(((),), low=0.5)),
 )  # fmt: skip
 expm1 = composite(
@@ -63,7 +63,7 @@ softplus = composite(
 
 
 class GeluAttrs(Attrs):
-    approximate: Literal["none", "tanh"] = "none"  # "none": x Φ(x) by erf; "tanh": the tanh formula
+    approximate: Literal["none", "tanh"] = "none"  # "none": exact, with erf; "tanh": the tanh formula
 
     def __post_init__(self) -> None:
         if self.approximate not in ("none", "tanh"):
@@ -88,7 +88,7 @@ gelu = composite(
     samples=(
         Sample(((3, 17),)), Sample(((33,),), {"approximate": "tanh"}, low=-6.0, high=6.0), Sample(((2, 5),), low=-6, high=6),
     ),
-    doc="x times the normal distribution function of x; approximate: 'none' or 'tanh'.",
+    doc="x * Φ(x), with Φ the standard normal CDF. `approximate`: 'none' (exact, with erf) or 'tanh' (the tanh formula).",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def _clip_shape(attrs: ClipAttrs, x: Shape) -> Shape:
 
 
 def _bounds(attrs: ClipAttrs, dtype: DType) -> tuple[int | float | None, int | float | None]:
-    """The bounds as elements of `dtype`, None for one that does not bind."""
+    """The bounds as elements of `dtype`; None for a bound that has no effect."""
     low = None if attrs.low == -math.inf else held(attrs.low, dtype, "bound")
     return low, None if attrs.high == math.inf else held(attrs.high, dtype, "bound")
 
@@ -123,5 +123,5 @@ def _clip_array(attrs: ClipAttrs, x: np.ndarray) -> np.ndarray:
 clip = composite(
     "clip", _clip_array, _clip, dtypes="fi", attrs=ClipAttrs, infer=_clip_shape,
     samples=(Sample(((3, 17),), {"low": -1.0, "high": 1.0}), Sample(((33,),), {"low": 0.0}), Sample(((5,),), {"high": 1.0})),
-    doc="min(max(x, low), high); NaN stays NaN. A bound left out does not bind.",
+    doc="min(max(x, low), high); NaN stays NaN. Either bound may be omitted.",
 )  # fmt: skip

@@ -20,17 +20,17 @@ from rlx.ir.ops.rules import divide, integer, same_dtype, widened
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
-PART_KEYS = 128  # a block of keys, of which a part of a split attention has whole ones
+PART_KEYS = 128  # keys per block; a part of a split attention consists of whole blocks
 Mask = Literal["none", "causal", "sliding_window", "custom", "bias"]
 MASKS = get_args(Mask)
 
 
 class AttentionAttrs(Attrs):
-    """`scale` 0.0 means 1 / sqrt(head_dim). `cap`: scores s become cap · tanh(s / cap) before they are masked; 0: they stay.
-    `mask`: "none"; "causal": a query attends to its own position and earlier ones;
-    "sliding_window": of those, the last `window`; "custom": a bool operand, True where to attend; "bias": an operand that
-    is added to the scores. The last query stands at the last key; `positioned`: the first one stands at the key that the
-    last operand names, and keys behind the last query are not there."""
+    """`scale` 0.0 means 1 / sqrt(head_dim). `cap`: soft cap, scores s become cap · tanh(s / cap) before masking; 0: no cap.
+    `mask`: "none"; "causal": a query attends to its own position and earlier ones; "sliding_window": as causal, but only
+    the last `window` positions; "custom": a bool operand, True where to attend; "bias": an operand added to the scores.
+    The last query is aligned with the last key. With `positioned`, the last operand is the position of the first query
+    instead, and keys past the last query are ignored."""
 
     scale: float = 0.0
     mask: Mask = "none"
@@ -49,11 +49,11 @@ class AttentionAttrs(Attrs):
 
     @property
     def masked(self) -> bool:
-        """Whether the mask is an operand."""
+        """True if the mask is an operand."""
         return self.mask in ("custom", "bias")
 
     def split(self, operands: tuple[Any, ...]) -> tuple[Any, Any]:
-        """(mask, start) of the operands after v; None for one that is not there."""
+        """(mask, start) from the operands after v; None where absent."""
         want = {(False, False): "no fourth operand", (True, False): "a fourth operand, the mask",
                 (False, True): "a fourth operand, start", (True, True): "two more operands, the mask and start"}  # fmt: skip
         if len(operands) != self.masked + self.positioned:
@@ -93,7 +93,7 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, *opera
 
 
 class PartsAttrs(AttentionAttrs):
-    """Part i has the keys whose block of PART_KEYS, counted from key 0, is i modulo `parts`."""
+    """Blocks of PART_KEYS keys are dealt out in turn: part i has the blocks whose number is i modulo `parts`."""
 
     parts: int = 2
 
@@ -110,7 +110,7 @@ def _scale(attrs: AttentionAttrs, width: int) -> float:
 
 
 def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) -> Any:
-    """bool [batch or 1, 1, queries or 1, keys]: which keys a query attends to by where it stands; None: all."""
+    """bool [batch or 1, 1, queries or 1, keys]: keys that each query attends to, from its position; None: all keys."""
     key = iota(dims=(1, 1, 1, keys), axis=3)
     if start is None:
         last = iota(dims=(1, 1, queries, 1), axis=2) + (keys - queries)
@@ -124,18 +124,18 @@ def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) 
 
 
 def _scored(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
-    """Masked scores [batch, heads, queries, keys], and v in q's dtype without what no query sees."""
+    """Masked scores [batch, heads, queries, keys], and v in q's dtype, zeroed where no query attends."""
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
     mask, start = attrs.split(operands)
     k, v = (k, v) if k.dtype == q.dtype else (k.astype(q.dtype), v.astype(q.dtype))
     seen = _positions_seen(attrs, queries, keys, start)
-    if start is not None:  # what a cache holds where no query looks may be anything, NaN too
+    if start is not None:  # the unused part of a cache is undefined and may hold NaN
         used = any(seen, axis=2)
         v = where(used.reshape((used.shape.static[0], 1, keys, 1)), v, 0.0)
     if attrs.mask == "custom":
         seen = mask if seen is None else logical_and(seen, mask)
-    together = heads // shared * queries if shared else 0  # queries of the heads that share a key head: rows of one matrix
+    together = heads // shared * queries if shared else 0  # queries of heads that share a key head are rows of one matrix
     rows = (q * _scale(attrs, width)).reshape((batch, shared, together, width))
     scores = matmul(rows, k.transpose(0, 1, 3, 2)).reshape((batch, heads, queries, keys))
     scores = tanh(scores * (1 / attrs.cap)) * attrs.cap if attrs.cap else scores
@@ -144,9 +144,9 @@ def _scored(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tu
 
 
 def _weights(scores: Any, axis: int = -1) -> tuple[Any, Any]:
-    """(softmax of scores, zeros where all are -inf; log of the sum of their exponentials, with a dim of 1)."""
+    """(softmax of scores, zeros where all are -inf; logsumexp of the scores, with keepdims)."""
     top = max(scores, axis=axis, keepdims=True)
-    e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # -inf alone gives e = 0, not NaN
+    e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # a row of only -inf gives e = 0, not NaN
     total = sum(e, axis=axis, keepdims=True)
     return e / where(equal(total, 0.0), 1.0, total), top + log(total)
 
@@ -163,7 +163,7 @@ def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) ->
 
 
 def _parts_of_keys(parts: int, keys: int) -> list[np.ndarray]:
-    """bool [keys] of each part: its keys."""
+    """bool [keys] per part: True for the keys of that part."""
     return [np.arange(keys) // PART_KEYS % parts == part for part in range(parts)]
 
 
@@ -176,14 +176,14 @@ def _parts(attrs: PartsAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[A
 
 
 def in_parts(node: Node, parts: int) -> Value:
-    """An attention as attention_parts and what puts them together: it gives more tasks, each of which reads fewer keys."""
+    """Attention as attention_parts plus the merge of the parts: more tasks, each of which reads fewer keys."""
     attrs = {name: getattr(node.attrs, name) for name in attribute_types(AttentionAttrs)}
     outs, logs = attention_parts(*node.inputs, parts=parts, **attrs)
     return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0)
 
 
 def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
-    """Keys that hold no data are hidden by a mask, their values not read: 0 * NaN is NaN."""
+    """Padding keys are masked out and their values are not read, since 0 * NaN is NaN."""
     queries, keys = p.along(q, 2), p.along(k, 2) or p.along(v, 2)
     mask, start = attrs.split(operands)
     facts = {name: getattr(attrs, name) for name in attribute_types(type(attrs))}
@@ -210,12 +210,12 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
         else:
             there = p.valid(k, 2)
             mask = logical_and(mask, there) if attrs.mask == "custom" else where(there, mask, -math.inf)
-        k = p.masked(k, 2) if attrs.mask == "bias" else k  # NaN stays NaN, whatever is added
+        k = p.masked(k, 2) if attrs.mask == "bias" else k  # adding a bias does not hide a NaN score
     return p.final(again(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
 
 
 def _scored_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> Any:
-    """Masked scores, and v for every query head without what no query sees."""
+    """Masked scores, and v repeated for every query head and zeroed where no query attends."""
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k) * _scale(attrs, q.shape[3])
@@ -239,7 +239,7 @@ def _scored_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.nda
 
 
 def _softmax_array(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values by the softmax of scores, log of the sum of their exponentials)."""
+    """(softmax(scores) @ v, logsumexp of the scores)."""
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(scores - np.where(top == -np.inf, 0, top))
     total = np.sum(e, axis=-1, keepdims=True)
@@ -259,7 +259,7 @@ def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, 
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
 def _flops(operands: Any, results: Any) -> int:
-    """Every query with every key, masked or not: a score, and a value's part of the result."""
+    """Every query-key pair counts, masked or not: q @ kᵀ and the product with v."""
     q, k, v = operands[:3]
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
 
@@ -288,10 +288,11 @@ attention = op(
         *(Sample((*GROUPED, ()), {"mask": "causal", "positioned": True}, low=0, high=4, dtypes=("", narrow, narrow, "i32"))
           for narrow in ("f16", "bf16")),
     ),
-    doc="softmax(q kᵀ · scale + mask) v over [batch, heads, sequence, head_dim]. k and v may have fewer heads, each shared by "
-    "as many consecutive query heads, and may be f16 or bf16 beside any q, whose dtype is that of the result. A row that may "
-    "attend to nothing is zeros. `positioned`: the last operand, start, is the position of the first query, [] or [batch]; k "
-    "and v may be a whole cache, of which nothing past the last query counts. A query past the last key is an IndexRangeError.",
+    doc="Scaled dot-product attention: softmax(q @ kᵀ * scale + mask) @ v over [batch, heads, sequence, head_dim]. With grouped "
+    "heads, k and v have fewer heads, each shared by the same number of consecutive query heads. k and v may be f16 or bf16 "
+    "with any dtype of q; the result has q's dtype. A fully masked row gives zeros. With `positioned`, the last operand, "
+    "start ([] or [batch]), is the position of the first query; k and v may be a whole KV cache, and keys past the last query "
+    "are ignored. A query past the last key is an IndexRangeError.",
 )  # fmt: skip
 
 
@@ -303,8 +304,8 @@ attention_parts = op(
         Sample(LONG, {"cap": 2.0}), Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3}, low=0, high=290,
         dtypes=("f32", "f16", "f16", "i32")), Sample((*LONG, (300,)), {"mask": "custom"}, dtypes=("f32", "f32", "f32", "bool")),
     ),
-    doc="attention over parts of the keys: [parts, batch, heads, sequence, head_dim], zeros where a part has no visible key, and "
-    "the log of the sum of exp(scores) of each, [parts, batch, heads, sequence], by which they are put together.",
+    doc="Split-key attention: the partial result for each part of the keys, [parts, batch, heads, sequence, head_dim] (zeros "
+    "where a part has no visible key), and its logsumexp, [parts, batch, heads, sequence], used to merge the parts.",
 )  # fmt: skip
 
 
@@ -328,7 +329,7 @@ def _rope_shape(attrs: RopeAttrs, x: Shape, positions: Shape) -> Shape:
 
 
 def _frequencies(attrs: RopeAttrs, width: int) -> np.ndarray:
-    """Radians per position of each pair, f32 as models are trained with: theta ** (-2i / head_dim)."""
+    """Rotation in radians per position for each pair: theta ** (-2i / head_dim), in f32 as in training."""
     return (1.0 / attrs.theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
 
 
@@ -374,6 +375,6 @@ rope = op(
         Sample(((1, 17, 6), (17,)), {"interleaved": True}, low=0, high=9, dtypes=("", "i64")),
         Sample(((2, 1, 3, 4), (2, 3)), {"interleaved": True}, low=0, high=9, dtypes=("", "i64")),
     ),
-    doc="Rotary position encoding: each pair of x [..., sequence, head_dim] turned by position * theta ** (-2i / head_dim). "
-    "positions: [sequence], or [batch, sequence] where dim 0 of x is the batch.",
+    doc="Rotary position embedding: rotates pair i of x [..., sequence, head_dim] by position * theta ** (-2i / head_dim) "
+    "radians. positions: [sequence], or [batch, sequence] where dim 0 of x is the batch.",
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Ops in which all ranks take part: each runs the same graph on data of its own, and these ops carry data between them.
+"""Collectives: every rank runs the same graph on its own data, and these ops move data between the ranks.
 
-Every rank runs the same collectives in the same order. What one gives on a rank depends on every rank's operand, so the meaning
-is a function of them all (`OpDef.collective`). `exchange` is the core op, without axes; the others are it between views.
+Every rank runs the same collectives in the same order. A result depends on the operands of all ranks, so the reference takes
+all of them (`OpDef.collective`). `exchange` is the core op, without axes; the others are views around an exchange.
 
-Derivatives (`OpDef.vjp`) are those of the sum, over all ranks, of what each computes: the transposed collective.
+The loss is the sum of the losses of all ranks, so the derivative of a collective (`OpDef.vjp`) is the transposed collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlx.ir.shape import DimLike, Shape
 
 ReduceName = Literal["sum", "mean", "max", "min"]
 ANY = "fiubc"
-Arrays = Sequence[np.ndarray]  # one of each rank
+Arrays = Sequence[np.ndarray]  # one per rank
 
 
 # -- the core op ---------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def _ranks(ranks: int) -> int:
 
 
 class ExchangeAttrs(Attrs):
-    """`kind`: of the reductions. `root`: of broadcast."""
+    """`kind`: the combination, for reductions. `root`: the source rank, for broadcast."""
 
     what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "rank_part"]
     ranks: int
@@ -51,16 +51,16 @@ class ExchangeAttrs(Attrs):
 
     @property
     def in_place(self) -> bool:
-        """Whether the result may lie where the operand lay."""
+        """True if the result may be written in place over the operand."""
         return self.what in ("all_reduce", "broadcast")
 
     def elements(self, operand: int) -> int:
-        """Of the result, for an operand of so many."""
+        """Number of elements of the result for an operand of this many."""
         parts = operand // self.ranks
         return {"all_gather": operand * self.ranks, "reduce_scatter": parts, "rank_part": parts}.get(self.what, operand)
 
     def moved(self, nbytes: int) -> int:
-        """Bytes that each rank has to receive, at the least, for an operand of `nbytes`."""
+        """Lower bound of the bytes that each rank receives for an operand of `nbytes`."""
         part = nbytes * (self.ranks - 1) // self.ranks
         whole = {"all_reduce": 2 * part, "all_gather": nbytes * (self.ranks - 1), "rank_part": 0}
         return whole.get(self.what, nbytes * (self.ranks > 1) if self.what == "broadcast" else part)
@@ -84,7 +84,7 @@ def _exchange_shape(attrs: ExchangeAttrs, x: Shape) -> Shape:
 
 
 def combined(kind: str, arrays: Arrays) -> np.ndarray:
-    """The elements of all ranks combined in their order: floats in their dtype, integers in 64 bits, wrapped at the end."""
+    """Elementwise combination in rank order: floats in their dtype, integers in 64 bits, wrapped at the end."""
     dtype = arrays[0].dtype
     wide = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}.get(dtype.kind, dtype)
     better = {"max": np.greater, "min": np.less}.get(kind)  # of two zeros the first stays, and NaN wins
@@ -110,7 +110,7 @@ def _exchanged(attrs: ExchangeAttrs, xs: Arrays) -> Arrays:
 
 
 def _alone(collective: Callable[..., Arrays]) -> Callable[..., np.ndarray]:
-    """OpDef.reference of a collective: its meaning for one rank. For more, rlx.ir.evaluate.evaluate_ranks has every operand."""
+    """OpDef.reference of a collective, for a single rank. rlx.ir.evaluate.evaluate_ranks evaluates several ranks."""
 
     def run(attrs: Any, x: np.ndarray) -> np.ndarray:
         if attrs.ranks != 1:
@@ -134,8 +134,8 @@ exchange = op(
         Sample(((5,),), {"what": "all_gather", "ranks": 1}),
         Sample(((1, 9),), {"what": "all_to_all", "ranks": 1}), Sample(((1, 3),), {"what": "rank_part", "ranks": 1}),
     ),
-    doc="What ranks do together, each with a row-major operand: all_gather puts a dim that counts ranks in front, all_to_all "
-    "keeps one, reduce_scatter and rank_part (no data moves) take it away, all_reduce and broadcast have none.",
+    doc="The core collective, on row-major operands. all_gather adds a leading dim of size `ranks`, all_to_all keeps it, "
+    "reduce_scatter and rank_part (which moves no data) remove it; all_reduce and broadcast keep the operand's dims.",
 )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _whole(parts: Any, axis: int) -> Any:
 
 
 def _scaled(x: Shape, axis: int, times: int = 1, by: int = 1) -> Shape:
-    """The shape with one dim multiplied by `times` or divided by `by`."""
+    """The shape with one dim multiplied by `times` and divided by `by`."""
     axis, d = axis_of(axis, x.rank), x.dims[axis_of(axis, x.rank)]
     part: DimLike | None = divide(d, by)
     if part is None:
@@ -165,7 +165,7 @@ def _scaled(x: Shape, axis: int, times: int = 1, by: int = 1) -> Shape:
 
 
 def _is_mine(owner: int, ranks: int) -> Any:
-    """bool [1]: whether this rank is `owner`."""
+    """bool [1]: True on rank `owner`."""
     return exchange(constant(np.eye(ranks, dtype=np.bool_)[owner].reshape(ranks, 1)), what="rank_part", ranks=ranks)
 
 
@@ -208,7 +208,7 @@ class AllToAllAttrs(Attrs):
 
 
 def _all_reduce_vjp(node: Any, g: Any) -> Any:
-    """Sum and mean are their own transposes. Of max and min, ranks that hold the result share what is due to it equally."""
+    """Sum and mean are their own transposes. For max and min, the ranks that hold the result share its gradient equally."""
     attrs, x, y = node.attrs, node.inputs[0], node.results[0]
     if attrs.kind in ("sum", "mean"):
         return all_reduce(g, ranks=attrs.ranks, kind=attrs.kind)
@@ -224,7 +224,7 @@ def _reduce_scatter_vjp(node: Any, g: Any) -> Any:
 
 
 def _rank_slice_vjp(node: Any, g: Any) -> Any:
-    """Zeros, and in this rank's place `g`."""
+    """Zeros, with `g` at this rank's part."""
     ranks, axis = node.attrs.ranks, axis_of(node.attrs.axis, node.inputs[0].rank)
     mine = exchange(constant(np.eye(ranks, dtype=np.bool_)[:, :, None]), what="rank_part", ranks=ranks)
     mine = reshape(mine, dims=(ranks, *(1 for _ in g.dims)))
@@ -246,22 +246,22 @@ def _all_to_all(a: AllToAllAttrs, x: Any) -> Any:
 
 
 all_reduce = _declare(
-    "all_reduce", "Every rank's operand combined in rank order, on every rank: sum, mean, max or min. 16-bit and 8-bit floats "
-    "are summed in f32 and integers in 64 bits; a mean of integers is truncated.",
+    "all_reduce", "Combines the operands of all ranks elementwise in rank order (sum, mean, max or min) and gives every rank the "
+    "result. 16-bit and 8-bit floats are summed in f32 and integers in 64 bits; a mean of integers is truncated.",
     AllReduceAttrs, lambda a, x: x, lambda a, xs: [combined(a.kind, xs)] * a.ranks,
     lambda a, x: exchange(x, what="all_reduce", kind=a.kind, ranks=a.ranks), _all_reduce_vjp,
     dtypes="fiu", rows=lambda a, operand, axis, x: axis,
     samples=(Sample(((3, 7),), {"ranks": 1}), Sample(((33,),), {"kind": "max", "ranks": 1}), Sample(((),), {"ranks": 1})),
 )  # fmt: skip
 all_gather = _declare(
-    "all_gather", "Every rank's operand side by side along `axis`, in rank order, on every rank.",
+    "all_gather", "Concatenates the operands of all ranks along `axis` in rank order, on every rank.",
     AxisAttrs, lambda a, x: _scaled(x, a.axis, times=a.ranks), lambda a, xs: [np.concatenate(xs, a.axis)] * a.ranks,
     lambda a, x: _whole(exchange(x, what="all_gather", ranks=a.ranks), axis_of(a.axis, x.rank)),
     lambda node, g: reduce_scatter(g, ranks=node.attrs.ranks, axis=node.attrs.axis), dtypes=ANY,
     samples=(Sample(((3, 7),), {"axis": -1, "ranks": 1}), Sample(((5,),), {"ranks": 1})),
 )  # fmt: skip
 reduce_scatter = _declare(
-    "reduce_scatter", "This rank's part, along `axis`, of what all_reduce gives: part r of equal ones on rank r.",
+    "reduce_scatter", "Splits the all_reduce result into equal parts along `axis` and gives part r to rank r.",
     ReduceScatterAttrs, lambda a, x: _scaled(x, a.axis, by=a.ranks),
     lambda a, xs: np.split(combined(a.kind, xs), a.ranks, a.axis),
     lambda a, x: exchange(_parts(x, axis_of(a.axis, x.rank), a.ranks), what="reduce_scatter", kind=a.kind, ranks=a.ranks),
@@ -269,7 +269,7 @@ reduce_scatter = _declare(
     samples=(Sample(((3, 7),), {"axis": 1, "ranks": 1}), Sample(((9,),), {"kind": "mean", "ranks": 1})),
 )  # fmt: skip
 broadcast_rank = _declare(
-    "broadcast_rank", "The operand of rank `root`, on every rank.",
+    "broadcast_rank", "Copies the operand of rank `root` to every rank.",
     RootAttrs, lambda a, x: _exchange_shape(ExchangeAttrs("broadcast", a.ranks, root=a.root), x),
     lambda a, xs: [xs[a.root]] * a.ranks,
     lambda a, x: exchange(x, what="broadcast", root=a.root, ranks=a.ranks),
@@ -278,14 +278,14 @@ broadcast_rank = _declare(
     samples=(Sample(((3, 7),), {"ranks": 1}), Sample(((5,),), {"root": 0, "ranks": 1})),
 )  # fmt: skip
 all_to_all = _declare(
-    "all_to_all", "Part r along `split_axis` of every rank's operand goes to rank r, which puts them side by side along "
-    "`concat_axis` in rank order.",
+    "all_to_all", "Splits every rank's operand into equal parts along `split_axis` and sends part r to rank r, which "
+    "concatenates the received parts along `concat_axis` in rank order.",
     AllToAllAttrs, _all_to_all_shape, _all_to_all_arrays, _all_to_all,
     lambda node, g: all_to_all(g, node.attrs.ranks, node.attrs.concat_axis, node.attrs.split_axis), dtypes=ANY,
     samples=(Sample(((3, 7),), {"split_axis": 1, "concat_axis": 0, "ranks": 1}), Sample(((5,),), {"ranks": 1})),
 )  # fmt: skip
 rank_slice = _declare(
-    "rank_slice", "This rank's part of the operand along `axis`: part r of equal ones on rank r. No data moves between ranks.",
+    "rank_slice", "Splits the operand into equal parts along `axis` and keeps part r on rank r. No data moves between ranks.",
     AxisAttrs, lambda a, x: _scaled(x, a.axis, by=a.ranks),
     lambda a, xs: [np.split(x, a.ranks, a.axis)[r] for r, x in enumerate(xs)],
     lambda a, x: exchange(_parts(x, axis_of(a.axis, x.rank), a.ranks), what="rank_part", ranks=a.ranks),

@@ -1,4 +1,4 @@
-"""Complex numbers as pairs: c64 [...] is f32 [..., 2] in memory, real part first, and compiles to that (rlx.compile.pairs)."""
+"""Complex numbers: c64 [...] is stored as f32 [..., 2], real part first; rlx.compile.pairs rewrites c64 to such pairs."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ view_as_real = op(
     reference=lambda attrs, x: np.stack([x.real, x.imag], axis=-1), rows=lambda attrs, operand, axis, x: axis,
     strided=lambda a, dims, out, lay, result=0: Layout((*(2 * s for s in lay.strides), 1), 2 * lay.offset),
     samples=(Sample(((3, 17),)), Sample(((),)), Sample(((0, 2),))),
-    doc="c64 [...] as f32 [..., 2]: real and imaginary parts.",
+    doc="A view of c64 [...] as f32 [..., 2]: real and imaginary parts.",
 )  # fmt: skip
 view_as_complex = op(
     "view_as_complex", kind=Kind.VIEW, infer=_complex_shape, element=_no_element, strided=_complex_strided,
     reference=lambda attrs, x: _complex(attrs, x[..., 0], x[..., 1]),
     rows=lambda attrs, operand, axis, x: axis if axis < x.rank - 1 else None,
     samples=tuple(Sample((dims,), dtypes=("f32",)) for dims in ((3, 17, 2), (2,), (0, 2))),
-    doc="f32 [..., 2] as c64 [...]: the last dim holds real and imaginary part.",
+    doc="A view of f32 [..., 2] as c64 [...]: the last dim holds the real and imaginary parts.",
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ imag = op(
 )  # fmt: skip
 conj = op(
     "conj", kind=Kind.COMPOSITE, dtypes="c", infer=lambda attrs, x: x, reference=lambda attrs, x: np.conj(x), samples=COMPLEX,
-    decompose=lambda attrs, x: view_as_complex(view_as_real(x) * constant([1.0, -1.0])), doc="The complex conjugate.",
+    decompose=lambda attrs, x: view_as_complex(view_as_real(x) * constant([1.0, -1.0])), doc="Complex conjugate.",
 )  # fmt: skip
 
 
@@ -91,5 +91,5 @@ def _make(attrs: Any, re: Any, im: Any) -> Any:
 complex = op(
     "complex", kind=Kind.COMPOSITE, infer=_joined_shape, arity=(2, 2), reference=_complex, decompose=_make,
     samples=tuple(Sample(shapes, dtypes=("f32", "f32")) for shapes in (((3, 17), (3, 17)), ((4, 1), (5,)), ((), (7,)))),
-    doc="c64 of a real and an imaginary part, both f32.",
+    doc="A c64 tensor from its real and imaginary parts, both f32.",
 )  # fmt: skip

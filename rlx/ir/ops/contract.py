@@ -1,4 +1,4 @@
-"""Contractions: sums of products."""
+"""Contractions: matmul and its relatives."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ matmul = op(
         Sample(((3, 17), (17, 5)), dtypes=("f16", "bf16")), Sample(((9, 6), (6,)), dtypes=("f64", "f32")),
         Sample(((2, 5), (5, 3)), dtypes=("f8e4m3", "f8e5m2")), Sample(((4, 7), (7, 20)), dtypes=("bf16", "f32")),
     ),
-    doc="numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast; 16-bit floats accumulate in f32, integers wrap. Floats "
-    "of two dtypes give the one that holds both (f32 where neither does), 8-bit floats f32; a narrow weight stays narrow.",
+    doc="Matrix product as numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast. 16-bit floats accumulate in f32; "
+    "integers wrap. Mixed float dtypes give the dtype that holds both (f32 if neither does), 8-bit floats f32; a narrow weight "
+    "is read in its own dtype.",
 )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ int8_matmul = op(
         Sample(dims, dtypes=("u8", "i8"), low=0, high=127)
         for dims in (((3, 17), (17, 5)), ((2, 3, 8), (8, 33)), ((17,), (17, 3)), ((2, 5, 4), (2, 4, 7)), ((2, 0), (0, 3)))
     ),
-    doc="matmul of u8 by i8 with i32 sums, which wrap: exact to a depth of 65,000.",
+    doc="Matrix product of u8 by i8 in i32. Sums wrap; they are exact up to a depth of 65,000.",
 )  # fmt: skip
 
 
@@ -105,5 +106,5 @@ linear = op(
     reference=lambda attrs, x, w, b=None: np.matmul(x, w) if b is None else np.matmul(x, w) + b,
     decompose=_linear,
     samples=(Sample(((3, 17), (17, 5), (5,))), Sample(((2, 3, 33), (33, 4))), Sample(((17,), (17, 3), (3,)))),
-    doc="x @ w + b with w [in, out] and b [out], which may be left out.",
+    doc="x @ w + b, with w [in, out] and an optional bias b [out].",
 )  # fmt: skip

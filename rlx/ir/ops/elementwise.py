@@ -59,7 +59,7 @@ def _sign(k: Any, x: Any) -> Any:
 
 
 def _modulus(node: Any, x: Any) -> Any:
-    """The larger part times the root of 1 + the ratio squared; infinite with either part, NaN with a NaN otherwise."""
+    """large * sqrt(1 + (small / large)**2), without overflow; infinite if either part is, else NaN if either part is."""
     re, im = (abs(part) for part in halves(x))
     large, small = maximum(re, im), minimum(re, im)
     size = large * sqrt(1.0 + (ratio := small / large) * ratio)
@@ -69,32 +69,37 @@ def _modulus(node: Any, x: Any) -> Any:
 
 def _exp_parts(node: Any, x: Any) -> Any:
     re, im = halves(x)
-    size, real = exp(re), equal(im, 0.0)  # a real number's exp is real, also where it is infinite
+    size, real = exp(re), equal(im, 0.0)  # exp of a real number is real, also where it is infinite
     return joined(where(real, size, size * cos(im)), where(real, im, size * sin(im)))
 
 
-neg = unary("neg", np.negative, _neg, dtypes="fiuc", parts=again, doc="-x; unsigned integers wrap.")
+neg = unary("neg", np.negative, _neg, dtypes="fiuc", parts=again, doc="Negation; unsigned integers wrap.")
 abs = unary(
     "abs", np.abs, _abs, dtypes="fiuc", infer=lambda attrs, x: x.with_dtype(f32) if x.dtype.kind == "c" else x, parts=_modulus,
-    doc="|x|; the least signed integer stays what it is. Of c64 f32, without overflow on the way.",
+    doc="Absolute value; the least signed integer is unchanged. For c64: the magnitude as f32, without intermediate overflow.",
 )  # fmt: skip
-sqrt = unary("sqrt", np.sqrt, "sqrt", samples=POSITIVE, doc="Square root; NaN below zero.")
-rsqrt = unary("rsqrt", lambda x: 1 / np.sqrt(x), lambda k, x: k.div(1.0, k.sqrt(x)), samples=POSITIVE, doc="1 / sqrt(x).")
-reciprocal = unary("reciprocal", lambda x: 1 / x, lambda k, x: k.div(1.0, x), samples=POSITIVE, doc="1 / x.")
-exp = unary("exp", np.exp, "exp", dtypes="fc", parts=_exp_parts, doc="e to the power x.")
-log = unary("log", np.log, "log", samples=POSITIVE, doc="Natural logarithm; NaN below zero, -inf at zero.")
-sin = unary("sin", np.sin, "sin", doc="Sine of x radians.")
-cos = unary("cos", np.cos, "cos", doc="Cosine of x radians.")
+sqrt = unary("sqrt", np.sqrt, "sqrt", samples=POSITIVE, doc="Square root; NaN for negative x.")
+rsqrt = unary(
+    "rsqrt", lambda x: 1 / np.sqrt(x), lambda k, x: k.div(1.0, k.sqrt(x)), samples=POSITIVE,
+    doc="Reciprocal of the square root, 1 / sqrt(x).",
+)  # fmt: skip
+reciprocal = unary("reciprocal", lambda x: 1 / x, lambda k, x: k.div(1.0, x), samples=POSITIVE, doc="Reciprocal, 1 / x.")
+exp = unary("exp", np.exp, "exp", dtypes="fc", parts=_exp_parts, doc="Exponential, e**x.")
+log = unary("log", np.log, "log", samples=POSITIVE, doc="Natural logarithm; NaN for negative x, -inf at 0.")
+sin = unary("sin", np.sin, "sin", doc="Sine; x is in radians.")
+cos = unary("cos", np.cos, "cos", doc="Cosine; x is in radians.")
 tanh = unary("tanh", np.tanh, "tanh", doc="Hyperbolic tangent.")
 erf = unary("erf", erf_array, "erf", doc="Error function.")
-floor = unary("floor", np.floor, "floor", doc="Largest whole number not above x.")
-ceil = unary("ceil", np.ceil, "ceil", doc="Smallest whole number not below x.")
-round = unary("round", np.rint, "round", doc="Nearest whole number, halves to the even one.")
-trunc = unary("trunc", np.trunc, "trunc", doc="x without its fraction.")
-sign = unary("sign", lambda x: np.where(x == 0, x, np.sign(x)), _sign, dtypes="fiu", doc="-1, 0 or 1; zeros and NaN as they are.")
+floor = unary("floor", np.floor, "floor", doc="Rounds down to an integer.")
+ceil = unary("ceil", np.ceil, "ceil", doc="Rounds up to an integer.")
+round = unary("round", np.rint, "round", doc="Rounds to the nearest integer, ties to even.")
+trunc = unary("trunc", np.trunc, "trunc", doc="Rounds toward zero to an integer.")
+sign = unary(
+    "sign", lambda x: np.where(x == 0, x, np.sign(x)), _sign, dtypes="fiu", doc="Sign of x: -1, 0 or 1; -0.0 and NaN are kept.",
+)  # fmt: skip
 is_nan = unary("is_nan", np.isnan, lambda k, x: k.ne(x, x), infer=comparison, doc="True where x is NaN.")
-logical_not = unary("logical_not", np.logical_not, "not_", dtypes="b", doc="True where x is False.")
-bitwise_not = unary("bitwise_not", np.invert, "not_", dtypes="iu", doc="Every bit flipped.")
+logical_not = unary("logical_not", np.logical_not, "not_", dtypes="b", doc="Logical NOT.")
+bitwise_not = unary("bitwise_not", np.invert, "not_", dtypes="iu", doc="Bitwise NOT.")
 
 
 # -- binary --------------------------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ def remainder_array(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _crosses(k: Any, r: Any, y: Any) -> Any:
-    """True where the remainder is not zero and its sign is not the divisor's."""
+    """True where the remainder is not zero and its sign differs from the divisor's."""
     return k.and_(k.ne(r, 0), k.xor(k.lt(r, 0), k.lt(y, 0)))
 
 
@@ -145,7 +150,7 @@ def _floor_div(k: Any, x: Any, y: Any) -> Any:
 
 
 def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
-    """A shift whose count may be anything: counts outside 0 … bits-1 shift every bit out."""
+    """A shift defined for every count: counts outside 0 … bits-1 shift every bit out."""
     bits = x.dtype.bits
     inside = k.lt(count, bits) if count.dtype.kind == "u" else k.and_(k.le(k.const(0, count.dtype), count), k.lt(count, bits))
     if name == "shr" and x.dtype.kind == "i":
@@ -160,7 +165,7 @@ def _mul_parts(node: Any, x: Any, y: Any) -> Any:
 
 
 def _div_parts(node: Any, x: Any, y: Any) -> Any:
-    """R. L. Smith, 1962: by the ratio of y's parts, the smaller over the larger, so that no square overflows."""
+    """R. L. Smith's method, 1962: scale by the ratio of y's smaller part to its larger, so that no square overflows."""
     (a, b), (c, d) = halves(x), halves(y)
     first = less_equal(abs(d), abs(c))
     large, small = where(first, c, d), where(first, d, c)
@@ -185,39 +190,39 @@ sub = binary("sub", np.subtract, "sub", dtypes="fiuc", parts=again, doc="x - y; 
 mul = binary("mul", np.multiply, "mul", dtypes="fiuc", parts=_mul_parts, doc="x * y; integers wrap.")
 div = binary(
     "div", divide_array, "div", dtypes="fiuc", parts=_div_parts, samples=NON_ZERO,
-    doc="x / y. Integers truncate toward zero, and x / 0 is 0.",
+    doc="Quotient x / y. Integer division truncates toward zero, and x / 0 is 0.",
 )  # fmt: skip
 rem = binary(
-    "rem", remainder_array, "rem", samples=NON_ZERO, doc="Remainder with the sign of x (C's %, fmod); on integers x rem 0 is 0.",
+    "rem", remainder_array, "rem", samples=NON_ZERO, doc="Remainder with the sign of x, as C's fmod; for integers x rem 0 is 0.",
 )  # fmt: skip
-mod = binary("mod", np.mod, _mod, samples=NON_ZERO, doc="Remainder with the sign of y (Python's %); on integers x mod 0 is 0.")
-floor_div = binary("floor_div", np.floor_divide, _floor_div, samples=NON_ZERO, doc="floor(x / y); on integers x // 0 is 0.")
+mod = binary("mod", np.mod, _mod, samples=NON_ZERO, doc="Remainder with the sign of y, as Python's %; for integers x mod 0 is 0.")
+floor_div = binary("floor_div", np.floor_divide, _floor_div, samples=NON_ZERO, doc="floor(x / y); integers: x // 0 is 0.")
 pow = binary(
     "pow", np.power, "pow", dtypes="f",
     samples=(Sample(((3, 17), (3, 17)), low=0.1, high=3.0), Sample(((2, 5), ()), low=-3.0, high=3.0)),
-    doc="x to the power y, as C's pow: NaN for a negative x and a fractional y, 1 wherever y is 0 or x is 1.",
+    doc="x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1.",
 )  # fmt: skip
-maximum = binary("maximum", np.maximum, "max", doc="The greater of x and y; NaN if either is NaN.")
-minimum = binary("minimum", np.minimum, "min", doc="The lesser of x and y; NaN if either is NaN.")
-less = binary("less", np.less, "lt", infer=comparison, doc="x < y; False with NaN.")
-less_equal = binary("less_equal", np.less_equal, "le", infer=comparison, doc="x <= y; False with NaN.")
-equal = binary("equal", np.equal, "eq", dtypes="fiubc", infer=comparison, parts=_equal_parts, doc="x == y; False with NaN.")
+maximum = binary("maximum", np.maximum, "max", doc="Elementwise maximum; NaN if either operand is NaN.")
+minimum = binary("minimum", np.minimum, "min", doc="Elementwise minimum; NaN if either operand is NaN.")
+less = binary("less", np.less, "lt", infer=comparison, doc="x < y; False if either is NaN.")
+less_equal = binary("less_equal", np.less_equal, "le", infer=comparison, doc="x <= y; False if either is NaN.")
+equal = binary("equal", np.equal, "eq", dtypes="fiubc", infer=comparison, parts=_equal_parts, doc="x == y; False with a NaN.")
 not_equal = binary(
-    "not_equal", np.not_equal, "ne", dtypes="fiubc", infer=comparison, parts=_unequal_parts, doc="x != y; True with NaN.",
+    "not_equal", np.not_equal, "ne", dtypes="fiubc", infer=comparison, parts=_unequal_parts, doc="x != y; True if either is NaN.",
 )  # fmt: skip
-logical_and = binary("logical_and", np.logical_and, "and_", dtypes="b", doc="True where both are True.")
-logical_or = binary("logical_or", np.logical_or, "or_", dtypes="b", doc="True where either is True.")
-logical_xor = binary("logical_xor", np.logical_xor, "xor", dtypes="b", doc="True where just one is True.")
-bitwise_and = binary("bitwise_and", np.bitwise_and, "and_", dtypes="iu", samples=BITS, doc="Bits of both.")
-bitwise_or = binary("bitwise_or", np.bitwise_or, "or_", dtypes="iu", samples=BITS, doc="Bits of either.")
-bitwise_xor = binary("bitwise_xor", np.bitwise_xor, "xor", dtypes="iu", samples=BITS, doc="Bits of just one.")
+logical_and = binary("logical_and", np.logical_and, "and_", dtypes="b", doc="Logical AND.")
+logical_or = binary("logical_or", np.logical_or, "or_", dtypes="b", doc="Logical OR.")
+logical_xor = binary("logical_xor", np.logical_xor, "xor", dtypes="b", doc="Logical XOR.")
+bitwise_and = binary("bitwise_and", np.bitwise_and, "and_", dtypes="iu", samples=BITS, doc="Bitwise AND.")
+bitwise_or = binary("bitwise_or", np.bitwise_or, "or_", dtypes="iu", samples=BITS, doc="Bitwise OR.")
+bitwise_xor = binary("bitwise_xor", np.bitwise_xor, "xor", dtypes="iu", samples=BITS, doc="Bitwise XOR.")
 shift_left = binary(
     "shift_left", np.left_shift, lambda k, x, y: _shift(k, "shl", x, y), dtypes="iu", samples=BITS,
-    doc="x << y; a count below 0 or not below the width of x gives 0.",
+    doc="Left shift, x << y; a count outside 0 … bits-1 gives 0.",
 )  # fmt: skip
 shift_right = binary(
     "shift_right", np.right_shift, lambda k, x, y: _shift(k, "shr", x, y), dtypes="iu", samples=BITS,
-    doc="x >> y, copying the sign bit of signed x; a count outside 0 … bits-1 shifts every bit out (0, or -1 where x < 0).",
+    doc="Right shift, x >> y: arithmetic for signed x, else logical. A count outside 0 … bits-1 gives 0, or -1 where x < 0.",
 )  # fmt: skip
 
 
@@ -227,7 +232,7 @@ shift_right = binary(
 multiply_add = unary(
     "multiply_add", lambda x, y, z: x * y + z, lambda k, x, y, z: k.add(k.mul(x, y), z), infer=pointwise, arity=(3, 3),
     samples=(Sample(((3, 17),) * 3), Sample(((3, 1), (17,), (3, 17))), Sample(((), (5,), (4, 1)))),
-    doc="x * y + z, as one op: fused with what gives z, though x * y alone would be computed elsewhere. Rounded twice.",
+    doc="x * y + z, rounded twice. As a single op it is fused into the producer of z, even where x * y alone would not be.",
 )  # fmt: skip
 
 
@@ -245,7 +250,7 @@ where = op(
         Sample(shapes, dtypes=("bool", d, d))
         for d in ("f32", "f16", "bf16", "f64", "i32", "bool", "c64") for shapes in (((3, 17),) * 3, ((4, 1), (5,), ()))
     ),
-    doc="x where the condition is True, else y; the three broadcast together.",
+    doc="Elements of x where the condition is True, else of y; the three operands broadcast together.",
 )  # fmt: skip
 
 
@@ -254,7 +259,7 @@ class CastAttrs(Attrs):
 
 
 def cast_array(x: np.ndarray, dtype: DType) -> np.ndarray:
-    """Float to integer truncates and saturates, NaN gives 0; to bool is x != 0; integers wrap; 16-bit floats round by f32."""
+    """Float to integer truncates and saturates, NaN gives 0; to bool is x != 0; integers wrap; 16-bit floats round from f32."""
     if dtype == bool_:
         return x != 0
     x = np.real(x) if x.dtype.kind == "c" and dtype.kind != "c" else x
@@ -279,7 +284,7 @@ def _cast_shape(attrs: CastAttrs, x: Shape) -> Shape:
 
 
 def _cast_parts(node: Any, x: Any) -> Any:
-    """Of c64 the real part (to bool: whether either is not 0); to c64 an imaginary part of 0."""
+    """From c64: the real part (to bool: True if either part is not 0). To c64: the imaginary part is 0."""
     if node.shapes[0].dtype.kind == "c":
         return x if node.inputs[0].dtype.kind == "c" else joined(cast(x, dtype=f32), 0.0)
     re, im = halves(x)
@@ -287,7 +292,7 @@ def _cast_parts(node: Any, x: Any) -> Any:
 
 
 def _cast_partitioned(p: Any, attrs: CastAttrs, x: Any) -> Any:
-    """Contributions may be cast before they are added up, where that loses nothing."""
+    """Partial sums may be cast before they are combined if the cast is exact."""
     home, to = p.home[x], attrs.dtype
     wider = to.is_float and x.dtype.is_float and to.bits > x.dtype.bits
     return [(cast(p.at(x, home), dtype=to), home)] if isinstance(home, Partial) and (wider or to == x.dtype) else None
@@ -300,6 +305,6 @@ cast = op(
         Sample(((3, 17),), {"dtype": as_dtype(d)}, low=-300.0, high=300.0)
         for d in ("f32", "f64", "f16", "bf16", "f8e4m3", "f8e5m2", "i64", "i32", "i8", "u8", "u32", "bool", "c64")
     ),
-    doc="The same values in another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to "
-    "real drops the imaginary part.",
+    doc="Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real drops "
+    "the imaginary part.",
 )  # fmt: skip

@@ -52,7 +52,7 @@ def _in_range(index: Any, size: int) -> Any:
 
 
 def picked(ctx: Any, indices: Any, coords: Sequence[Any], size: int) -> Any:
-    """The index that stands at `coords`: one that is not in 0 … size-1 fails the run, and reads the nearest that is."""
+    """The index at `coords`, clamped to 0 … size-1; an index out of range fails the run."""
     index = k.cast(ctx.element(indices, tuple(coords)), index_)
     ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
     return k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
@@ -75,14 +75,14 @@ def _gather_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: S
 
 
 def _gather_partitioned(p: Any, attrs: AxisAttrs, x: Any, indices: Any) -> Any:
-    """Each rank looks up what it has, and zeros for the rest; the sum is the result."""
+    """Each rank looks up the indices in its own part and gives zeros for the rest; the sum over ranks is the result."""
     split, axis = p.split_of(x), axis_of(attrs.axis, x.rank)
     if split is None or split.axis != axis:
         return None
     if len(split.parts) > 1 or x.dtype.kind not in "fiu":
         return f"its parts along axis {axis} cannot be summed"
     size, ids = x.shape.static[axis], p.at(indices, REPLICATED).astype(i64)
-    ids = gather(iota(dims=(size,)), ids)  # one that is out of range is found
+    ids = gather(iota(dims=(size,)), ids)  # keeps the range check
     own = ids - p.first(size)
     here = logical_and(less_equal(0, own), less(own, size // p.ranks))
     rows = gather(p.at(x, split), where(here, own, 0), axis=axis)
@@ -99,8 +99,8 @@ GATHERS = (
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi", parts=along,
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
-    doc="Slices of x along `axis`, one per index: dims x[:axis] + indices + x[axis+1:]. An index below 0 or not below the "
-    "dim is an IndexRangeError if a result depends on its row, on every backend; else it may or may not be one.",
+    doc="Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0 or "
+    "not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one.",
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ embedding = op(
     samples=(
         Sample(((7, 33), (2, 3)), low=0, high=7, dtypes=("", "i64")), Sample(((5, 4), (6,)), low=0, high=5, dtypes=("", "i32")),
     ),
-    doc="Rows of a table [entries, width], one per id.",
+    doc="Looks up rows of a table [entries, width], one per id.",
 )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _scatter_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: 
 
 
 def _scatter_kernel(ctx: Any, node: Any) -> Any:
-    """Per line of x along the axis: copy it to local memory, add the updates in order, write it out."""
+    """For each line of x along the axis: copy it to local memory, add the updates in order, write it out."""
     x, indices, updates = node.inputs
     axis, index_dims = axis_of(node.attrs.axis, x.rank), ctx.dims(indices)
     grid, at = lines(ctx.dims(x), axis)
@@ -173,7 +173,8 @@ scatter_add = op(
         Sample(((7,), (33,), (33,)), low=0, high=7, dtypes=("", "i64", "")),
         Sample(((4, 3), (0,), (0, 3)), low=0, high=4, dtypes=("", "i64", "")),
     ),
-    doc="x with `updates` (shaped as gather's result) added at the indices along `axis`; an index may repeat.",
+    doc="Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An index "
+    "may repeat.",
 )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def _concat_shape(attrs: AxisAttrs, *shapes: Shape) -> Shape:
 
 
 def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
-    """A guarded load from each operand; the first whose end lies behind the coordinate is the one."""
+    """A guarded load from each operand; the first operand that ends past the coordinate is selected."""
     axis = axis_of(node.attrs.axis, len(coords))
     position, start, picks = coords[axis], 0, []
     for value in node.inputs:
@@ -212,7 +213,7 @@ def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
 
 
 def _concat_partitioned(p: Any, attrs: AxisAttrs, *operands: Any) -> Any:
-    """Along the axis that the ranks share, each rank joins its shares."""
+    """Along the split axis, each rank concatenates its own parts."""
     axis = axis_of(attrs.axis, operands[0].rank)
     splits = [p.split_of(v) for v in operands]
     if not any(s is not None and s.axis == axis for s in splits):
@@ -232,12 +233,12 @@ concat = op(
         Sample(((3, 17), (2, 17))), Sample(((2, 3), (2, 1), (2, 33)), {"axis": -1}), Sample(((4,),)),
         Sample(((2, 3, 4), (2, 0, 4), (2, 2, 4)), {"axis": 1}),
     ),
-    doc="The operands one after the other along `axis`.",
+    doc="Concatenates the operands along `axis`.",
 )  # fmt: skip
 
 
 class PadAttrs(Attrs):
-    """Elements added before and after each dim, and their value."""
+    """Number of elements added before and after each dim, and their value."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
@@ -273,7 +274,7 @@ def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any
 
 
 def _pad_parts(node: Any, x: Any) -> Any:
-    """The value around real parts, zeros around imaginary ones."""
+    """Real parts are padded with the value, imaginary parts with zeros."""
     a = node.attrs
     if a.value == 0 and math.copysign(1, a.value) > 0:
         return again(node, x, low=(*a.low, 0), high=(*a.high, 0))
@@ -289,7 +290,7 @@ pad = op(
         Sample(((3, 17),), {"low": (1, 0), "high": (0, 2)}), Sample(((5,),), {"low": (2,), "high": (3,), "value": 7.0}),
         Sample(((2, 3),), {"low": (0, 0), "high": (0, 0)}), Sample(((0, 2),), {"low": (1, 0), "high": (1, 1), "value": 1.0}),
     ),
-    doc="x with `value` before and after: `low` and `high` elements per dim.",
+    doc="Pads every dim with `value`: `low` elements before and `high` elements after.",
 )  # fmt: skip
 
 
@@ -324,7 +325,7 @@ iota = op(
         Sample((), {"dims": (17,)}), Sample((), {"dims": (3, 33), "axis": -1, "dtype": f32}),
         Sample((), {"dims": (4, 2), "dtype": as_dtype("i32")}), Sample((), {"dims": (0, 2), "axis": 1}),
     ),
-    doc="A tensor of `dims` whose elements are their own position along `axis`.",
+    doc="A tensor of shape `dims` whose elements are their index along `axis`.",
 )  # fmt: skip
 
 
@@ -340,5 +341,5 @@ copy = op(
     "copy", kind=Kind.INDEX, infer=lambda attrs, x: x, dtypes="fiubc", reference=lambda attrs, x: np.array(x),
     element=_copy_element, own_memory=True, parts=again, rows=lambda attrs, operand, axis, x: axis,
     samples=(Sample(((3, 17),)), Sample(((2, 1, 5),)), Sample(((),)), Sample(((0, 2),))),
-    doc="x in memory of its own, row-major, made at every run: never a view of x, and not shared with anything.",
+    doc="A row-major copy of x, made at every run: never a view of x, and its memory is not shared.",
 )  # fmt: skip

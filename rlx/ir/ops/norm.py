@@ -1,4 +1,4 @@
-"""Normalisations. Scale and bias have the operand's dtype and may be left out; sums are carried out in f32 at least."""
+"""Normalisations. Scale and bias have the operand's dtype and are optional; sums are accumulated in at least f32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlx.ir.shape import Shape
 
 
 class LayerNormAttrs(Attrs):
-    axis: int = -1  # normalised together: this dim and all after it
+    axis: int = -1  # the first of the normalised dims
     eps: float = 1e-5
 
 
@@ -77,7 +77,7 @@ layer_norm = op(
         Sample(((3, 17), (17,), (17,))), Sample(((2, 3, 33), (33,)), {"eps": 1e-12}), Sample(((5, 4),)),
         Sample(((2, 3, 5), (3, 5), (3, 5)), {"axis": 1}), Sample(((0, 4), (4,), (4,))), Sample(((3, 1), (1,), (1,))),
     ),
-    doc="(x - mean) / sqrt(variance + eps) * scale + bias over the dims from `axis` to the last.",
+    doc="Layer normalisation over the dims from `axis` to the last: (x - mean) / sqrt(variance + eps) * scale + bias.",
 )  # fmt: skip
 rms_norm = op(
     "rms_norm", kind=Kind.COMPOSITE, infer=_norm_shape, attrs=RmsNormAttrs, arity=(1, 2),
@@ -86,7 +86,7 @@ rms_norm = op(
         Sample(((3, 17), (17,))), Sample(((2, 3, 33),), {"eps": 1e-5}), Sample(((2, 3, 5), (3, 5)), {"axis": -2}),
         Sample(((4, 1), (1,))),
     ),
-    doc="x / sqrt(mean(x²) + eps) * scale over the dims from `axis` to the last.",
+    doc="RMS normalisation over the dims from `axis` to the last: x / sqrt(mean(x²) + eps) * scale.",
 )  # fmt: skip
 
 
@@ -122,5 +122,6 @@ group_norm = op(
         Sample(((2, 6, 5), (6,), (6,)), {"groups": 3}), Sample(((2, 4, 3, 3), (4,)), {"groups": 2}),
         Sample(((3, 4),), {"groups": 1}), Sample(((2, 3, 17), (3,), (3,)), {"groups": 3}),
     ),
-    doc="x [batch, channels, …] normalised over each group of channels and all later dims; scale and bias per channel.",
+    doc="Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per "
+    "channel.",
 )  # fmt: skip

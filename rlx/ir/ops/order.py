@@ -1,4 +1,4 @@
-"""Ops that go along an axis in order: argmax, argmin, cumsum, top_k, sort. NaN counts as greater than every number."""
+"""Scans, argmax and sorting along an axis: argmax, argmin, cumsum, top_k, sort. NaN orders above every number."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlx.ir.ops.rules import axis_of, lines, others, static_dim
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape
 
-BLOCK = 128  # elements whose best is found before any position is looked at
-LANES = 16  # a loop of fewer iterations is left to those around it
-COLUMNS = range(512, 4097)  # that are gone down together: shorter parts of memory pages are slow to read
-ROWS_AT_ONCE = 4  # are taken in before the best of the columns are written
+BLOCK = 128  # elements per block: the best block is found first, then the position in it
+LANES = 16  # shorter loops are not vectorized
+COLUMNS = range(512, 4097)  # columns scanned together; reading shorter parts of memory pages is slow
+ROWS_AT_ONCE = 4  # rows read per write of the running best
 
 
 def _is_nan(x: Any) -> Any:
@@ -28,7 +28,7 @@ def _is_nan(x: Any) -> Any:
 
 
 def _precedes(a: Any, at_a: Any, b: Any, at_b: Any, descending: bool) -> Any:
-    """True where (a, at_a) stands before (b, at_b): by value, NaN greatest, then by position. A total order."""
+    """True where (a, at_a) sorts before (b, at_b): by value, NaN greatest, then by position. A total order."""
     ahead = k.lt(b, a) if descending else k.lt(a, b)
     tie = k.eq(a, b)
     if a.dtype.kind == "f":
@@ -59,10 +59,10 @@ def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
 
 
 def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
-    """Down many columns together, row after row; the best of them are kept. Runs of them are points of their own."""
+    """Scans many columns together, row by row, with the best of each in local memory. Each run of columns is a grid point."""
     x, dims = node.inputs[0], ctx.dims(node.inputs[0])
     (grid, at), i, column, run = lines(dims, axis), Var("i"), Var("c"), Var("run")
-    share = math.prod(n for _, n in grid) // ctx.threads  # of a thread
+    share = math.prod(n for _, n in grid) // ctx.threads  # columns per thread
     least, most = COLUMNS[0], max(COLUMNS[0], min(share, COLUMNS[-1]))
     runs = next((n for n in range(-(-dims[-1] // most), dims[-1] // least + 1) if dims[-1] % n == 0), 1)
     width, dtype = dims[-1] // runs, x.dtype.compute
@@ -70,7 +70,7 @@ def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
     place_of = lambda row: (*at(row)[:-1], k.add(k.mul(run, const(width)), column))  # noqa: E731
 
     def rows(first: Any, count: int, best: Any = None, place: Any = None) -> Any:
-        """Take in the rows from `first` on; the very first without a best one before it."""
+        """Updates the best with `count` rows from `first` on; the very first row has no best before it."""
         for row in (k.add(first, const(n)) for n in range(count)):
             value = ctx.element(x, place_of(row))
             take = None if best is None else better(value, best)
@@ -88,12 +88,12 @@ def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
 
 def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
     def better(value: Any, best: Any) -> Any:
-        """Of a later element. NaN is better than all, and stays."""
+        """True if a later element replaces the best. NaN beats every number, and the first NaN stays."""
         worse = k.le(value, best) if op_name == "max" else k.le(best, value)
         return k.and_(k.not_(worse), k.eq(best, best)) if value.dtype.kind == "f" else k.not_(worse)
 
     def blocks(ctx: Any, x: Any, length: int, at: Any) -> tuple[Any, Any]:
-        """The best of each block in lanes; then the first place in the best block that holds it."""
+        """The best of each block, vectorized; then the first position of it in the best block."""
         size, dtype = min(length, BLOCK), x.dtype.compute
         block, i, j, found = Var("block"), Var("i"), Var("j"), Var("found", i32)
         parts, best, which = [], ctx.element(x, at(const(0))), const(0)
@@ -111,7 +111,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         start = k.mul(which, const(size))
         inside = k.lt(k.add(start, j), k.const(length))
         value = ctx.element(x, at(k.add(start, j)), inside if length % size else None)
-        match = k.or_(k.eq(value, best), _is_nan(value))  # a NaN is only where the best one is
+        match = k.or_(k.eq(value, best), _is_nan(value))  # a block with a NaN has a NaN as its best
         place = k.select(k.and_(match, inside) if length % size else match, k.cast(j, i32), const(size - 1, i32))
         parts.append(Loop(j, size, (), vector=True, reduces=(Reduce(found, "min", place),)))
         return parts, k.add(start, k.cast(found, index_))
@@ -154,7 +154,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
     return made
 
 
-_ARG = "Position (i64) of the {} element along `axis`: the first of equals, the first NaN if there is one."
+_ARG = "Index (i64) of the {} element along `axis`: the first on ties, the first NaN if there is one."
 argmax = _arg("argmax", np.argmax, "max", "least", _ARG.format("greatest"))
 argmin = _arg("argmin", np.argmin, "min", "greatest", _ARG.format("least"))
 
@@ -163,7 +163,7 @@ argmin = _arg("argmin", np.argmin, "min", "greatest", _ARG.format("least"))
 
 
 class CumsumAttrs(Attrs):
-    """`exclusive`: without the element itself. `reverse`: from the end."""
+    """`exclusive`: each sum omits its own element. `reverse`: sums start at the end."""
 
     axis: int = -1
     exclusive: bool = False
@@ -185,7 +185,7 @@ def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
 
 
 def _cumsum_padded(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
-    """What holds no data adds nothing to what comes behind it."""
+    """Padding counts as 0 where it precedes data."""
     axis = axis_of(attrs.axis, x.rank)
     behind = attrs.reverse or any(a.outer > 1 for a in p.along(x, axis))
     held = p.masked(x, axis, guard=True) if behind else x
@@ -203,7 +203,7 @@ def _cumsum_kernel(ctx: Any, node: Any) -> Any:
     grid, coords = lines(dims, axis)
     length, dtype, i = dims[axis], x.dtype.compute, Var("i")
     at = coords(k.sub(k.const(length - 1), i) if attrs.reverse else i)
-    if axis < x.rank - 1 and dims[-1] >= LANES and not ctx.cut(x.rank - 1):  # row after row; the totals of all columns are kept
+    if axis < x.rank - 1 and dims[-1] >= LANES and not ctx.cut(x.rank - 1):  # row by row, with a total per column
         grid, (column, width) = grid[:-1], grid[-1]
         kept = ctx.local(dtype, width)
         total = Load(kept, column)
@@ -226,7 +226,7 @@ cumsum = op(
         Sample(((3, 17),)), Sample(((2, 33, 4),), {"axis": 1, "reverse": True}), Sample(((2, 0),)),
         Sample(((5, 3),), {"axis": 0, "exclusive": True}), Sample(((7,),), {"exclusive": True, "reverse": True}),
     ),
-    doc="Sum of the elements up to and with each one along `axis`; integers wrap.",
+    doc="Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap.",
 )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def _top_k_shapes(attrs: TopKAttrs, x: Shape) -> tuple[Shape, ...]:
 
 
 def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndarray]:
-    if descending:  # stable from the back, so that equals keep their order
+    if descending:  # a stable sort of the reversed row, so that ties keep their order
         order = x.shape[-1] - 1 - np.flip(np.argsort(np.flip(x, -1), axis=-1, kind="stable"), -1)
     else:
         order = np.argsort(x, axis=-1, kind="stable")
@@ -261,7 +261,7 @@ def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndar
 
 def _sort_kernel(ctx: Any, node: Any) -> Any:
     """K. E. Batcher's bitonic network over a power of two of (value, position) pairs in local memory. Positions from n on
-    are padding and stand last. One loop over all passes: merges of `size` = 2, 4, 8 …, each in steps `size`/2 … 2, 1."""
+    are padding and sort last. One loop over all passes: merges of `size` = 2, 4, 8 …, each in steps `size`/2 … 2, 1."""
     x = node.inputs[0]
     n = ctx.dims(x)[-1]
     grid, coords = lines(ctx.dims(x), x.rank - 1)
@@ -309,12 +309,12 @@ SORTS: Sequence[Sample] = (
 sort = op(
     "sort", kind=Kind.KERNEL, infer=_sort_shapes, attrs=SortAttrs, dtypes="fiu", kernel=_sort_kernel, samples=SORTS, rows=others,
     reference=lambda a, x: _sorted_arrays(x, a.descending),
-    doc="The elements along the last dim in order, and where each stood (i64); equals keep their order.",
+    doc="Stable sort along the last dim: the sorted elements and their original indices (i64).",
 )  # fmt: skip
 argsort = op(
     "argsort", kind=Kind.COMPOSITE, infer=lambda a, x: _sort_shapes(a, x)[1], attrs=SortAttrs, dtypes="fiu", samples=SORTS,
     reference=lambda a, x: _sorted_arrays(x, a.descending)[1], decompose=lambda a, x: sort(x, descending=a.descending)[1],
-    doc="Positions (i64) that put the last dim in order; equals keep their order.",
+    doc="Indices (i64) that sort the last dim; the sort is stable.",
 )  # fmt: skip
 TOP_K = (
     Sample(((2, 17),), {"k": 5}), Sample(((33,),), {"k": 33, "largest": False}), Sample(((2, 2, 4),), {"k": 1}),
@@ -324,5 +324,5 @@ top_k = op(
     "top_k", kind=Kind.COMPOSITE, infer=_top_k_shapes, attrs=TopKAttrs, dtypes="fiu", samples=TOP_K,
     reference=lambda a, x: tuple(part[..., : a.k] for part in _sorted_arrays(x, a.largest)),
     decompose=lambda a, x: tuple(slice_axis(part, -1, 0, a.k) for part in sort(x, descending=a.largest)),
-    doc="The k greatest (or least) elements along the last dim, in order, and their positions (i64); equals by position.",
+    doc="The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index.",
 )  # fmt: skip

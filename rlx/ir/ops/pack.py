@@ -1,4 +1,4 @@
-"""pack: a tensor kept in tiles. Its value is the operand's own; only where the elements lie is another matter."""
+"""pack: stores a tensor in tiles. The value is that of the operand; only the memory layout changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PackAttrs(Attrs):
 
 
 def panels(columns: int, group: int = 1) -> tuple[tuple[int, int], ...]:
-    """The tiles of a matrix [k, n] in which a contraction streams its right operand: panels of columns, rows in groups."""
+    """The tiled layout of the right operand [k, n] of a contraction: panels of columns, in each of which k is grouped."""
     inner = ((1, 1), (0, 1)) if group > 1 else ((1, 1),)
     return ((1, columns), (0, group), *inner)
 
@@ -38,7 +38,7 @@ def _shape(attrs: PackAttrs, x: Shape) -> Shape:
 
 
 def _element(ctx: Any, node: Any, result: int, place: Sequence[Any]) -> Any:
-    """`place` is where in the memory the element lies; what is filled in is 0."""
+    """`place` is the location of the element in the tiled memory; padding is 0."""
     at, inside = _tiled(node.attrs, node.inputs[0].shape).element(place)
     return ctx.element(node.inputs[0], at, inside)
 
@@ -50,7 +50,7 @@ pack = op(
         Sample(((3, 17),), {"layout": panels(8)}), Sample(((5, 4),), {"layout": panels(2, 4)}),
         Sample(((2, 3, 5),), {"layout": ((0, 1), (2, 4), (1, 1), (2, 2), (2, 1))}),
     ),
-    doc="x kept in tiles, padded. A compile decides where this is done: in a graph that is given to it, pack(x) stands for x.",
+    doc="x stored in padded tiles. The compiler decides where to pack; in a graph from the user, pack(x) is the same as x.",
 )  # fmt: skip
 
 __all__ = ["PackAttrs", "pack", "panels"]

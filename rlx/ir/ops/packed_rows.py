@@ -1,5 +1,5 @@
-"""Decoded rows of a table of quantised blocks that a product streams in panels: a table with two uses (tied embeddings) is kept
-once (rlx/compile/packing.py)."""
+"""Row look-up in a quantised table that a matrix product has packed into panels, so that a table with both uses (tied
+embeddings) is stored once (rlx/compile/packing.py)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
 
 
 def _packed_element(ctx: Any, node: Any, row: Any, column: Any) -> Any:
-    """The element out of panels (see quant_pack)."""
+    """The element from packed panels (see quant_pack)."""
     p, packed = PACKINGS[node.attrs.format], node.inputs[0]
     lane, start = k.rem(row, PANEL), k.mul(k.div(column, p.block), p.panel_bytes)
     b = Block(lambda at: ctx.stored(packed, (k.div(row, PANEL), k.add(start, at))))
     turn, e = k.div(k.rem(column, p.block), STEP), k.rem(column, STEP)
-    at = k.add(k.mul(turn, p.turn_bytes), p.turns_at)  # of the turn
+    at = k.add(k.mul(turn, p.turn_bytes), p.turns_at)  # where the turn begins
     q = _bits(p, b, k.add(at, p.dwords_at), lane, e)
     scale = b.half(k.mul(lane, 2))
     if p.scales:
@@ -67,9 +67,9 @@ def _bits(p: Packing, b: Block, start: Any, lane: Any, e: Any) -> Any:
     for plane, other in ((p.low, p.high), (p.high, p.low)):
         if plane is None:
             continue
-        each = 32 // plane.bits  # elements of a dword
+        each = 32 // plane.bits  # elements per dword
         dword = k.div(e, each)
-        if other is not None:  # those of the other plane that stand before it: high bits come first
+        if other is not None:  # skip the dwords of the other plane before it: high bits come first
             before = 32 // other.bits
             dword = k.add(dword, k.add(k.div(e, before), 1) if plane is p.low else k.div(k.mul(dword, each), before))
         place = k.add(k.add(k.mul(dword, 4 * PANEL), k.mul(lane, 4)), k.rem(e, 4))
@@ -91,6 +91,6 @@ quant_rows = op(
         _sample("q8_0", 33, 2, (5,)), _sample("q4_0", 70, 2, (2, 3), 5), _sample("q4_k", 32, 1, (4,)),
         _sample("q5_k", 3, 2, (3,), 100), _sample("q6_k", 40, 1, (6,)),
     ),
-    doc="Decoded rows of a table of quantised blocks, one per id: dequantize(gather(w, ids)), of w or of pack_quant(w): "
-    "u8 [entries, row bytes] -> f32 [ids..., columns].",
+    doc="Looks up and decodes rows of a quantised table, one per id: dequantize(gather(w, ids)), u8 [entries, row bytes] -> f32 "
+    "[ids..., columns]. The table may be w or pack_quant(w).",
 )  # fmt: skip

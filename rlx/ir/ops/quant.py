@@ -1,4 +1,4 @@
-"""Quantised weights in a graph: rows of packed blocks (rlx.ir.quant.FORMATS) as numbers, and as a matrix to multiply by."""
+"""Quantised weights: decoding rows of packed blocks (rlx.ir.quant.FORMATS), and the matrix product with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FormatAttrs(Attrs):
 
 
 class DequantizeAttrs(FormatAttrs):
-    """`columns`: elements of a row; its last block may have more."""
+    """`columns`: elements per row; the last block may be longer."""
 
     columns: int
 
@@ -56,7 +56,7 @@ def _dequantize_shape(attrs: DequantizeAttrs, packed: Shape) -> Shape:
 
 
 class Block:
-    """The bytes of the block that an element lies in."""
+    """The bytes of the block that contains an element."""
 
     def __init__(self, byte: Callable[[Any], Any]) -> None:
         self.byte = byte  # offset in the block (i64 expression) -> u8 expression
@@ -86,7 +86,7 @@ def _q4_0(b: Block, e: Any) -> Any:
 
 
 def _k_value(b: Block, e: Any, q: Any) -> Any:
-    """scale * q - minimum of the element's group of 32; the 6-bit pairs lie as rlx.ir.quant says."""
+    """scale * q - minimum of the element's group of 32; rlx.ir.quant describes the layout of the 6-bit pairs."""
     group = k.div(e, 32)
     early, at = k.lt(group, 4), k.rem(group, 4)
     first, second, rest = (k.add(at, offset) for offset in (4, 8, 12))
@@ -127,7 +127,7 @@ _ELEMENTS: dict[str, Callable[[Block, Any], Any]] = {
 
 
 def block_element(form: QuantFormat, column: Any, byte: Callable[[Any], Any]) -> Any:
-    """Element `column` of a row of blocks, whose bytes `byte` gives."""
+    """Element `column` of a row of blocks; byte(offset) loads a byte of the row."""
     start = k.mul(k.div(column, form.block), form.nbytes)
     return _ELEMENTS[form.name](Block(lambda at: byte(k.add(start, at))), k.rem(column, form.block))
 
@@ -138,7 +138,7 @@ def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any])
 
 
 def _dequantize_partitioned(p: Any, attrs: DequantizeAttrs, packed: Any) -> Any:
-    """Ranks may share whole blocks of a row."""
+    """A row may be split between ranks at block boundaries."""
     form, split, axis = FORMATS[attrs.format], p.split_of(packed), packed.rank - 1
     if split is None or split.axis != axis:
         return None
@@ -156,7 +156,7 @@ dequantize = op(
         Sample(((3, f.row_bytes(columns)),), {"format": f.name, "columns": columns}, low=0, high=256, dtypes=("u8",))
         for f in FORMATS.values() for columns in (f.block * 2, f.block + 17)
     ),
-    doc="Rows of packed blocks, u8 [..., row bytes], as f32 [..., columns].",
+    doc="Decodes rows of quantised blocks, u8 [..., row bytes], to f32 [..., columns].",
 )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _product_of(attrs: FormatAttrs, x: Any, packed: Any) -> Any:
 
 
 def random_weights(form: QuantFormat, operand: int = 1) -> Callable[[np.random.Generator, list[np.ndarray]], None]:
-    """Random bytes as weights of common size: every f16 scale gets a magnitude between 2**-13 and 2**-12."""
+    """Random weights of realistic magnitude: random bytes, with every f16 scale between 2**-13 and 2**-12 in magnitude."""
 
     def settle(rng: np.random.Generator, operands: list[np.ndarray]) -> None:
         operands[operand][:] = rng.integers(0, 256, operands[operand].shape)
@@ -193,7 +193,7 @@ def random_weights(form: QuantFormat, operand: int = 1) -> Callable[[np.random.G
 
 
 def _contraction(attrs: FormatAttrs, x: Shape, packed: Shape) -> Contraction:
-    """Rows of x, summed over their elements, by rows of packed weights."""
+    """x [..., k] times the packed weights [n, k] transposed, summed over k."""
     rows = tuple(range(x.rank - 1))
     return Contraction(a_batch=(), a_rows=rows, a_sum=(x.rank - 1,), b_batch=(), b_sum=(1,), b_columns=(0,))
 
@@ -205,6 +205,6 @@ dequant_matmul = op(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
     ),
-    doc="x @ dequantize(packed).T: x [..., k] times packed weights [n, row bytes] gives [..., n] in x's dtype; sums are f32 (f64 "
-    "for f64 x).",
+    doc="Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n] "
+    "in x's dtype; sums are f32 (f64 for f64 x).",
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""pack_quant: rows of quantised blocks, a byte format as files have it, interleaved for kernels that stream weights.
+"""pack_quant: interleaves rows of quantised blocks (the byte formats of model files) for kernels that stream weights.
 
-PANEL rows stand together. A block of a panel starts with its f16 numbers, each as one run over the rows. Then follow its
-elements, STEP at a time: their scales and mins, a byte of each row; then dwords, one of each row, that hold the bits of four
-(8 bits each), eight (4 bits), or more following elements of that row. So one vector load gives every lane of a dot
-instruction, or of a conversion, its own row, and a kernel reads memory straight on. No bit of a number is changed.
+A panel has PANEL rows. Each block of a panel starts with its f16 numbers: each number is stored for all rows, contiguously.
+Then come the elements, STEP at a time (a turn): their scales and mins, one byte per row; then dwords, one per row, each with
+the bits of four (8 bits each), eight (4 bits), or more consecutive elements of that row. So one vector load gives every lane
+of a dot instruction, or of a conversion, its own row, and a kernel reads memory sequentially. No bit of a number is changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import Shape
 
 PANEL = 32  # rows: two 64-byte vectors of dwords
-STEP = 32  # elements per turn of a kernel's innermost loop; blocks are whole multiples of it
+STEP = 32  # elements per iteration ("turn") of a kernel's innermost loop; block sizes are multiples of it
 
 
 @dataclass(frozen=True)
 class Bits:
-    """`bits` of element e of a block: in its byte base + e // outer * stride + e % inner, from bit
-    (e % outer) // inner * step on."""
+    """Location of `bits` bits of element e of a block: byte base + e // outer * stride + e % inner, from bit
+    (e % outer) // inner * step."""
 
     base: int
     outer: int
@@ -54,11 +54,11 @@ Pieces = tuple[tuple[int, int, int, int], ...]  # ((byte >> right) & mask) << le
 
 @dataclass(frozen=True)
 class Packing:
-    """How a format's blocks of `block` elements in `nbytes` come apart, and how a panel holds them.
+    """Layout of a format's blocks, of `block` elements in `nbytes`, and of the same blocks in a panel.
 
-    An element is `scale * (q - zero) - least`; q is `low` bits, with `high` bits above them; `flip` is xored to q as stored.
-    `numbers`: bytes at which f16 numbers stand: the scale, then the factor of the mins. `scales`: where a block has more
-    scales than one, a byte each (`signed`: i8), a factor of the scale, each for `group` elements; `mins`, for STEP elements each.
+    An element is `scale * (q - zero) - least`; q has `low` bits, with `high` bits above them; the packed q is xored with `flip`.
+    `numbers`: byte offsets of the f16 numbers: the scale, then the factor of the mins. `scales`: if a block has more than one
+    scale, a byte (`signed`: i8) per `group` elements that multiplies the scale; `mins`: a byte per STEP elements.
     """
 
     block: int
@@ -75,12 +75,12 @@ class Packing:
 
     @property
     def turns_at(self) -> int:
-        """From here on each STEP elements of all rows: their scales, their mins, their dwords."""
+        """Offset of the first turn in a block of a panel: STEP elements of all rows with their scales, mins and dwords."""
         return 2 * PANEL * len(self.numbers)
 
     @property
     def dwords_at(self) -> int:
-        """In a turn, where the dwords begin."""
+        """Offset of the dwords in a turn."""
         return PANEL * (len(self.scales) + len(self.mins)) * STEP // self.block
 
     @property
@@ -90,24 +90,24 @@ class Packing:
 
     @property
     def panel_bytes(self) -> int:
-        """Of one block of a panel."""
+        """Size of one block of a panel."""
         return self.turns_at + self.turn_bytes * (self.block // STEP)
 
     def of_turn(self, turn: int) -> tuple[Pieces, ...]:
-        """The scales and mins of a turn's elements."""
+        """The scales and mins of the elements of a turn."""
         count = len(self.scales) * STEP // self.block
         return self.scales[turn * count : (turn + 1) * count] + self.mins[turn : turn + 1]
 
     def dwords(self) -> list[tuple[Bits, int]]:
-        """What the dwords of a turn hold in order: (plane, the first element of STEP); high bits before the low ones of the
-        same elements, so that a kernel reads straight on."""
+        """The dwords of a turn in order, as (plane, first element in the turn). High bits precede the low bits of the same
+        elements, so that a kernel reads sequentially."""
         planes = [x for x in (self.high, self.low) if x]
         found = [(plane, at) for plane in planes for at in range(0, STEP, 32 // plane.bits)]
         return sorted(found, key=lambda x: (x[1], x[0] is self.low))
 
 
 def _k_scales(start: int) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
-    """Scales and mins, eight of six bits each in twelve bytes: the first four whole, of the others four bits and two."""
+    """Eight 6-bit scales and eight 6-bit mins in twelve bytes: the first four of each whole, the others split in 4 + 2 bits."""
     low = range(4)
     scales = [((start + j, 0, 63, 0),) for j in low] + [((start + 8 + j, 0, 15, 0), (start + j, 6, 3, 4)) for j in low]
     mins = [((start + 4 + j, 0, 63, 0),) for j in low] + [((start + 8 + j, 4, 15, 0), (start + 4 + j, 6, 3, 4)) for j in low]
@@ -149,13 +149,13 @@ def _shape(attrs: PackAttrs, w: Shape) -> Shape:
 
 
 def _tiled(attrs: PackAttrs, w: Shape) -> TiledLayout:
-    """Panels of rows, in each of which one block of every row after another."""
+    """Panels of rows; within a panel the blocks follow each other, each with all rows of the panel."""
     p, (rows, nbytes) = packing(attrs), w.static
     return TiledLayout((rows, nbytes // p.nbytes), ((0, PANEL), (1, 1)), p.panel_bytes)
 
 
 def packed(format: str, w: np.ndarray) -> np.ndarray:
-    """The memory, u8 [panels, panel bytes], in which pack_quant keeps w."""
+    """The packed form of w: u8 [panels, panel bytes]."""
     p = PACKINGS[format]
     panels, blocks, turns = -(-w.shape[0] // PANEL), w.shape[1] // p.nbytes, p.block // STEP
     padded = np.zeros((panels * PANEL, w.shape[1]), np.uint8)
@@ -174,7 +174,7 @@ def packed(format: str, w: np.ndarray) -> np.ndarray:
 
 
 def _kernel(ctx: Any, node: Any) -> Any:
-    """A grid point is a block of a panel."""
+    """One grid point per block of a panel."""
     w, p = node.inputs[0], packing(node.attrs)
     rows, nbytes = ctx.dims(w)
     panel, block, turn = Var("panel"), Var("block"), Var("turn")
@@ -185,7 +185,7 @@ def _kernel(ctx: Any, node: Any) -> Any:
         return ctx.element(w, (row, k.add(k.mul(block, p.nbytes), at)), k.lt(row, rows) if rows % PANEL else None)
 
     def copied(count: int, at: Any, value: Any) -> Loop:
-        """bytes `at` to `at` + count of this block of the panel; value(t) is byte t of them."""
+        """Writes `count` bytes from offset `at` of this block of the panel; value(t) is byte t of them."""
         t = Var("t")
         store = ctx.store(0, (panel, k.add(k.add(k.mul(block, p.panel_bytes), at), t)), value(t))
         return Loop(t, count, (store,), vector=True)
@@ -223,6 +223,6 @@ pack_quant = op(
         Sample(((rows, blocks * PACKINGS[name].nbytes),), {"format": name}, low=0, high=256, dtypes=("u8",))
         for name, rows, blocks in (("q8_0", 5, 2), ("q4_0", 33, 2), ("q4_k", 32, 1), ("q5_k", 3, 1), ("q6_k", 2, 2))
     ),
-    doc="Rows of quantised blocks u8[rows, row bytes] kept as panels u8[ceil(rows / 32), panel bytes] in the order in which "
-    "dequant_matmul streams them (see the module); missing rows are zeros. In a graph that is given to a compile: w itself.",
+    doc="Rows of quantised blocks u8[rows, row bytes] stored as panels u8[ceil(rows / 32), panel bytes] in the order in which "
+    "dequant_matmul reads them (see the module); missing rows are zeros. In a graph from the user it is the same as w.",
 )  # fmt: skip

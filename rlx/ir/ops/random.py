@@ -1,8 +1,8 @@
-"""Random numbers as pure functions of a key and a counter, and the threshold that cuts off all but the greatest elements.
+"""Random numbers as pure functions of a key and a counter, and the threshold used by top-k and top-p sampling.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: Threefry-2x32
-with 20 rounds. Key and counter are operands, so that seed and step can be state of a graph. Only additions, xors and rotations
-of 32-bit words: every device gives the same bits.
+with 20 rounds. Key and counter are operands, so that seed and step can be state of a graph. It needs only additions, xors and
+rotations of 32-bit words, so every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RandomAttrs(Attrs):
 
 
 def _threefry(key: Sequence[Any], counter: Sequence[Any], word: Any, add: Any, xor: Any, rotate: Any) -> tuple[Any, Any]:
-    """Two words from two words of key and two of counter, over any kind of u32: `word` makes a constant."""
+    """Two output words from two key words and two counter words, on any u32 type; `word` makes a constant of that type."""
     keys = (*key, xor(xor(*key), word(PARITY)))
     a, b = map(add, counter, key)
     for i in range(5):
@@ -104,7 +104,7 @@ def _gumbel_array(attrs: RandomAttrs, key: np.ndarray, counter: np.ndarray) -> n
 
 
 def _gumbel(attrs: RandomAttrs, key: Any, counter: Any) -> Any:
-    # the winners of a race come from small u: spaced finely there, never 0, and never 1
+    # small u gives the largest results, which win the argmax: u is finely spaced there, never 0, and never 1
     u = minimum((random_bits(key, counter, dims=attrs.dims).astype(f32) + 0.5) * 2.0**-32, BELOW_ONE)
     return -log(-log1p(-u))
 
@@ -116,19 +116,19 @@ DRAWS = tuple(
 random_bits = op(
     "random_bits", kind=Kind.INDEX, infer=_random_shape(u32), attrs=RandomAttrs, arity=(2, 2), dtypes="u", samples=DRAWS,
     reference=_bits_array, element=_bits_element,
-    doc="u32 of `dims`, every bit fair, from a key u32 [2] and a counter u32 (); equal operands give equal bits. JAX gives the "
-    "same for that key where the counter is 0.",
+    doc="Uniform random u32 bits of shape `dims` from a key u32 [2] and a counter u32 (); equal operands give equal bits. With "
+    "counter 0 the bits are those of JAX for the same key.",
 )  # fmt: skip
 random_uniform = op(
     "random_uniform", kind=Kind.COMPOSITE, infer=_random_shape(f32), attrs=RandomAttrs, arity=(2, 2), dtypes="u", samples=DRAWS,
     reference=_uniform_array,
     decompose=lambda a, key, counter: shift_right(random_bits(key, counter, dims=a.dims), 8).astype(f32) * 2.0**-24,
-    doc="f32 in [0, 1), multiples of 2^-24, from a key u32 [2] and a counter u32 ().",
+    doc="Uniform random f32 in [0, 1), multiples of 2^-24, from a key u32 [2] and a counter u32 ().",
 )  # fmt: skip
 gumbel = op(
     "gumbel", kind=Kind.COMPOSITE, infer=_random_shape(f32), attrs=RandomAttrs, arity=(2, 2), dtypes="u", samples=DRAWS,
     reference=_gumbel_array, decompose=_gumbel,
-    doc="f32 from the standard Gumbel distribution: argmax(logits + gumbel) is a draw from softmax(logits).",
+    doc="Random f32 from the standard Gumbel distribution: argmax(logits + gumbel) samples from softmax(logits).",
 )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ gumbel = op(
 
 
 class ThresholdAttrs(Attrs):
-    """`weighted`: elements count as much as they are (negative ones nothing), else 1 each."""
+    """`weighted`: each element counts as its value (negative ones as 0); otherwise each counts as 1."""
 
     weighted: bool = False
 
@@ -155,7 +155,7 @@ def _threshold_shape(attrs: ThresholdAttrs, x: Shape, amount: Shape) -> Shape:
 
 def _threshold_array(attrs: ThresholdAttrs, x: np.ndarray, amount: np.ndarray) -> np.ndarray:
     down = -np.sort(-np.where(np.isnan(x), -np.inf, x), axis=-1)
-    down = np.concatenate([down, np.full((*x.shape[:-1], 1), -np.inf, x.dtype)], axis=-1)  # what a search in vain finds
+    down = np.concatenate([down, np.full((*x.shape[:-1], 1), -np.inf, x.dtype)], axis=-1)  # the result if none suffices
     reached = np.cumsum(np.maximum(down, 0) if attrs.weighted else np.ones_like(down), axis=-1, dtype=np.float64)
     enough = reached >= np.maximum(amount, TINY)
     enough[..., -1] = True
@@ -163,15 +163,15 @@ def _threshold_array(attrs: ThresholdAttrs, x: np.ndarray, amount: np.ndarray) -
 
 
 def _number(key: Any) -> Any:
-    """The f32 of a key; keys are u32 in the order of the floats, and none below that of -inf is asked for."""
+    """The f32 of a key: u32 keys have the order of the floats. Keys below that of -inf are clamped to it."""
     key = k.select(k.lt(key, const(LEAST, u32)), const(LEAST, u32), key)
     negative = k.lt(key, const(1 << 31, u32))
     return k.bitcast(k.xor(key, k.select(negative, const(0xFFFFFFFF, u32), const(1 << 31, u32))), dtype=f32)
 
 
 def _threshold_kernel(ctx: Any, node: Any) -> Any:
-    """The threshold's key bit by bit from the highest: a bit stays if the elements from there on still suffice. Sums over the
-    same order never grow when elements leave, so that the search is sound in floats."""
+    """Binary search for the threshold's key, from the highest bit: a bit stays set if the elements at or above the key still
+    suffice. A float sum in a fixed order never grows when elements become 0, so rounding does not break the search."""
     x, amount = node.inputs
     n = ctx.dims(x)[-1]
     grid, coords = lines(ctx.dims(x), x.rank - 1)
@@ -199,6 +199,7 @@ threshold = op(
         Sample(((70,), ()), low=-30, high=-3, dtypes=("f32", "f32")), Sample(((2, 0), ()), dtypes=("f32", "f32")),
         Sample(((4, 5), ()), {"weighted": True}, low=5, high=40, dtypes=("f32", "f32")),
     ),
-    doc="The greatest element of each row (last dim) of x such that the elements from it upwards are at least `amount` many, or "
-    "`weighted` sum up to at least that; -inf if all together are less. NaN is never counted. No sorting: 32 passes that count.",
+    doc="For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with `weighted`, "
+    "such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Uses 32 "
+    "counting passes instead of a sort.",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reductions over axes, and the composites that are one reduction and little else. `axis`: an int, ints, or () for all."""
+"""Reductions, and composites built on one reduction. `axis`: an int, ints, or () for all axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReduceAttrs(Attrs):
 
 
 class VarianceAttrs(ReduceAttrs):
-    correction: int = 0  # the sum of squares is divided by n - correction
+    correction: int = 0  # Bessel's correction: the sum of squares is divided by n - correction
 
 
 class AxisAttrs(Attrs):
@@ -40,7 +40,7 @@ def _over(attrs: ReduceAttrs, x: np.ndarray) -> dict[str, Any]:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Floats in f64, so that the reference's own rounding is not what a comparison finds."""
+    """Floats as f64, so that the reference itself adds no rounding error to a comparison."""
     return x.astype(np.float64) if x.dtype.kind == "f" else x
 
 
@@ -64,27 +64,27 @@ def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str =
 
 
 def _pair_sums(node: Any, x: Any) -> Any:
-    """Sums of pairs over the same axes, which are all but the last where none are named."""
+    """Sums of pairs over the same axes; if none are given, over all but the last, which holds the pair."""
     axes = axes_of(node.attrs.axis, x.rank - 1)
     return again(node, x, axis=axes) if axes else x
 
 
 def _extreme(x: np.ndarray, scalar: str) -> Any:
-    """What every element is beyond: the greatest or least of a dtype over nothing."""
+    """The result of max or min over no elements: its identity element."""
     if x.dtype.kind == "f":
         return -np.inf if scalar == "max" else np.inf
     return np.iinfo(x.dtype).min if scalar == "max" else np.iinfo(x.dtype).max
 
 
-_SUM = "Sum; 0 over nothing. Integers wrap. Of many f32 numbers in blocks: off by less than 2e-4, usually 1e-7, at any length."
-_MAX = "Greatest element; NaN if there is one. Over nothing: -inf, or the least integer."
-_MIN = "Least element; NaN if there is one. Over nothing: inf, or the greatest integer."
+_SUM = "Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any length."
+_MAX = "Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."
+_MIN = "Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."
 sum = reduction("sum", np.add, "add", _SUM, dtypes="fiuc", parts=_pair_sums)
-prod = reduction("prod", np.multiply, "mul", "Product; 1 over nothing.")
+prod = reduction("prod", np.multiply, "mul", "Product; 1 if empty.")
 max = reduction("max", np.maximum, "max", _MAX)
 min = reduction("min", np.minimum, "min", _MIN)
-any = reduction("any", np.logical_or, "or", "True where one is; False over nothing.", dtypes="b")
-all = reduction("all", np.logical_and, "and", "True where all are; True over nothing.", dtypes="b")
+any = reduction("any", np.logical_or, "or", "True if any element is True; False if empty.", dtypes="b")
+all = reduction("all", np.logical_and, "and", "True if all elements are True; True if empty.", dtypes="b")
 
 
 def _count(attrs: ReduceAttrs, x: Any) -> int:
@@ -103,7 +103,7 @@ def _variance(attrs: VarianceAttrs, x: Any, count: Any = None) -> Any:
 
 
 def _counted(decompose: Any) -> Any:
-    """OpDef.padded of what divides by a count of elements."""
+    """OpDef.padded for ops that divide by the number of elements."""
 
     def padded(p: Any, attrs: ReduceAttrs, x: Any) -> Any:
         count = p.count(x, axes_of(attrs.axis, x.rank), x.dtype.compute)
@@ -116,7 +116,7 @@ mean = op(
     "mean", kind=Kind.COMPOSITE, infer=_reduced, attrs=ReduceAttrs, decompose=widened(_mean), samples=SAMPLES,
     padded=_counted(_mean),
     reference=lambda a, x: np.sum(_wide(x), **_over(a, x)) / np.float64(math.prod(x.shape[i] for i in axes_of(a.axis, x.ndim))),
-    doc="Arithmetic mean; NaN over nothing.",
+    doc="Arithmetic mean; NaN if empty.",
 )  # fmt: skip
 variance = op(
     "variance", kind=Kind.COMPOSITE, infer=_reduced, attrs=VarianceAttrs, decompose=widened(_variance),
@@ -125,7 +125,7 @@ variance = op(
     samples=(
         *SAMPLES[:4], Sample(((3, 17),), {"axis": (1,), "correction": 1}), Sample(((3, 1),), {"axis": (1,)}, low=100, high=101),
     ),
-    doc="Mean of the squared distances from the mean, in two passes; `correction` is taken off the count.",
+    doc="Variance, computed in two passes; the divisor is n - correction.",
 )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def _softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
 
 def _softmax(attrs: AxisAttrs, x: Any) -> Any:
     e = exp(sub(x, max(x, axis=attrs.axis, keepdims=True)))
-    return e * (1.0 / sum(e, axis=attrs.axis, keepdims=True))  # one division to a row; the sum is between 1 and the length
+    return e * (1.0 / sum(e, axis=attrs.axis, keepdims=True))  # one division per row; the sum is between 1 and the length
 
 
 def _log_softmax(attrs: AxisAttrs, x: Any) -> Any:
@@ -168,10 +168,10 @@ ROWS = (
 softmax = op(
     "softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_softmax),
     reference=lambda a, x: _softmax_array(a, _wide(x)), samples=ROWS,
-    doc="exp(x) / sum(exp(x)) along `axis`, with the maximum taken off first; a row of -inf alone is NaN.",
+    doc="exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN.",
 )  # fmt: skip
 log_softmax = op(
     "log_softmax", kind=Kind.COMPOSITE, infer=_along, attrs=AxisAttrs, decompose=widened(_log_softmax),
     reference=lambda a, x: _log_softmax_array(a, _wide(x)), samples=ROWS,
-    doc="log(softmax(x)) along `axis`, without the loss of digits.",
+    doc="log(softmax(x)) along `axis`, computed without loss of precision.",
 )  # fmt: skip

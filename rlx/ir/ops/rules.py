@@ -1,4 +1,4 @@
-"""Type rules and small shared pieces of the op families: dtype agreement, axes, monomial division, f32 decompositions."""
+"""Type rules and helpers shared by the op families: dtype agreement, axes, monomial division, f32 decompositions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MAX_FLOAT = sys.float_info.max
 
 
 def same_dtype(*shapes: Shape) -> None:
-    """All operands have one dtype, else a DTypeError that says what to cast."""
+    """Checks that all operands have one dtype; the DTypeError says what to cast."""
     for s in shapes[1:]:
         if s.dtype != shapes[0].dtype:
             raise DTypeError(f"operands are {shapes[0].dtype} and {s.dtype}; cast one of them: x.astype({s.dtype.name!r})")
 
 
 def pointwise(attrs: Any, *shapes: Shape) -> Shape:
-    """Operands of one dtype, broadcast; the result has that dtype."""
+    """The shape rule of a pointwise op: operands of one dtype, broadcast; the result has that dtype."""
     same_dtype(*shapes)
     return Shape(broadcast_dims(*(s.dims for s in shapes)), shapes[0].dtype)
 
 
 def comparison(attrs: Any, *shapes: Shape) -> Shape:
-    """As pointwise, giving bool."""
+    """As pointwise, but the result is bool."""
     return pointwise(attrs, *shapes).with_dtype(bool_)
 
 
 def same(attrs: Any, x: Shape, *_: Shape) -> Shape:
-    """The result is as the first operand."""
+    """The result has the shape and dtype of the first operand."""
     return x
 
 
@@ -48,7 +48,7 @@ def integer(what: str, s: Shape) -> None:
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """A non-negative axis."""
+    """The axis as a non-negative number."""
     if not -rank <= axis < rank:
         raise AttributeValueError(f"axis {axis} does not exist in {rank} dims")
     return axis % rank
@@ -63,20 +63,20 @@ def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def others(attrs: Any, operand: int, axis: int, x: Shape, *_: Shape) -> int | None:
-    """OpDef.rows of an op that goes along one axis, the attribute `axis` or the last, and leaves the others in place."""
+    """OpDef.rows of an op that mixes elements along one axis only: the attribute `axis`, or the last."""
     return None if axis == axis_of(getattr(attrs, "axis", -1), x.rank) else axis
 
 
 def lines(dims: Sequence[int], axis: int) -> tuple[tuple[tuple[Var, int], ...], Callable[[Any], tuple[Any, ...]]]:
-    """For a kernel that goes along an axis: a grid over all other dims, and the coords of a position on the axis (of None:
-    coords without that axis)."""
+    """For a kernel that loops along an axis: a grid over all other dims, and a function from a position on the axis to the
+    coords (from None: the coords without that axis)."""
     outer, inner = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
     grid = (*zip(outer, dims[:axis]), *zip(inner, dims[axis + 1 :]))
     return grid, lambda position: (*outer, *(() if position is None else (position,)), *inner)
 
 
 def held(number: int | float, dtype: DType, what: str) -> int | float:
-    """`number` as an element of `dtype`: exact for integers, else a DTypeError; rounded for floats."""
+    """`number` as an element of `dtype`: rounded for floats; for integers exact, else a DTypeError."""
     if not dtype.is_int:
         return float(number) if abs(number) <= MAX_FLOAT or not isinstance(number, int) else math.copysign(math.inf, number)
     limits = np.iinfo(dtype.numpy)
@@ -92,7 +92,7 @@ def static_dim(d: DimLike, what: str) -> int:
 
 
 def divide(total: DimLike, by: DimLike) -> DimLike | None:
-    """total / by where that is a whole number or a monomial, else None."""
+    """total / by if that is an integer or a monomial, else None."""
     a = total if isinstance(total, Dim) else Dim((), total)
     b = by if isinstance(by, Dim) else Dim((), by)
     names = list(a.names)
@@ -106,7 +106,7 @@ def divide(total: DimLike, by: DimLike) -> DimLike | None:
 
 
 def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition carried out in f32 for 16-bit and 8-bit floats, rounded once at the end, as its reference is."""
+    """A decomposition computed in f32 for 16-bit and 8-bit floats and rounded once at the end, as the reference is."""
 
     def run(attrs: Any, *values: Any) -> Any:
         dtype = values[0].dtype
@@ -122,23 +122,23 @@ def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def again(node: Any, *operands: Any, **changed: Any) -> Any:
-    """The node's op on other operands, with these attributes in place of its own."""
+    """The node's op on other operands, with these attributes changed."""
     own = {name: getattr(node.attrs, name) for name in attribute_types(type(node.attrs))} if node.attrs else {}
     return apply(node.op, operands, own | changed)
 
 
 def along(node: Any, x: Any, *others: Any) -> Any:
-    """Of an op that goes along the attribute `axis` and leaves the others in place, that of pairs too."""
+    """OpDef.parts of an op that mixes elements along the attribute `axis` only: the same op on the pairs."""
     return again(node, x, *others, axis=axis_of(node.attrs.axis, x.rank - 1))
 
 
 def halves(x: Any) -> tuple[Any, Any]:
-    """Real and imaginary part of pairs."""
+    """The real and imaginary parts of pairs."""
     return x[..., 0], x[..., 1]
 
 
 def joined(re: Any, im: Any) -> Any:
-    """Pairs of these parts; the imaginary one may be a number."""
+    """Pairs from real and imaginary parts; the imaginary part may be a number."""
     if isinstance(im, float):
         im = apply(OPS["broadcast_to"], (constant(im),), {"dims": re.dims})
     return apply(OPS["concat"], (re[..., None], im[..., None]), {"axis": -1})

@@ -1,7 +1,7 @@
-"""Rows of a larger tensor at a position known only at run time: what KV-caches and other growing state are made of.
+"""Reads and updates of rows at a position known only at run time, for KV caches and other growing state.
 
-`update_rows` is a value like any other: the state with some rows replaced. Where the result becomes the state's next value the
-compiler writes just those rows, in place (rlx/compile/state.py).
+`update_rows` is a pure op: its result is the state with some rows replaced. If the result becomes the state's next value, the
+compiler writes only those rows, in place (rlx/compile/state.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, oth
 from rlx.ir.shape import Shape
 
 ANY = "fiub"
-Fill = Literal["0", "1", "least", "greatest"]  # what combines with a value and leaves it: of add, mul, max and min
+Fill = Literal["0", "1", "least", "greatest"]  # identity elements of add, mul, max and min
 FILLS = get_args(Fill)
 
 
@@ -30,8 +30,8 @@ class RowsAttrs(Attrs):
 
 
 class ValidRowsAttrs(Attrs):
-    """Dim `axis` is of size outer * upper * inner; index i of the middle factor is the row (`upper` 0: the whole dim).
-    `fill`: one of FILLS. `guard`: the fills are only there to be something, and what is made of them is not used."""
+    """Dim `axis` has size outer * upper * inner; the index into the middle factor is the row (`upper` 0: the whole dim).
+    `fill`: one of FILLS. `guard`: any defined fill will do, because no result that is used depends on it."""
 
     axis: int = 0
     upper: int = 0
@@ -47,7 +47,7 @@ class ValidRowsAttrs(Attrs):
         return self.upper or size // self.inner
 
     def value(self, dtype: DType) -> int | float | bool:
-        """The fill as a number of the dtype."""
+        """The fill value as a number of the dtype."""
         if self.fill in ("0", "1"):
             return dtype.numpy.type(int(self.fill)).item()
         high = self.fill == "greatest"
@@ -103,7 +103,7 @@ def _take_array(attrs: TakeRowsAttrs, state: np.ndarray, at: np.ndarray) -> np.n
 
 
 def _range(ctx: Any, at: Any, count: int, size: int) -> tuple[Any, Any]:
-    """The position, and whether `count` rows from it lie inside `size`."""
+    """(position, condition that `count` rows from it are inside `size`)."""
     start = k.cast(ctx.element(at, ()), index_)
     return start, k.and_(k.le(k.const(0), start), k.le(start, k.const(size - count)))
 
@@ -124,7 +124,7 @@ def _update_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
 
 
 def _update_in_place(ctx: Any, node: Any) -> Any:
-    """The rows alone, written where they belong; nothing is written if they do not all fit."""
+    """Writes only the updated rows; writes nothing if they do not all fit."""
     state, rows, at = node.inputs
     axis = axis_of(node.attrs.axis, state.rank)
     dims = ctx.dims(rows)
@@ -196,8 +196,8 @@ update_rows = op(
         Sample(((4,), (4,), ()), low=0, high=1, dtypes=("", "", "i32")),
         Sample(((3, 2), (0, 2), ()), low=0, high=4, dtypes=("", "", "i32")),
     ),
-    doc="`state` with `rows` put in from position `at` (an integer of dims ()) along `axis`. Rows that do not all fit are an "
-    "IndexRangeError.",
+    doc="Replaces rows of `state` by `rows`, starting at position `at` (an integer of dims ()) along `axis`. Rows that do not "
+    "all fit are an IndexRangeError.",
 )  # fmt: skip
 take_rows = op(
     "take_rows", kind=Kind.INDEX, infer=_take_shape, attrs=TakeRowsAttrs, arity=(2, 2), dtypes=ANY, parts=along, roles="xi",
@@ -206,7 +206,7 @@ take_rows = op(
         Sample(((5, 17), ()), {"count": 2}, low=0, high=4, dtypes=("", "i64")),
         Sample(((2, 9, 4), ()), {"count": 1, "axis": 1}, low=0, high=9, dtypes=("", "i32")),
     ),
-    doc="`count` rows of `state` from position `at` (an integer of dims ()) along `axis`. Rows that are not all there are an "
+    doc="Takes `count` rows of `state`, starting at position `at` (an integer of dims ()) along `axis`. Rows out of range are an "
     "IndexRangeError.",
 )  # fmt: skip
 def _valid_parts(node: Any, x: Any, extent: Any) -> Any:
@@ -224,6 +224,6 @@ valid_rows = op(
         Sample(((3, 30), ()), {"axis": -1, "upper": 5, "inner": 2, "fill": "greatest"}, low=1, high=5, dtypes=("", "i64")),
         Sample(((33,), ()), {"inner": 3, "fill": "1"}, low=1, high=11, dtypes=("", "i64")),
     ),
-    doc="x with the rows from `extent` (an integer of dims ()) on along `axis` replaced by `fill`: '0', '1', 'least' or "
-    "'greatest' of the dtype.",
+    doc="Replaces the rows of x from index `extent` (an integer of dims ()) on, along `axis`, by `fill`: '0', '1', or the "
+    "'least' or 'greatest' number of the dtype.",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Views: out[c] = in[f(c)]. `strided` gives the view's Layout where no copy is needed; `element` works always."""
+"""Views: out[c] = in[f(c)]. `strided` gives the Layout of the view if no copy is needed; `element` always works."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ reshape = op(
         Sample(((2, 17, 3, 1),), {"dims": (1, 2, 51)}), Sample(((5,),), {"dims": (1, 5, 1)}), Sample(((0, 3),), {"dims": (3, 0)}),
         Sample(((1, 1),), {"dims": ()}), Sample(((),), {"dims": (1, 1)}),
     ),
-    doc="The same elements in row-major order under other dims, one of which may be -1.",
+    doc="The same elements in row-major order with new dims; one of them may be -1 (inferred).",
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ transpose = op(
         Sample(((3, 17),)), Sample(((2, 3, 4, 5),), {"axes": (0, 2, 1, 3)}), Sample(((2, 33, 4),), {"axes": (2, 0, -2)}),
         Sample(((),)), Sample(((0, 2),)),
     ),
-    doc="Dims permuted: result dim i is operand dim axes[i]; without axes, reversed.",
+    doc="Permutes the dims: result dim i is operand dim axes[i]. Without axes, reverses them.",
 )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ broadcast_to = op(
         Sample(((17,),), {"dims": (3, 17)}), Sample(((2, 1, 5),), {"dims": (2, 3, 5)}), Sample(((),), {"dims": (4,)}),
         Sample(((1,),), {"dims": (0,)}),
     ),
-    doc="The operand repeated along new leading dims and along its dims of 1.",
+    doc="Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1.",
 )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _ranges(attrs: SliceAttrs, dims: Sequence[DimLike]) -> list[tuple[int, DimLi
         elif (start, stop, step) == (0, END, 1):
             out.append((0, dim, 1))
         elif step == 1 and stop == (start + 1 if start != -1 else END):
-            out.append((start, 1, 1))  # one element: there is one, whatever the dim
+            out.append((start, 1, 1))  # one element, which exists for any size of the dim
         else:
             static_dim(dim, f"the slice {start}:{stop}:{step}")
     return out
@@ -205,15 +205,15 @@ def _slice_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> A
 def _slice_strided(attrs: SliceAttrs, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
     ranges = _ranges(attrs, dims)
     if any(step < 0 for _, _, step in ranges):
-        return None  # kernels take windows that grow upwards
+        return None  # kernels need non-negative strides
     if not math.prod(out):
-        return Layout(contiguous_strides(tuple(out)), layout.offset)  # nothing is read; a start may lie past the end
+        return Layout(contiguous_strides(tuple(out)), layout.offset)  # no element is read; a start may be past the end
     offset = sum(start * s for (start, _, _), s in zip(ranges, layout.strides))
     return Layout(tuple(step * s for (_, _, step), s in zip(ranges, layout.strides)), layout.offset + offset)
 
 
 def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
-    """The first row is always there; the last is where the data ends."""
+    """The first row always holds data; the last is at extent - 1."""
     for axis, (start, stop, step) in enumerate(zip(attrs.starts, attrs.stops, attrs.steps)):
         actives = p.along(x, axis)
         if not actives or (start, stop, step) == (0, END, 1) or max(a.outer * a.inner for a in actives) > 1:
@@ -228,7 +228,7 @@ def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
 
 
 def _slice_partitioned(p: Any, attrs: SliceAttrs, x: Any) -> Any:
-    """Whole parts of the axis that the ranks share can be taken out."""
+    """A slice of the split axis is possible at the boundaries of its parts."""
     if (split := p.split_of(x)) is None:
         return None
     start, length, step = _ranges(attrs, x.dims)[split.axis]
@@ -261,7 +261,7 @@ slice = op(
         Sample(((6, 3),), {"starts": (5, 0), "stops": (-7, 3), "steps": (-1, 1)}),
         Sample(((3, 33),), {"starts": (-1, 1), "stops": (END, 99)}), Sample(((4,),), {"starts": (2,), "stops": (2,)}),
     ),
-    doc="Part of every dim: start, stop and step as in Python's slices, negative ones counted from the end.",
+    doc="Slices every dim: start, stop and step as in Python's slices, negative values counted from the end.",
 )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def _split(attrs: SplitAttrs, x: Any) -> Any:
 
 
 def slice_axis(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
-    """A slice of one axis, the others whole."""
+    """Slices one axis only."""
     axis = axis_of(axis, x.rank)
     pick = lambda here, other: tuple(here if i == axis else other for i in range(x.rank))  # noqa: E731
     return slice(x, starts=pick(start, 0), stops=pick(stop, END), steps=pick(step, 1))
@@ -317,7 +317,7 @@ split = op(
         Sample(((6, 5),), {"parts": 3}), Sample(((2, 17),), {"parts": (5, 1, 11), "axis": -1}),
         Sample(((4, 2),), {"parts": (0, 4)}), Sample(((3,),), {"parts": 1}),
     ),
-    doc="Consecutive parts along `axis`: a number of equal ones, or the size of each.",
+    doc="Splits along `axis` into consecutive parts: `parts` equal ones, or parts of the given sizes.",
 )  # fmt: skip
 
 
@@ -345,11 +345,11 @@ squeeze = op(
     "squeeze", kind=Kind.COMPOSITE, infer=_squeezed, attrs=AxesAttrs, dtypes=ANY,
     reference=lambda a, x: np.squeeze(x, a.axes), decompose=lambda a, x: reshape(x, dims=_squeezed(a, x.shape).dims),
     samples=(Sample(((3, 1, 5),), {"axes": (1,)}), Sample(((1, 17, 1),), {"axes": (0, -1)})),
-    doc="The dims `axes`, which must be 1, left out.",
+    doc="Removes the dims `axes`, which must be of size 1.",
 )  # fmt: skip
 unsqueeze = op(
     "unsqueeze", kind=Kind.COMPOSITE, infer=_unsqueezed, attrs=AxesAttrs, dtypes=ANY,
     reference=lambda a, x: np.expand_dims(x, a.axes), decompose=lambda a, x: reshape(x, dims=_unsqueezed(a, x.shape).dims),
     samples=(Sample(((3, 5),), {"axes": (1,)}), Sample(((17,),), {"axes": (0, -1)}), Sample(((),), {"axes": (0,)})),
-    doc="Dims of 1 put in, so that the result has them at `axes`.",
+    doc="Inserts dims of size 1 at `axes` of the result.",
 )  # fmt: skip
