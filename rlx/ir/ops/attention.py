@@ -1,4 +1,4 @@
-"""Attention with every mask kind and grouped heads, and rotary position encoding."""
+"""Attention with masks and grouped heads, and rotary position embedding."""
 
 from __future__ import annotations
 

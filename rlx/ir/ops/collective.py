@@ -1,7 +1,8 @@
-"""Collectives: every rank runs the same graph on its own data, and these ops move data between the ranks.
+"""Collectives: ops that move data between ranks.
 
-Every rank runs the same collectives in the same order. A result depends on the operands of all ranks, so the reference takes
-all of them (`OpDef.collective`). `exchange` is the core op, without axes; the others are views around an exchange.
+Every rank runs the same graph on its own data, with the same collectives in the same order. A result depends on the operands
+of all ranks, so the reference takes all of them (`OpDef.collective`). `exchange` is the core op, without axes; the others are
+views around an exchange.
 
 The loss is the sum of the losses of all ranks, so the derivative of a collective (`OpDef.vjp`) is the transposed collective.
 """

@@ -1,4 +1,4 @@
-"""Ops that compute each element from any elements of their operands: gather, concat, pad, iota; and scatter_add."""
+"""Indexing: gather, scatter_add, concat, pad, iota and copy."""
 
 from __future__ import annotations
 

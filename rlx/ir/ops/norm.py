@@ -1,4 +1,7 @@
-"""Normalisations. Scale and bias have the operand's dtype and are optional; sums are accumulated in at least f32."""
+"""Normalisations.
+
+Scale and bias have the operand's dtype and are optional. Sums are accumulated in at least f32.
+"""
 
 from __future__ import annotations
 

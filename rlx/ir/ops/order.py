@@ -1,4 +1,7 @@
-"""Scans, argmax and sorting along an axis: argmax, argmin, cumsum, top_k, sort. NaN orders above every number."""
+"""Sorting, argmax and cumulative sums along an axis.
+
+NaN orders above every number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""pack: stores a tensor in tiles. The value is that of the operand; only the memory layout changes."""
+"""Tiled layouts.
+
+`pack` stores a tensor in tiles. Its value is that of the operand; only the memory layout changes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Row look-up in a quantised table that a matrix product has packed into panels, so that a table with both uses (tied
-embeddings) is stored once (rlx/compile/packing.py)."""
+"""Row look-up in quantised tables, plain or packed.
+
+A look-up can read the panels that a matrix product uses, so a table with both uses (tied embeddings) is stored once
+(rlx/compile/packing.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Quantised weights: decoding rows of packed blocks (rlx.ir.quant.FORMATS), and the matrix product with them."""
+"""Quantised weights: decoding and the matrix product.
+
+A weight is rows of packed blocks (rlx.ir.quant.FORMATS).
+"""
 
 from __future__ import annotations
 

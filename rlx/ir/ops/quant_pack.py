@@ -1,9 +1,10 @@
-"""pack_quant: interleaves rows of quantised blocks (the byte formats of model files) for kernels that stream weights.
+"""Packed quantised weights.
 
-A panel has PANEL rows. Each block of a panel starts with its f16 numbers: each number is stored for all rows, contiguously.
-Then come the elements, STEP at a time (a turn): their scales and mins, one byte per row; then dwords, one per row, each with
-the bits of four (8 bits each), eight (4 bits), or more consecutive elements of that row. So one vector load gives every lane
-of a dot instruction, or of a conversion, its own row, and a kernel reads memory sequentially. No bit of a number is changed.
+`pack_quant` interleaves rows of quantised blocks (the byte formats of model files) for kernels that stream weights. A panel has
+PANEL rows. Each block of a panel starts with its f16 numbers: each number is stored for all rows, contiguously. Then come the
+elements, STEP at a time (a turn): their scales and mins, one byte per row; then dwords, one per row, each with the bits of four
+(8 bits each), eight (4 bits), or more consecutive elements of that row. So one vector load gives every lane of a dot
+instruction, or of a conversion, its own row, and a kernel reads memory sequentially. No bit of a number is changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Random numbers as pure functions of a key and a counter, and the threshold used by top-k and top-p sampling.
+"""Counter-based random numbers, and the threshold for top-k and top-p sampling.
 
-J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: Threefry-2x32
-with 20 rounds. Key and counter are operands, so that seed and step can be state of a graph. It needs only additions, xors and
-rotations of 32-bit words, so every device gives the same bits.
+Random ops are pure functions of a key and a counter, by Threefry-2x32 with 20 rounds (J. K. Salmon, M. A. Moraes, R. O. Dror
+and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Key and counter are operands, so that seed and step can
+be state of a graph. The generator needs only additions, xors and rotations of 32-bit words, so every device gives the same bits.
 """
 
 from __future__ import annotations

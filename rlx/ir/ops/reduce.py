@@ -1,4 +1,7 @@
-"""Reductions, and composites built on one reduction. `axis`: an int, ints, or () for all axes."""
+"""Reductions, and composites built on one reduction.
+
+`axis`: an int, ints, or () for all axes.
+"""
 
 from __future__ import annotations
 

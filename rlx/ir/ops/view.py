@@ -1,4 +1,7 @@
-"""Views: out[c] = in[f(c)]. `strided` gives the Layout of the view if no copy is needed; `element` always works."""
+"""Views: out[c] = in[f(c)].
+
+`strided` gives the Layout of the view if no copy is needed; `element` always works.
+"""
 
 from __future__ import annotations
 
