@@ -1,9 +1,9 @@
-"""The matrix unit of x86 CPUs that have AMX: a tile of a contraction as up to 2 x 2 blocks of 16 x 16 sums.
+"""AMX, the matrix unit of x86 CPUs: a tile of a contraction is up to 2 x 2 blocks of 16 x 16 sums.
 
-A block is a register of 16 rows of 64 bytes. One instruction adds, to a block of sums, the product of a block of a (16 rows of
-16 groups: two bf16 or four u8) and one of b (16 rows of groups, of 16 columns): panels hold b just so. What blocks measure is
-state of the thread, set by `configure` for all tiles of one height and given back by `release`: the system saves it at
-every switch of threads until then.
+A block is a register of 16 rows of 64 bytes. One instruction multiplies a block of a (16 rows of 16 groups; a group is two bf16
+or four u8) by a block of b (16 rows of groups, 16 columns) and adds the product to a block of sums. Panels store b in this
+layout. The tile configuration (rows and bytes of each register) is state of the thread. `configure` sets it for all tiles of one
+height and `release` clears it; until then the system saves it at every context switch.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 from rlx.backends.cpu.kernels.tile import Layout
 from rlx.host.emit import Emitter, V
 
-SIDE = 16  # rows of a block, its columns of 4 bytes, and groups that one instruction sums over
-FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # by products of a group: feature, instruction
+SIDE = 16  # rows of a block; its columns, of 4 bytes; groups that one instruction sums over
+FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # elements in a group -> feature, instruction
 CONFIG_BYTES = 64
 _SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
 def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
-    """Whether a target with these features multiplies groups of so many over that depth here."""
+    """Whether AMX can multiply groups of this size over this depth on a target with these features."""
     has = group in FEATURES and {"amx-tile", FEATURES[group][0]} <= set(features)
     return has and depth > 0 and depth % (SIDE * group) == 0
 
 
 def configure(e: Emitter, at: V, rows: int) -> None:
-    """Sets what blocks measure, for tiles of `rows`; `at`: CONFIG_BYTES of memory."""
+    """Load the tile configuration for tiles of `rows` rows; `at`: CONFIG_BYTES of scratch memory."""
     upper, lower = min(rows, SIDE), max(rows - SIDE, 0)
-    heights = [upper, upper, lower, lower, upper, lower, SIDE, SIDE]  # of the registers, in order; absent ones are not used
+    heights = [upper, upper, lower, lower, upper, lower, SIDE, SIDE]  # rows of each register, in order; 0: not used
     widths = [4 * SIDE if height else 0 for height in heights]
     table = bytes([1, *[0] * 15]) + b"".join(w.to_bytes(2, "little") for w in widths) + bytes(16) + bytes(heights) + bytes(8)
     for place in range(0, CONFIG_BYTES, 8):
@@ -42,8 +42,8 @@ def blocks_function(
     e: Emitter, a: V, b: V, sums: V, config: V, *, rows: int, vectors: int, k: int, group: int, from_a: Layout, from_b: Layout,
     configured: bool,
 ) -> None:  # fmt: skip
-    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: for
-    this height already; else at `config` is memory for it."""
+    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: the
+    unit is configured for this height already; else `config` points to memory for the configuration."""
     if not configured:
         configure(e, config, rows)
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), e.i64(4 * SIDE * vectors)

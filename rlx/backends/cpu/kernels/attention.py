@@ -1,15 +1,15 @@
 """Fused attention: softmax(q k' * scale + mask) v without a matrix of scores in memory. A Kernel whose body is one Native.
 
-Keys and values are read where they lie, a block of keys at a time; the highest score, the sum of weights and the sums of
-weighted values of a block of query rows are carried from block to block (the online softmax of Milakov and Gimelshein,
-2018). Query rows are turned once per block of rows, so that a vector runs along rows ("wide"): keys enter as broadcasts
-and no step crosses lanes. With few query rows (decoding) a vector runs along the head instead ("narrow"), and the query
-heads that share a key head stand side by side as rows.
+Keys and values are read in place, one block of keys at a time. For a block of query rows, the highest score, the sum of weights
+and the sums of weighted values are carried from block to block (the online softmax of Milakov and Gimelshein, 2018). Each block
+of query rows is transposed once, so that a vector runs along rows ("wide"): keys are broadcast, and no step crosses lanes. With
+few query rows (decoding) a vector runs along the head dimension instead ("narrow"), and the query heads that share a key head are
+processed together as rows.
 
-A row that sees no key gives zeros. A key that a boolean or positional mask hides adds nothing, whatever its bytes.
+A row that sees no key gives zeros. A key hidden by a boolean or positional mask contributes nothing, whatever its bytes.
 
-With a position for the first query, k and v may be a cache that is filled in part: the range of keys to go over is worked
-out at run time, so time is that of the keys that are seen, not of the capacity. A single query row then needs no mask.
+With a position for the first query, k and v may be a partly filled cache. The range of keys is then computed at run time, so the
+time depends on the number of keys seen, not on the capacity. A single query row then needs no mask.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.target import Target
 
 DTYPES = ("f32", "f16", "bf16")
-KEY_BLOCK = 128  # keys at a time, wide: with 32 rows of scores 16 KB, half a first-level cache
+KEY_BLOCK = 128  # keys per block, wide: the scores of 32 rows take 16 KB, half of an L1 cache
 NARROW_KEY_BLOCK = 512
-NARROW_ROWS = 8  # query rows of one head up to which vectors run along the head
-SHARED_ROWS = 8  # rows up to which all query heads of a key head are done together
-TURN = 8  # side of the squares that are turned: sixteen would take as long and cost 10 ms more to compile
-FEW_ROWS = 128  # from here on a last block of rows that is half empty is not worth lower blocks
-GRAIN = 1 << 18  # multiply-adds below which a task is not worth handing over
+NARROW_ROWS = 8  # at most this many query rows of a head: vectors run along the head
+SHARED_ROWS = 8  # at most this many rows are formed from the query heads of a key head
+TURN = 8  # side of the transposed squares; 16 would be as fast and cost 10 ms more to compile
+FEW_ROWS = 128  # from this many rows on, a half-empty last block does not justify lower blocks
+GRAIN = 1 << 18  # multiply-adds; smaller tasks are not worth handing to another thread
 TASKS_PER_THREAD = 4
-AHEAD_BYTES = 1 << 18  # keys and values of a head that are fetched while another one is worked on
-MOST_PARTS = 16  # of the keys of one head, and
-LEAST_KEYS = 512  # how many keys a part must be able to have
+AHEAD_BYTES = 1 << 18  # keys and values of the next head, up to this size, are prefetched
+MOST_PARTS = 16  # most parts into which the keys of a head are split
+LEAST_KEYS = 512  # fewest keys in a part, when the cache is full
 
 
 def claim(node: Node) -> str | None:
-    """None: `render` has a kernel for this node; else why not."""
+    """None if `render` has a kernel for this node; else the reason why not."""
     for value in node.inputs[:3]:
         if value.dtype.name not in DTYPES:
             return f"fused attention computes {', '.join(DTYPES)}, not {value.dtype.name}"
@@ -64,7 +64,7 @@ def claim(node: Node) -> str | None:
 
 
 def split(node: Node, threads: int) -> Value | None:
-    """A decoding step in as many parts of the keys as keep `threads` busy; None where that does not save a fifth of the time."""
+    """A decoding step with its keys split into parts that keep `threads` busy; None if that saves less than 20% of the time."""
     (batch, _, rows, _), (_, key_heads, keys, _) = (v.shape.static for v in node.inputs[:2])
     if rows > NARROW_ROWS or node.inputs[0].dtype != f32:
         return None
@@ -75,15 +75,15 @@ def split(node: Node, threads: int) -> Value | None:
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
     """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e], for some
-    masks [b, h, m, n] (dims may be 1) and where positioned [] or [b], in any strides; o [b, h, m, e], which may share no
-    memory with them."""
+    masks [b, h, m, n] (dims may be 1), and with a position [] or [b]; all with any strides. The output o [b, h, m, e] must not
+    share memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
     return _Attention(kernel, native, target, choice).written(symbol)
 
 
 def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
-    """What a choice may say: `vectors` of query rows in a block, `tasks`. None where time depends on a position in the data."""
+    """Tuning parameters: `vectors` (of query rows in a block), `tasks`. Empty if the time depends on a position in the data."""
     usual = _Attention(kernel, native, target, NO_CHOICE)
     if usual.start is not None:
         return {}
@@ -99,7 +99,7 @@ def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int,
 
 @dataclass(frozen=True)
 class Tensor:
-    """A kernel argument seen as [batch, heads, rows, columns]: strides in elements, 0 where it is broadcast."""
+    """A kernel argument viewed as [batch, heads, rows, columns]: strides in elements, 0 for broadcast dims."""
 
     argument: int
     dtype: DType
@@ -126,7 +126,7 @@ def _tensor(kernel: Kernel, view: View) -> Tensor:
 
 
 def mask_of(attrs: AttentionAttrs, keys: int) -> Mask:
-    """The op's mask kind in terms of what a row sees."""
+    """The op's mask as a Mask: the keys that a row sees."""
     if attrs.mask in ("causal", "sliding_window"):
         return Mask("band", attrs.window if attrs.window < keys else 0)
     return Mask({"custom": "keep", "bias": "add"}.get(attrs.mask, "none"))
@@ -157,19 +157,19 @@ class _Attention(Module):
         self.narrow = self.rows <= NARROW_ROWS and self.k.strides[3] == 1 and self.q.strides[3] == 1
         fits = [n for n in range(1, self.group + 1) if self.group % n == 0 and n * self.rows <= SHARED_ROWS]
         self.shared = max(fits, default=1) if self.narrow else 1
-        half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block, if blocks are two vectors tall
+        half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block would be, with blocks of two vectors
         self.vectors = choice.get("vectors", 1 if half_empty and self.rows < FEW_ROWS else 2)
         self.wanted = choice.get("tasks", 0)
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
         held = (self.registers - 16) // -(-self.size // self.lanes)  # narrow: rows that stay in registers
-        self.height = min(self.tall, held or self.lanes, self.lanes)  # narrow: rows that are multiplied with a few keys at a time
+        self.height = min(self.tall, held or self.lanes, self.lanes)  # narrow: rows multiplied by a few keys at a time
         self.held = held > 0
         most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
         self.key_block = PART_KEYS if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
-        self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are made f32 once for a block of rows
+        self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are converted to f32 once per block of rows
         self.once = self.keys <= self.key_block and not self.narrow and self.parts == 1  # one block: nothing is carried
         nbytes = self.keys * (self.size * self.k.dtype.itemsize + self.width * self.v.dtype.itemsize)
         dense = all(t.strides[3] == 1 for t in (self.q, self.k, self.v))
@@ -177,7 +177,7 @@ class _Attention(Module):
         self._lay_out_scratch()
 
     def _lay_out_scratch(self) -> None:
-        """Scores have a margin on both sides: a tile that would pass the last key starts earlier. So has the mask."""
+        """Scores and mask have a margin on both sides, since a tile that would pass the last key starts earlier."""
         padded, pitch = (-(-x // self.lanes) * self.lanes for x in (self.size, self.width))
         margin = max(self.lanes, self.key_tile)
         with_margins = self.key_block + 2 * margin
@@ -200,7 +200,7 @@ class _Attention(Module):
 
     @property
     def dots_apart(self) -> int:
-        """Sums apart that a score is added up in, wide, to hide the latency of one."""
+        """Wide: the number of partial sums of a score, which hide the latency of an addition."""
         sums = self.key_tile * self.vectors
         return 1 if sums >= 8 else 2 if sums >= 4 else 4
 
@@ -210,7 +210,7 @@ class _Attention(Module):
         most = self.wanted or min(max(self.threads * TASKS_PER_THREAD, work // GRAIN), max(1, 4 * work // GRAIN))
         heads = items // max(1, self.blocks)
         if not self.wanted and heads >= 2 * TASKS_PER_THREAD * self.threads:
-            most = min(most, heads)  # who has read the keys of a head does all its rows
+            most = min(most, heads)  # the task that has read the keys of a head does all its rows
         return 0 if 0 in (items, self.rows, self.width) else min(items, most)
 
     def written(self, symbol: str) -> Rendered:
@@ -218,7 +218,7 @@ class _Attention(Module):
         items, tasks = self.items, self.tasks()
         e = Emitter(self.features)
         if tasks:
-            *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are asked for
+            *_, batches, _, some, _ = self.limits(e)  # only these batch entries and query rows are needed
             asked, blocks = e.i64(self.rows), self.blocks
             if some and not self.narrow:
                 asked, (_, blocks) = some, divided(e, e.bin("add", some, self.tall - 1), self.tall)
@@ -247,7 +247,7 @@ class _Attention(Module):
         return self.rendered(e, symbol, tasks)
 
     def _fetched(self, e: Emitter, item: V, block: V) -> None:
-        """Asks for this block's part of the head that this thread will probably come to next."""
+        """Prefetch this block's part of the head that this thread will probably process next."""
         _, rest = divided(e, e.bin("add", item, e.i64(self.threads * self.blocks)), self.blocks)
         head, batch = divided(e, rest, self.heads)
         _, key_head = divided(e, head, self.group)
@@ -256,7 +256,7 @@ class _Attention(Module):
             parts.fetch(e, t.at(e, batch, of), t.layout, first, stop, columns)
 
     def _first_position(self, e: Emitter, batch: V) -> V:
-        """The key that the first query stands at. One that is out of range fails the run; the nearest in range is used."""
+        """The key position of the first query. A position out of range fails the run, and is clamped."""
         last, zero = e.i64(self.keys - self.rows), e.i64(0)
         if self.start is None:
             return last
@@ -271,8 +271,8 @@ class _Attention(Module):
     def _block(
         self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V, rows: V, end: V, part: V, logs: list[V]
     ) -> None:
-        """`rows` rows of one query head, or all rows of the heads that share a key head; the first stands at key row0, and no
-        row sees key `end`. Pointers are to the first row, k and v to key 0."""
+        """`rows` rows of one query head, or all rows of the heads that share a key head; the first row is at key position row0,
+        and no row sees key `end` or later. Pointers are to the first row, k and v to key 0."""
         query, scores, mask, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
         totals, factors = (e.gep(stats, n * self.tall * F32) for n in (1, 2))
         if self.narrow:
@@ -311,7 +311,7 @@ class _Attention(Module):
 
     @contextmanager
     def _key_blocks(self, e: Emitter, low: V, high: V, part: V) -> Iterator[tuple[V, V]]:
-        """The loop over blocks of keys, of one part if there are some: (first key, one past the last)."""
+        """The loop over blocks of keys, within `part` if the keys are split: (first key, one past the last)."""
         size = self.key_block
         if self.parts == 1:
             with e.loop(low, high, size, nonempty=True) as at:
@@ -333,7 +333,7 @@ class _Attention(Module):
         self.call(e, f"turn{t.argument}", body, start, out, rows, first, stop)
 
     def _cleared(self, e: Emitter, tops: V, totals: V, sums: V) -> None:
-        """No key so far: highest scores are -inf, sums are zero."""
+        """The initial state, before any key: highest scores are -inf, sums are zero."""
         size = self.sums.byte(self.tall, 0) // F32
         for value, count, first in ((float("-inf"), self.tall, tops), (0.0, self.tall, totals), (0.0, size, sums)):
             lanes = self.lanes if count % self.lanes == 0 else 1
@@ -341,7 +341,7 @@ class _Attention(Module):
                 e.store(e.const(vector("float", lanes), value), step(e, first, at.index, F32), F32)
 
     def _seen_keys(self, e: Emitter, m: V, row0: V, rows: V, end: V) -> tuple[V, V, V]:
-        """The range of keys that some row of the block may see, at least one key; whether a mask may hide one of them."""
+        """The range of keys that some row of the block may see (at least one key), and whether a mask may hide one of them."""
         low, high, holes = e.i64(0), end, e.const("i1", True)
         if self.mask.window:
             low = e.intrinsic("smax", low, e.bin("sub", row0, self.mask.window - 1))
@@ -349,16 +349,17 @@ class _Attention(Module):
             high = e.bin("add", row0, rows)
         one_head = self.m is not None and (self.shared == 1 or not self.m.strides[1])
         if self.m is not None and self.mask.kind == "keep" and not self.m.strides[2] and one_head:
-            high, holes = parts.seen_keys(e, m, self.m.layout, end, self.lanes)  # padding is skipped, not computed and hidden
+            high, holes = parts.seen_keys(e, m, self.m.layout, end, self.lanes)  # skips padding instead of masking it
         return low, high, holes
 
     @property
     def _own_mask(self) -> Mask:
-        """What narrow rows must ask of each key: nothing, if one row's band is all that is gone over."""
+        """The mask to apply in narrow form: none if the loop covers only the band of a single row."""
         return Mask("none") if self.mask.kind == "band" and self.rows == 1 else self.mask
 
     def _staged(self, e: Emitter, k: V, v: V, key0: V, stop: V, end: V) -> tuple[V, V]:
-        """Keys and values from key0 (or the first that `_scored` may start at) to `stop` as f32; where key 0 would lie."""
+        """Copy keys and values from key0 (or the first that `_scored` may start at) to `stop` as f32. Returns the addresses that
+        key 0 would have."""
         first = e.intrinsic("smin", key0, e.intrinsic("smax", e.bin("sub", end, self.key_tile), e.i64(0)))
         out = []
         for name, base, t, to, columns, at in zip(
@@ -371,7 +372,7 @@ class _Attention(Module):
         return out[0], out[1]
 
     def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, end: V) -> None:
-        """Scores of keys key0 to stop, tile by tile; a tile that would pass the end starts earlier, at key 0 at the least."""
+        """Scores of keys key0 to stop, tile by tile. A tile that would pass the end starts earlier, but not before key 0."""
         have, source = self.key_tile, self.near_k
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
         shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes, "held": self.held}
@@ -390,7 +391,7 @@ class _Attention(Module):
                 self.call(e, "tile", tile, here, query, out)
 
     def _masked(self, e: Emitter, m: V, mask: V, scores: V, key0: V, keys: V, row0: V, rows: V, holes: V) -> V | None:
-        """Masks the scores of a block. Whether some of them may be hidden while their values are read; None: none is."""
+        """Mask the scores of a block. Returns whether some keys may be hidden though their values are read; None: no key is."""
         if self.mask.kind == "none":
             return None
         hidden, source = holes, None
@@ -398,7 +399,7 @@ class _Attention(Module):
             start, stop = self.m.layout.at(e, m, 0), e.bin("add", key0, keys)
             self._turned(e, start, mask, rows, key0, stop, self.keys, self.m)
             source = Layout(f32, self.tall)
-        elif self.m is not None:  # all rows see the same
+        elif self.m is not None:  # the same mask for all rows
             mask, source = self.m.layout.at(e, m, 0, key0), Layout(self.m.dtype, self.m.strides[3], 0)
         if self.mask.kind == "band":
             hidden = e.cmp("sgt", e.bin("add", key0, keys), e.bin("add", row0, 1))
@@ -411,7 +412,7 @@ class _Attention(Module):
         return None if self.mask.kind == "add" else hidden
 
     def _softmax_narrow(self, e: Emitter, m: V, scores: V, stats: V, keys: V, key0: V, row0: V) -> None:
-        """Every row's scores become weights."""
+        """Turn the scores of every row into weights."""
         source, softmax = self.m.layout if self.m else None, parts.softmax_narrow_function
         how = {"lanes": self.lanes, "scale": self.scale, "cap": self.cap, "rows": self.tall}
         body = partial(softmax, m=self._own_mask, source=source, **how)
@@ -422,7 +423,7 @@ class _Attention(Module):
             self.call(e, "softmax", body, *own, keys, key0, e.bin("add", row0, row.index))
 
     def _weighted(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, hidden: V | None) -> None:
-        """The block's weighted values onto the sums: with care where a hidden value is NaN or infinite."""
+        """Add the block's weighted values to the sums. Uses `careful` tiles if a hidden value may be NaN or infinite."""
         args = scores, values, sums, factors, keys, rows
         if hidden is None:
             self._products(e, *args, careful=False)
@@ -437,10 +438,10 @@ class _Attention(Module):
     def _products(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, careful: bool) -> None:
         """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
         high, whole, column = min(self.tall, 8 if self.registers == 32 else 4), -(-self.width // self.lanes), 0
-        if self.narrow:  # values are read once from far, whole rows of them: other rows of weights find them near
+        if self.narrow:  # whole rows of values are read from memory once; further rows of weights find them in cache
             most = max(1, (self.registers - 2) // max(1, whole) - 1)
             high = max(n for n in range(1, most + 1) if self.tall % n == 0)
-        elif careful:  # which is rare
+        elif careful:  # rare
             high = 2
         for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
@@ -455,6 +456,6 @@ class _Attention(Module):
 
 
 def _even_parts(count: int, most: int) -> list[int]:
-    """`count` in as few parts as keep each at `most` or less, as equal as can be."""
+    """Split `count` into the fewest parts of at most `most` each, as equal as possible."""
     parts_needed = -(-count // most)
     return [count // parts_needed + (x < count % parts_needed) for x in range(parts_needed)]

@@ -1,6 +1,6 @@
-"""The functions that fused attention is made of besides tiles, each described by plain numbers: masks and softmax steps.
-Scores lie as [key][row] ("wide": a vector runs along query rows, so that no step of the softmax crosses lanes) or as
-[row][key] ("narrow": a vector runs along keys). Nothing here knows a whole attention.
+"""The building blocks of fused attention besides tiles: masks and softmax steps, each parametrised by plain numbers.
+Scores are stored as [key][row] ("wide": a vector runs along query rows, so that no step of the softmax crosses lanes) or as
+[row][key] ("narrow": a vector runs along keys). Nothing here depends on the whole attention kernel.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rlx.ir.dtype import f32
 
 F32 = 4  # bytes
 NEAR_ONE = (0.00831246841698885, 0.041890256106853485, 0.16667115688323975, 0.499992311000824, 1.0, 1.0)  # as math.EXP, to 1.1e-7
-BESIDE = 2  # keys whose weights are worked out side by side: each is a chain of steps that wait for one another
-STRETCH = 16  # vectors of a key that are multiplied without a loop
+BESIDE = 2  # keys whose weights are computed together: each weight is a chain of dependent operations
+STRETCH = 16  # vectors of a key that are multiplied in unrolled code
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees. `kind`: "none"; "band": its own position and those before, the last `window` of them where
-    that is not 0; "keep": a byte a key, 0: not seen; "add": a term added to the score."""
+    """Which keys a query sees. `kind`: "none"; "band": its own position and earlier ones, only the last `window` of
+    them if that is not 0; "keep": one byte per key, 0: hidden; "add": a term added to the score."""
 
     kind: str
     window: int = 0
 
 
 def lanes_of(e: Emitter, index: V, lanes: int) -> V:
-    """An i64 in every lane, as i32."""
+    """Broadcast an i64 to all lanes, as i32."""
     return e.splat(e.convert("trunc", index, "i32"), lanes)
 
 
 def masked(e: Emitter, m: Mask, score: V, key: V, row: V, term: V | None) -> V:
-    """Scores of (row, key), positions as i32, with their terms of the mask: -inf where a key is not seen, even if it was
+    """The scores of (row, key), positions in i32, with the mask applied: -inf where a key is hidden, even if the score was
     NaN."""
     tests = []
     if m.kind == "add" and term is not None:
@@ -55,8 +55,8 @@ def masked(e: Emitter, m: Mask, score: V, key: V, row: V, term: V | None) -> V:
 
 
 def seen_keys(e: Emitter, mask: V, source: Layout, keys: V, lanes: int) -> tuple[V, V]:
-    """Of a mask of bytes, the same for all rows: one past the last key that it lets be seen, at least 1, and whether it hides
-    one before."""
+    """For a byte mask shared by all rows: one past the last visible key (at least 1), and whether an earlier key is
+    hidden."""
     count = vector("i32", lanes)
     ones, zeros, places = (e.const(count, 1), e.const(count, 0), e.iota(lanes, "i32"))
     with e.loop(0, keys, lanes, carried=[ones, zeros]) as at:
@@ -70,7 +70,7 @@ def seen_keys(e: Emitter, mask: V, source: Layout, keys: V, lanes: int) -> tuple
 
 
 def fetch(e: Emitter, start: V, source: Layout, first: V, stop: V, columns: int) -> None:
-    """Asks for rows of a matrix that will be read soon, into the second-level cache."""
+    """Prefetch rows of a matrix into the L2 cache."""
     with e.loop(first, stop) as row:
         line = source.at(e, start, row.index)
         for nbytes in range(0, source.byte(0, columns), 64):
@@ -84,13 +84,13 @@ def lanes_at(e: Emitter, x: V, places: Sequence[int]) -> V:
 
 
 def highest(e: Emitter, a: V, b: V) -> V:
-    """The larger; b where a is NaN: a NaN score makes its row's sum NaN by its weight."""
+    """The larger of a and b; b if a is NaN. A NaN score still makes its row's sum NaN, through its weight."""
     return e.select(e.cmp("ogt", a, b), a, b)
 
 
 def weight_of(e: Emitter, x: V) -> V:
-    """e^x for x <= 0, exactly 0 below -87 and for -inf, NaN for NaN; relative error below 4e-7. Half the steps of a general
-    exp: nothing overflows, denormals are dropped, and r = x - n ln2 may lose what only tiny weights notice."""
+    """e^x for x <= 0, exactly 0 below -87 and for -inf, NaN for NaN; relative error below 4e-7. Half the operations of a
+    general exp: there is no overflow, denormals become 0, and r = x - n ln2 loses bits that matter only for tiny weights."""
     shifted = e.fma(x, e.const(x.ty, LOG2_E), e.const(x.ty, SHIFT))  # its low bits are n = round(x log2 e)
     r = e.fma(e.bin("fsub", shifted, e.const(x.ty, SHIFT)), e.const(x.ty, -LN2), x)
     bits = e.convert("bitcast", shifted, "i32")
@@ -100,7 +100,7 @@ def weight_of(e: Emitter, x: V) -> V:
 
 
 def finite_or_zero(e: Emitter, top: V) -> V:
-    """0 in place of -inf: a row that sees no key has weights exp(-inf - 0) = 0."""
+    """Replace -inf by 0, so that a row that sees no key has weights exp(-inf - 0) = 0."""
     return e.select(e.cmp("oeq", top, e.const(top.ty, -math.inf)), e.const(top.ty, 0.0), top)
 
 
@@ -108,7 +108,7 @@ def finite_or_zero(e: Emitter, top: V) -> V:
 
 
 def cap_wide_function(e: Emitter, scores: V, keys: V, vectors: int, lanes: int, cap: float) -> None:
-    """Scores, divided by the cap already, become cap tanh(score)."""
+    """Replace scores, already divided by the cap, by cap tanh(score)."""
     ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
     with e.loop(0, keys) as at:
         for v in range(vectors):
@@ -119,13 +119,13 @@ def cap_wide_function(e: Emitter, scores: V, keys: V, vectors: int, lanes: int, 
 def mask_wide_function(
     e: Emitter, scores: V, mask: V, keys: V, key0: V, row0: V, m: Mask, source: Layout | None, vectors: int, lanes: int
 ) -> None:
-    """Masks the scores of `keys` keys from key0 on, of rows at positions from row0 on. `source`: of the mask's terms, as
+    """Mask the scores of `keys` keys from key0 on, for rows at positions from row0 on. `source`: layout of the mask's terms as
     [key][row]."""
     ty, line = vector("float", lanes), Layout(f32, vectors * lanes)
     first = e.bin("add", lanes_of(e, row0, lanes), e.iota(lanes, "i32"))
     with e.loop(0, keys) as at:
         key, changes = lanes_of(e, e.bin("add", key0, at.index), lanes), e.const("i1", True)
-        if source and not source.column and m.kind == "keep":  # most keys are seen by all rows
+        if source and not source.column and m.kind == "keep":  # skip keys seen by all rows, as most are
             changes = e.cmp("eq", e.load("i8", source.at(e, mask, at.index), 1), e.const("i8", 0))
         with e.when(changes):
             for v in range(vectors):
@@ -136,13 +136,13 @@ def mask_wide_function(
 
 
 def softmax_wide_function(e: Emitter, scores: V, stats: V, keys: V, rows: int, first: bool) -> None:
-    """Scores become weights exp(score - highest so far), in vectors of all `rows`. `stats`: per row, its highest score, the sum
-    of its weights, and the factor by which what was summed before shrinks. `first`: nothing was before."""
+    """Replace scores by weights exp(score - highest so far), in vectors of all `rows`. `stats`: per row, its highest score, the
+    sum of its weights, and the factor that rescales earlier sums. `first`: there are no earlier blocks."""
     ty, line = vector("float", rows), Layout(f32, rows)
     whole = e.bin("and", keys, -BESIDE)
 
     def over_keys(start: V, combine: Callable[[V, V], V], value: Callable[[V, V], V]) -> V:
-        """`start` combined with the value of each key's scores (and their place), some keys side by side."""
+        """Combine `start` with value(scores, their address) of every key, several keys at a time."""
         for begin, stop, count in ((e.i64(0), whole, BESIDE), (whole, keys, 1)):
             with e.loop(begin, stop, count, carried=[start]) as at:
                 place = line.at(e, scores, at.index)
@@ -177,12 +177,12 @@ def dots_function(
     source: Layout, rows: Layout, to: Layout, height: int, count: int, columns: int, lanes: int, held: bool,
 ) -> None:  # fmt: skip
     """out[r][x] = row r . key x for `height` rows, f32 and padded to whole vectors, and `count` keys, together no more than
-    `lanes`. `held`: the rows fit into registers. `sums`: scratch, a vector for each pair. A loop over keys reads them in the
-    order in which they lie, as the hardware that fetches ahead wants it; side by side, they come at a third of the speed."""
+    `lanes`. `held`: the rows fit into registers. `sums`: scratch, a vector for each pair. The loop over keys reads them in
+    memory order, which suits the hardware prefetcher; reading several keys in parallel has a third of the speed."""
     ty, span, line = vector("float", lanes), STRETCH * lanes, Layout(f32, count * lanes, lanes)
 
     def added(key: V, index: V | int, have: int, totals: list[V]) -> list[V]:
-        """Onto the sums of one key, `have` columns from `index` on."""
+        """The sums of one key after adding `have` columns from `index` on."""
         at_row, at_key = rows.at(e, query, 0, index), source.at(e, key, 0, index)
         for c in range(0, have, lanes):
             value = load_line(e, source.at(e, at_key, 0, c), source, lanes, f32, min(lanes, have - c))
@@ -204,7 +204,7 @@ def dots_function(
     totals = [e.load(ty, line.at(e, sums, r, x), F32) for r in range(height) for x in range(count)]
     totals += totals[:1] * (lanes - len(totals))
     block = 1
-    while len(totals) > 1:  # lane x of the sum belongs to sum x: pairs of sums are folded onto each other
+    while len(totals) > 1:  # transposing reduction: lane x of the result is the total of sum x
         totals = [e.bin("fadd", *halves(e, a, b, block)) for a, b in zip(totals[::2], totals[1::2])]
         block *= 2
     for r in range(height):
@@ -217,9 +217,9 @@ def softmax_narrow_function(
     e: Emitter, scores: V, mask: V, stats: V, keys: V, key0: V, row: V,
     m: Mask, source: Layout | None, lanes: int, scale: float, cap: float, rows: int,
 ) -> None:  # fmt: skip
-    """The scores of the row at position `row`: scaled, capped (`scale` has divided by the cap), masked by `mask` (its elements
-    from key0 on, as columns of `source`) and turned into weights, zero past `keys` up to a whole vector. `stats`: this row's,
-    as in softmax_wide_function, `rows` floats apart."""
+    """The scores of the row at position `row` are scaled, capped (`scale` includes the division by the cap), masked by `mask`
+    (its elements from key0 on, as columns of `source`) and replaced by weights, zero past `keys` up to a whole vector. `stats`:
+    those of this row, as in softmax_wide_function, `rows` floats apart."""
     ty, line = vector("float", lanes), Layout(f32, rows)
     before, summed = (e.load("float", line.at(e, stats, what), F32) for what in (0, 1))
     position = lanes_of(e, row, lanes)
@@ -249,11 +249,11 @@ def softmax_narrow_function(
         e.store(value, line.at(e, stats, what), F32)
 
 
-# -- values and the end --------------------------------------------------------------------------------------------
+# -- values and results --------------------------------------------------------------------------------------------
 
 
 def finite_function(e: Emitter, values: V, keys: V, source: Layout, columns: int, lanes: int) -> V:
-    """Whether no value of these keys is NaN or infinite (then no weight of zero needs care)."""
+    """Whether all values of these keys are finite. If so, a zero weight needs no special handling."""
     zero, every = e.const(vector("float", lanes), 0.0), range(0, columns, lanes)
     with e.loop(0, keys, carried=[zero] * len(every), nonempty=True) as at:
         row = source.at(e, values, at.index)
@@ -287,7 +287,7 @@ def logs_function(e: Emitter, tops: V, totals: V, out: V, rows: V, to: Layout) -
 
 
 def store_line(e: Emitter, value: V, at: V, to: Layout, count: int) -> None:
-    """The first `count` lanes of f32 to memory, as elements of a row of `to`."""
+    """Store the first `count` f32 lanes as elements of a row of `to`."""
     raw, align = alu.to_memory(e, value, to.dtype), to.dtype.itemsize
     if to.column != 1:
         for x in range(count):

@@ -1,8 +1,8 @@
-"""The rules that say which operands a contraction computes itself (Target.computes), and which products with quantised weights
-take what follows them (Target.follows), from measured times.
+"""Cost model for fusion: which operands a contraction computes itself (Target.computes), and which products with quantised
+weights take an epilogue (Target.follows). From measured times.
 
-Apart, the operand's kernel is shared out among threads, writes the operand, and all threads wait for it. Computed, each task
-evaluates its own rows (of a right operand: panels), as many times as the other side is cut into pieces. Constants were
+A separate kernel for the operand is divided among the threads, writes the operand, and all threads wait for it. If the operand is
+computed, each task evaluates its own rows (right operand: panels), once per group of the other side. The constants were
 fitted to `benchmarks/fused_operands.py --force` on one and two threads.
 """
 
@@ -14,19 +14,19 @@ from rlx.ir.graph import Node
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Operand, Var, const
 from rlx.ir.target import Producer, Target
 
-FOLLOWED = 1 << 14  # elements of the result: of 4096 columns, one row gains and sixteen lose
-VECTOR_NS = 0.35  # of one operation on a vector, with its share of loads and stores
-SHARED_NS = 12_000  # of work from which on threads share it
-STEP_NS = 50, 800  # of one step more: on one thread, on several
-BYTE_NS = 0.02  # of the operand, written and read again
+FOLLOWED = 1 << 14  # elements of the result: with 4096 columns, one row gains and sixteen lose
+VECTOR_NS = 0.35  # time of one vector operation, including its share of loads and stores
+SHARED_NS = 12_000  # work above this is shared by threads
+STEP_NS = 50, 800  # overhead of one more step: on one thread, on several
+BYTE_NS = 0.02  # per byte of the operand, for writing and reading it
 
 
 def computes(target: Target, p: Producer) -> bool:
-    """Whether the product is quicker if it computes this operand."""
+    """Whether the product is faster if it computes this operand."""
     size = p.dtype.itemsize
     elements = p.batch // p.repeats * p.k * (p.n if p.side else p.m)
     if not elements * p.m * p.n or (not p.side and min(p.m, BLOCK_ROWS) * p.k * max(size, 2) > SCRATCH):
-        return False  # blocks would be lower than without, and read the other operand more often
+        return False  # blocks would have to be lower, and would read the other operand more often
     cut = _cut(target, p)
     copies = (cut[0] if p.side else cut[1]) * p.repeats
     work = elements * p.work * VECTOR_NS / (target.vector_bytes // 4)
@@ -36,8 +36,8 @@ def computes(target: Target, p: Producer) -> bool:
 
 
 def follows(node: Node) -> bool:
-    """Whether the epilogue of a product with quantised weights is quicker than a kernel of its own. That one streams whole rows;
-    panels of PANEL columns touch two cache lines of each row, which measured 2 to 5% slower once rows are many and long."""
+    """Whether the epilogue of a product with quantised weights is faster than a separate kernel. A separate kernel streams whole
+    rows. Panels of PANEL columns touch two cache lines of each row, which measured 2 to 5% slower for many long rows."""
     return node.shapes[0].num_elements <= FOLLOWED
 
 

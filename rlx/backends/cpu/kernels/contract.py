@@ -1,8 +1,8 @@
 """Contractions: a Kernel whose body is one Contract, as LLVM IR.
 
-A task owns a block of rows and a group of panels (see tiles.py) of some grid points. For each panel, each tile of rows is
-multiplied into a small buffer of sums (tile.py), which is then taken through the epilogue; once all panels of a block are
-done, its rows get the statements `rows`.
+A task owns a block of rows and a group of panels (see tiles.py) of some grid points. For each panel, each row tile is multiplied
+into a small buffer of sums (tile.py), and the epilogue is applied to the sums. When all panels of a block are done, the
+statements `rows` run for each of its rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlx.ir.target import Target
 
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
-    """A module for a kernel whose body is one Contract. The order of every sum depends on the kernel and the target alone;
-    tasks and cuts do but for what a choice says (see tiles.axes)."""
+    """A module for a kernel whose body is one Contract. The order of every sum depends only on the kernel and the target. So
+    do tasks and tiling, except for the tuning parameters in `choice` (see tiles.axes)."""
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
     return _Contraction(kernel, contract, target, choice).written(symbol)
@@ -43,9 +43,9 @@ class _Contraction(Product):
         super().__init__(kernel, contract, target, plan(kernel, contract, target, choice))
         p, block_rows = self.plan, self.block_rows
         a, b = contract.a, contract.b
-        raw = {2: u16, 4: u8}.get(p.group)  # of an element of a group: moved, not computed with
+        raw = {2: u16, 4: u8}.get(p.group)  # dtype for moving elements of a group; nothing is computed in it
         self.panel, _ = panel_of(b)
-        self.from_a = self.from_b = Layout(self.acc, 0)  # of computed ones, which lie nowhere
+        self.from_a = self.from_b = Layout(self.acc, 0)  # for computed operands, which are not in memory
         if isinstance(a, Operand):
             self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride)
         if isinstance(b, Operand):
@@ -53,10 +53,10 @@ class _Contraction(Product):
         self.staged = Layout(raw or self.acc, -(-contract.k // p.lanes) * p.lanes)
         self.a = self.staged if p.stage_a else self.from_a
         self.steps = -(-contract.k // p.group)
-        if raw:  # an element is a group from here on
+        if raw:  # from here on, one element is a whole group
             self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, self.panel)
         size = self.acc.itemsize
-        self.configured = p.matrix and p.tall == p.row_tiles  # all tiles are of one height
+        self.configured = p.matrix and p.tall == p.row_tiles  # all tiles have the same height
         self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
@@ -84,7 +84,7 @@ class _Contraction(Product):
         return step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
 
     def _computed_a(self, e: Emitter, scope: Scope, a: Computed, to: V, start: V, stop: V) -> None:
-        """Rows `start` to `stop` of a in scratch, as stage_rows_function leaves them."""
+        """Compute rows `start` to `stop` of a in scratch, in the layout of stage_rows_function."""
         depth, p = self.c.k, self.plan
         line = Local("line", a.dtype if p.group > 1 else self.acc, self.staged.row)
         statements = row_statements(a, line, depth)
@@ -96,7 +96,7 @@ class _Contraction(Product):
                 e.store(e.const(stored(self.staged.dtype), 0), self.staged.at(e, at, 0, column), self.staged.dtype.itemsize)
 
     def _computed_b(self, e: Emitter, scope: Scope, b: Computed, to: V, panel: V, pitch: Layout) -> None:
-        """Columns of one panel of b in scratch, [k][panel]."""
+        """Compute the columns of one panel of b in scratch, as [k][panel]."""
         c, p = self.c, self.plan
         first = e.bin("mul", panel, e.i64(p.columns))
         bounds = first, e.intrinsic("smin", e.bin("add", first, p.columns), e.i64(c.n))
@@ -144,7 +144,7 @@ class _Contraction(Product):
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
     def _blocks(self, e: Emitter, a: V, b: V, sums: V, rows: int, vectors: int) -> None:
-        """As tile_function, by the matrix unit."""
+        """Like tile_function, on the matrix unit."""
         body = partial(
             amx.blocks_function, rows=rows, vectors=vectors, k=self.steps, group=self.plan.group, from_a=self.a,
             from_b=self.from_b, configured=self.configured,
@@ -152,8 +152,8 @@ class _Contraction(Product):
         self.call(e, f"blocks_{rows}x{vectors}", body, a, b, sums, e.gep(SCRATCH, self.config_at))
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
-        """A panel of b in the dtype of the sums; see Plan.stage_b. What lies right of the matrix is undefined; no lane of it
-        reaches a result."""
+        """A panel of b in the dtype of the sums; see Plan.stage_b. Columns past the edge of the matrix are undefined;
+        their lanes reach no result."""
         k, source, p = self.c.k, self.from_b, self.plan
         if p.stage_b != "columns":
             stage_rows_function(e, b, to, e.i64(k), columns, source, layout, p.lanes)

@@ -1,4 +1,4 @@
-"""What hand-written kernels share: one LLVM module whose internal functions are made when first called, and its scratch."""
+"""The base of hand-written kernels: one LLVM module whose internal functions are emitted at their first call, and its scratch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch"
 
 
 def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
-    """The address behind each buffer, read from the argument table."""
+    """The address of each buffer, read from the argument table."""
     return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
 def axis_limits(kernel: Kernel, native: Native, e: Emitter) -> list[V | None]:
-    """Of each axis of the first output, how many points the kernel's limits ask for; None: all."""
+    """The active extent of each axis of the first output under the kernel's limits; None: all of it."""
     dims = native.outputs[0].dims
     if not kernel.limits:
         return [None] * len(dims)
@@ -27,7 +27,8 @@ def axis_limits(kernel: Kernel, native: Native, e: Emitter) -> list[V | None]:
 
 
 class Module:
-    """Functions keep a hot loop's registers from the code around it. Methods that take an Emitter write into it."""
+    """Internal functions isolate the register allocation of hot loops from the surrounding code. Methods that take an Emitter
+    write into it."""
 
     def __init__(self) -> None:
         self.scratch_bytes = 0
@@ -36,14 +37,14 @@ class Module:
         self._returns: dict[str, str] = {}
 
     def reserve(self, nbytes: int) -> int:
-        """Offset of fresh scratch, on cache lines of its own."""
+        """Reserve scratch on separate cache lines; returns its offset."""
         at = self.scratch_bytes
         self.scratch_bytes += -(-nbytes // 64) * 64
         return at
 
     def call(self, e: Emitter, name: str, body: Callable[..., V | None], *args: V) -> V:
-        """A call of the internal function `name`, whose code `body(emitter, *parameters)` writes on the first call; what it
-        returns is what the function returns."""
+        """Emit a call of the internal function `name`. At the first call, `body(emitter, *parameters)` emits its code and returns
+        the value that the function returns."""
         if name not in self._returns:
             inner, params = Emitter(e.features), [V(f"%p{n}", a.ty) for n, a in enumerate(args)]
             result = body(inner, *params)
@@ -53,7 +54,7 @@ class Module:
         return e.call(name, self._returns[name], *args)
 
     def rendered(self, e: Emitter, symbol: str, tasks: int) -> Rendered:
-        """The whole module: `e` wrote the kernel function."""
+        """The whole module. `e` holds the kernel function."""
         e.ret()
         self._add(e, symbol, PARAMETERS)
         return Rendered(symbol, "\n".join([*self._declarations, ATTRIBUTES, *self._texts]), tasks, self.scratch_bytes)
@@ -76,7 +77,7 @@ def divided(e: Emitter, value: V, by: int | V) -> tuple[V, V]:
 
 
 def share(e: Emitter, index: V, items: int | V, parts: int) -> tuple[V, V]:
-    """Where part `index` of `items` cut into `parts` starts and stops; parts differ by one item at most."""
+    """[start, stop) of part `index` if `items` are split into `parts`, whose sizes differ by at most one."""
     if parts == 1:
         return e.i64(0), e.i64(items)
     start, stop = (e.bin("udiv", e.bin("mul", x, e.i64(items)), e.i64(parts)) for x in (index, e.bin("add", index, e.i64(1))))

@@ -1,5 +1,5 @@
-"""What all products share, whatever their tiles: tasks over grid points, blocks of rows and groups of panels; operands that are
-computed; the epilogue of finished sums and the statements of finished rows."""
+"""The base of all products, independent of their tiles: tasks over grid points, blocks of rows and groups of panels; computed
+operands; the epilogue of finished sums, and the statements that run per finished row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlx.ir.target import Target
 
 
 class Product(Module):
-    """A kernel whose body is one Contract, cut as `plan` says. A subclass stages rows of a and multiplies panels."""
+    """A kernel whose body is one Contract, tiled according to `plan`. A subclass stages rows of a and multiplies panels."""
 
     def __init__(self, kernel: Kernel, contract: Contract, target: Target, plan: Plan) -> None:
         super().__init__()
@@ -34,27 +34,27 @@ class Product(Module):
         sizes = {x: (self.block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in self.kernel.locals}
         self.local_at = {x: self.reserve(nbytes) for x, nbytes in sizes.items()}
 
-    # -- of a subclass
+    # -- supplied by a subclass
 
     def _begin(self, e: Emitter) -> None:
-        """Before the points of a task."""
+        """Emitted before the grid points of a task."""
 
     def _end(self, e: Emitter) -> None:
-        """After them."""
+        """Emitted after the grid points of a task."""
 
     def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
-        """Rows i0 to i1 of a, those before `stop` needed, where tiles read them: the address of row 0."""
+        """Prepare rows i0 to i1 of a for the tiles; only rows before `stop` are needed. Returns the address of row 0."""
         raise AssertionError("abstract")
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
         raise AssertionError("abstract")
 
-    # -- the walk
+    # -- tasks and grid points
 
     def written(self, symbol: str) -> Rendered:
         e, p = Emitter(self.features), self.plan
-        if p.tasks:  # else no rows or no columns: nothing to compute
+        if p.tasks:  # 0: no rows or no columns, so nothing to compute
             group, rest = divided(e, TASK, p.groups)
             block, batch_group = divided(e, rest, p.blocks)
             pointers: dict[Buffer | Local, V] = {**argument_pointers(e, self.kernel.buffers)}
@@ -80,7 +80,7 @@ class Product(Module):
         return self.rendered(e, symbol, p.tasks)
 
     def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
-        """One grid point: the task's rows and panels of one pair of matrices, rows from `limit` on for nothing."""
+        """One grid point: the task's rows and panels of one pair of matrices. Results of rows from `limit` on are not needed."""
         c, p = self.c, self.plan
         a, b = (self._start(e, scope, o) for o in (c.a, c.b))
         i0, i1 = (self._first_row(e, t) for t in tiles)
@@ -100,7 +100,7 @@ class Product(Module):
                 emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
 
     def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
-        """How many tiles hold the rows before the limit."""
+        """The number of tiles that hold the rows before the limit."""
         p = self.plan
         if limit is None:
             return p.row_tiles
@@ -114,7 +114,7 @@ class Product(Module):
         return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
 
     def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:
-        """Where the operand's element (0, 0) is; of a computed one, anywhere."""
+        """The address of the operand's element (0, 0); for a computed operand, any address."""
         if isinstance(o, Computed):
             return SCRATCH
         return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize)
@@ -123,7 +123,8 @@ class Product(Module):
         self, e: Emitter, scope: Scope, sums: V, i0: V, first: V, count: V, j0: V, vectors: int, tail: int,
         pitch: int = 0,
     ) -> None:  # fmt: skip
-        """The epilogue for `count` rows from `first`, columns from j0; sums of a row `pitch` after those before (0: no gaps)."""
+        """The epilogue for `count` rows from `first`, columns from j0; the sums of consecutive rows are `pitch`
+        apart (0: no gaps)."""
         c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
         whole = vectors - (tail > 0)
         hoist(c.epilogue, scope)
@@ -145,19 +146,19 @@ class Product(Module):
                 epilogue(e.i64(whole * lanes), tail)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
-        """Statements at one row of the block that starts at i0: of a per-row local, this row's part."""
+        """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""
         inside = e.bin("sub", row, i0)
         parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.kept}
         return scope.child({self.c.i: row}, pointers=parts)
 
 
 def row_statements(a: Computed, line: Local, depth: int) -> tuple[Stmt, ...]:
-    """That leave a row of a computed left operand in `line`."""
+    """Statements that compute a row of a computed left operand into `line`."""
     return (*a.before, Loop(a.column, depth, (*a.body, stored_to(line, a)), vector=True))
 
 
 def stored_to(line: Local, o: Computed) -> Store:
-    """The store of one element of a computed operand, rounded to the operand's dtype on its way."""
+    """The store of one element of a computed operand, rounded to the operand's dtype."""
     value: Expr = o.value
     if line.dtype != o.dtype:
         value = k.cast(k.cast(value, o.dtype), line.dtype)

@@ -2,11 +2,11 @@
 
 With 512-bit integer dot products (VNNI), a task first rounds its rows of x to int8: in each run of STEP elements to the nearest
 of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers, scaled and summed in f32. So
-the result differs from the exact one by at most sum over runs of max|x| / 254 * sum|w|, beside the rounding of f32 sums. Runs
-whose largest magnitude is below TINY count as zeros. Few rows read the panel where it lies, as fast as memory gives it;
-more of them unpack it to scratch once per block of rows.
+the result differs from the exact one by at most sum over runs of max|x| / 254 * sum|w|, plus the rounding of f32 sums. Runs
+whose largest magnitude is below TINY count as zeros. With few rows the panel is read in place, at memory bandwidth; with more
+rows it is unpacked to scratch once per block of rows.
 
-Without VNNI, chunks of a panel become f32 in scratch, for the register tile of contractions; x keeps its precision.
+Without VNNI, chunks of a panel are converted to f32 in scratch, for the register tile of contractions; x keeps its precision.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing, pack_quant
 from rlx.ir.target import Target
 
 DTYPES = ("f32", "bf16", "f16")
-ROWS = 6  # of a tile with VNNI: 12 sums, 12 integer sums, 2 of the panel and 1 of x fit 32 registers
-DIRECT_TILES = 2  # up to so many tiles read the panel in place; more of them unpack it to scratch first
+ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
+DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
 TINY = 2.0**-100  # below it a reciprocal could overflow
-CHUNK = 256  # elements of a panel in f32 at a time: 32 KB, a first-level cache
-SCRATCH_BYTES = 1 << 18  # of rounded rows of x that a task may keep
-TASK_BYTES = 1 << 18  # of weights below which a task with few rows is not worth handing over
-GRAIN = 1 << 22  # products below which one with many is not
+CHUNK = 256  # elements of a panel converted to f32 at a time: 32 KB, an L1 cache
+SCRATCH_BYTES = 1 << 18  # most rounded rows of x that a task keeps
+TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over
+GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
 TASKS_PER_THREAD = 4
-MAGIC = 0x4B400000  # bits of 1.5 * 2**23: a float of small size added to it has its nearest integer in the low bits
+MAGIC = 0x4B400000  # bits of 1.5 * 2**23: adding a small float to it leaves the nearest integer in the low bits
 
 
 def claim(node: Node) -> str | None:
-    """None: `render` has a kernel for this node; else why not."""
+    """None if `render` has a kernel for this node; else the reason why not."""
     x, packed = node.inputs
     if node.attrs.format not in PACKINGS:  # type: ignore[union-attr]
         return f"no kernel for {node.attrs.format} weights"  # type: ignore[union-attr]
@@ -63,19 +63,19 @@ def _is_known(value: Value) -> bool:
 
 
 def packs(node: Node) -> Value:
-    """The weights of a claimed node in the form that `render` takes for its second operand."""
+    """The weights of a claimed node, packed as `render` expects its second operand."""
     return pack_quant(node.inputs[1], format=node.attrs.format)  # type: ignore[union-attr, return-value]
 
 
 def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
-    """A module for a kernel whose body is one Contract, the right operand of which is blocks in panels."""
+    """A module for a kernel whose body is one Contract, whose right operand is quantised blocks in panels."""
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
     return _made(kernel, contract, target, choice).written(symbol)
 
 
 def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[int, ...]]:
-    """What a choice may say: `rows`, most of a tile with VNNI; `tasks`, to aim for."""
+    """Tuning parameters: `rows`, the most rows of a tile with VNNI; `tasks`, the number to aim for."""
     own = {"rows": ROWS, "tasks": _made(kernel, contract, target, NO_CHOICE).wanted}
     asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
     return distinct(own, asked, lambda choice: _made(kernel, contract, target, choice).plan) if contract.m else {}
@@ -87,12 +87,12 @@ def _made(kernel: Kernel, contract: Contract, target: Target, choice: Mapping[st
 
 
 class _Product(Product):
-    """What both kinds share."""
+    """The base of both variants."""
 
     def __init__(
         self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int], highest: int, row_bytes: int
     ) -> None:
-        """`highest`: rows of a tile; `row_bytes`: of scratch for each row of a block."""
+        """`highest`: most rows of a tile; `row_bytes`: bytes of scratch per row of a block."""
         assert isinstance(c.b, Operand)
         self.p: Packing = PACKINGS[c.b.blocks]
         self.k, self.n = c.k, c.n
@@ -113,8 +113,8 @@ class _Product(Product):
         fit = max(1, SCRATCH_BYTES // row_bytes // max(1, rows))
         blocks, wanted = -(-row_tiles // fit), self.wanted
         if isinstance(c.a, Computed):
-            wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns computes its rows again
-        if c.rows:  # whole rows in one task
+            wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns recomputes its rows
+        if c.rows:  # a task must own whole rows
             blocks = min(row_tiles, max(blocks, -(-wanted // batch)))
         each = max(1, batch * blocks)
         groups = 1 if c.rows else max(1, min(panels, -(-wanted // each)))
@@ -129,7 +129,7 @@ class _Product(Product):
         )  # fmt: skip
 
     def heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
-        """(rows, whether the tile has so many) of each height that there is."""
+        """(rows, whether the tile has this height) for each height that occurs."""
         p = self.plan
         tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
         return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
@@ -141,7 +141,7 @@ class _Product(Product):
     # -- a panel's bytes
 
     def numbers(self, e: Emitter, block: V) -> list[list[V]]:
-        """The f16 numbers of a block, as f32: for each, its vectors."""
+        """The f16 numbers of a block as f32: a list of vectors for each."""
         at = [2 * PANEL * n for n in range(len(self.p.numbers))]
         half = vector("half", self.lanes)
         return [
@@ -150,7 +150,7 @@ class _Product(Product):
         ]
 
     def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
-        """A byte per row, times `by`."""
+        """One byte per weight row, converted to f32 and multiplied by `by`."""
         out = []
         for v, factor in enumerate(by):
             raw = e.load(vector("i8", self.lanes), e.gep(at, v * self.lanes), 1)
@@ -159,7 +159,7 @@ class _Product(Product):
         return out
 
     def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
-        """Of the turn that stands at `at`: (of each group its scales, the mins or nothing)."""
+        """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
         p, count = self.p, STEP // self.p.group
         if not p.scales:
             return [numbers[0]] * count, []
@@ -167,9 +167,9 @@ class _Product(Product):
         return scales, self.small(e, e.gep(at, PANEL * count), False, numbers[1]) if p.mins else []
 
     def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
-        """Of every four elements of the turn that stands at `at` the vectors: a dword, four bytes, of each row."""
+        """For the run at `at`: vectors that hold four elements (one dword) of each weight row."""
         p, ty = self.p, vector("i32", self.lanes)
-        high: list[tuple[list[V], int]] = []  # (dwords, elements they begin with)
+        high: list[tuple[list[V], int]] = []  # (dwords, index of their first element)
 
         def bits(raw: list[V], left: int, mask: int) -> list[V]:
             raw = [e.bin("shl", x, left) if left > 0 else e.bin("lshr", x, -left) if left else x for x in raw]
@@ -193,8 +193,9 @@ class _Product(Product):
 
 
 class _Integer(_Product):
-    """x rounded to int8: `q` its integers, per run of STEP its `factors`, per group `shifts` (minus zero times the sum of the
-    integers), per run `least` (minus their sum, scaled: what the mins are multiplied by)."""
+    """The variant with x rounded to int8. `q`: its integers. `factors`: its scales, per run of STEP. `shifts`: minus the zero
+    point times the sum of the integers, per group. `least`: minus the scaled sum of the integers, per run; multiplied by the
+    mins."""
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
         assert isinstance(c.b, Operand)
@@ -210,8 +211,8 @@ class _Integer(_Product):
             self.reserve(rows * pitch if here else 0) for pitch, here in zip(self.pitches, used)
         )
         self.sums_at = self.reserve(4 * PANEL * self.plan.rows)
-        self.turn_bytes = STEP, 4, 4 * self.groups_of_turn, 4  # of q, factors, shifts, least
-        self.staged_bytes = STEP * PANEL, 4 * PANEL * self.groups_of_turn, 4 * PANEL  # of elements, scales, mins
+        self.turn_bytes = STEP, 4, 4 * self.groups_of_turn, 4  # bytes per run of q, factors, shifts, least
+        self.staged_bytes = STEP * PANEL, 4 * PANEL * self.groups_of_turn, 4 * PANEL  # bytes per run of elements, scales, mins
         keep = self.staged, self.staged, self.staged and p.mins
         self.words_at, self.scales_at, self.mins_at = (
             self.reserve(turns * n if here else 0) for n, here in zip(self.staged_bytes, keep)
@@ -235,7 +236,7 @@ class _Integer(_Product):
         return a
 
     def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V) -> None:
-        """One row of x."""
+        """Round one row of x."""
         line, ints = self.line, vector("i32", 16)
         with e.loop(0, self.k // STEP, nonempty=True) as turn:
             at = step(e, source, turn.index, line.byte(0, STEP))
@@ -281,12 +282,12 @@ class _Integer(_Product):
             self._finish(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
 
     def _of_row(self, e: Emitter, row: V) -> list[V]:
-        """Where q, factors, shifts and least of a row of the block are."""
+        """The addresses of q, factors, shifts and least for a row of the block."""
         places = self.q_at, self.factors_at, self.shifts_at, self.least_at
         return [step(e, e.gep(SCRATCH, at), row, pitch) for at, pitch in zip(places, self.pitches)]
 
     def _unpacked(self, e: Emitter, weights: V, words: V, scales: V, mins: V) -> None:
-        """A panel as tiles read it when it is staged."""
+        """Unpack a panel into the layout that staged tiles read."""
         inner = self.p.block // STEP
         with e.loop(0, self.k // self.p.block, nonempty=True) as block:
             at = step(e, weights, block.index, self.p.panel_bytes)
@@ -302,7 +303,7 @@ class _Integer(_Product):
                         e.store(value, e.gep(place, 64 * n), 64)
 
     def _tile(self, e: Emitter, sums: V, *places: V, rows: int) -> None:
-        """sums[rows][PANEL]. `places`: q, factors, shifts, least of the first row; then the panel, or what is staged of it."""
+        """sums[rows][PANEL]. `places`: q, factors, shifts, least of the first row; then the panel, or its staged copy."""
         ty = vector("float", 16)
         of_x, weights = list(places[:4]), list(places[4:])
         totals = [V("zeroinitializer", ty)] * (rows * self.vectors)
@@ -338,7 +339,7 @@ class _Integer(_Product):
         self, e: Emitter, rows: int, of_x: Sequence[V], words: Iterable[list[V]], scales: Sequence[list[V]],
         mins: Sequence[V], totals: Sequence[V],
     ) -> list[V]:  # fmt: skip
-        """`totals` [rows][vectors] with the products of STEP elements added."""
+        """`totals` [rows][vectors] plus the products of one run of STEP elements."""
         q, factors, shifts, least = of_x
         totals, ints, octets = list(totals), vector("i32", 16), vector("i8", 64)
         each = STEP // 4 // self.groups_of_turn
@@ -372,7 +373,7 @@ class _Integer(_Product):
 
 
 class _Float(_Product):
-    """Weights become f32 a chunk at a time; x is copied to scratch as f32."""
+    """The variant that converts weights to f32 one chunk at a time; x is copied to scratch as f32."""
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
         registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
@@ -425,8 +426,8 @@ class _Float(_Product):
     def _chunk(
         self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, block: tuple[tuple[V, V], V], length: int
     ) -> None:
-        """The part of every row's sums that `length` elements give; `ones`: added to what is there. `block`: its tiles and
-        first row."""
+        """Compute the part of every row's sums from `length` elements. `ones`: add it to the earlier parts. `block`: its tiles
+        and first row."""
         self.call(e, f"decoded{length}", partial(self._decoded, length=length), weights, chunk)
         tiles, i0 = block
         with e.loop(*tiles) as at:

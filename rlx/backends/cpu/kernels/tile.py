@@ -1,8 +1,8 @@
-"""Register tiles: the functions that contractions and attention are made of, each described by plain numbers.
+"""Register tiles: the building blocks of contractions and attention, each parametrised by plain numbers.
 
-`tile_function` multiplies a few rows of `a` with a panel of `b`, sums in registers. The other functions copy a matrix into
-scratch in the dtype of the sums, where its place in memory or its dtype would slow every tile: row by row, or turned.
-Offsets are folded into addresses at generation time, so that a tile's loop is loads, broadcasts and multiply-adds only.
+`tile_function` multiplies a few rows of `a` by a panel of `b`, with the sums in registers. The other functions copy a matrix to
+scratch in the dtype of the sums, as it is or transposed, if its layout or dtype would slow down every tile. Offsets are folded
+into addresses when the code is generated, so that a tile's loop has only loads, broadcasts and multiply-adds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlx.ir.dtype import DType, u32
 
 @dataclass(frozen=True)
 class Layout:
-    """Elements of a matrix: (r, c) is `row` x r + `column` x c elements of `dtype` after its base."""
+    """Layout of a matrix: (r, c) is stored `row` * r + `column` * c elements of `dtype` after its base."""
 
     dtype: DType
     row: int
@@ -35,11 +35,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k are summed apart. `tail`:
-    columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: an element of a
-    that is zero keeps NaN and infinity of b out. `group`: an element is two bf16 numbers (of which the smallest count as zero),
-    or four integers, u8 in a and i8 in b: one instruction adds the products of all. `ahead`: bytes after each line of b that
-    is read lies one that will be soon, and is asked for (0: none)."""
+    """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k have separate sums. `tail`:
+    columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
+    gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
+    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: prefetch distance in bytes, from each line of
+    b that is read (0: no prefetch)."""
 
     rows: int
     vectors: int
@@ -54,18 +54,18 @@ class Tile:
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
-    """An element (or vector of them) from memory in the dtype it is computed in; integers wrap."""
+    """Convert an element (or a vector) as loaded from memory to its compute dtype; integers wrap."""
     return alu.cast(e, alu.from_memory(e, raw, source), source, to)
 
 
 def lane_mask(lanes: int, valid: int) -> V:
-    """The first `valid` lanes."""
+    """A mask of the first `valid` lanes."""
     return V("<" + ", ".join(f"i1 {str(x < valid).lower()}" for x in range(lanes)) + ">", vector("i1", lanes))
 
 
 def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: int = 0, mask: V | None = None) -> V:
-    """`lanes` elements of a row from `at` on, as `to`. Lanes past `tail` (0: none) or left out by `mask` are not read and
-    are zero; with columns 0 apart, all lanes are the one element, whatever the mask."""
+    """Load `lanes` elements of a row from `at` on, converted to `to`. Lanes past `tail` (0: no tail) or off in `mask` are not
+    read and give zero. With a column stride of 0, one element is broadcast to all lanes, whatever the mask."""
     dtype, align = source.dtype, source.dtype.itemsize
     ty = vector(alu.memory_type(dtype), lanes)
     if source.column == 0:
@@ -85,8 +85,8 @@ def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: in
 def tile_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, *, t: Tile, from_a: Layout, from_b: Layout
 ) -> None:
-    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. A k that is known at run time only is at least 1 and not
-    unrolled. `factors`: one per row; what its sums were before, times that, is added."""
+    """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
+    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added."""
     ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
     inner = vector("bfloat" if t.group == 2 else "i8", t.group * t.lanes)
     dot = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}.get(t.group)
@@ -108,11 +108,11 @@ def tile_function(
         return e.select(e.cmp("une", row, e.const(ty, 0.0)), added, total) if t.careful else added
 
     def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
-        """Step u of k, counted from the addresses."""
+        """Step u of k, relative to the addresses."""
         tails = [0] * (t.vectors - 1) + [t.tail]
         lines = [from_b.at(e, at_b, u, v * t.lanes) for v in range(t.vectors)]
         columns = [load_line(e, line, from_b, t.lanes, element, tail) for line, tail in zip(lines, tails)]
-        for line in lines if t.ahead else ():  # for reading, into the second-level cache, of data
+        for line in lines if t.ahead else ():  # arguments: read, into L2, data
             e.intrinsic("prefetch", e.gep(line, t.ahead), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
         out: list[V] = []
         for r in range(t.rows):
@@ -141,8 +141,8 @@ def tile_function(
 def stage_rows_function(
     e: Emitter, start: V, out: V, rows: V, columns: int, source: Layout, to: Layout, lanes: int, group: int = 1
 ) -> None:
-    """out[rows, columns] = start[rows, columns] in the dtype of `to`, whose rows are padded to whole vectors, with zeros up to
-    a multiple of `group` at least."""
+    """out[rows, columns] = start[rows, columns] in the dtype of `to`, whose rows are padded to whole vectors. The padding is
+    zero, at least up to a multiple of `group`."""
     lanes = lanes if source.column == 1 else 1
     with e.loop(0, rows) as row:
         line, copy = source.at(e, start, row.index), to.at(e, out, row.index)
@@ -165,8 +165,8 @@ def turn_function(
     height: int, columns: int, source: Layout, to: Layout, side: int, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """out[c - first][r] = start[r, c] * scale for r < height and columns c from `first` to `stop` of `columns`, in squares
-    turned in registers. Rows from `rows` on repeat the last one. A square that would reach past the last column starts
-    earlier: then up to `side` rows before `out` are written too, if first > 0."""
+    transposed in registers. Rows from `rows` on repeat the last one. A square that would reach past the last column starts
+    earlier: then, if first > 0, up to `side` rows before `out` are written too."""
     have = min(side, columns)
     with e.loop(0, height, side) as group:
         at_rows = [e.bin("add", group.index, e.i64(r)) for r in range(side)]
@@ -184,7 +184,7 @@ def turn_function(
 
 
 def halves(e: Emitter, a: V, b: V, block: int) -> tuple[V, V]:
-    """Of the 2x2 squares of `block` lanes that two vectors hold, the upper and the lower row of each square turned."""
+    """Two vectors hold 2x2 squares of blocks of `block` lanes. Returns the upper and the lower rows of the transposed squares."""
     lanes = a.lanes
     upper = [x if not x & block else lanes + x - block for x in range(lanes)]
     lower = [x + block if not x & block else lanes + x for x in range(lanes)]
@@ -194,7 +194,7 @@ def halves(e: Emitter, a: V, b: V, block: int) -> tuple[V, V]:
 
 
 def transposed(e: Emitter, lines: list[V]) -> list[V]:
-    """A square of lanes x lanes values turned: swaps of 2x2 squares of growing size, log2(lanes) rounds."""
+    """Transpose a square of lanes x lanes values: log2(lanes) rounds of swaps in 2x2 squares of growing size."""
     lines, block = list(lines), 1
     while block < len(lines):
         for r in range(len(lines)):

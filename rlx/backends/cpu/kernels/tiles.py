@@ -1,9 +1,9 @@
-"""How a contraction is cut into register tiles, blocks and tasks: plain numbers from shapes, dtypes and the Target.
+"""The tiling of a contraction into register tiles, blocks and tasks: plain numbers from shapes, dtypes and the Target.
 
-A tile is `rows` x `vectors` accumulators held in registers while it runs over the whole k. The columns of one full-width
-tile are a panel. Tiles of one block of rows run over one group of panels: that is a task. Nothing here depends on time,
-on the machine at hand or on which thread runs what, so equal inputs give equal cuts, and equal cuts equal bits. A caller may
-choose otherwise among what `axes` lists, which is cut otherwise but adds in the same order.
+A tile is `rows` x `vectors` accumulators, kept in registers over the whole k. The columns of one full-width tile are a panel. A
+task is one block of rows times one group of panels. Nothing here depends on time, on the current machine or on the assignment of
+tasks to threads: equal inputs give the same tiling, and the same tiling gives the same bits. A caller may choose other values
+that `axes` lists; they change the tiling but not the order of additions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
 
-MAX_ROWS = 8  # of a tile; with 3 vectors of 16 lanes it leaves 5 of AVX-512's 32 registers for operands
-BLOCK_ROWS = 128  # rows that one task carries over its panels: their part of `a` stays in the second-level cache
-LINE = 64  # bytes that threads pass to each other at a time
-FEWEST_ROWS = 4  # fewer take about as long: what they wait for is `b`
-GRAIN = 1 << 17  # multiply-adds below which a task is not worth handing over (about a microsecond)
-TASKS_PER_THREAD = 4  # enough for threads of unequal speed to even out
-SCRATCH = 1 << 20  # bytes of converted rows of `a` and of per-row locals that a task may keep
-COMPUTED_ROWS = 32  # fewer rows of a block, and reading all of `b` for them takes longer than computing rows of `a` twice
-AHEAD_TILES = 3  # up to so many full tiles of rows per panel, the time to read one is near that of its arithmetic
-IN_PLACE_TILES = 8  # up to so many tiles of rows read an unpacked `b` where it lies; more of them copy a panel first
-GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # rows of b of which one instruction adds the products
+MAX_ROWS = 8  # most rows of a tile; with 3 vectors of 16 lanes, 5 of AVX-512's 32 registers are left for operands
+BLOCK_ROWS = 128  # most rows of a task's block: their part of `a` stays in the L2 cache
+LINE = 64  # bytes of a cache line
+FEWEST_ROWS = 4  # fewer rows take about as long, since reading `b` is the bottleneck
+GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (about a microsecond)
+TASKS_PER_THREAD = 4  # enough to balance threads of unequal speed
+SCRATCH = 1 << 20  # most bytes of converted rows of `a` and per-row locals of a task
+COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longer than computing rows of `a` twice
+AHEAD_TILES = 3  # up to this many full row tiles per panel, reading a panel takes about as long as its arithmetic
+IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
+GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
-LOW_ROWS = 3  # of the lowest tile that is worth choosing
+LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 NO_CHOICE: Mapping[str, int] = {}
 
 
@@ -40,11 +40,11 @@ class Plan:
     """Rows: `row_tiles` tiles, the first `tall` of them `rows` high and the others one lower. Columns: `panels` of
     `vectors` x `lanes`. Tasks: `batch_groups` x `blocks` of row tiles x `groups` of panels.
 
-    `group`: so many of b's rows lie interleaved, for an instruction that adds so many products; a tile's steps are then groups.
-    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, of groups, as it is (`stage_b`
-    says how: "rows" and "columns" go along b's unit stride, "any" has none, "computed" is evaluated there). `stage_b` "": read
-    in place; narrow floats widen in the tile, which measured faster than a widened copy. `matrix`: tiles are computed by the
-    matrix unit (amx.py). `ahead`: the tiles of a panel fetch the next one meanwhile.
+    `group`: number of interleaved rows of b, for an instruction that sums as many products; a tile's step of k is then a group.
+    `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, for groups, unconverted.
+    `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there, ""
+    reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
+    the matrix unit (amx.py). `ahead`: the tiles of a panel prefetch the next one.
     """
 
     lanes: int
@@ -73,7 +73,7 @@ class Plan:
         return self.batch_groups * self.blocks * self.groups
 
     def first_row(self, tile: int) -> int:
-        """The row at which a row tile starts."""
+        """The first row of a row tile."""
         return tile * (self.rows - 1) + min(tile, self.tall)
 
     @property
@@ -83,7 +83,7 @@ class Plan:
         return max((after - before for before, after in pairwise(starts)), default=0)
 
     def unroll(self, rows: int, vectors: int) -> int:
-        """Steps of k with sums of their own: low tiles have too few accumulators to hide a multiply-add's latency."""
+        """The number of steps of k with separate sums: low tiles have too few accumulators to hide a multiply-add's latency."""
         steps = 1
         while rows * vectors * steps < SUMS and 2 * rows * vectors * steps + vectors < self.registers:
             steps *= 2
@@ -91,7 +91,7 @@ class Plan:
 
 
 def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] = NO_CHOICE) -> Plan:
-    """The one table: how this contraction is cut up for this target, but for what a choice says (see `axes`)."""
+    """The tiling of this contraction for this target. `choice` overrides values (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
     registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
     panel, group = panel_of(c.b)
@@ -119,7 +119,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
     else:
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
-    # Fewer rows wait for memory whatever they do, and longer if they ask for more of it; of many only the first tile waits.
+    # Short tiles are memory-bound, and prefetching slows them. With many row tiles only the first one waits for memory.
     ahead = choice.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
@@ -128,10 +128,10 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
 
 
 def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ...]]:
-    """What a choice may say of this contraction, by name: the table's own value and others that add in the same order.
+    """Tuning parameters of this contraction: name -> the default of `plan`, then other values with the same order of additions.
 
-    `rows`: most of a tile; `vectors`: of a panel that nobody packed; `ahead`: whether the next panel is fetched meanwhile;
-    `tasks`: how many to aim for; `blocks`: that rows are cut into, columns not at all (0: as the table does)."""
+    `rows`: most rows of a tile; `vectors`: of a panel, if b is not packed; `ahead`: whether the next panel is prefetched;
+    `tasks`: the number to aim for; `blocks`: split the rows into this many, and the columns not at all (0: as `plan` does)."""
     usual = plan(kernel, c, target)
     wanted = _wanted_tasks(c, usual.batch, target.threads)
     highest = _highest(usual.vectors, usual.registers, usual.matrix)
@@ -145,7 +145,7 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
 
     def cut(choice: Mapping[str, int]) -> Plan:
         made = plan(kernel, c, target, choice)
-        one = len(order) == 1 or (made.rows, made.vectors) == (usual.rows, usual.vectors)  # else it depends on the row
+        one = len(order) == 1 or (made.rows, made.vectors) == (usual.rows, usual.vectors)  # else the order depends on the row
         return made if one and _order(c, made) == order else usual
 
     return distinct(own, asked, cut) if usual.tasks else {}
@@ -154,7 +154,7 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
 def distinct(
     own: Mapping[str, int], asked: Mapping[str, Iterable[int]], cut: Callable[[Mapping[str, int]], Hashable]
 ) -> dict[str, tuple[int, ...]]:
-    """Of the values asked for, those that cut otherwise than is usual, and than each other: name -> (its own value, these)."""
+    """Keep the asked values whose tiling differs from the default and from each other: name -> (the default, *these)."""
     found: dict[str, tuple[int, ...]] = {}
     for name, values in asked.items():
         different: dict[Hashable, int] = {}
@@ -167,12 +167,12 @@ def distinct(
 
 
 def other_tasks(threads: int) -> tuple[int, ...]:
-    """Other numbers of tasks that may be worth trying."""
+    """Numbers of tasks to try in tuning."""
     return () if threads == 1 else (1, threads, 2 * threads, 4 * threads, 8 * threads)
 
 
 def _order(c: Contract, p: Plan) -> set[int]:
-    """Into how many sums, added at the end, tiles split k: the order in which the numbers of an element are added."""
+    """The numbers of partial sums per element (combined at the end) over all tiles; they determine the order of additions."""
     heights = (p.rows, p.rows - 1)[: 1 + (p.tall < p.row_tiles)]
     widths = {p.vectors if c.n >= p.columns else 0, -(-(c.n % p.columns) // p.lanes)} - {0}
     return {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
@@ -183,18 +183,18 @@ def _highest(vectors: int, registers: int, matrix: bool) -> int:
 
 
 def _panel_vectors(c: Contract, registers: int) -> int:
-    """Vectors of a panel that nobody packed: more of them where few rows share each one."""
+    """Vectors of an unpacked panel: more if few rows share each vector."""
     wide = 8 if c.m == 1 else 6 if c.m == 2 else 3
     return wide if registers == 32 else min(wide, 4 if c.m <= 2 else 2)
 
 
 def panel_of(b: Operand | Computed) -> tuple[int, int]:
-    """(columns of a packed panel, rows interleaved) of a right operand; 0 columns: it is not packed."""
+    """(columns of a packed panel, interleaved rows) of a right operand; 0 columns: it is not packed."""
     return (b.panel, b.group) if isinstance(b, Operand) else (0, 1)
 
 
 def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
-    """Locals of which every row of a block has its own: those of a computed operand serve one row after the other."""
+    """Locals with a separate copy for every row of a block. Those of a computed operand are reused from row to row."""
     used = {x for x in walk((c.epilogue, c.rows)) if isinstance(x, Local)}
     return tuple(x for x in kernel.locals if x.per_row and x in used)
 
@@ -224,19 +224,19 @@ def _wanted_tasks(c: Contract, batch: int, threads: int) -> int:
 def _tasks(
     c: Contract, batch: int, row_tiles: int, blocks: int, panels: int, threads: int, wanted: int
 ) -> tuple[int, int, int]:
-    """(blocks of rows, groups of panels, groups of batch entries): at least `blocks`, and enough work for every thread."""
+    """(blocks of rows, groups of panels, groups of batch entries): at least `blocks` blocks, and work for every thread."""
     if not (row_tiles and panels and batch):
         return 0, 0, 0
     groups = 1
-    shares = c.n * c.acc.dtype.itemsize % LINE != 0  # lines of the result, which two groups of columns would write
+    shares = c.n * c.acc.dtype.itemsize % LINE != 0  # groups of columns would write to the same cache lines
     if shares and wanted > batch * blocks and row_tiles >= 8 * threads:
         blocks = -(-max(blocks, 2 * threads) // threads) * threads
     elif wanted > batch * blocks and not c.rows:
-        if isinstance(c.a, Computed):  # every group of columns computes its rows again
+        if isinstance(c.a, Computed):  # every group of columns recomputes its rows
             blocks = max(blocks, min(-(-wanted // batch), c.m // COMPUTED_ROWS))
             wanted = threads if wanted > batch * blocks else wanted
         groups = max(1, min(panels, -(-wanted // (batch * blocks))))
-    if wanted > batch * blocks * groups:  # whole rows in one task, or few columns: lower blocks
+    if wanted > batch * blocks * groups:  # a task owns whole rows, or there are few columns: lower blocks
         most = max(threads, row_tiles // 4)
         blocks = min(row_tiles, max(blocks, min(most, -(-wanted // (batch * groups)))))
     batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
