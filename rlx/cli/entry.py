@@ -1,4 +1,4 @@
-"""The command `rlx` from its first moment: what it needs is imported here, where Ctrl-C ends the process without a traceback."""
+"""The entry point of the command `rlx`. Ctrl-C during imports ends the process without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 def run() -> None:
     """Entry point of the script `rlx` and of `python -m rlx`."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is ignored
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if SIGINT is ignored
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from rlx.cli.main import run as command

@@ -1,4 +1,4 @@
-"""`rlx generate MODEL PROMPT`: text from a language model, as it comes."""
+"""`rlx generate MODEL PROMPT`: streams text from a language model."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from rlx.frontends.generate import Generator
     from rlx.frontends.language import LanguageModel
 
-ETX = 130  # exit code after Ctrl-C, as shells have it
+ETX = 130  # exit code after Ctrl-C, as in shells
 
 
 def generate(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder or .gguf file.", show_default=False)],
-    prompt: Annotated[str, typer.Argument(help="Text to go on from; - reads standard input.", show_default=False)],
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="what fits")] = None,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the fewest with this share of the probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Choose among those this likely, compared with the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the random choices.", show_default="a new one")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message: apply the model's chat template.")] = False,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
-    cache: Annotated[str, typer.Option(help="How keys and values are kept: f32, bf16 or f16.")] = "f32",
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)],
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer (tokens).", show_default="what fits")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens with this total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeated tokens become less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling.", show_default="a new one")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; can be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message: apply the model's template.")] = False,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")] = None,
+    cache: Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")] = "f32",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
     tune: Annotated[float, Tune] = 0.0,
-    stats: Annotated[bool, typer.Option("--stats", help="Say how fast it was and where the time and the memory went.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
 ) -> None:
-    """Go on from a prompt, or answer a message, with a language model."""
+    """Continue a prompt, or answer a message, with a language model."""
     from rlx.frontends.generate import Generator, prepare
     from rlx.frontends.language import load
     from rlx.runtime import CompileOptions, Session, connect, of_first
 
-    transport, loading = connect(), _Loading()  # of several ranks the first one shows what they made together
+    transport, loading = connect(), _Loading()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
         text = of_first(transport, _standard_input().encode() if first else b"").decode()
@@ -78,7 +78,7 @@ def _standard_input() -> str:
 
 
 def _show(text: str) -> None:
-    """A terminal gets no control characters, which could mean anything to it."""
+    """Print the text. Control characters are replaced on a terminal, because it would interpret them."""
     if sys.stdout.isatty():
         text = "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
@@ -86,7 +86,7 @@ def _show(text: str) -> None:
 
 
 class _Loading:
-    """A bar on a terminal's stderr while weights are read; elsewhere nothing."""
+    """A progress bar on stderr while weights are read, if stderr is a terminal."""
 
     def __enter__(self) -> None:
         self._bar = None
@@ -109,7 +109,7 @@ class _Loading:
 
 
 def _account(model: LanguageModel, answer: Generator) -> None:
-    """On stderr, so that stdout has the answer alone."""
+    """Print statistics to stderr, so that stdout has only the answer."""
     s, memory = answer.stats, model.memory(len(answer.prompt), answer.how.steps)
     lines = [
         f"prompt: {s.prompt_tokens} tokens, {s.prefill_rate:.1f} tokens/s",

@@ -1,7 +1,8 @@
-"""`rlx launch -n 4 script.py`: the ranks of one machine, each a process of the same script.
+"""`rlx launch -n 4 script.py`: starts the ranks of one machine, each a process that runs the same script.
 
-They find one another through the environment (rlx.driver.connect reads it). When one fails, the others get some time to end by
-themselves, then they are ended. A process of its own removes the names of shared memory when this one is gone, however it went.
+Environment variables tell the ranks how to connect (rlx.driver.connect reads them). If one rank fails, the others get some time
+to end by themselves and are then killed. A separate guard process removes the names of shared memory when the launcher has ended,
+for whatever reason.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from rlx import knobs
 from rlx.errors import RlxError
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}  # after which ranks are expected to end
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}  # ranks are expected to end after these
 PR_SET_PDEATHSIG = 1
 
 
 def launch(
-    command: Annotated[list[str], typer.Argument(help="Python script, and what it is given.", metavar="SCRIPT [ARG]...")],
+    command: Annotated[list[str], typer.Argument(help="Python script, and its arguments.", metavar="SCRIPT [ARG]...")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=1024, help="Processes to start.", show_default=False)],
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as of python -m.")] = False,
-    prefix: Annotated[bool, typer.Option(help="Begin each line of output with its rank.")] = True,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds in which the others end when one has failed.")] = 10.0,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Prefix each line of output with its rank.")] = True,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds that other ranks get to end after one has failed.")] = 10.0,
 ) -> None:
-    """Start a script several times on this machine, as ranks that work together (rlx.driver.connect)."""
+    """Start a script as several ranks on this machine that work together (rlx.driver.connect)."""
     what, *args = command
     if module and PathFinder.find_spec(what.partition(".")[0], [os.getcwd(), *sys.path]) is None:
         raise RlxError(f"there is no module {what}")
@@ -51,12 +52,12 @@ def launch(
 
 
 class Launched:
-    """Ranks at work. Made by the main thread, before others are: their processes are forks of it."""
+    """The running ranks. Must be made by the main thread before other threads start, because it forks."""
 
     def __init__(self, program: list[str], ranks: int, job: str, prefix: bool) -> None:
-        self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # rank, exit code; as they come
+        self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # (rank, exit code) in order of exit
         self._job = job
-        self.deadline: float | None = None  # when those who still run are ended
+        self.deadline: float | None = None  # when ranks that still run are killed
         self._asked = False  # they have been sent SIGTERM
         self._writing = threading.Lock()
         self._pipes: list[_Copier] = []
@@ -77,7 +78,7 @@ class Launched:
                     self._pipes[-1].start()
 
     def wait(self, timeout: float) -> int:
-        """Until all have ended: the exit code of the first that failed, else 0."""
+        """Wait until all ranks have ended. Returns the exit code of the first that failed, else 0."""
         failed = 0
         with forwarding(lambda number: self._pass_on(number, timeout)):
             for _ in self.processes:
@@ -94,14 +95,14 @@ class Launched:
         return failed
 
     def end(self, number: int) -> None:
-        """Signal those who still run, and what they started."""
+        """Signal the process groups of ranks that still run."""
         for process in self.processes:
-            if process.returncode is None:  # not waited for: the number is still its own
+            if process.returncode is None:  # not waited for: its pid cannot have been reused
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
     def _next(self, timeout: float) -> tuple[int, int]:
-        """The next that ends: by itself, or asked to at half the time after a failure, or killed at its end."""
+        """The next rank that ends. After a failure, the others are sent SIGTERM at half of the timeout and SIGKILL at its end."""
         while True:
             left = 3600.0 if self.deadline is None else self.deadline - time.monotonic() - (0 if self._asked else timeout / 2)
             try:
@@ -112,10 +113,10 @@ class Launched:
                     self._asked = True
 
     def _tell(self, rank: int) -> None:
-        """Others may wait for this rank to connect."""
+        """Tell the ranks that wait for this one to connect that it has ended."""
         from rlx.driver.transports.shm import list_ended
 
-        with contextlib.suppress(RlxError, OSError):  # no shared memory here: then nobody waits in it
+        with contextlib.suppress(RlxError, OSError):  # without shared memory no rank waits
             list_ended(self._job, rank)
 
     def _pass_on(self, number: int, timeout: float) -> None:
@@ -128,13 +129,13 @@ class Launched:
 
 
 class _Copier(threading.Thread):
-    """Copies a rank's output line by line, each whole: where `lock` is held, no other one writes."""
+    """Copies a rank's output in whole lines. `lock`: held while it writes, so that lines of different ranks do not mix."""
 
     def __init__(self, rank: int, source: IO[bytes], sink: IO[bytes], lock: threading.Lock) -> None:
         super().__init__(daemon=True)
         self._begins, self._source, self._sink, self._lock = b"[%d] " % rank, source, sink, lock
-        self._rest: list[bytes] = []  # of a line whose end has not come
-        self._holds = False  # something that has been read, or is about to be
+        self._rest: list[bytes] = []  # pieces of an incomplete line
+        self._holds = False  # it has read, or is about to read, bytes that are not written yet
 
     def run(self) -> None:
         read = self._source.read1  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,21 +151,22 @@ class _Copier(threading.Thread):
             self._holds = False
 
     def finish(self, until: float) -> None:
-        """When the rank has ended: until all that it wrote is written, however slow the reader is. What it started may live on
-        and keep the output open: that is waited for as long as something comes, else till `until` (time.monotonic)."""
+        """After the rank has ended: wait until all of its output is written, however slow the reader is. Processes that the rank
+        started may live on and keep the output open: wait while they write, but without output only till `until`
+        (time.monotonic)."""
         while self.is_alive() and (self._coming_within(0) or self._holds or time.monotonic() < until):
             self.join(0.05)
         if self._rest:
             self._write(self._rest)
 
     def _coming_within(self, milliseconds: int | None) -> bool:
-        poll = select.poll()  # an object of its own: two threads must not wait in one
+        poll = select.poll()  # one per call: two threads must not poll one object concurrently
         poll.register(self._source, select.POLLIN)
         return bool(poll.poll(milliseconds))
 
     def _write(self, lines: Sequence[bytes]) -> None:
         text = b"".join(self._begins + line + b"\n" for line in b"".join(lines).split(b"\n"))
-        with self._lock, contextlib.suppress(BrokenPipeError):  # nobody reads any more: the ranks go on
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe: the ranks go on
             self._sink.write(text)
             self._sink.flush()
 
@@ -176,10 +178,10 @@ def _start(
 
     def before() -> None:
         if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the launcher, however that ends
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the rank is killed when the launcher ends
         if os.getppid() != parent:
             os._exit(1)
-        if len(cpus) > 1:  # threads are pinned to CPUs: those of two ranks must not choose the same ones
+        if len(cpus) > 1:  # rlx pins threads to CPUs: two ranks must not pin to the same ones
             os.sched_setaffinity(0, cpus)
 
     known = {
@@ -198,8 +200,8 @@ def _start(
 
 
 def cpus_of(ranks: int) -> list[list[int]]:
-    """The CPUs that this process may use, shared out: neighbours go to one rank, a core's hardware threads together. Empty
-    lists where there are fewer CPUs than ranks."""
+    """The CPUs that this process may use, split evenly over the ranks. Neighbours, and the hardware threads of a core, go to the
+    same rank. Empty lists if there are fewer CPUs than ranks."""
     if not hasattr(os, "sched_getaffinity"):
         return [[]] * ranks
 
@@ -216,7 +218,7 @@ def cpus_of(ranks: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def forwarding(send: Any) -> Iterator[None]:
-    """Within the block signals to this process are given to `send`."""
+    """Within the block, pass signals to this process to `send`."""
     numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
     before = {number: signal.signal(number, lambda number, _: send(number)) for number in numbers}
     try:
@@ -228,7 +230,7 @@ def forwarding(send: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard(job: str) -> Iterator[None]:
-    """When the block is left, or this process ends, a process of its own removes the job's shared memory."""
+    """When the block ends, or this process does, a separate process removes the job's shared memory."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -248,12 +250,12 @@ def guard(job: str) -> Iterator[None]:
 def _outlive(reading: int, job: str) -> None:
     from rlx.driver.transports.shm import remove
 
-    os.setsid()  # Ctrl-C is not for this process
+    os.setsid()  # Ctrl-C must not end this process
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(quiet, stream)
-    os.read(reading, 1)  # returns when the launcher has gone
-    for _ in range(2):  # once more for a rank that is killed a moment later
+    os.read(reading, 1)  # returns when the launcher has ended
+    for _ in range(2):  # twice, because a rank may be killed a moment later
         remove(job)
         time.sleep(0.05)
 

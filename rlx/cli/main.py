@@ -1,4 +1,4 @@
-"""The command `rlx`. Only what every command needs is imported here: the rest costs start-up time and waits for its use."""
+"""The command `rlx`. Modules that only some commands need are imported in the commands, to keep start-up short."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="rlx: compile a model once, run it many times.",
 )
-TABLE_TEXTS = 12  # up to so many texts get a table of similarities
-PROGRESS_TEXTS = 200  # from so many on, a terminal shows a progress bar
+TABLE_TEXTS = 12  # up to this many texts, a table of similarities is printed
+PROGRESS_TEXTS = 200  # from this many texts on, a progress bar is shown on a terminal
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Entry point. Exit code 0; 1 with one line on stderr for an error of rlx or of the file system; 2 for wrong usage."""
+    """Entry point. Exit code 0: success; 1, with one line on stderr: an error of rlx or of the file system; 2: wrong usage."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # texts may have letters that the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")  # for characters outside the terminal's encoding
     drop_columns()
     try:
         app(args=argv, prog_name="rlx")
@@ -67,10 +67,10 @@ def embed(
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
     tune: Annotated[float, Tune] = 0.0,
-    stats: Annotated[bool, typer.Option("--stats", help="Say where the time and the memory went.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print time per phase, and memory use.")] = False,
 ) -> None:
-    """Turn texts into vectors, and show how alike a few of them are."""
-    if output is not None and not output.parent.is_dir():  # now, not after the work is done
+    """Embed texts as vectors, and show the similarity of a few of them."""
+    if output is not None and not output.parent.is_dir():  # checked before the work, not after it
         raise RlxError(f"cannot write {output}: there is no folder {output.parent}")
     if output is not None and output.is_dir():
         raise RlxError(f"cannot write {output}: it is a folder")
@@ -91,7 +91,7 @@ def embed(
     first = time.perf_counter() - begun
     phases = {"python and imports": imported, **loaded.seconds}
     if output is not None:
-        with output.open("wb") as f:  # np.save would add a suffix of its own to another name
+        with output.open("wb") as f:  # given a name, np.save would append .npy
             np.save(f, vectors)
     from rlx.cli import show
 
@@ -104,7 +104,7 @@ def embed(
 
 
 def _seconds_since_start() -> float:
-    """Age of this process, the interpreter's own start included; where the system does not say, the processor time it took."""
+    """Age of this process, including the start of the interpreter. On systems that do not report it: its CPU time."""
     try:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
@@ -133,7 +133,7 @@ def _embed(model: EmbeddingModel, lines: list[str]):
 
 
 def _warm(model: EmbeddingModel, lines: list[str]) -> float:
-    """Seconds that the same texts take once everything is compiled: the median of five passes."""
+    """Seconds for the same texts after everything is compiled: the median of five passes."""
     passes = []
     for _ in range(5):
         begun = time.perf_counter()
@@ -148,7 +148,7 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 @app.command()
 def devices() -> None:
-    """The devices of every backend, and why one is not usable here."""
+    """List the devices of every backend, with the reason if one is not usable here."""
     from rlx.cli import show
 
     show.devices()
@@ -156,9 +156,9 @@ def devices() -> None:
 
 @app.command()
 def cache(
-    action: Annotated[str, typer.Argument(help="show, or clear: remove all of it.", metavar="[show|clear]")] = "show",
+    action: Annotated[str, typer.Argument(help="show, or clear: remove all entries.", metavar="[show|clear]")] = "show",
 ) -> None:
-    """Compiled code kept on disk: where, how much; or remove it."""
+    """Show the location and size of the cache of compiled code, or clear it."""
     from rlx.cli import show
 
     if action not in ("show", "clear"):
@@ -168,7 +168,7 @@ def cache(
 
 @app.command()
 def knobs() -> None:
-    """The environment variables that rlx reads."""
+    """List the environment variables that rlx reads."""
     from rlx.cli import show
 
     show.knobs()

@@ -1,4 +1,4 @@
-"""What the command prints, as rich tables."""
+"""Output of the command `rlx`, as rich tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _out = Console(highlight=False)
 def similarities(texts: list[str], vectors: np.ndarray) -> None:
     """Cosine of every pair of texts."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    room = _out.width - 8 * len(texts) - 4  # a number takes 5 columns and its frame 3
+    room = _out.width - 8 * len(texts) - 4  # a number takes 5 columns, its frame 3
     columns = [Column(str(i + 1), justify="right", min_width=5, no_wrap=True) for i in range(len(texts))]
     table = Table(
         Column("text", max_width=max(room, 10), no_wrap=True), *columns, title="cosine similarity", title_justify="left"
@@ -28,12 +28,12 @@ def similarities(texts: list[str], vectors: np.ndarray) -> None:
 
 
 def _plain(text: str) -> Text:
-    """Text as it is: brackets are no markup, control characters do not reach the terminal."""
+    """Literal text: brackets are not markup, and control characters are replaced."""
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
 def summary(model: EmbeddingModel, n: int, first: float, warm: float | None, output: Path | None) -> None:
-    """`first`: seconds of the first pass, compilation included; `warm`: of a second one over the same texts."""
+    """`first`: seconds of the first pass, compilation included. `warm`: seconds of a later pass over the same texts."""
     _out.print(f"{n} text{'s' * (n != 1)} -> float32 [{n}, {model.dim}] in {first:.2f} s, compilation included")
     if warm is not None:
         _out.print(f"once compiled: {warm / n * 1e3:.2f} ms per text")
@@ -49,7 +49,7 @@ def _size(nbytes: int) -> str:
 
 
 def account(seconds: dict[str, float]) -> None:
-    """Where the time went, in the order it was spent."""
+    """Time per phase, in the order of execution."""
     table = Table("phase", Column("ms", justify="right"), title="where the time went", title_justify="left")
     for phase, spent in seconds.items():
         table.add_row(phase, f"{spent * 1e3:.1f}")
@@ -58,7 +58,7 @@ def account(seconds: dict[str, float]) -> None:
 
 
 def devices() -> None:
-    """Every device, and why one is not usable here."""
+    """Every device, with the reason if it is not usable here."""
     from rlx.backends import available
 
     table = Table("device", "usable here")
@@ -68,7 +68,7 @@ def devices() -> None:
 
 
 def cache(clear: bool) -> None:
-    """The cache on disk: where it is and what it takes. `clear`: empty it first."""
+    """The location and size of the cache on disk. `clear`: empty it first."""
     from rlx.host.disk import disk_cache
 
     kept, why = disk_cache()

@@ -1,4 +1,4 @@
-"""`--tune`: the option, and a bar on a terminal's stderr while steps are measured; elsewhere nothing is shown."""
+"""The option `--tune`, and a progress bar on stderr while steps are measured, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import typer
 
 Tune = typer.Option(
-    min=0, help="Seconds to spend on measuring how kernels are best cut here; kept for later.", show_default="0: as usual"
+    min=0, help="Seconds to spend on autotuning kernels; results are kept on disk.", show_default="0: default tilings"
 )
 
 
 class TuningBar:
-    """One bar at a time: each compile that measures something has its own."""
+    """One progress bar for each compile that measures steps."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""The transport of a process that was started as one of many: whoever started it says so in the environment."""
+"""The transport of a process that was started as one of many ranks. The launcher describes the ranks in environment variables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HEAP_SIZE = 64 << 20  # bytes
 
 
 def connect(heap_size: int = HEAP_SIZE, timeout: float = TIMEOUT) -> SymmetricTransport:
-    """The transport to all processes that were started with this one, each of which must call this, with the same `heap_size`
-    (bytes of each rank's heap). Waiting for others ends after `timeout` seconds.
+    """Connect to all processes that were started together with this one. Each of them must call this, with the same `heap_size`
+    (bytes of each rank's heap). Every wait for other ranks ends after `timeout` seconds.
 
-    Under `rlx launch` that is shared memory; under mpirun or srun MPI; a process started alone is the only rank."""
+    The transport is shared memory under `rlx launch`, and MPI under mpirun or srun. A process started alone is the only rank."""
     job, ranks = knobs.JOB.get(), knobs.RANKS.get()
     if job:
         from rlx.driver.transports.shm import ShmTransport

@@ -1,7 +1,7 @@
 """ParamStore: parameter bytes on one device, shared by every executable that uses the same weights.
 
-Entries are named: a param by its own name, a prepared buffer by the text that says how it was computed. Executables
-compiled for other batch sizes ask for the same names and get the same memory.
+A param's entry is named by the param, a prepared buffer's entry by the text of its computation. Executables compiled for other
+batch sizes use the same names and so share the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 @dataclass
 class ParamEntry:
-    """One buffer: what the backend allocated, and where it is."""
+    """One buffer: the object that the backend allocated, its address and size."""
 
     memory: Any
     address: int
@@ -27,12 +27,12 @@ class ParamEntry:
 
 @dataclass(eq=False)
 class ParamStore:
-    """Params and prepared buffers by name, and how current they are.
+    """Params and prepared buffers by name, with versions.
 
-    `versions`: times each param was set. `sources`: prepared buffer -> versions of the params it was computed from.
-    `kept`: params whose own bytes are here too (others were only read, to prepare something). `changes`: a number that is
-    another one from the moment that any param is being set; a C word, for calls in machine code. `lock`: held by whoever sets
-    params or prepares what is made of them.
+    `versions`: how often each param was set. `sources`: prepared buffer -> versions of the params it was computed from.
+    `kept`: params whose own bytes are stored too (others were only read to compute prepared buffers). `changes`: a number that
+    changes as soon as the setting of any param begins; a C word that machine code can read. `lock`: held while params are set or
+    prepared buffers are computed.
     """
 
     entries: dict[str, ParamEntry] = field(default_factory=dict)
@@ -49,16 +49,16 @@ class ParamStore:
 
     @property
     def generation(self) -> int:
-        """Another one with every param that is set."""
+        """A number that changes with every param that is set."""
         return self.changes.value
 
     def changed(self, name: str) -> None:
-        """A param is about to be set."""
+        """Record that a param is about to be set."""
         self.versions[name] = self.versions.get(name, 0) + 1
         self.changes.value = next(self._numbers)
 
     def get(self, name: str, nbytes: int, allocate: Callable[[int], tuple[Any, int]]) -> ParamEntry:
-        """The entry `name`, made by `allocate(nbytes) -> (memory, address)` if it is not there yet."""
+        """The entry `name`. If it is missing, it is allocated by `allocate(nbytes) -> (memory, address)`."""
         entry = self.entries.get(name)
         if entry is None:
             memory, address = allocate(nbytes)
@@ -73,7 +73,7 @@ _stores: WeakSet[ParamStore] = WeakSet()
 
 
 def _in_child() -> None:
-    """Nobody is left here to go on with what another thread was setting: it is missing."""
+    """In a forked child: a param that another thread of the parent was setting stays incomplete, so it counts as missing."""
     for store in list(_stores):
         store.lock = threading.Lock()
 

@@ -1,8 +1,8 @@
-"""RunQueue: runs that wait for their turn while the caller goes on.
+"""RunQueue: executes runs asynchronously, in order.
 
-One queue per HandleStore: runs of all executables on the same states keep their order. One worker thread per queue: it starts
-with the first job, ends with its queue, and at exit the interpreter waits for the jobs that are queued. A fork waits too, and
-the child begins with an empty queue: it has the states, but not the thread.
+There is one queue per HandleStore, so that runs of all executables on the same states keep their order. Each queue has one worker
+thread. It starts with the first job and ends with the queue. At exit the interpreter waits for queued jobs. A fork waits for them
+too, and the child starts with an empty queue: it has the states, but not the thread.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from rlx.host.gate import Gate
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-DEPTH = 64  # jobs that wait at most; each holds its inputs
+DEPTH = 64  # maximum number of queued jobs; each holds its inputs
 
 
 class RunQueue:
-    """Jobs in order. One that raises ends the line: those behind it, which were to see its results, are not run, until `wait`
-    has raised the error. `last`: of the newest job; None: `wait` has nothing to do."""
+    """Jobs in order. If a job raises, later jobs are cancelled, because they depend on its results, until `wait` has raised the
+    error. `last`: the future of the newest job; None: nothing to wait for."""
 
     def __init__(self) -> None:
         self.last: Future[None] | None = None
-        self.gates: WeakSet[Gate] = WeakSet()  # of the executables whose runs come here; `queued` tells them to wait
+        self.gates: WeakSet[Gate] = WeakSet()  # of the executables that use this queue; `queued` tells them to wait
         self._room, self._lock = threading.Semaphore(DEPTH), threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._count = 0
-        self._failed: tuple[int, BaseException | None] = (0, None)  # the job that ended the line
+        self._failed: tuple[int, BaseException | None] = (0, None)  # the job that failed
         _queues.add(self)
 
     def tell(self, queued: bool) -> None:
-        """Whether calls in machine code must leave the run to Python, which waits."""
+        """Set whether generated functions must leave runs to Python, which waits for the queue."""
         for gate in list(self.gates):
             gate.queued = queued
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job. Returns at once, unless DEPTH jobs wait."""
-        from concurrent.futures import ThreadPoolExecutor  # with it come logging and more: not for `import rlx`
+        """Queue a job. Returns at once, unless DEPTH jobs are queued already."""
+        from concurrent.futures import ThreadPoolExecutor  # imports logging and more: too slow for `import rlx`
 
         self._room.acquire()
         try:
@@ -56,7 +56,7 @@ class RunQueue:
             raise
 
     def at_once(self, job: Callable[[], None]) -> None:
-        """A job that is done when this returns, in the caller's thread; its error is for `wait`, like those of the others."""
+        """Run a job now, in the caller's thread. As for queued jobs, its error is raised by `wait`."""
         from concurrent.futures import Future
 
         with self._lock:
@@ -80,7 +80,7 @@ class RunQueue:
             self._room.release()
 
     def wait(self) -> None:
-        """Return when nothing is queued any more. Raises the error of the job that failed, with its index since the last wait."""
+        """Wait until the queue is empty. Raises the error of the job that failed, with its index since the last wait."""
         with self._lock:
             if self.last is not None:
                 self.last.result()

@@ -1,11 +1,12 @@
-"""The reductions of collectives (rlx.driver.collective): what several ranks brought, combined element by element in their order.
+"""Generated code for the reductions of collectives (rlx.driver.collective). It combines the arrays of all ranks element by
+element, in rank order.
 
-One function for each dtype and kind, made when first asked for:
+One function for each dtype and kind, compiled on first use:
 
     void rank_reduce(ptr out, ptr sources, i64 count, i64 elements, i64 ranks)
 
-sources[i] is the address of `elements` elements; nothing need be aligned; `out` may be one of the sources. `ranks`: what a
-mean is divided by.
+sources[i] is the address of `elements` elements, for i < count. No address needs to be aligned. `out` may be one of the sources.
+`ranks`: the divisor of a mean.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlx.host.processor import host_target
 from rlx.ir.dtype import DType
 from rlx.ir.target import Target
 
-COPIES = 4  # registers of sums at a time: loads of the next overlap with adds of this
+COPIES = 4  # accumulator registers per iteration: loads of one overlap with adds of another
 OP = {ReduceKind.SUM: "add", ReduceKind.MEAN: "add", ReduceKind.MAX: "max", ReduceKind.MIN: "min"}
 OUT, SOURCES, COUNT, ELEMENTS, RANKS = (V(f"%{name}", ty) for name, ty in (
     ("out", "ptr"), ("sources", "ptr"), ("count", "i64"), ("elements", "i64"), ("ranks", "i64"),
@@ -37,7 +38,7 @@ def module_text(form: Form, target: Target) -> str:
     e = Emitter(target.features)
     wide = accumulator(form.dtype)
     if not (form.carried or form.carries) and form.dtype.is_int and form.kind != ReduceKind.MEAN:
-        wide = form.dtype  # what wraps at the end may wrap all the way
+        wide = form.dtype  # integers wrap: narrow arithmetic gives the same bits as wide arithmetic truncated at the end
     lanes = target.vector_bytes // wide.itemsize
     done: int | V = 0
     for width, copies in ((lanes, COPIES), (lanes, 1), (1, 1)):
@@ -52,7 +53,7 @@ def module_text(form: Form, target: Target) -> str:
 
 
 def _block(e: Emitter, form: Form, wide: DType, first: V, lanes: int, copies: int) -> None:
-    """Elements first to first + copies * lanes."""
+    """Code for the elements [first, first + copies * lanes)."""
 
     def place(base: V, dtype: DType, copy: int) -> V:
         at = e.bin("add nsw", first, copy * lanes) if copy else first
@@ -76,7 +77,7 @@ def _block(e: Emitter, form: Form, wide: DType, first: V, lanes: int, copies: in
 
 
 def _divided(e: Emitter, total: V, wide: DType) -> V:
-    """By `ranks`, at least 1; of integers towards zero."""
+    """`total` divided by `ranks`, which is at least 1. Integers round towards zero."""
     if wide.is_float:
         return e.bin("fdiv", total, e.splat(e.convert("sitofp", RANKS, total.scalar), total.lanes))
     return e.bin("sdiv" if wide.kind == "i" else "udiv", total, e.splat(RANKS, total.lanes))
@@ -90,19 +91,19 @@ def _library(dtype: DType, kind: ReduceKind, carried: bool, carries: bool) -> Li
 
 
 def library(form: Form) -> Library:
-    """For the life of the process."""
-    kind = ReduceKind.SUM if form.kind == ReduceKind.MEAN and form.carries else form.kind  # not divided yet
+    """The compiled reduction. It stays loaded for the life of the process."""
+    kind = ReduceKind.SUM if form.kind == ReduceKind.MEAN and form.carries else form.kind  # only the last step divides
     return _library(form.dtype, kind, form.carried, form.carries)
 
 
 def function(form: Form) -> Callable[..., None]:
-    """As a ctypes function, which lets other Python threads go on."""
+    """The compiled reduction as a ctypes function, which releases the GIL."""
     arguments = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
     return library(form).function(SYMBOL, None, *arguments)
 
 
 def reduction(form: Form) -> Reduction:
-    """On arrays of bytes."""
+    """The compiled reduction as a function of byte arrays."""
     call, itemsize = function(form), form.dtype.itemsize
 
     def run(out: np.ndarray, sources: Sequence[np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Reductions of collectives: how the arrays of all ranks combine to one, element by element in rank order, in numpy."""
+"""Reductions of collectives in numpy: they combine the arrays of all ranks element by element, in rank order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ReduceKind(Enum):
 
 
 class Form(NamedTuple):
-    """A reduction of elements. `carried`: the first source is in the accumulating dtype; `carries`: so is the result. `ranks`:
-    what a mean is divided by."""
+    """A reduction. `carried`: the first source is in the accumulator's dtype. `carries`: the result is. `ranks`: the divisor of a
+    mean."""
 
     kind: ReduceKind
     dtype: DType
@@ -33,14 +33,14 @@ Reduction = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # (out, sources)
 
 
 def accumulator(dtype: DType) -> DType:
-    """What a reduction of `dtype` is carried in. CallMismatchError: there is none of bool and complex numbers."""
+    """The accumulator's dtype in a reduction of `dtype`. CallMismatchError: bool and complex numbers have none."""
     if dtype.kind not in "fiu":
         raise CallMismatchError(f"a reduction takes floats and integers, not {dtype.name}; cast it first")
     return dtype.compute if dtype.is_float else i64 if dtype.kind == "i" else u64
 
 
 def combine(form: Form, sources: Sequence[np.ndarray]) -> np.ndarray:
-    """The sources, one of each rank in their order, as one array. Of two zeros MAX and MIN keep the first; NaN wins."""
+    """Combine the sources, one per rank in rank order. MAX and MIN keep the first of two zeros, and propagate NaN."""
     wide = accumulator(form.dtype)
     with np.errstate(all="ignore"):
         total = sources[0] if form.carried else convert(sources[0], wide)

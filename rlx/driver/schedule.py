@@ -1,11 +1,11 @@
-"""Algorithms of collectives, as data: what one rank copies, reduces and waits for, in order. And which one to take.
+"""Algorithms of collectives as data: the copies, reductions and barriers of one rank, in order. Also the selection of one.
 
-Every rank has scratch at the same place of its heap, as large as what it brings. A schedule uses it in pieces that stay in
-the cache, by turns in its two halves: one meeting a piece is enough, since who fills a half again has met the others after
-they read it. So of n ranks that bring S bytes each, memory sees little more than what the caller's arrays hold, read once
-and written once; what goes between ranks is said with each algorithm.
+Every rank has scratch at the same offset of its heap, as large as its array. A schedule works in pieces that stay in the cache,
+double-buffered in the two halves of the scratch: one barrier per piece is enough, because it separates the reads of a half from
+its reuse. For n ranks with S bytes each, memory traffic is little more than one read and one write of the callers' arrays. The
+docstring of each algorithm gives the traffic between ranks.
 
-Whatever the algorithm, elements are combined in the order of ranks, carried in the accumulating dtype: the bits are the same.
+All algorithms combine elements in rank order, in the accumulator's dtype, so all of them give the same bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-MINE, OUT = -1, -2  # places that are no rank's scratch: the caller's array, and the one for the result
-SMALL = 4096  # bytes up to which everyone reads everyone, whatever the figures
-# Bytes of a piece, from measurements (benchmarks/collectives.py): two of all ranks fit a shared cache; or hide a link's delay
+MINE, OUT = -1, -2  # values of Place.where besides ranks: the caller's array, and the result's array
+SMALL = 4096  # up to this many bytes every rank reads from every other one, regardless of the figures
+# Bytes of a piece, from measurements (benchmarks/collectives.py). shared: two pieces of all ranks fit a shared cache. remote: a
+# piece hides the delay of a link
 PIECE = MappingProxyType({"shared": 1 << 20, "remote": 4 << 20, "ring": 256 << 10})
 
 
@@ -28,13 +29,14 @@ class What(IntEnum):
 
 
 class Place(NamedTuple):
-    where: int  # a rank: its scratch; MINE; OUT
-    at: int  # bytes
+    where: int  # a rank (in its scratch), MINE or OUT
+    at: int  # offset in bytes
 
 
 class Step(NamedTuple):
-    """copy: `nbytes` of one source. reduce: sources combined in order, `nbytes` of the result, rounded; carry: left in the
-    accumulating dtype. The first source is in that if `carried`. meet: nothing is done until all ranks are here."""
+    """copy: copy `nbytes` of one source. reduce: combine the sources in order to `nbytes` of the result, and round. carry: the
+    same, but the result stays in the accumulator's dtype. `carried`: the first source is in the accumulator's dtype. meet: a
+    barrier of all ranks."""
 
     op: Literal["copy", "reduce", "carry", "meet"]
     out: Place = Place(MINE, 0)
@@ -45,8 +47,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What rank `me` of `ranks` is to do with an array of `count` elements. `wide`: bytes of an accumulator. `in_place`: the
-    array lies in the scratch itself."""
+    """A collective as rank `me` of `ranks` executes it on an array of `count` elements. `wide`: bytes of an accumulator.
+    `in_place`: the array is the scratch itself."""
 
     what: What
     ranks: int
@@ -63,7 +65,7 @@ class Job:
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, each rank beginning with another one."""
+        """The other ranks, rotated so that each rank begins with a different one."""
         return [(self.me + i) % self.ranks for i in range(1, self.ranks)]
 
 
@@ -76,12 +78,13 @@ def _copy(out: Place, source: Place, nbytes: int) -> Iterator[Step]:
 
 
 def _of_all(job: Job, at: int, own: Place) -> tuple[Place, ...]:
-    """A place of every rank's scratch, in order; this rank's own where it came from: lines that others read as well are slow."""
+    """The same offset in every rank's scratch, in rank order. For this rank it is `own`, where its data came from: cache lines
+    that other ranks read too are slow."""
     return tuple(own if r == job.me else Place(r, at) for r in range(job.ranks))
 
 
 def _pieces(job: Job, rows: int, piece: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Pieces of `rows` equal parts of the array: (first byte in the part, bytes, where each row lies in the scratch)."""
+    """Split `rows` equal parts of the array into pieces: (first byte in the part, bytes, scratch offset for each part)."""
     size, width = job.nbytes // rows, max(piece // rows // 64 * 64, 64)
     if size <= width:
         width = max(size, 1)
@@ -93,8 +96,8 @@ def _pieces(job: Job, rows: int, piece: int) -> Iterator[tuple[int, int, list[in
 
 
 def one_shot(job: Job, piece: int) -> Iterator[Step]:
-    """Everyone reads from everyone what it needs: two meetings, and of all_reduce and all_gather (n-1) S bytes to each rank, of
-    reduce_scatter and all_to_all (n-1) S/n; of broadcast S from the root to each."""
+    """Every rank reads what it needs from every other rank, with two barriers. Each rank receives (n-1) S bytes in all_reduce and
+    all_gather, (n-1) S/n in reduce_scatter and all_to_all, and S (from the root) in broadcast."""
     me, parts = job.me, job.what in (What.REDUCE_SCATTER, What.ALL_TO_ALL)
     rows, size = (job.ranks, job.nbytes // job.ranks) if parts else (1, job.nbytes)
     brings = not job.in_place and (job.what != What.BROADCAST or me == job.root)
@@ -116,8 +119,8 @@ def one_shot(job: Job, piece: int) -> Iterator[Step]:
 
 
 def two_shot(job: Job, piece: int) -> Iterator[Step]:
-    """Everyone takes its part, all_reduce: from all, combined; broadcast: from the root; and then reads the other parts where
-    they are: one meeting more, and 2 (n-1) S/n bytes to each rank."""
+    """Each rank first handles one part: in all_reduce it combines that part of all ranks, in broadcast it reads it from the root.
+    Then it reads the other parts from the other ranks. One more barrier than one_shot; each rank receives 2 (n-1) S/n bytes."""
     me, reduces = job.me, job.what == What.ALL_REDUCE
     for first, nbytes, (at,) in _pieces(job, 1, piece):
         per = -(-nbytes // job.ranks // 64) * 64
@@ -138,7 +141,8 @@ def two_shot(job: Job, piece: int) -> Iterator[Step]:
 
 
 def tree(job: Job, piece: int) -> Iterator[Step]:
-    """Broadcast along a binomial tree: log2 n rounds, in each those who have it give it to as many others; S bytes to each."""
+    """Broadcast along a binomial tree: log2 n rounds, each of which doubles the ranks that have the data. Each rank receives S
+    bytes."""
     rank = (job.me - job.root) % job.ranks  # counted from the root
     if rank == 0 and not job.in_place:
         yield from _copy(Place(job.me, 0), Place(MINE, 0), job.nbytes)
@@ -152,14 +156,15 @@ def tree(job: Job, piece: int) -> Iterator[Step]:
 
 
 def _ring_piece(job: Job, piece: int) -> int:
-    """Elements of a piece: two partial ones and two results fit the scratch; at most an eighth, that ranks work at once."""
+    """Elements of a piece. Two partial pieces and two results fit the scratch. A piece is at most an eighth of the array, so that
+    ranks work concurrently."""
     return min(piece // job.wide, job.nbytes // (2 * (job.wide + job.itemsize)), max(64, job.count // 8))
 
 
 def ring(job: Job, piece: int) -> Iterator[Step]:
-    """All_reduce along the chain of ranks, in pieces: rank r adds its own to what r-1 carries, the last one rounds, and the
-    result goes on around. At each beat all ranks work, each on another piece: S bytes (and S in accumulators) from one
-    neighbour to the other, whatever n; a meeting a beat."""
+    """All_reduce along the chain of ranks, pipelined in pieces. Rank r adds its own data to the partial result of rank r-1, the
+    last rank rounds, and the result travels on around the ring. In each beat all ranks work, each on another piece. A neighbour
+    receives S bytes (and S in accumulators) for every n. One barrier per beat."""
     me, last, size = job.me, job.ranks - 1, _ring_piece(job, piece)
     wide, narrow = size * job.wide, size * job.itemsize
     count = -(-job.count // size)
@@ -194,29 +199,29 @@ ALGORITHMS: Mapping[str, Callable[[Job, int], Iterator[Step]]] = MappingProxyTyp
 
 
 def possible(job: Job) -> list[Algorithm]:
-    """The algorithms that can do it; the first one where there is nothing to choose by."""
+    """The algorithms that can execute the job. The first one is the default if there are no figures."""
     if job.what == What.BROADCAST:
         return ["one_shot", "two_shot", "tree"]
     if job.what != What.ALL_REDUCE:
         return ["one_shot"]
-    if job.in_place:  # the others write to the array before everybody has read it
+    if job.in_place:  # in the other algorithms, ranks write to the array before all ranks have read it
         return ["two_shot"]
     chain: list[Algorithm] = ["ring"] if job.ranks > 1 and _ring_piece(job, PIECE["ring"]) else []
     return ["one_shot", "two_shot", *chain]
 
 
 def schedule(job: Job, algorithm: Algorithm, shared: bool) -> list[Step]:
-    """What this rank does. Nothing of the caller's arrays is written before the first meeting."""
+    """The steps of this rank. The caller's arrays are not written before the first barrier."""
     kind = "ring" if algorithm == "ring" else "shared" if shared else "remote"
     return list(ALGORITHMS[algorithm](job, PIECE[kind]))
 
 
-# -- the choice ----------------------------------------------------------------------------------------------------
+# -- selection -----------------------------------------------------------------------------------------------------
 
 
 class Figures(NamedTuple):
-    """Of a transport, in seconds: a meeting; to begin to read from another rank; each byte from the next rank, and from the one
-    opposite, while all ranks read."""
+    """Measured times of a transport, in seconds. `meeting`: a barrier. `delay`: latency of a read from another rank. `near`,
+    `far`: per byte, from the next rank and from the opposite one, while all ranks read."""
 
     meeting: float
     delay: float
@@ -225,8 +230,8 @@ class Figures(NamedTuple):
 
 
 def seconds(job: Job, algorithm: Algorithm, f: Figures, shared: bool) -> float:
-    """What the algorithm takes: a delay and a time per byte for each message (Hockney, The communication challenge for MPP,
-    1994; the counts as in Thakur, Rabenseifner and Gropp, Optimization of collective communication operations, 2005)."""
+    """Predicted time of an algorithm: a delay and a time per byte for each message (Hockney, The communication challenge for MPP,
+    1994; message counts as in Thakur, Rabenseifner and Gropp, Optimization of collective communication operations, 2005)."""
     n, size = job.ranks, job.nbytes
     pieces = max(1, math.ceil(size / PIECE["shared" if shared else "remote"]))
     if algorithm == "ring":
@@ -236,12 +241,12 @@ def seconds(job: Job, algorithm: Algorithm, f: Figures, shared: bool) -> float:
     if algorithm == "tree":
         rounds = (n - 1).bit_length()
         return (rounds + 1) * f.meeting + rounds * (f.delay + size * f.far)
-    if algorithm == "one_shot":  # of a broadcast, too, n-1 copies leave the root
+    if algorithm == "one_shot":  # also in a broadcast: n-1 copies leave the root
         return (pieces + 1) * f.meeting + (n - 1) * (pieces * f.delay + size * f.far)
     return (2 * pieces + 1) * f.meeting + 2 * (n - 1) * (pieces * f.delay + size / n * f.far)
 
 
 def choose(job: Job, f: Figures | None, shared: bool) -> Algorithm:
-    """The algorithm that takes least by these figures; the same on all ranks if the figures are."""
+    """The algorithm with the least predicted time. It is the same on all ranks if the figures are."""
     ways = possible(job)
     return ways[0] if f is None else min(ways, key=lambda way: seconds(job, way, f, shared))

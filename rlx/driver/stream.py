@@ -1,4 +1,4 @@
-"""Command streams: work handed to a device in order. And a record of what was handed over, for tests and traces."""
+"""Command streams: work submitted to a device in order. Also a recorder of launches and transfers, for tests and traces."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ class CommandStream(Protocol):
         ...
 
     def submit(self) -> None:
-        """Hand everything recorded to the device. Never blocks."""
+        """Submit all recorded commands to the device. Never blocks."""
         ...
 
     def wait(self) -> None:
-        """Return when everything submitted has finished. Raises the first error among them."""
+        """Wait until all submitted commands have finished. Raises the first error among them."""
         ...
 
     def submit_and_wait(self) -> None: ...
 
 
 class SyncStream:
-    """The stream of a device that has no queue of its own: `wait` runs, in the caller's thread, what was submitted.
+    """The stream of a device without a queue: `wait` runs the submitted commands in the caller's thread.
 
-    A command that raises ends `wait` with its error; the commands submitted after it are dropped, since they were to
-    see its results.
+    If a command raises, `wait` raises its error and drops the commands submitted after it, because they depend on its results.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class SyncStream:
 
 @dataclass(frozen=True)
 class Launch:
-    """One thing a device was asked to do. `kind`: "launch", "copy_in" (host to device) or "copy_out"; `nbytes` of a copy."""
+    """One command of a device. `kind`: "launch", "copy_in" (host to device) or "copy_out". `nbytes`: size of a copy."""
 
     kind: str
     name: str
@@ -75,7 +74,7 @@ _recording: ContextVar[list[Launch] | None] = ContextVar("rlx_recording", defaul
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Within the block every launch and transfer of this thread is appended to the list: "one copy, three kernels"."""
+    """Within the block, append every launch and transfer of this thread to the list."""
     launches: list[Launch] = []
     token = _recording.set(launches)
     try:
@@ -85,7 +84,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def note(kind: str, name: str, nbytes: int = 0) -> None:
-    """Add to the record, if one is being made. Called by streams and buffers."""
+    """Add a command to the list of `recording`, if it is active. Called by streams and buffers."""
     launches = _recording.get()
     if launches is not None:
         launches.append(Launch(kind, name, nbytes))

@@ -1,8 +1,8 @@
-"""Symmetric memory: every rank owns a heap of the same size, and (offset, length) means the same place in each of them.
+"""Symmetric memory: every rank owns a heap of the same size, and (offset, length) is a valid location in each of them.
 
-A rank writes into another's heap (`put`) or reads from it (`get`) without the other taking part, and all meet at a barrier:
-the model of SHMEM (OpenSHMEM 1.5) and of MPI's one-sided windows (MPI 3.1, chapter 11). Bytes that were put before a
-barrier are seen by everybody after it.
+A rank writes to another's heap (`put`) or reads from it (`get`) without the other taking part. Barriers synchronise all ranks.
+This is the model of SHMEM (OpenSHMEM 1.5) and of MPI's one-sided windows (MPI 3.1, chapter 11). Bytes put before a barrier are
+visible to all ranks after it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rlx.driver.arena import aligned_bytes
 from rlx.driver.barrier import MEET, Call, as_call, mismatch
 from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
 
-TIMEOUT = 30.0  # seconds that a rank waits for the others, where nobody says
-PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset is aligned alike in all of them
+TIMEOUT = 30.0  # default, in seconds, for each wait for other ranks
+PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset has the same alignment in all of them
 
 
 @dataclass(frozen=True, order=True)
@@ -48,16 +48,16 @@ class SymmetricBuffer:
             if type(value := getattr(self, name)) is not int:
                 if not hasattr(value, "__index__"):
                     raise HeapBoundsError(f"{name} is a whole number of bytes, got {value!r}")
-                object.__setattr__(self, name, value.__index__())  # numpy's integers would overflow
+                object.__setattr__(self, name, value.__index__())  # numpy integers could overflow
 
     def on(self, rank: Rank) -> SymmetricBuffer:
-        """The same bytes of another rank's heap."""
+        """The same offset and length in another rank's heap."""
         return SymmetricBuffer(rank, self.offset, self.len)
 
 
 @runtime_checkable
 class SymmetricTransport(Protocol):
-    """What a transport offers. One object per rank, used by one thread at a time; all waiting ends after `timeout` seconds."""
+    """The interface of a transport. One object per rank, used by one thread at a time. A wait takes at most `timeout` seconds."""
 
     num_ranks: int
     this_rank: Rank
@@ -65,22 +65,22 @@ class SymmetricTransport(Protocol):
     timeout: float  # seconds
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        """Copy the C-contiguous `source` to where `target` says. HeapBoundsError, UnknownRankError, CallMismatchError (the
-        lengths differ), TransportError."""
+        """Copy the C-contiguous `source` to `target`. HeapBoundsError, UnknownRankError, CallMismatchError (the lengths differ),
+        TransportError."""
         ...
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        """Copy from where `source` says to the writable C-contiguous `into`. Errors as of put."""
+        """Copy from `source` to the writable C-contiguous `into`. Raises as put does."""
         ...
 
     def barrier(self, call: Call = MEET) -> None:
-        """Wait until every rank is here. CallMismatchError, on every rank: they came with different calls; CollectiveError,
-        on every rank: some of them with GAVE_UP, and others not.
-        TransportError, on every rank that waits: another died, left or did not come in time; it names that one."""
+        """Wait until every rank has come to the barrier. CallMismatchError, on every rank: the ranks announced different calls.
+        CollectiveError, on every rank: some of them announced GAVE_UP, others did not.
+        TransportError, on every rank that waits: another one died, left or did not come in time; the message names it."""
         ...
 
     def close(self) -> None:
-        """Leave. Others that wait for this rank get a TransportError. To close twice is to close once."""
+        """Leave. Other ranks that wait for this one get a TransportError. Closing again does nothing."""
         ...
 
 
@@ -92,7 +92,7 @@ class SharedMemory(Protocol):
 
 
 class SymmetricHeap:
-    """The heaps of all ranks where they lie in one memory: `heap_size` bytes each, one every `stride` bytes.
+    """The heaps of all ranks in one address space: `heap_size` bytes each, `stride` bytes apart.
 
     `memory`: a writable uint8 array of at least num_ranks * stride bytes to use instead of fresh zeros."""
 
@@ -104,12 +104,12 @@ class SymmetricHeap:
         self._memory = memory[:total].reshape(self.num_ranks, self.stride)
 
     def bytes(self, buffer: SymmetricBuffer) -> np.ndarray:
-        """The buffer's bytes themselves, writable. HeapBoundsError, UnknownRankError."""
+        """The buffer's bytes, shared and writable. HeapBoundsError, UnknownRankError."""
         check_place(buffer, self.num_ranks, self.heap_size)
         return self._memory[buffer.rank.index, buffer.offset : buffer.offset + buffer.len]
 
     def view(self, buffer: SymmetricBuffer, dtype: Any, shape: Sequence[int] | int = -1) -> np.ndarray:
-        """The buffer's bytes as an array of that dtype and shape, without a copy. CallMismatchError: they do not fit it."""
+        """The buffer's bytes as an array of that dtype and shape, without a copy. CallMismatchError: the sizes do not fit."""
         raw = self.bytes(buffer)
         try:
             return raw.view(dtype).reshape(shape)
@@ -128,10 +128,10 @@ def check_place(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None
 
 
 def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_size: int, written: bool) -> None:
-    """check_place, and CallMismatchError unless the contiguous `array` has the buffer's bytes and, if `written`, may be."""
+    """check_place; and CallMismatchError unless `array` is C-contiguous, has the buffer's size and, if `written`, is writable."""
     check_place(buffer, num_ranks, heap_size)
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.hasobject:
-        what = f"one of {array.dtype}, strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
+        what = f"{array.dtype} with strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
         raise CallMismatchError(f"expected a C-contiguous numpy array of numbers for {buffer}, got {what}")
     if written and not array.flags.writeable:
         raise CallMismatchError(f"the array to copy {buffer} into is read-only")
@@ -140,18 +140,18 @@ def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_
 
 
 class _Meeting:
-    """The barrier of ranks that are threads: reusable, because arrivals are counted per generation."""
+    """The barrier of ranks that are threads. It is reusable, because arrivals are counted per generation."""
 
     def __init__(self, num_ranks: int) -> None:
         self.condition = threading.Condition()
         self.generation = 0
         self.calls: list[Call | None] = [None] * num_ranks
         self.met: list[Call] = []  # the calls of the last generation
-        self.broken: str | None = None  # why nobody can meet any more
+        self.broken: str | None = None  # why the barrier cannot be used any more
         _meetings.add(self)
 
     def in_child(self) -> None:
-        """After a fork: threads that were at this barrier are not here."""
+        """After a fork: threads of the parent that were at this barrier do not exist in the child."""
         if any(c is not None for c in self.calls) or not self.condition.acquire(blocking=False):
             self.broken = self.broken or "this process was forked while ranks, threads of its parent, were at a barrier"
             self.condition = threading.Condition()
@@ -172,10 +172,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Copies:
-    """`put` and `get` where all heaps lie in this process's memory."""
+    """`put` and `get` for heaps that are all in this process's memory."""
 
     heap: SymmetricHeap
-    check: Callable[..., None]  # TransportError if nothing may begin
+    check: Callable[..., None]  # raises TransportError if the transport is closed or has failed
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
         check_copy(target, source, self.heap.num_ranks, self.heap.heap_size, written=False)
@@ -189,7 +189,7 @@ class Copies:
 
 
 class LocalTransport(Copies):
-    """SymmetricTransport between threads of one process. Made by `fan_out`."""
+    """A SymmetricTransport between threads of one process. Made by `fan_out`."""
 
     def __init__(self, rank: Rank, heap: SymmetricHeap, meeting: _Meeting, timeout: float) -> None:
         self.this_rank, self.heap, self._meeting, self.timeout = rank, heap, meeting, timeout
@@ -197,7 +197,7 @@ class LocalTransport(Copies):
 
     @staticmethod
     def fan_out(num_ranks: int, heap_size: int, timeout: float = TIMEOUT) -> list[LocalTransport]:
-        """One transport per rank, each to be used from a thread of its own. `heap_size`: bytes of each rank's heap."""
+        """One transport per rank, each for a thread of its own. `heap_size`: bytes of each rank's heap."""
         heap, meeting = SymmetricHeap(num_ranks, heap_size), _Meeting(num_ranks)
         return [LocalTransport(Rank(i), heap, meeting, timeout) for i in range(num_ranks)]
 
