@@ -4,8 +4,8 @@
     compiled = rlx.Session(rlx.Device.CPU).compile(g)
     (y,) = compiled.run({"x": np.ones(4, np.float32)})
 
-Every op of the table is here as a function (`rlx.gelu(x)`), every dtype as a name (`rlx.f32`). Importing this loads nothing
-else, numpy included: each name, and each package of rlx, is imported when it is first used.
+Every op is available as a function (`rlx.gelu(x)`), every dtype as a name (`rlx.f32`). `import rlx` imports nothing else, not
+even numpy: each name and each subpackage is imported on first use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PACKAGES = frozenset("backends cli compile driver errors forks frontends host ir knobs models runtime".split())
-_HOMES = {  # module -> the names that it gives; all others are ops
+_HOMES = {  # module -> the names that it provides; all others are ops
     "rlx.backends": "is_available",
     "rlx.driver": "Buffer BufferHandle Device",
     "rlx.errors": "RlxError",
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     found = None if name.startswith("_") else getattr(import_module(_HOME.get(name, "rlx.ir.ops")), name, None)
     if found is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
-    globals()[name] = found  # the next time it is found at once
+    globals()[name] = found  # later look-ups do not come here
     return found
 
 

@@ -1,4 +1,4 @@
-"""Every error rlx raises on purpose. Each says what was asked, what was found, where, and what to do.
+"""Every error that rlx raises on purpose. Messages say what was asked, what was found, where, and what to do.
 
     RlxError
     ├── GraphError                   the graph cannot be built
@@ -11,27 +11,27 @@
     ├── CompileError                 a sound graph cannot be compiled as asked
     │   ├── UnboundDimError          a named dim has no value
     │   ├── OptionError              a compile option has no meaning            (also ValueError)
-    │   └── PlanError                the memory plan fails its independent check (our fault, never the user's)
+    │   └── PlanError                the memory plan fails its independent check (a bug in rlx, never a user error)
     ├── Unsupported                  a feature this version or device does not have
-    ├── BindingError                 what was passed to a compiled graph does not fit
+    ├── BindingError                 an argument of a compiled graph does not fit
     │   ├── UnknownNameError         no input, param, handle or output of that name (also KeyError)
     │   ├── MissingInputError        a run without one of the inputs
     │   ├── MissingParamError        a run before every param was set
     │   ├── InputShapeError          wrong shape or element count               (also ValueError)
     │   ├── InputDTypeError          wrong dtype                                (also TypeError)
     │   └── StaleViewError           a view of a run that has been overwritten
-    ├── DeviceError                  the device
-    │   ├── UnknownDeviceError       no backend is called that                  (also ValueError)
+    ├── DeviceError                  a device is unknown, unusable or out of memory, or a transfer does not fit
+    │   ├── UnknownDeviceError       no backend has that name                   (also ValueError)
     │   ├── DeviceUnavailableError   known, but not usable here
     │   ├── TransferError            device bytes read as host bytes, or a copy that does not fit
-    │   └── OutOfMemoryError         the device has not the bytes that were planned (also MemoryError)
+    │   └── OutOfMemoryError         the device does not have the planned bytes (also MemoryError)
     ├── NumericsError                a NaN appeared in checked mode
     ├── IndexRangeError              an index in a gather or scatter is out of range (also IndexError)
-    ├── ModelError                   a model folder does not hold what it must
+    ├── ModelError                   a model's files are missing, unsupported or inconsistent
     │   └── CorruptFileError         a file's sizes or offsets contradict each other
-    └── CollectiveError              communication between ranks failed; nothing is known of the data then
+    └── CollectiveError              communication between ranks failed; the contents of the arrays are undefined
         ├── HeapBoundsError          bytes outside the symmetric heap           (also IndexError)
-        ├── CallMismatchError        ranks called different things: sizes, dtypes, reductions (also ValueError)
+        ├── CallMismatchError        ranks made different calls: sizes, dtypes, reductions (also ValueError)
         ├── UnknownRankError         there is no such rank                      (also ValueError)
         └── TransportError           a rank died, left, or was silent past the timeout
 
@@ -100,14 +100,14 @@ class TransportError(CollectiveError): ...
 
 
 def known(names) -> str:
-    """The tail of an 'unknown name' message: what there is instead."""
+    """The end of an 'unknown name' message: the names that exist, at most 12 of them."""
     names = sorted(str(n) for n in names)
     shown = ", ".join(repr(n) for n in names[:12])
     return (shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")) or "none"
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an int; OptionError if it is none, or less than `least`."""
+    """`value` as an int. OptionError if it is not an integer, or less than `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
         raise OptionError(f"{name} is a whole number{'' if least is None else f' of at least {least}'}, got {value!r}")
     return value.__index__()

@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free."""
+"""Locks that are free in a forked child."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weakref import WeakSet
 
 
 class Lock:
-    """A reentrant lock, for `with`. A forked child has it free if another thread of the parent held it: that thread is not in
-    the child, and would never release it."""
+    """A reentrant lock for `with`. If another thread of the parent held it during a fork, it is free in the child: that thread
+    does not exist there and would never release it."""
 
     __slots__ = ("__weakref__", "_lock")
 
@@ -24,7 +24,7 @@ class Lock:
         self._lock.release()
 
     def _in_child(self) -> None:
-        if self._lock.acquire(blocking=False):  # it was free, or the thread that forked holds it and goes on
+        if self._lock.acquire(blocking=False):  # it was free, or the forking thread holds it, which continues in the child
             self._lock.release()
         else:
             self._lock = threading.RLock()

@@ -1,6 +1,6 @@
-"""Every environment variable that rlx reads, in one table. Knobs are for people debugging; programs use CompileOptions.
+"""Every environment variable that rlx reads, in one table. Knobs are for debugging; programs use CompileOptions.
 
-Values are read when asked for, so that a variable set after `import rlx` counts; `override` sets them for one block.
+A variable is read at each use, so that it can be set after `import rlx`. `override` sets variables for one block.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class Knob(Generic[T]):
 
 _overrides: dict[str, int | str] = {}
 
-DEBUG = Knob("RLX_DEBUG", 0, "printed at each compile: 1 its report, 2 also the graph after each pass, 3 also the generated code")
-DUMP = Knob("RLX_DUMP", "", "folder for the graph after each pass, of compiles whose options name none")
-THREADS = Knob("RLX_THREADS", 0, "threads of a compile that asks for none; 0: as many as this process may use")
-AMX = Knob("RLX_AMX", 1, "0: contractions leave AMX, the CPU's matrix unit, alone; read when a CPU is first asked for")
-CACHE = Knob("RLX_CACHE", 1, "compiled code is kept on disk for later processes; 0: neither read nor written")
-CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder that keeps it; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
-CACHE_MB = Knob("RLX_CACHE_MB", 1024, "MB that it may take; what was not used for longest goes first")
-CALLS = Knob("RLX_CALLS", "native", "calls of run, run_slots, bound: native, in machine code where Python is known; or python")
-JOB = Knob("RLX_JOB", "", "set by rlx launch: the name by which its ranks find one another")
-RANK = Knob("RLX_RANK", 0, "set by rlx launch: which of them this process is, from 0")
-RANKS = Knob("RLX_RANKS", 1, "set by rlx launch: how many there are")
+DEBUG = Knob("RLX_DEBUG", 0, "print at each compile: 1 its report, 2 also the graph after each pass, 3 also the generated code")
+DUMP = Knob("RLX_DUMP", "", "folder for the graph after each pass, unless a compile's options name one")
+THREADS = Knob("RLX_THREADS", 0, "default number of threads of a compile; 0: as many as this process may use")
+AMX = Knob("RLX_AMX", 1, "0: contractions do not use AMX, the CPU's matrix unit; read at the first use of the CPU device")
+CACHE = Knob("RLX_CACHE", 1, "1: cache compiled code on disk for later processes; 0: neither read nor write it")
+CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder of the cache; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
+CACHE_MB = Knob("RLX_CACHE_MB", 1024, "maximum MB of the cache; least recently used entries are evicted first")
+CALLS = Knob("RLX_CALLS", "native", "run, run_slots and bound: native (machine code, if this Python is supported) or python")
+JOB = Knob("RLX_JOB", "", "set by rlx launch: the name of the group of ranks, by which they connect")
+RANK = Knob("RLX_RANK", 0, "set by rlx launch: the rank of this process, from 0")
+RANKS = Knob("RLX_RANKS", 1, "set by rlx launch: the number of ranks")
 
 KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB, JOB, RANK, RANKS)
 
-# How others say how many processes they started: Open MPI; MPICH and Intel MPI; MVAPICH; srun (SLURM_NTASKS would say as much
-# in a batch script, which is one process).
+# The number of processes, as other launchers set it: Open MPI; MPICH and Intel MPI; MVAPICH; srun. SLURM_NTASKS is not used: it
+# is also set in a batch script, which is one process.
 OTHERS_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def ranks_by_others() -> tuple[str, int] | None:
-    """What said that an MPI launcher started this process, and how many ranks it said (0: not how many); None: nothing did."""
+    """If an MPI launcher started this process: the variable that shows it, and the number of ranks (0: unknown). Else None."""
     for name in OTHERS_RANKS:
         if (text := os.environ.get(name, "")).isdecimal():
             return name, int(text)
@@ -66,18 +66,18 @@ def ranks_by_others() -> tuple[str, int] | None:
 
 
 def environment(**values: object) -> dict[str, str]:
-    """This process's variables with these, for a process that it starts."""
+    """This process's environment with these variables added, for a child process."""
     return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
 
 def drop_columns() -> None:
-    """Forget COLUMNS where it says that the terminal has no width: libraries would print nothing."""
+    """Remove COLUMNS if it is 0 or blank: libraries would print nothing."""
     if not os.environ.get("COLUMNS", "1").strip("0 "):
         del os.environ["COLUMNS"]
 
 
 def cache_folder() -> str:
-    """Where compiled code is kept: what CACHE_DIR says, else by the rule of the XDG base directories. "": there is no home."""
+    """The folder of the disk cache: CACHE_DIR, else by the XDG base directory rules. "": there is no home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     return CACHE_DIR.get() or (os.path.join(base, "rlx") if os.path.isabs(base) else "")
@@ -85,7 +85,7 @@ def cache_folder() -> str:
 
 @contextmanager
 def override(**values: int | str) -> Iterator[None]:
-    """Within the block the named variables have these values, whatever the environment says: override(RLX_DEBUG=3)."""
+    """Within the block, the named variables have these values, regardless of the environment: override(RLX_DEBUG=3)."""
     by_env = {knob.env: knob for knob in KNOBS}
     for env, value in values.items():
         if env not in by_env:

@@ -1,4 +1,4 @@
-"""Models ready to use: `load(folder).embed(texts)`, `load(folder_or_gguf).generate(prompt)`."""
+"""Ready-to-use models: `load(folder).embed(texts)`, `load(folder_or_gguf).generate(prompt)`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from rlx.frontends.weights import model_path, read_json
 
 
 def load(path: str | Path, **how: Any) -> Any:
-    """The model in a Hugging Face folder or a .gguf file: a LanguageModel, or an EmbeddingModel for BERT-type encoders.
+    """Load a Hugging Face folder or .gguf file: an EmbeddingModel for BERT-type encoders, else a LanguageModel.
 
-    `how`: as the model's class takes it. Raises ModelError saying what is missing or unsupported.
+    `how`: arguments of the model's class. ModelError: a file is missing or the model is unsupported; the message says which.
     """
     path = model_path(path)
     family = read_json(path / "config.json").get("model_type") if path.is_dir() else None

@@ -535,8 +535,8 @@ def test_arguments_of_any_type_are_taken_or_refused_by_an_error_of_ours(session:
 @pytest.mark.parametrize("call,said", [
     (lambda c: c.run_pipelined(None), "run_pipelined takes a sequence of {name: array}, one for each run; got NoneType"),
     (lambda c: c.run_read_outputs({"x": np.ones(2, F)}, 0), "indices are those of outputs, or None for all; got int"),
-    (lambda c: c.bind_handle(["h"], np.ones(2, F)), r"the name of a handle is text, got \['h'\]"),
-    (lambda c: c.set_params({1: np.ones(2, F)}), "the name of a param is text, got 1"),
+    (lambda c: c.bind_handle(["h"], np.ones(2, F)), r"the name of a handle must be a string, got \['h'\]"),
+    (lambda c: c.set_params({1: np.ones(2, F)}), "the name of a param must be a string, got 1"),
 ])  # fmt: skip
 def test_what_to_pass_instead_is_said(call, said) -> None:
     with pytest.raises(BindingError, match=said):

@@ -1,4 +1,4 @@
-"""The logical side: sessions, compiled graphs, and the driver's public names, so that nobody has to know the layers."""
+"""Sessions and compiled graphs. Also re-exports the public names of the driver, so that users need only this package."""
 
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions

@@ -1,6 +1,6 @@
-"""What ranks agree on before they begin something together that no size or dtype would give away.
+"""Checks that ranks are about to do the same, where sizes and dtypes would not show a difference, and data shared by rank 0.
 
-The scratch is at the heap's end (rlx.driver.exchange): what a user put at its beginning stays as it is.
+The scratch is at the end of the heap (rlx.driver.exchange), so user data at its beginning is not overwritten.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlx.driver.exchange import at_end
 
 
 def agreed(transport: SymmetricTransport, number: int, *what: object) -> int:
-    """Rank 0's number, 0 … 2^64 - 1, on every rank. CallMismatchError, on every rank: they are not about to do the same, which
-    `what` says, by its repr. HeapBoundsError: the heap has less than 8 bytes."""
+    """Rank 0's `number`, 0 … 2^64 - 1, on every rank. `what` describes the operation that follows. CallMismatchError, on every
+    rank: its repr is not equal on all ranks. HeapBoundsError: the heap has fewer than 8 bytes."""
     scratch = at_end(transport, 8, "an agreement takes")
     digest = hashlib.sha256(repr(what).encode()).digest()
     transport.barrier(Call(AGREE, detail=int.from_bytes(digest[:7], "little")))
@@ -26,9 +26,9 @@ def agreed(transport: SymmetricTransport, number: int, *what: object) -> int:
 
 
 def of_first(transport: SymmetricTransport, data: bytes) -> bytes:
-    """Rank 0's bytes, on every rank. HeapBoundsError: the heap has less."""
+    """Rank 0's bytes, on every rank. HeapBoundsError: the heap is smaller than that."""
     found = np.zeros(agreed(transport, len(data), "bytes"), np.uint8)
-    scratch = at_end(transport, found.nbytes, "to hand on what rank 0 has takes")
+    scratch = at_end(transport, found.nbytes, "to share the data of rank 0 takes")
     if transport.this_rank.index == 0:
         found[:] = np.frombuffer(data, np.uint8)
     broadcast(transport, scratch, found, Rank(0))

@@ -1,4 +1,4 @@
-"""Strict binding: what a caller passes is compared with what the program declares before a byte is written."""
+"""Strict binding: arguments are checked against the program's declarations before any byte is written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 def fits(what: str, array: object, shape: Shape) -> np.ndarray:
-    """`array` as an ndarray of exactly this dtype and these dims, or an error that says what was wanted and found."""
+    """`array` as an ndarray of exactly this dtype and these dims. The error says what was expected and what was found."""
     try:
         found = array if isinstance(array, np.ndarray) else np.asarray(array)
     except (ValueError, TypeError, RuntimeError) as e:  # ragged lists; tensors that refuse to be numpy arrays
-        raise InputDTypeError(f"{what} is {shape}; got a {type(array).__name__} that is no array: {e}") from e
+        raise InputDTypeError(f"{what} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
     if found.dtype != shape.dtype.numpy:
         raise InputDTypeError(f"{what} is {shape}; got dtype {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
     if found.shape != shape.static:
@@ -30,21 +30,21 @@ def fits(what: str, array: object, shape: Shape) -> np.ndarray:
 
 
 def named(what: str, name: object) -> str:
-    """`name`, if it is text: of others no look-up makes sense."""
+    """`name`, checked to be a string."""
     if not isinstance(name, str):
-        raise UnknownNameError(f"the name of a {what} is text, got {name!r}")
+        raise UnknownNameError(f"the name of a {what} must be a string, got {name!r}")
     return name
 
 
 def each(wanted: str, given: Iterable[T]) -> list[T]:
-    """The elements. BindingError, which says what is `wanted`: there are none to go through, or they have names."""
+    """`given` as a list. BindingError, which begins with `wanted`: it is not iterable, or is text or a mapping."""
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise BindingError(f"{wanted}; got {type(given).__name__}")
     return list(given)
 
 
 def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
-    """Named arrays in declaration order: every one there, no other, each of its shape and dtype."""
+    """Named arrays in declaration order. All must be given, no others, each with the declared shape and dtype."""
     if not isinstance(given, Mapping):
         raise BindingError(f"{what}s are given by name, {{name: array}}; got {type(given).__name__}")
     names = [d.name for d in decls]
@@ -56,7 +56,7 @@ def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl])
 
 
 def by_position(what: str, given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
-    """Arrays in declaration order."""
+    """Arrays given in declaration order, checked as by_name does."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BindingError(f"{what}s by position are a sequence of arrays; got {type(given).__name__}")
     if len(given) != len(decls):
@@ -67,19 +67,19 @@ def by_position(what: str, given: Sequence[object], decls: Sequence[BufferDecl])
 
 
 def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.ndarray:
-    """`array` without what lies past the first `rows` along its active axes; a fresh array, if it has any."""
+    """`array` without the padding beyond the first `rows` of its active axes. A fresh array if it has active axes."""
     for a in actives:
         array = array.compress(np.arange(array.shape[a.axis]) // a.inner % a.upper < rows, a.axis)
     return array
 
 
 def shaped(array: np.ndarray, shape: Shape) -> np.ndarray:
-    """A row-major array as `shape`: other dims, or complex numbers that its buffer holds as pairs."""
+    """A row-major array viewed as `shape`: with other dims, or with pairs of floats as complex numbers."""
     return (array if array.dtype == shape.dtype.numpy else array.reshape(-1).view(shape.dtype.numpy)).reshape(shape.static)
 
 
 def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
-    """Raw little-endian bytes of `dtype` as an array of `shape`, of the same dtype and of exactly its size."""
+    """Raw little-endian bytes of `dtype` as an array of `shape`. The dtypes and sizes must be equal."""
     given = as_dtype(dtype)
     if given != shape.dtype:
         raise InputDTypeError(f"{what} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")

@@ -1,7 +1,8 @@
-"""Calls of a CompiledGraph in machine code, where its executable offers them (rlx.host.gate).
+"""Methods of CompiledGraph as machine code, if its executable supports that (rlx.host.gate).
 
-A method's Python body stays what it means: machine code does the plain case, and leaves it all others. What is made holds the
-graph's `_core`, which lacks what is made: so nothing holds itself, and memory goes back with the last reference.
+The Python body of a method defines its behaviour. Machine code handles the common case and calls the Python body for all others.
+Generated functions hold the graph's `_core` instead of the graph, to avoid a reference cycle: memory is freed with the last
+reference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class _Method:
-    """A method that becomes a function in machine code at its first use on an object, if it can; then the object has it."""
+    """Descriptor of a method. At its first use on an object it generates a machine code function, if possible, and stores it in
+    the object."""
 
     def __init__(self, body: Any, form: Literal["list", "dict"], result: Callable[[Any], Any], makes: bool) -> None:
         self._body, self._result = body, result
@@ -39,13 +41,13 @@ class _Method:
 
 
 def in_machine_code(form: Literal["list", "dict"], result: Callable[[Any], Any], makes: bool = False) -> Callable[[M], M]:
-    """Decorator of a method of one argument, of that form, and what gives its result (see FastCall)."""
+    """Decorator for a method with one argument. `form`, `makes`: as in FastCall. `result`: from the graph to FastCall.result."""
     return lambda body: cast(M, _Method(body, form, result, makes))
 
 
 class Beginning:
-    """A context for the checks before a run: an error in it means that this rank does not begin the run. The others, who do,
-    hear of it at once."""
+    """A context manager for the checks before a run. After an error this rank does not start the run, and the other ranks are
+    told at once."""
 
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
@@ -66,11 +68,11 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
     named = isinstance(inputs, Mapping)
     for given in inputs.values() if named else inputs if isinstance(inputs, Sequence) else ():
         if not isinstance(given, np.ndarray):
-            raise BindingError(f"an input is bound to a {type(given).__name__}: only a numpy array can be read at each call")
+            raise BindingError(f"bound takes numpy arrays, which each call reads again; got {type(given).__name__}")
     arrays = by_name("input", inputs, graph._inputs) if named else by_position("input", inputs, graph._inputs)
     for decl, array, apart in zip(graph._inputs, arrays, graph._apart(arrays)):
         if array is not apart:
-            raise BindingError(f"what is bound to input {decl.name!r} lies in the memory of another input, which would change it")
+            raise BindingError(f"the array bound to input {decl.name!r} is in another input's slot, which each call overwrites")
     core, run_slots = graph._core or graph, type(graph).run_slots
     outputs = None
     if not graph.options.debug and not graph._staged:
@@ -84,6 +86,6 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
 
     if graph._core is None or outputs is None:
         return slow
-    doc = "Run on the arrays that are bound; the outputs, in place."
+    doc = "Run on the bound arrays. Returns the outputs in place."
     wanted = FastCall("bound", doc, "none", slow, outputs, core._gate, arrays=arrays)
     return core._executable.fast_call(wanted) or slow

@@ -1,4 +1,4 @@
-"""Checked mode (CompileOptions(checked=True)): a run that makes a NaN is an error, and changes no state."""
+"""Checked mode (CompileOptions(checked=True)): a run that produces a NaN raises an error and changes no state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rlx.runtime.binding import filled_rows, shaped
 
 
 def check_numbers(executable: Executable, rows: int | None) -> None:
-    """NumericsError: an output or a next state has a NaN. Between steps and commit. `rows`: the active extent, if it is set."""
+    """Called between steps and commit. NumericsError: an output or next state contains a NaN. `rows`: the active extent, or
+    None."""
     program = executable.program
     named = [(f"output {o.name!r}", o.buffer, o.shape, o.active) for o in program.outputs]
     for step in program.commit:

@@ -1,4 +1,4 @@
-"""Outputs where they lie, as array-likes."""
+"""Outputs in place, as array-likes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlx.errors import StaleViewError
 
 
 class OutputView:
-    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` see the executable's own memory, read-only.
+    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` share the executable's memory, read-only.
 
-    In debug mode (CompileOptions(debug=True)) each such access raises StaleViewError once another run has begun.
+    In debug mode (CompileOptions(debug=True)) each access raises StaleViewError after another run has started.
     """
 
     def __init__(self, owner: Any, index: int) -> None:

@@ -1,4 +1,4 @@
-"""What a compile did and where bytes are, as plain records with a readable text form."""
+"""Reports on compiles, allocations and memory plans: plain records with a readable text form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlx.ir.tuning import NOT_TUNED, Tuning
 
 
 class Texts(Mapping[str, str]):
-    """Kernel name -> generated code, read when someone looks."""
+    """Kernel name -> generated code, read lazily."""
 
     def __init__(self, read: Callable[[], Mapping[str, str]]) -> None:
         self._read = read
@@ -33,8 +33,8 @@ class Texts(Mapping[str, str]):
 
 @dataclass(frozen=True)
 class CacheNote:
-    """Where code is kept on disk. `state`: "cached" (it came from there), "compiled" (it is there now) or "off"; `key`: its
-    entry's name; `path`: its file; `why` it was not there, or nothing is kept."""
+    """How a compile used the disk cache. `state`: "cached" (loaded from it), "compiled" (compiled and stored in it) or "off".
+    `key`: the entry's name. `path`: its file. `why`: the reason of a miss, or of "off"."""
 
     state: str = "off"
     key: str = ""
@@ -48,9 +48,9 @@ class CacheNote:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """`nodes`: what became of each; `seconds` by stage; `texts`: kernel name -> generated code; `stages`: graph text by pass;
-    `cache`: whether the code came from disk; `tuning`: how steps were cut; `work`: bytes and FLOPs of a run, counted when someone
-    looks."""
+    """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: kernel name -> generated code.
+    `stages`: graph text by pass. `cache`: use of the disk cache. `tuning`: the tilings of steps. `work`: bytes and FLOPs of a
+    run, counted lazily."""
 
     name: str
     device: str
@@ -81,8 +81,8 @@ class CompileReport:
 
 @dataclass(frozen=True)
 class Allocations:
-    """Counters of this process: blocks that Python's allocator holds; allocations rlx made natively on the device so far,
-    and the bytes of them that are still held. Two readings around some runs show what the runs allocated."""
+    """Counters of this process: blocks held by Python's allocator, the number of allocations that rlx has made on the device, and
+    the bytes of those still live. The difference of two readings is what the runs between them allocated."""
 
     python_blocks: int
     native_count: int
@@ -91,7 +91,7 @@ class Allocations:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, all known at compile. `regions`: by purpose, of this executable. `slots`: arena buffer -> (offset, bytes)."""
+    """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes)."""
 
     arena_bytes: int
     unshared_bytes: int
