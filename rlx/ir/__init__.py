@@ -1,4 +1,4 @@
-"""The vocabulary: graphs, their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
+"""The IRs: graphs with their ops, shapes and dtypes; kernels and programs, which the compiler hands to backends."""
 
 # isort: off
 from rlx.errors import (  # isort: skip
@@ -18,7 +18,7 @@ from rlx.ir.shape import Dim, Shape
 from rlx.ir.target import Target
 from rlx.ir.text import fingerprint, print_graph
 from rlx.ir.verify import faults
-from rlx.ir import ops  # last: fills OPS, whose rows are written with all of the above
+from rlx.ir import ops  # last: fills OPS, whose declarations need all of the above
 
 __all__ = [
     "AttributeValueError", "Attrs", "BufferHandle", "DTYPES", "DType", "DTypeError", "Dim", "DuplicateNameError", "Graph",

@@ -1,5 +1,4 @@
-"""Where a kernel loads and stores: the plain facts from which in-place safety is proved, once by the planner and once,
-by other means, by the checker."""
+"""The loads and stores of a kernel. The planner and the checker prove in-place safety from them, by different methods."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from rlx.ir.kernel import (
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store. `path`: which child of which child the statement is; `loops`: (variable, extent) around it, one
-    per level of the path but the last (a Contract's i and j count as loops). `index` None: anywhere."""
+    """One load or store. `path`: child indices from the body down to the statement; `loops`: (variable, extent) of the
+    enclosing loops, one per level of the path but the last (a Contract's i and j count as loops). `index` None: unknown."""
 
     buffer: Buffer | Local
     stores: bool

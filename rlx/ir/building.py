@@ -1,6 +1,4 @@
-"""What a graph is made of, and how it is built: the leaves, the outputs and the assignments of state. Passes make new graphs and
-leave their input as it was.
-"""
+"""Building graphs: leaves, outputs and assignments of state. Passes build new graphs and leave their input unchanged."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ EXTENT = "%extent"  # name of the input that the compiler adds
 
 
 class Active(NamedTuple):
-    """Where a value has rows of which only some hold data: `axis` is of size outer * upper * inner, and indices of the middle
-    factor from the run's extent on are padding."""
+    """An active axis of a value: `axis` has size outer * upper * inner, and indices of the middle factor at or past the run's
+    extent are padding."""
 
     axis: int
     outer: int
@@ -40,9 +38,9 @@ class Active(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A bound graph whose rows need not all hold data. `leaf`, an input i64 (), says how many do in a run; a kernel reads it as
-    ctx.element(leaf, ()). `inputs` and `outputs`: where they have such rows. `axes`: where the dim's name stood in the user's
-    graph, until this is known."""
+    """The active extent of a bound graph. `leaf`, an input i64 (), is the number of valid rows in a run; a kernel reads it as
+    ctx.element(leaf, ()). `inputs` and `outputs`: their active axes. `axes`: the axes named so in the user's graph, until the
+    active axes are known."""
 
     leaf: Value
     upper: int
@@ -60,7 +58,7 @@ class Update(NamedTuple):
     undo: Value
 
     def renamed(self, new: Mapping[Value, Value]) -> Update:
-        """The same update of a graph whose values stand for those of this one."""
+        """The same update in another graph; `self`'s values are mapped to their replacements there."""
         return Update(self.handle, *(new[v] for v in self[1:]))
 
 
@@ -83,7 +81,7 @@ class Building:
         self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies and pickles: the nodes first, operands before users, so that pickling goes no deeper than one of them."""
+        """For copies and pickles: nodes first, operands before users, so that the recursion depth stays at one node."""
         return {"": tuple(self.nodes()), **vars(self)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -100,7 +98,7 @@ class Building:
         return self._add(self.params, PARAM, name, Shape(dims, dtype))
 
     def handle(self, handle: BufferHandle) -> Value:
-        """The state `handle` as it stands before the run."""
+        """The value of the state `handle` before the run."""
         if not isinstance(handle, BufferHandle):
             raise GraphError(f"handle() takes a BufferHandle, got {type(handle).__name__}")
         return self._add(self.handles, HANDLE, handle.name, handle.shape)
@@ -151,7 +149,7 @@ class Building:
             self.in_place.add(handle.name)
 
     def set_outputs(self, outputs: Iterable[Value], names: Iterable[str] | None = None) -> None:
-        """What a run returns, in this order. The same Value may stand twice; an output may be an input."""
+        """Sets the results of a run, in this order. A Value may be given twice; an output may be an input."""
         if isinstance(outputs, Value) or not isinstance(outputs, Iterable):
             raise GraphError(f"graph {self.name!r}: outputs are a list of Values, got {type(outputs).__name__}")
         outputs = list(outputs)
@@ -169,7 +167,7 @@ class Building:
     # -- walking
 
     def roots(self) -> list[Value]:
-        """Everything a run must compute: outputs, next states, and what undoes updates in place."""
+        """All values that a run must compute: outputs, next states, and those that undo updates in place."""
         undone = [*(u.saved for u in self.updates), *(u.undo for u in reversed(self.updates))]
         return self.outputs + [v for _, v in self.assigns] + undone
 

@@ -1,8 +1,8 @@
-"""How much work a program is, counted from its kernels: bytes that each streams, the least that could be, and FLOPs.
+"""Cost of a program, counted from its kernels: bytes moved, the lower bound of bytes, and FLOPs.
 
-A pass is a statement of a kernel's body: it streams every element that it touches once, wherever that lies in the cache
-hierarchy. Counted as FLOPs: the scalar operations on floats (an fma is two), one each, elementary functions too; not
-conversions, comparisons and selections. What depends on data (rows of a gather) counts as if all of it were different.
+A pass is a statement of a kernel's body. It moves every element that it touches once, at whatever level of the cache
+hierarchy. FLOPs are the scalar operations on floats, one each (an fma is two), elementary functions included; conversions,
+comparisons and selections are not counted. Data-dependent accesses (rows of a gather) count as if all were different.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FREE = COMPARISONS | {"select", "cast", "bitcast", "and", "or", "xor", "not", "s
 
 @dataclass
 class Touched:
-    """Elements of one buffer: read by all passes together, by the pass that reads most, and written."""
+    """Element counts of one buffer: read by all passes together, by the pass that reads most, and written."""
 
     read: int = 0
     once: int = 0
@@ -48,7 +48,7 @@ class Touched:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """One step. `least_bytes`: each operand and result once. `flops` None: of an op that does not say."""
+    """Cost of one step. `least_bytes`: each operand and result once. `flops` None: unknown, the op does not declare it."""
 
     kernel: str
     read_bytes: int
@@ -60,7 +60,7 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """One run. `least_bytes`: what it reads of inputs, weights and states, and outputs and states written, once each."""
+    """Cost of one run. `least_bytes`: inputs, weights and states read, and outputs and states written, once each."""
 
     kernels: tuple[KernelWork, ...]
     least_bytes: int
@@ -93,7 +93,7 @@ class ProgramWork:
 
 
 def program_work(program: Program) -> ProgramWork:
-    """Of one run: the steps and the commit."""
+    """The cost of one run: its steps and the commit."""
     known: dict[Kernel, tuple[Mapping[Buffer, Touched], int | None]] = {}
     rows, needed = [], dict[tuple[int, str], int]()
     outer = {b.id for b in program.buffers if b.region not in (Region.ARENA, Region.OUTPUT)}
@@ -114,7 +114,7 @@ def program_work(program: Program) -> ProgramWork:
 
 
 def touched(kernel: Kernel) -> dict[Buffer, Touched]:
-    """What the kernel reads and writes of each of its buffers."""
+    """Elements that the kernel reads and writes, per buffer."""
     found: dict[tuple[Buffer, bool, int], dict[int, int]] = {}  # (buffer, whether written, pass) -> elements by index
     grid = dict(kernel.grid)
     for a in accesses(kernel):
@@ -135,16 +135,16 @@ def touched(kernel: Kernel) -> dict[Buffer, Touched]:
 
 
 def _places(index: Expr, around: Mapping[Var, int]) -> int:
-    """Different values of an index at most; a variable that is no loop's may be different at every point."""
+    """Upper bound of the number of distinct values of an index; a variable of no loop may differ at every point."""
     names = [v for v in walk(index) if isinstance(v, Var)]
     return math.prod(around.values()) if any(v not in around for v in names) else math.prod(around[v] for v in names)
 
 
 def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int]]:
-    """(buffer, whether written, elements) of the operands that a contraction or an op of its own reads in its own way."""
+    """(buffer, written, elements) of the operands of a Contract or Native, which are not among the plain accesses."""
     if isinstance(s, Contract):
         for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
-            if isinstance(x, Operand):  # what a computed one loads is among the accesses
+            if isinstance(x, Operand):  # the loads of a Computed operand are among the accesses
                 yield x.buffer, False, x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
     elif isinstance(s, Native):
         for v in (*s.inputs, *s.outputs):
@@ -152,7 +152,7 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
 
 
 def flops(kernel: Kernel) -> int | None:
-    """Operations on floats of all points of the grid; None where an op's own kernel does not say."""
+    """Float operations of all grid points; None if a Native does not declare its FLOPs."""
     counts = [_flops(kernel.body)] if not any(isinstance(s, Native) for s in kernel.body) else []
     for s in kernel.body:
         if isinstance(s, Native):

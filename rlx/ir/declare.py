@@ -1,4 +1,4 @@
-"""Declaring an op: a row of the op table (rlx/ir/op.py), and the function that makes nodes of it."""
+"""Declares ops: adds a row to the op table (rlx/ir/op.py) and returns the function that builds nodes of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlx.ir.shape import Shape
 
 
 def _rounding(reference: Callable[..., Any], infer: Callable[..., Any], as_stored: bool) -> Callable[..., Any]:
-    """`reference` seeing 16-bit and 8-bit floats as f32, or `as_stored`, its results rounded once to the result dtype; without
-    warnings."""
+    """`reference` with 16-bit and 8-bit floats widened to f32 (unless `as_stored`) and the results rounded once to the result
+    dtype; numpy's warnings are off."""
 
     def run(attrs: Attrs | None, *arrays: Any) -> Any:
         arrays = tuple(np.asarray(a) for a in arrays)
@@ -35,10 +35,11 @@ def _rounding(reference: Callable[..., Any], infer: Callable[..., Any], as_store
 
 
 def op(name: str, **facts: Any) -> Callable[..., Any]:
-    """Declare an op. Returns its constructor: Values (or Python and numpy constants) and attributes in, Value(s) out.
+    """Declare an op. Returns its constructor, which takes Values (or Python and numpy constants) and attributes and returns
+    Values.
 
-    Positional arguments beyond the operands are attributes in their order: `reshape(x, (2, 3))`. An op of any number of
-    operands also takes them as one list: `concat([a, b], axis=0)`.
+    Positional arguments after the operands are attributes, in order of declaration: `reshape(x, (2, 3))`. A variadic op also
+    takes its operands as one list: `concat([a, b], axis=0)`.
     """
     if name in OPS:
         raise GraphError(f"op {name!r} is declared twice")

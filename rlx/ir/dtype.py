@@ -1,6 +1,6 @@
-"""Element types: one table. A DType knows its width, its kind and its host (numpy or ml_dtypes) form.
+"""Element types. A DType has a width, a kind and a host form (numpy or ml_dtypes).
 
-Nothing here knows what a device can compute with; that is a fact of a Target.
+The dtypes that a device supports are facts of its Target.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class DType:
 
     @property
     def compute(self) -> DType:
-        """The type arithmetic on this dtype is carried out in: 16-bit and 8-bit floats widen to f32."""
+        """The dtype in which arithmetic on this dtype is done: 16-bit and 8-bit floats widen to f32."""
         return f32 if self.is_narrow else self
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is a float that arithmetic does not know: f16, bf16, f8e4m3, f8e5m2."""
+        """True for the storage-only floats: f16, bf16, f8e4m3, f8e5m2."""
         return self.kind == "f" and self.bits < 32
 
 
@@ -71,8 +71,9 @@ f8e4m3, f8e5m2 = DType("f8e4m3", 8, "f"), DType("f8e5m2", 8, "f")
 i64, i32, i16, i8 = DType("i64", 64, "i"), DType("i32", 32, "i"), DType("i16", 16, "i"), DType("i8", 8, "i")
 u64, u32, u16, u8 = DType("u64", 64, "u"), DType("u32", 32, "u"), DType("u16", 16, "u"), DType("u8", 8, "u")
 bool_, c64 = DType("bool", 8, "b"), DType("c64", 64, "c")
-# Positions in memory, loop variables and counts inside of kernels: signed, as wide as a device's addresses want (i64 on the host,
-# i32 where a renderer knows that every buffer is small enough). No tensor has it: data becomes an index by a cast.
+# The dtype of addresses, loop variables and counts in kernels, like the index type of MLIR: signed, and as wide as a device's
+# addresses need (i64 on the host, i32 if a renderer knows that every buffer is small enough). No tensor has this dtype: a cast
+# converts data to an index.
 index_ = DType("index", 64, "i")
 
 DTYPES: dict[str, DType] = {
@@ -104,7 +105,7 @@ def as_dtype(x: DType | str | np.dtype | type | None) -> DType:
 
 
 def holds(wide: DType, narrow: DType) -> bool:
-    """Whether every value of `narrow` is one of `wide` of the same kind (bool: of any), so that a cast there loses nothing."""
+    """True if the cast from `narrow` to `wide`, of the same kind (bool: any kind), is exact for every value."""
     if narrow.kind == "b":
         return wide.kind in "bfiuc"
     if wide.kind == "c":
@@ -116,8 +117,8 @@ def holds(wide: DType, narrow: DType) -> bool:
 
 
 def product(a: DType, b: DType) -> DType | None:
-    """The dtype of a sum of products of `a` by `b`: their own if they are one; of two floats the one that holds the other;
-    else f32, also of two 8-bit floats, whose sums they cannot tell apart. None: they are not multiplied."""
+    """The result dtype of a contraction of `a` with `b`: the common dtype; for two floats the one that holds the other, else
+    f32; f32 for two 8-bit floats, which are too narrow for sums. None: the pair is not supported."""
     if a == b:
         return f32 if a.is_float and a.bits == 8 else a
     if not (a.is_float and b.is_float):

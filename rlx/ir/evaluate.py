@@ -1,4 +1,4 @@
-"""The reference evaluator: runs a graph with each op's numpy reference. It is the meaning that backends are compared with."""
+"""The reference evaluator: runs a graph with each op's numpy reference. Backends are compared with its results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def evaluate(
 def evaluate_ranks(
     graph: Graph, inputs: Sequence[Arrays], params: Sequence[Arrays] | None = None, handles: Sequence[Arrays] | None = None
 ) -> list[tuple[list[np.ndarray], dict[str, np.ndarray]]]:
-    """What every rank's `evaluate` gives where all run the graph together, each on arguments of its own: node by node, a
-    collective with the operands of all. The arguments are by rank; AttributeValueError: a collective of other than so many."""
+    """`evaluate` on several ranks together, each with its own arguments: node by node, and a collective gets the operands of
+    all ranks. Arguments and results are by rank. AttributeValueError: a collective of another number of ranks."""
     groups = [group or [{}] * len(inputs) for group in (inputs, params, handles)]
     ranks = [_bind_leaves(graph, *given) for given in zip(*groups, strict=True)]
     for node in graph.nodes():
@@ -51,7 +51,7 @@ def evaluate_ranks(
 
 
 def _together(node: Node, operands: Sequence[tuple[np.ndarray, ...]]) -> list[tuple[np.ndarray, ...]]:
-    """The results of a collective on every rank, rounded to its dtype once."""
+    """The result of a collective on every rank, rounded once to its dtype."""
     if (wanted := getattr(node.attrs, "ranks", None)) not in (1, len(operands)):
         raise AttributeValueError(f"{node.op.name} is of {wanted} ranks, and {len(operands)} were given")
     if wanted == 1:

@@ -1,6 +1,4 @@
-"""Graphs: named tensor programs. Their nodes and values (rlx/ir/node.py), and what they are built of (rlx/ir/building.py), can be
-imported from here too.
-"""
+"""Graphs: named tensor programs. The names of rlx/ir/node.py and rlx/ir/building.py can be imported from here too."""
 
 from __future__ import annotations
 

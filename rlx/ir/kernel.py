@@ -1,14 +1,14 @@
-"""Kernel IR: what one compiled function does, as loops over typed buffers. Closed: renderers know all of it.
+"""Kernel IR: one compiled function as loops over typed buffers. The IR is closed: a renderer handles all of it.
 
 A Kernel runs its body once for every point of `grid` (points are independent; a backend spreads them over threads or
 blocks). Expressions are immutable and may be shared; a renderer emits a shared one once per scope. Arithmetic happens in
 the expression's dtype; a Load or Store of a 16-bit or 8-bit float converts between it and f32 (round to nearest even).
-Positions and loop variables are of dtype `index`, which each renderer maps to an integer of its own; casts lead there from data
-and back.
+Addresses and loop variables have dtype `index`, which each renderer maps to one of its integer types; casts convert between
+data and index.
 
-Arguments are distinct memory, but for those that are only read, which may lie anywhere outside of what is written, and for the
-pairs of a read and a written one that rlx.ir.overlap.may_overlap proves: these may be the same memory, element on element. So
-stores that follow one another may wait until all their values are known, and loads may not move behind stores to a partner.
+Aliasing: a written argument overlaps no other argument, except the (read, written) pairs that rlx.ir.overlap.may_overlap proves,
+which may be the same memory, element on element. Arguments that are only read may overlap each other. So consecutive stores may
+be delayed until all their values are known, and a load must not be moved past a store to its partner.
 
 Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
 """
@@ -52,7 +52,7 @@ class Buffer:
 
 
 def in_kernels(dtype: DType, count: int) -> tuple[DType, int]:
-    """Dtype and size by which kernels see a buffer of `count` elements: complex numbers are pairs of f32."""
+    """Dtype and size of a buffer of `count` elements as seen by kernels: complex numbers are pairs of f32."""
     return (f32, 2 * count) if dtype == c64 else (dtype, count)
 
 
@@ -123,7 +123,7 @@ class Carry:
 
     @property
     def added(self) -> Expr | None:
-        """Of a running total, which becomes op(var, added); None: it is none."""
+        """The addend if this carry is a running total, `var = op(var, addend)`; else None."""
         if not isinstance(self.next, Alu) or self.next.op not in RUNNING or self.next.args[0] is not self.var:
             return None
         return self.next.args[1]
@@ -131,7 +131,7 @@ class Carry:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Let:
-    """`var` stands for `value`, computed here: keeps work that a later loop only reads out of that loop."""
+    """`var = value`, computed here: hoists work out of a later loop that only reads it."""
 
     var: Var
     value: Expr
@@ -149,7 +149,7 @@ class Store:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Check:
-    """If `ok` is false for any executed point, the run ends in the error numbered `code` (codes: STATUS)."""
+    """If `ok` is false at any executed point, the run fails with error `code` (see STATUS)."""
 
     ok: Expr
     code: int
@@ -160,8 +160,8 @@ STATUS = {1: "index out of range"}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Loop:
-    """for var in range(extent). `vector`: iterations are independent but for the reductions and carries, so a renderer may
-    run lanes side by side if it can (`in_lanes`; reductions and running totals may be reassociated, always in the same way)."""
+    """for var in range(extent). `vector`: iterations are independent except for the reductions and carries, so a renderer may
+    vectorize (see `in_lanes`; reductions and running totals may be reassociated, always in the same way)."""
 
     var: Var
     extent: int
@@ -172,7 +172,7 @@ class Loop:
 
     @property
     def in_lanes(self) -> bool:
-        """Whether iterations may run side by side: every carry is a running total of what depends on no carry."""
+        """True if the loop can be vectorized: every carry is a running total whose addend depends on no carry."""
         carried = {c.var for c in self.carries}
         return self.vector and all(c.added is not None and carried.isdisjoint(walk(c.added)) for c in self.carries)
 
@@ -195,17 +195,17 @@ class Operand:
 
     @property
     def dtype(self) -> DType:
-        """Of an element."""
+        """Dtype of an element."""
         return f32 if self.blocks else self.buffer.dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Computed:
-    """A matrix operand of a Contract that is computed as it is read: element (row, column) is `value` rounded to `dtype`.
+    """A matrix operand of a Contract that is computed when it is read: element (row, column) is `value` rounded to `dtype`.
 
     The statements `before` run once per row (they read `row`: the reductions of a norm), `body` once per element. The result is
-    as if the whole matrix had been stored beforehand. A renderer may compute a row more than once, so these statements write
-    Locals only, which belong to one row of operand `a` (`per_row`).
+    the same as if the whole matrix had been stored first. A renderer may compute a row more than once, so these statements write
+    only Locals, which are private to one row of operand `a` (`per_row`).
     """
 
     row: Var
@@ -245,7 +245,7 @@ class View:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Native:
-    """A whole op that the backend has a kernel of its own for (Target.natives), or a collective on contiguous operands."""
+    """A whole op computed by a kernel of the backend (Target.natives), or a collective on contiguous operands."""
 
     op: str
     attrs: Attrs | None
@@ -259,8 +259,8 @@ Stmt = Let | Store | Loop | Check | Contract | Native
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Limit:
-    """Points at which `var` (of the grid, of a vector Loop without reductions, a Contract's i, a Native's axis) is `count` or
-    more need not be computed: a permission, not a duty. `count`: an index, from constants and loads that no point changes."""
+    """Points where `var` (of the grid, of a vector Loop without reductions, a Contract's i, a Native's axis) is `count` or more
+    may be skipped, but need not be. `count`: an index expression of constants and of loads that no point changes."""
 
     var: Var
     count: Expr
@@ -268,20 +268,20 @@ class Limit:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kernel:
-    """One function: `body` at every point of `grid`. A Contract or a Native stands alone in its body."""
+    """One function: `body` at every point of `grid`. A Contract or a Native is the only statement of its body."""
 
     name: str
     buffers: tuple[Buffer, ...]
     locals: tuple[Local, ...]
     grid: tuple[tuple[Var, int], ...]
     body: tuple[Stmt, ...]
-    origin: tuple[str, ...] = field(default=())  # the ops it computes, for people
+    origin: tuple[str, ...] = field(default=())  # names of the ops it computes, for display
     limits: tuple[Limit, ...] = ()
 
     @property
     def collective(self) -> Native | None:
-        """The op in which all ranks take part that this is a step of."""
-        own = (s for s in self.body[:1] if isinstance(s, Native) and s.op in OPS)  # there is one, if any
+        """The collective that this kernel runs, or None."""
+        own = (s for s in self.body[:1] if isinstance(s, Native) and s.op in OPS)  # at most one
         return next((s for s in own if OPS[s.op].kind is Kind.COLLECTIVE), None)
 
 # -- building expressions ------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def const(value: Any, dtype: DType = index_) -> Const:
 
 
 def alu(op: str, *args: Expr, dtype: DType | None = None) -> Expr:
-    """An Alu node; index arithmetic (and that of i64) with constants is folded, so that addresses stay affine and short."""
+    """An Alu node; constant index (and i64) arithmetic is folded, so that addresses stay affine and short."""
     if dtype is None:
         dtype = bool_ if op in COMPARISONS else args[1 if op == "select" else 0].dtype
     folded = _fold(op, args, dtype) if dtype in (index_, i64) else None
@@ -304,7 +304,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
         return const(FOLD[op](*(a.value for a in args)), dtype)  # type: ignore[union-attr]
     if len(args) != 2:
         return None
-    for a, b in (args, args[::-1]):  # sub, div and rem have a neutral right operand only
+    for a, b in (args, args[::-1]):  # sub, div and rem have only a right identity element
         if op == "mul" and is_const(b, 0):
             return b
         if op in _NEUTRAL and is_const(b, _NEUTRAL[op]) and (b is args[1] or op in ("add", "mul")):
@@ -313,7 +313,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: DType) -> Expr | None:
 
 
 def _quotient(a: int, b: int) -> int:
-    """Truncated; 0 where b is 0."""
+    """Integer division that truncates toward zero; 0 if b is 0."""
     size = abs(a) // abs(b) if b else 0
     return size if (a < 0) == (b < 0) else -size
 
@@ -345,7 +345,7 @@ class _Builder:
 
     def cast(self, a: Expr, dtype: DType) -> Expr:
         if isinstance(a, Const) and a.dtype.is_int and dtype == index_:
-            return const(a.value)  # an index that is known stays so: conditions on it can be folded
+            return const(a.value)  # stays a constant, so that conditions on it can be folded
         return a if a.dtype == dtype else alu("cast", a, dtype=dtype)
 
     const = staticmethod(const)
@@ -355,7 +355,7 @@ k: Any = _Builder()
 
 
 def linear(terms: Iterable[tuple[Expr, int]], offset: int = 0) -> Expr:
-    """offset + sum of expr * stride, folded."""
+    """offset + sum of expr * stride, with constants folded."""
     out: Expr = const(offset)
     for e, stride in terms:
         out = alu("add", out, alu("mul", e, const(stride)))
@@ -363,7 +363,7 @@ def linear(terms: Iterable[tuple[Expr, int]], offset: int = 0) -> Expr:
 
 
 def coefficient(e: Expr, var: Var) -> int | None:
-    """How much `e` grows when `var` grows by one: an int if that is the same everywhere, else None. 0: independent."""
+    """Stride of `e` in `var`: the difference for var + 1, if it is a constant int, else None. 0: independent of var."""
     if e is var:
         return 1
     if isinstance(e, (Const, Var)):
@@ -383,7 +383,7 @@ def coefficient(e: Expr, var: Var) -> int | None:
 
 
 def walk(root: Any) -> Iterator[Any]:
-    """Everything inside a statement, an expression or a tuple of them, itself included; what is shared comes once."""
+    """All statements and expressions in a statement, an expression or a tuple of them, itself included; shared ones once."""
     todo, seen = [root], set()
     while todo:
         x = todo.pop()
@@ -397,7 +397,7 @@ def walk(root: Any) -> Iterator[Any]:
 
 @cache
 def _inner(kind: type) -> tuple[str, ...] | None:
-    """The fields of a record that can hold records; None: it is none."""
+    """The fields of a record type that can hold other records; None for a type that is no record."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
     plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")
@@ -405,7 +405,7 @@ def _inner(kind: type) -> tuple[str, ...] | None:
 
 
 def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
-    """All that the statements evaluate, for themselves or in loops; not in loops that never run."""
+    """All expressions that the statements evaluate, in loops too, except loops of extent 0."""
     for s in stmts:
         if isinstance(s, Store):
             yield from (s.index, s.value) if s.guard is None else (s.index, s.value, s.guard)
@@ -420,7 +420,7 @@ def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:
 
 
 def loaded_buffers(kernel: Kernel) -> set[Buffer | Local]:
-    """What the body reads, and the limits."""
+    """Buffers and Locals read by the body and the limits."""
     parts = list(walk((kernel.body, kernel.limits)))
     inputs = {v.buffer for x in parts if isinstance(x, Native) for v in x.inputs}
     return inputs | {x.buffer for x in parts if isinstance(x, (Load, Operand))}

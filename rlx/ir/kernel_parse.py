@@ -1,7 +1,7 @@
-"""Kernels from their text (rlx/ir/kernel_text.py). Text is untrusted: other text is a ParseError that names the line.
+"""Parser for the text of kernels (rlx/ir/kernel_text.py). The text is untrusted: bad text is a ParseError that names the line.
 
-What comes out is a kernel whose parts fit together: names are defined above their uses, dtypes agree, stores go to what may be
-written. Whether its accesses lie inside of its buffers is not looked at.
+The result is well formed: names are defined before their uses, dtypes agree, stores go to writable buffers. The parser does
+not check that accesses are inside their buffers.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ def parse_kernel(text: str) -> K.Kernel:
 
 
 class KernelParser(Tokens):
-    """Reads kernels from lines, one at a time, from where it stands."""
+    """Reads kernels from lines, one at a time, from the current line on."""
 
     def __init__(self, lines: list[str], start: int = 0) -> None:
         super().__init__()
         self.source, self.place = lines, start  # the line being read, from 0
         self.vars: dict[str, K.Var] = {}
-        self.unbound: dict[str, int] = {}  # variables that only limits have named so far, with the line
+        self.unbound: dict[str, int] = {}  # variables named only by limits so far, with the line
         self.buffers: dict[str, K.Buffer | K.Local] = {}
         self.temps: dict[str, K.Expr] = {}
         self.computed: dict[str, tuple[K.Computed, tuple[int, int]]] = {}  # operands defined above, with rows and columns
-        self.levels = 0  # of ops around the expression being read
+        self.levels = 0  # nesting depth of ops around the current expression
         self.begin()
 
     # -- lines
 
     def begin(self) -> None:
-        """Take up the line at `place`."""
+        """Starts to read the line at `place`."""
         self.number = self.place + 1
         self.tokenise("" if self.ended else self.source[self.place])
 
     def advance(self) -> None:
-        """The line is read: on to the next one."""
+        """Expects the end of the line and moves to the next one."""
         if self.kind != "end":
             self.fail("the end of the line")
         self.place += 1
@@ -70,7 +70,7 @@ class KernelParser(Tokens):
 
     @property
     def depth(self) -> int:
-        """How far the line is indented, in steps of two spaces; -1: it holds nothing."""
+        """Indentation of the line in steps of two spaces; -1: the line is empty."""
         line = self.source[self.place] if not self.ended else ""
         return (len(line) - len(line.lstrip(" "))) // 2 if self.kind != "end" else -1
 
@@ -142,7 +142,7 @@ class KernelParser(Tokens):
         return name
 
     def bind(self, what: str) -> K.Var:
-        """NAME or NAME:DTYPE, a variable that is bound here. Loops beside one another may have the same."""
+        """NAME or NAME:DTYPE, a variable that is bound here. Sibling loops may use the same variable."""
         name = self.next("word", what) if self.text in self.vars else self.unused(what)
         dtype = self.dtype() if self.accept(":") else PLAIN
         var = self.vars.setdefault(name, K.Var(name, dtype))
@@ -264,8 +264,8 @@ class KernelParser(Tokens):
     # -- statements
 
     def block(self, depth: int, limits: list[K.Limit] | None = None, ends: tuple[str, ...] = ()) -> tuple[K.Stmt, ...]:
-        """The statements of the lines indented so far, and names of expressions. `limits`: where the kernel's go, which may
-        stand there. `ends`: words of lines that the block ends before."""
+        """The statements at the current indentation, and names of expressions. `limits`: receives the kernel's limits, if they
+        are allowed here. `ends`: first words of lines that end the block."""
         found: list[K.Stmt] = []
         while not self.ended:
             if self.kind == "end":  # an empty line, or a comment

@@ -1,4 +1,4 @@
-"""The text form of a kernel, and the key made of it. rlx/ir/kernel_parse.py reads it back.
+"""The text form of a kernel, and its cache key. rlx/ir/kernel_parse.py reads the text back.
 
     kernel row_sums of mul sum
     (b0: f32[600], inout b1: f32[20]) grid (g2 < 20) {
@@ -9,10 +9,10 @@
       b1[g2] = r4
     }
 
-Indentation shows what is inside a loop or an epilogue. `t0` names an expression, not the moment it is computed at: one that is
-shared between loops is written where it is used first. Index arithmetic is written in place unless it is shared. Buffers and
-variables are numbered in order of first use, so the names that a caller gave them are not in the text; without its first line it
-is the same for equal kernels.
+Indentation shows the nesting in loops and epilogues. `t0` names an expression, not a point of evaluation: an expression that is
+shared between loops is written at its first use. Index arithmetic is written inline unless it is shared. Buffers and variables
+are numbered in order of first use, so the caller's names are not in the text; without its first line the text is the same for
+equal kernels.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlx.ir import kernel as K
 from rlx.ir.dtype import index_
 from rlx.ir.tokens import attribute_texts, name_text
 
-PLAIN = index_  # the dtype that is not written
-LEVELS = 32  # of ops within each other in one line, and of loops
+PLAIN = index_  # the default dtype, which is not written
+LEVELS = 32  # maximum nesting of ops in one line, and of loops
 _NAN = struct.pack("<d", float("nan"))
 
 
@@ -45,7 +45,7 @@ class _Printer:
     def __init__(self, kernel: K.Kernel) -> None:
         self.kernel = kernel
         self.names: dict[K.Var | K.Buffer | K.Local | K.Computed, str] = {}
-        self.written: dict[int, tuple[str, int]] = {}  # by id: what stands for an expression, and its levels of ops
+        self.written: dict[int, tuple[str, int]] = {}  # by id: the text of an expression, and its nesting depth
         self.lines: list[str] = []
         self.temps = 0
         uses = Counter(e for x in K.walk((kernel.body, kernel.limits)) for e in _operands(x))
@@ -79,7 +79,7 @@ class _Printer:
         return "" if guard is None else f" if {self.expr(guard, depth)}"
 
     def expr(self, e: K.Expr, depth: int) -> str:
-        """What stands for `e`, after lines for the expressions in it that get a name. Without recursion: chains may be long."""
+        """The text of `e`, after lines for the subexpressions that get a name. Not recursive, because chains may be long."""
         todo = [(e, False)]
         while todo:
             x, ready = todo.pop()
@@ -93,13 +93,13 @@ class _Printer:
         return self.known(e)[0]
 
     def known(self, e: K.Expr) -> tuple[str, int]:
-        """What stands for an expression that is written already, and how many levels of ops that is."""
+        """The text of an expression that is already written, and its nesting depth."""
         if isinstance(e, K.Const):
             return const_text(e.value) + ("" if e.dtype == PLAIN else f":{e.dtype}"), 0
         return (self.name(e, "v"), 0) if isinstance(e, K.Var) else self.written[id(e)]
 
     def write(self, e: K.Load | K.Alu, depth: int) -> None:
-        """Decide what stands for `e`: a name, after a line that defines it, or an index in place."""
+        """Chooses the text of `e`: a name, after the line that defines it, or an inline index expression."""
         if isinstance(e, K.Load):
             guard = "" if e.guard is None else f" if {self.known(e.guard)[0]}"
             text, levels = f"{self.name(e.buffer, 'b')}[{self.known(e.index)[0]}]{guard}", 0
@@ -173,7 +173,7 @@ class _Printer:
 
 
 def _operands(x: object) -> Iterator[K.Expr]:
-    """The expressions that stand in a record itself, as often as they do."""
+    """The direct subexpressions of a record, with repetitions."""
     if isinstance(x, K.Alu):
         yield from x.args
     elif isinstance(x, (K.Load, K.Store)):

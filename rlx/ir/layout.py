@@ -1,4 +1,4 @@
-"""How tensors lie in buffers: by strides, or in tiles. From one description of tiles follow packing, unpacking and look-up."""
+"""Memory layouts: strided and tiled. Packing, unpacking and look-up are all derived from one description of the tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx.ir.shape import contiguous_strides
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in a buffer: strides in elements per dim, and the offset of element 0."""
+    """A strided layout: strides in elements per dim, and the offset of element 0."""
 
     strides: tuple[int, ...]
     offset: int = 0
@@ -23,15 +23,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class TiledLayout:
-    """A tensor in tiles. `shape`: its dims. `parts`, (axis, step) from the outermost of the memory to the innermost: the axis in
-    steps of so many, within those of the part of the same axis before it. Where the largest step of an axis does not divide the
-    dim, the last tile is filled up.
+    """A tiled layout. `shape`: the dims of the tensor. `parts`: memory dims, outermost first, as (axis, step): the axis in steps
+    of `step` elements, inside one step of the previous part of the same axis. If the largest step of an axis does not divide the
+    dim, the last tile is padded.
 
-    [k, n] in panels of 48 columns is ((1, 48), (0, 1), (1, 1)): of 48 columns each, the rows, and in a row the columns. With
-    groups of 2 rows interleaved: ((1, 48), (0, 2), (1, 1), (0, 1)).
+    [k, n] in panels of 48 columns is ((1, 48), (0, 1), (1, 1)): for each panel all rows, and in a row its 48 columns. With groups
+    of 2 rows interleaved: ((1, 48), (0, 2), (1, 1), (0, 1)).
 
-    `cell`: elements of memory for each position of the last part, arranged by whoever packs; an axis then need not come down to
-    steps of 1.
+    `cell`: memory elements per position of the last part, in an order defined by the packing op; an axis then need not come down
+    to steps of 1.
     """
 
     shape: tuple[int, ...]
@@ -40,18 +40,18 @@ class TiledLayout:
 
     @cached_property
     def within(self) -> tuple[int, ...]:
-        """Of each part: the step of the part that it divides; 0 where there is none."""
+        """For each part, the step of the part of the same axis that encloses it; 0 if there is none."""
         return tuple(next((s for b, s in reversed(self.parts[:i]) if b == a), 0) for i, (a, _) in enumerate(self.parts))
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
-        """Dims of the memory: one for each part, row-major."""
+        """Dims of the memory, one per part, row-major."""
         out = [w // s if w else -(-self.shape[a] // s) for (a, s), w in zip(self.parts, self.within)]
         return (*out[:-1], out[-1] * self.cell)
 
     @property
     def size(self) -> int:
-        """Elements of memory."""
+        """Number of elements of the memory, padding included."""
         return math.prod(self.dims)
 
     @property
@@ -59,7 +59,7 @@ class TiledLayout:
         return contiguous_strides(self.dims)
 
     def fault(self) -> str | None:
-        """Why this describes no memory, or None."""
+        """Why this layout is invalid, or None."""
         for axis in range(len(self.shape)):
             steps = [s for a, s in self.parts if a == axis]
             if not steps or steps[-1] != 1 or any(low < 1 or high % low for high, low in zip(steps, steps[1:])):
@@ -68,7 +68,7 @@ class TiledLayout:
         return f"there is no axis {wrong[0]} of {list(self.shape)}" if wrong else None
 
     def place(self, coords: Sequence[Expr]) -> list[Expr]:
-        """Where in the memory (a coordinate for each part) the element at `coords` lies."""
+        """Memory coordinates (one per part) of the element at `coords`."""
         out = []
         for (axis, step), within in zip(self.parts, self.within):
             c = k.rem(coords[axis], within) if within else coords[axis]
@@ -76,7 +76,7 @@ class TiledLayout:
         return out
 
     def element(self, place: Sequence[Expr]) -> tuple[list[Expr], Expr | None]:
-        """Coordinates of the element at a place in memory, and the condition that it was not filled in (None: none is)."""
+        """Coordinates of the element at a memory location, and the condition that it is not padding (None: always true)."""
         at: list[Expr | None] = [None] * len(self.shape)
         for (axis, step), c in zip(self.parts, place):
             here, before = k.mul(c, step), at[axis]
@@ -89,25 +89,25 @@ class TiledLayout:
         return at, inside  # type: ignore[return-value]
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """The memory, of `dims`, of an array; what is filled in is 0."""
+        """The packed form of an array, of shape `dims`; padding is 0."""
         whole = [max(s for a, s in self.parts if a == axis) for axis in range(len(self.shape))]
         padded = np.pad(array, [(0, -d % w) for d, w in zip(array.shape, whole)])
         split = padded.reshape([d for _, d in self._by_axis()])
         return np.ascontiguousarray(split.transpose([[i for i, _ in self._by_axis()].index(p) for p in range(len(self.parts))]))
 
     def unpack(self, memory: np.ndarray) -> np.ndarray:
-        """The array of a memory of `dims`."""
+        """The array from its packed form of shape `dims`."""
         split = memory.reshape(self.dims).transpose([i for i, _ in self._by_axis()])
         whole = [math.prod(self.dims[i] for i, (a, _) in enumerate(self.parts) if a == axis) for axis in range(len(self.shape))]
         return split.reshape(whole)[tuple(slice(d) for d in self.shape)]
 
     def _by_axis(self) -> list[tuple[int, int]]:
-        """(part, its dim), the parts of each axis together."""
+        """(part, its dim), with the parts of each axis adjacent."""
         return [(i, self.dims[i]) for axis in range(len(self.shape)) for i, (a, _) in enumerate(self.parts) if a == axis]
 
     def viewed(self, layout: Layout, dims: tuple[int, ...]) -> TiledLayout | None:
-        """The tiles seen by a view that only permutes axes: `layout` is that of the view (of `dims`) of a row-major tensor of
-        `shape`. None: it does something else."""
+        """The tiled layout of a view that only permutes axes: `layout` is that of the view (of `dims`) of a row-major tensor of
+        `shape`. None: the view is no permutation."""
         plain = contiguous_strides(self.shape)
         if layout.offset or len(dims) != len(self.shape) or 0 in dims:
             return None

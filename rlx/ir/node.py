@@ -1,7 +1,7 @@
-"""Nodes and values. Nodes are frozen and typed at birth: an ill-typed node cannot exist.
+"""Nodes and values. Nodes are frozen and type-checked when they are made: an ill-typed node cannot exist.
 
-A Value is one result of a Node and is what ops take and give. There is one Value object per result, so that values are told
-apart by identity: `is`, dicts and sets. `==` belongs to users and compares elements.
+A Value is one result of a Node; ops take and return Values. There is one Value object per result, so identity (`is`, dicts and
+sets) distinguishes values. `==` is an op of the user's graph: it compares elements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Node:
     shapes: tuple[Shape, ...]
     name: str | None = None
     source: str | None = field(default=None, repr=False)  # file:line of the call that made it
-    # its Values that are in use, by index. Weak: a Value holds its node, and cycles would outlive the graph
+    # its Values in use, by index. Weak references: a Value holds its node, and reference cycles would outlive the graph
     _values: dict[int, ref[Value]] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class Node:
         return self
 
     def __deepcopy__(self, memo: object) -> Node:
-        return self  # nothing in it ever changes
+        return self  # immutable
 
     def __reduce__(self) -> tuple[object, ...]:
         inputs = tuple((v.node, v.index) for v in self.inputs)
@@ -69,12 +69,12 @@ def _unpickled(
     return Node(OPS[name], tuple(Value(node, index) for node, index in inputs), attrs, shapes, label, source)
 
 
-_making = Lock()  # two threads may ask for the same result at once
+_making = Lock()  # two threads may ask for the same result at the same time
 
 
 @dataclass(frozen=True, eq=False, init=False, slots=True, weakref_slot=True)
 class Value:
-    """One result of a node: an operand for other ops. There is one object per result: `is` says whether two are the same."""
+    """One result of a node, and an operand for other ops. There is one object per result, so `is` compares identity."""
 
     node: Node
     index: int = 0
@@ -139,7 +139,7 @@ class Value:
         raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: object, **options: object) -> Value:
-        """`array + value` is the op; other functions of numpy have nothing to compute with."""
+        """`array + value` builds the op; other numpy functions fail, because a Value has no elements before a run."""
         if method == "__call__" and not options and ufunc.__name__ in _OPERATORS:
             name, swapped = _OPERATORS[ufunc.__name__]
             return _call(name, *(reversed(operands) if swapped else operands))
@@ -173,11 +173,11 @@ class Value:
     def __invert__(self) -> Value: return _call("logical_not", self)
 
     def reshape(self, *dims: Any) -> Value:
-        """The same elements in row-major order under other dims; one dim may be -1."""
+        """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
         return _call("reshape", self, dims=tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], Sequence) else dims)
 
     def transpose(self, *axes: int) -> Value:
-        """Dims permuted by `axes` (none given: reversed)."""
+        """Permutes the dims by `axes`; without axes, reverses them."""
         return _call("transpose", self, axes=axes or tuple(reversed(range(self.rank))))
 
     def __getitem__(self, key: Any) -> Value:
@@ -192,7 +192,7 @@ class Value:
         return _call("cast", self, dtype=as_dtype(dtype))
 
 
-_OPERATORS = {  # the ufunc of an operator -> (op, whether its operands change places)
+_OPERATORS = {  # the ufunc of an operator -> (op, True if the operands are swapped)
     "add": ("add", False), "subtract": ("sub", False), "multiply": ("mul", False), "divide": ("div", False),
     "power": ("pow", False), "matmul": ("matmul", False),
     "bitwise_and": ("logical_and", False), "bitwise_or": ("logical_or", False),
@@ -206,10 +206,10 @@ def _result(nodes: tuple[Node, ...], index: int) -> Value:
 
 
 def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[Node], Node | None]:
-    """`known` nodes, then the others that the Values among `roots` need, operands before users; and one that needs itself,
-    if there is one.
+    """(nodes, node on a cycle or None). The nodes are `known`, then the others that the Values among `roots` depend on, operands
+    before users.
 
-    What is no Value is passed over, here and among operands: the verifier reports it.
+    Roots and operands that are no Values are skipped: the verifier reports them.
     """
     done: dict[Node, None] = dict.fromkeys(known)
     open_: set[Node] = set()
@@ -233,7 +233,7 @@ def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[No
 
 
 def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
-    """Whether both hold the same values in the same order."""
+    """True if both hold the same values in the same order."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
 
 
@@ -242,7 +242,7 @@ def _call(name: str, *operands: Any, **attrs: Any) -> Value:
 
 
 def _indexed(x: Value, keys: tuple[Any, ...]) -> Value:
-    """A slice of x, then a reshape that drops the dims indexed by an int and adds those asked for by None."""
+    """A slice of x, then a reshape that drops the dims indexed by an int and adds a dim for each None."""
     end, dots = 2**63 - 1, [i for i, e in enumerate(keys) if e is Ellipsis]
     missing = x.rank - sum(e is not None and e is not Ellipsis for e in keys)
     if missing < 0 or len(dots) > 1:
@@ -273,7 +273,7 @@ def _indexed(x: Value, keys: tuple[Any, ...]) -> Value:
 
 
 def caller() -> str | None:
-    """file:line of the nearest frame outside rlx: the line an error should point at."""
+    """file:line of the nearest frame outside rlx, for error messages."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -281,7 +281,7 @@ def caller() -> str | None:
 
 
 class ConstantAttrs(Attrs):
-    """A constant's data: a read-only array in the dtype's host form. Compared by bytes."""
+    """The data of a constant: a read-only array in the dtype's host form. Compared by bytes."""
 
     data: np.ndarray
 
@@ -303,13 +303,13 @@ class ConstantAttrs(Attrs):
 
 
 def _constant_attrs(data: np.ndarray) -> ConstantAttrs:
-    """An unpickled array may be written to; a constant may not."""
+    """Makes an unpickled array read-only again, as constants are."""
     data.flags.writeable = False
     return ConstantAttrs(data)
 
 
 class LeafAttrs(Attrs):
-    """What a named leaf promises: its shape."""
+    """The attribute of a named leaf: its shape."""
 
     shape: Shape
 
@@ -331,8 +331,8 @@ CONSTANT = _leaf("constant", ConstantAttrs, lambda a: Shape(a.data.shape, a.data
 
 
 def constant(data: Any, dtype: DType | str | None = None, name: str | None = None) -> Value:
-    """A constant Value from anything numpy can hold; Python floats become f32, complex numbers c64 and ints i64 unless `dtype`
-    says otherwise."""
+    """A constant Value from anything that numpy can convert. Without `dtype`, Python floats become f32, complex numbers c64 and
+    ints i64."""
     try:
         array = np.asarray(data, None if dtype is None else as_dtype(dtype).numpy)
     except (ValueError, OverflowError, TypeError) as e:  # complex for real, ragged lists, text, integers past the dtype's range
@@ -349,8 +349,8 @@ def constant(data: Any, dtype: DType | str | None = None, name: str | None = Non
 def apply(
     op: OpDef, operands: Sequence[Any], attrs: dict[str, Any], *, shape: Any = None, name: str | None = None
 ) -> Value | tuple[Value, ...]:
-    """A node of `op`. Non-Value operands become constants: in the dtype of the first Value among the operands of the op's
-    dtype, i64 where an index stands, bool where a condition stands (OpDef.roles).
+    """Makes a node of `op`. Operands that are no Values become constants: i64 for an index, bool for a condition (OpDef.roles),
+    else in the dtype of the first Value among the operands of the op's dtype.
 
     `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).
     """

@@ -1,7 +1,7 @@
-"""The op table. All facts of an op stand in one `op(...)` expression in rlx/ir/ops; nothing else names the op.
+"""The op table. An op is declared by one `op(...)` expression in rlx/ir/ops; no other code refers to it by name.
 
-A core op says how one element is computed (`scalar`, `element`, `reduce`, `contract` or `kernel`, by its Kind);
-a composite says what it is in smaller ops (`decompose`). Every op has a numpy `reference`: its meaning.
+A core op declares how one element is computed (`scalar`, `element`, `reduce`, `contract` or `kernel`, by its Kind); a composite
+declares its decomposition into smaller ops (`decompose`). The numpy `reference` of an op defines its semantics.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlx.ir.shape import Dim, DimLike, Shape, as_dim
 
 
 class Kind(Enum):
-    """What a pass may assume about an op without knowing its name."""
+    """Classes of ops: all that a pass needs to know of most ops."""
 
     LEAF = "leaf"  # input, param, constant, handle
     POINTWISE = "pointwise"  # out[c] = scalar(in0[c], in1[c], …), operands broadcast
     VIEW = "view"  # out[c] = in[f(c)]; `element`, and `strided` where no copy is needed
     INDEX = "index"  # out[c] is computed by `element` from any elements of the inputs (gather, pad, concat, iota)
-    REDUCE = "reduce"  # `reduce` says which combination over which axes (axes are dropped or kept as 1)
-    CONTRACT = "contract"  # `contract` says which dims are batch, rows, columns and summed
+    REDUCE = "reduce"  # `reduce` gives the combination and the axes (dropped, or kept as 1)
+    CONTRACT = "contract"  # `contract` gives the batch, row, column and summed dims
     KERNEL = "kernel"  # `kernel` writes the loops of the whole op (argmax, cumsum, top_k, scatter)
     COLLECTIVE = "collective"  # every rank takes part; a step of its own (exchange)
     COMPOSITE = "composite"  # `decompose`
@@ -75,11 +75,11 @@ def as_dims(x: Any) -> tuple[DimLike, ...]:
     return tuple(d if isinstance(d, int) else as_dim(d) for d in ((x,) if isinstance(x, (int, str, Dim)) else x))
 
 
-Number = int | float  # an attribute that meets elements of any dtype
+Number = int | float  # an attribute that is combined with elements of any dtype
 
 
 def as_number(x: Any) -> Any:
-    """A number as a float where that is exact, else as an int: the same text for 3 and 3.0, and no digit of 2**53 + 1 lost."""
+    """A number as a float if that is exact, else as an int: 3 and 3.0 get the same text, and 2**53 + 1 keeps all digits."""
     if not fits(x, Number):
         return x
     try:
@@ -100,7 +100,7 @@ _LOOSE: dict[Any, Callable[[Any], Any]] = {
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says (int, float, bool, a class, tuple, union, Literal, Any)."""
+    """True if a value fits an annotation (int, float, bool, a class, tuple, union, Literal, Any)."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -155,7 +155,7 @@ class Contraction:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OpDef:
-    """Everything rlx knows about one op."""
+    """The declaration of one op."""
 
     name: str
     kind: Kind
@@ -168,31 +168,31 @@ class OpDef:
     strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout, or None: needs a copy
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
-    product: Callable[..., Contraction] | None = None  # COMPOSITE: the contraction that it is where a backend claims it
+    product: Callable[..., Contraction] | None = None  # COMPOSITE: the equivalent contraction, if a backend claims the op
     kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
-    # (attrs, operand, axis, *Shape) -> the axis of every result in which each index of that axis of that operand stands for
-    # itself, or None; INDEX and KERNEL. POINTWISE, VIEW, REDUCE, CONTRACT say it by their facts
+    # (attrs, operand, axis, *Shape) -> the result axis where index i depends only on index i of this axis of the operand, or
+    # None if there is no such axis; INDEX and KERNEL. For POINTWISE, VIEW, REDUCE and CONTRACT it follows from other fields
     rows: Callable[..., int | None] | None = None
-    # (padding, attrs, *Value) -> the op where rows that hold no data must not count (rlx.compile.padding): Value(s); None: as
-    # its kind or decomposition says; a text: why it cannot be
+    # (padding, attrs, *Value) -> Value(s): the op with padding rows excluded (rlx.compile.padding); None: follow its kind or
+    # decomposition; a str: the reason why it is impossible
     padded: Callable[..., Any] | None = None
-    # (partition, attrs, *Value) -> the op over one rank's parts of these values of the whole graph (rlx.compile.partition): a
-    # (Value, Placement) per result; None: as its kind or decomposition says; a text: why it needs them whole
+    # (partition, attrs, *Value) -> a (Value, Placement) per result: the op on one rank's shards of its operands
+    # (rlx.compile.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
     partitioned: Callable[..., Any] | None = None
     update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
-    # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` then see places in it
+    # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` get tile coordinates
     tiled: Callable[..., Any] | None = None
-    own_memory: bool = False  # INDEX: the result is memory of the run's own, whatever is known before: never folded or prepared
-    flops: Callable[..., int] | None = None  # (operand dims, result dims): of a backend's own kernel for it
+    own_memory: bool = False  # INDEX: the result gets fresh memory in every run: never folded or prepared
+    flops: Callable[..., int] | None = None  # (operand dims, result dims) -> FLOPs of a backend's kernel for the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
-    # (node, *Value) -> a node of c64 operands or result over f32 [..., 2] in place of each c64 operand; gives the same of a c64
-    # result (rlx.compile.pairs). None: the op is a composite, or takes no complex numbers
+    # (node, *Value) -> the op on complex numbers as pairs: each c64 operand is given as f32 [..., 2], and so is a c64 result
+    # (rlx.compile.pairs). None: the op is a composite, or takes no complex numbers
     parts: Callable[..., Any] | None = None
-    # (attrs, the operand of every rank) -> the result of every rank: numpy; ranks meet in it, so it is never folded or prepared
+    # (attrs, operands of all ranks) -> results of all ranks, in numpy. It synchronizes ranks: never folded or prepared
     collective: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None  # (node, gradient of every result) -> gradient of the operand: Value
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
-    as_stored: bool = False  # `reference` sees narrow floats as they are, and not in f32
+    as_stored: bool = False  # `reference` gets 16-bit and 8-bit floats as stored, not widened to f32
     roles: str = ""  # one letter per operand, for constants: "x" of the op's dtype (default), "i" an index, "b" a condition
     samples: tuple[Sample, ...] = ()
     doc: str = ""
@@ -202,7 +202,7 @@ class OpDef:
 
     @property
     def ahead(self) -> bool:
-        """Whether its results are known as soon as its operands are, before any run and on one rank alone."""
+        """True if the results can be computed as soon as the operands are known: before any run, and by one rank alone."""
         return self.kind is not Kind.LEAF and self.collective is None and not self.own_memory
 
     def make_attrs(self, given: dict[str, Any]) -> Attrs | None:
@@ -225,7 +225,7 @@ class OpDef:
         return made
 
     def attribute_faults(self, attrs: Attrs | None) -> list[str]:
-        """What is wrong with the type of an attribute record, or of a value in it."""
+        """Type errors of an attribute record and of the values in it, as messages."""
         if self.attrs is None:
             return [] if attrs is None else [f"{self.name} has no attributes, found {attrs!r}"]
         if type(attrs) is not self.attrs:

@@ -1,17 +1,17 @@
-"""Which arguments of a kernel may be one memory: proved from its loops, never guessed. The planner shares memory by this rule,
-and a renderer learns from it which arguments it may declare free of aliases.
+"""Alias analysis of kernel arguments, proved from the kernel's loops. The planner reuses memory in place by this rule, and a
+renderer uses it to declare arguments as not aliased.
 
 `may_overlap(kernel)` gives the (read, written) argument pairs for which overwriting the read buffer while the kernel
-runs cannot change a result. The argument, for a read buffer r and a written one w of equal size:
+runs cannot change a result. The proof, for a read buffer r and a written buffer w of equal size:
 
 1. every store to w has one affine index, injective over the grid and the loops around it: each element of w is written
    by one grid point in one iteration;
-2. every load of r has, in each place, the index of every store, with the loops that only the load is in standing for
-   those that only the store is in: what an iteration of the common loops overwrites is what it alone reads;
-3. the load comes first: in the store's own statement, in an earlier one, or in an earlier loop beside the store's.
+2. every load of r has the same index as every store, once the loops that enclose only the load are renamed to those that
+   enclose only the store: an iteration of the common loops overwrites only elements that no other iteration reads;
+3. the load comes first: in the store's own statement, in an earlier one, or in an earlier loop of the same body.
 
-So no element of r is read after it was overwritten, whatever the order of grid points. What is not proved is no pair.
-A collective says itself whether it works in place.
+So no element of r is read after it was overwritten, in any order of grid points. Pairs without a proof are left out.
+A collective declares whether it works in place.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Affine:
 
 
 def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
-    """(read argument, written argument) pairs that may share one memory. Arguments are positions in kernel.buffers."""
+    """(read argument, written argument) pairs that may share memory. Arguments are positions in kernel.buffers."""
     if kernel.collective:
         return frozenset({(0, 1)} if kernel.collective.attrs.in_place else ())  # type: ignore[union-attr]
     found = accesses(kernel)
-    opaque = {a.buffer for a in found if a.index is None or a.again}  # no order of its elements' accesses is known
+    opaque = {a.buffer for a in found if a.index is None or a.again}  # the order of accesses to its elements is unknown
     pairs = set()
     for w, written in enumerate(kernel.buffers):
         stores = [a for a in found if a.buffer is written]
@@ -50,7 +50,7 @@ def may_overlap(kernel: Kernel) -> frozenset[tuple[int, int]]:
 
 
 def unaliased(kernel: Kernel) -> tuple[bool, ...]:
-    """Of each argument: whether it is memory of its own, as C's restrict says, but for other arguments that are only read."""
+    """For each argument, True if C's restrict holds for it, except towards other arguments that are only read."""
     shared = {argument for pair in may_overlap(kernel) for argument in pair}
     return tuple(n not in shared for n in range(len(kernel.buffers)))
 
@@ -86,7 +86,7 @@ def _writes_once(kernel: Kernel, stores: list[Access]) -> bool:
         around = {**dict(kernel.grid), **dict(s.loops)}
         if form is None or not form.terms.keys() <= around.keys():
             return False
-        reach = 0  # of the smaller coefficients together
+        reach = 0  # largest sum that the smaller coefficients give
         for size, extent in sorted((abs(form.terms.get(v, 0)), n) for v, n in around.items() if n > 1):
             if size <= reach:
                 return False

@@ -1,6 +1,6 @@
-"""How a value of the whole graph lies on the ranks: whole on each, in parts, or in contributions that must be combined.
+"""Placement of a value on the ranks: replicated on each, split along an axis, or partial results that must be reduced.
 
-The words are those of GSPMD (Xu et al. 2021) and of PyTorch's DTensor. The compiler finds them (rlx.compile.partition).
+The terms are those of GSPMD (Xu et al. 2021) and PyTorch's DTensor. rlx.compile.partition infers the placements.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """The ranks share `axis`: equally, in rank order, each of its consecutive `parts` (their sizes; (): one, all of it).
+    """`axis` is split between the ranks: each of its consecutive `parts` (sizes; (): one part, the whole axis) equally and in
+    rank order.
 
-    More than one part is what projections side by side in one matrix have: each rank holds its share of each."""
+    A matrix that concatenates several projections has several parts: each rank holds its share of each projection."""
 
     axis: int
     parts: tuple[int, ...] = ()
@@ -33,7 +34,7 @@ class Split:
         return f"split({self.axis}{', ' + '+'.join(map(str, self.parts)) if len(self.parts) > 1 else ''})"
 
     def local(self, dims: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The dims of one rank's share."""
+        """The dims of one rank's shard."""
         return (*dims[: self.axis], dims[self.axis] // ranks, *dims[self.axis + 1 :])
 
     def ranges(self, ranks: int, rank: int) -> list[tuple[int, int]]:
@@ -42,7 +43,7 @@ class Split:
                 for size, end in zip(self.parts, accumulate(self.parts))]  # fmt: skip
 
     def share(self, array: np.ndarray, ranks: int, rank: int) -> np.ndarray:
-        """What one rank holds of `array`; a view where it is one piece."""
+        """One rank's shard of `array`; a view if it is one piece."""
         lead = (slice(None),) * self.axis
         pieces = [array[(*lead, slice(*r))] for r in self.ranges(ranks, rank)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, self.axis)
@@ -50,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank has an array of its own; element by element they combine, by "sum", "max" or "min", to the value."""
+    """Every rank has its own array; their elementwise "sum", "max" or "min" is the value."""
 
     kind: str = "sum"
 

@@ -1,8 +1,8 @@
-"""Program: what compilation hands to a backend. Buffers with their places, and steps that read and write them.
+"""Program: the compiler's output for a backend. Buffers with their locations, and steps that read and write them.
 
-`prepare` turns params into derived ones (packed, transposed, folded) and runs again when a param is set; `steps` is
-one run; `commit` moves next states into handles, and runs only if the steps ended without an error; `abort` undoes what
-steps wrote into handles in place, if they did not.
+`prepare` computes derived params (packed, transposed, folded) and runs again when a param is set; `steps` is one run; `commit`
+moves next states into handles, and runs only if the steps succeeded; `abort` undoes in-place writes to handles if a step
+failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlx.ir.tokens import constant_text, name_text
 
 
 class Region(Enum):
-    """Who owns a buffer's bytes, and how long they last."""
+    """Owner and lifetime of a buffer's bytes."""
 
     ARENA = "arena"  # planned; valid between its first write and last read within one run
     INPUT = "input"  # in the arena, never shared: keeps what the caller wrote
@@ -37,8 +37,8 @@ class Region(Enum):
 
 @dataclass(frozen=True)
 class BufferDecl:
-    """One buffer of the program. `shape`: dims of its memory, which are those of the value it was made for, or of the tiles
-    (`layout`) that this lies in. Its place is Program.plan (arena regions)."""
+    """One buffer of the program. `shape`: its value's dims, or with a `layout` the dims of the tiles in memory. Program.plan has
+    its offset (arena regions)."""
 
     id: int
     region: Region
@@ -54,8 +54,8 @@ class BufferDecl:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel call. `args[i]` is the buffer behind kernel.buffers[i], which says by `writable` what it writes. `beside`: it is
-    in the group of the step before; steps of a group need not wait for one another."""
+    """One kernel launch. `args[i]` is the buffer bound to kernel.buffers[i], whose `writable` marks outputs. `beside`: the step
+    is in the group of the previous step; steps of a group may run concurrently."""
 
     kernel: Kernel
     args: tuple[int, ...]
@@ -63,7 +63,7 @@ class Step:
 
     @cached_property
     def reads(self) -> frozenset[int]:
-        """Buffers read: every one that is not only written. A writable buffer counts as read if the kernel loads it."""
+        """Buffers that the step reads: all but the write-only ones. A writable buffer counts as read if the kernel loads it."""
         loaded = loaded_buffers(self.kernel)
         return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b in loaded)
 
@@ -79,14 +79,14 @@ class ArenaPlan:
     offsets: dict[int, int]
     size_bytes: int
     alignment: int
-    unshared_bytes: int  # what it would take without reuse
-    lower_bound_bytes: int  # most bytes live at one step: no plan can be smaller
+    unshared_bytes: int  # the size without memory reuse
+    lower_bound_bytes: int  # peak of live bytes over the steps: no plan can be smaller
 
 
 @dataclass(frozen=True)
 class OutputDecl:
-    """An output: its buffer, and its shape. Outputs are contiguous and row-major; several may name one buffer. `active`: where
-    it has rows that need not hold data."""
+    """An output: its buffer and its shape. Outputs are contiguous and row-major; several may share a buffer. `active`: its active
+    axes, which may have padding."""
 
     name: str
     buffer: int
@@ -108,13 +108,13 @@ class Program:
     outputs: tuple[OutputDecl, ...]
     plan: ArenaPlan
     abort: tuple[tuple[int, Step], ...] = ()  # (n, step): undoes an update in place when a run fails after steps[n]
-    extent: int | None = None  # the last of `inputs`, where set: i64 (), how many rows of the active axes hold data
+    extent: int | None = None  # if set, the last of `inputs`: i64 (), the number of valid rows of the active axes
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def collectives(self) -> tuple[Native, ...]:
-        """Of the steps, in order."""
+        """The collectives of the steps, in order."""
         return tuple(found for step in self.steps if (found := step.kernel.collective))
 
     @property
@@ -125,7 +125,7 @@ class Program:
 
     @cached_property
     def sources(self) -> tuple[frozenset[str], ...]:
-        """Of each prepare step: the params it depends on."""
+        """For each prepare step, the params it depends on."""
         out: list[frozenset[str]] = []
         feeds = {b.id: frozenset([b.name]) for b in self.buffers if b.region is Region.PARAM}
         for step in self.prepare:
@@ -135,7 +135,7 @@ class Program:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Params whose own bytes must stay: read by a run, or prepared together with others."""
+        """Params whose own bytes must be kept: those read by a run, or prepared together with others."""
         name = {id: self.buffers[id].name for id in self.params}
         read = (name[id] for step in self.steps + self.commit for id in step.reads if id in name)
         return frozenset(read).union(*(names for names in self.sources if len(names) > 1))
@@ -146,17 +146,17 @@ class Program:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What became of one node of the user's graph."""
+    """How one node of the user's graph was compiled."""
 
     node: str
     op: str
     how: str  # "native", "decomposed", "lowered", "folded", "prepared", "view"
-    kernel: str  # kernel it ended up in ("" if none)
-    why: str = ""  # a refusal's reason
+    kernel: str  # the kernel that computes it ("" if none)
+    why: str = ""  # the reason for a refusal
 
 
 def received_bytes(kernel: Kernel) -> int:
-    """What each rank receives from others, at the least, if it is a collective."""
+    """Lower bound of the bytes that each rank receives from others, if the kernel is a collective."""
     if not (op := kernel.collective):
         return 0
     x = op.inputs[0].buffer
@@ -168,7 +168,7 @@ def _moved(kernel: Kernel) -> str:
 
 
 def _labels(program: Program) -> tuple[dict[Kernel, str], list[str]]:
-    """What steps call their kernels, NAME or NAME@2 for the second of that name, and the text of each distinct one."""
+    """(label of each kernel: NAME, or NAME@2 for the second of that name; text of each distinct kernel)."""
     labels: dict[Kernel, str] = {}
     texts: dict[str, str] = {}
     count: Counter[str] = Counter()
@@ -181,8 +181,8 @@ def _labels(program: Program) -> tuple[dict[Kernel, str], list[str]]:
 
 
 def print_program(program: Program, full: bool = True) -> str:
-    """Buffers with their places, kernels, and the steps of each phase: text that `rlx.ir.program_parse.parse_program` reads back,
-    given constants of many numbers. Not `full`: without kernels, and without what is in constants."""
+    """The text of a program: buffers with their locations, kernels, and the steps of each phase. `parse_program` (in
+    rlx.ir.program_parse) reads it back, given the large constants. Not `full`: without kernels and constant data."""
     plan = program.plan
     lines = [f"program {name_text(program.name)} for {name_text(program.target.name)}"]
     least = f"unshared {plan.unshared_bytes}, at least {plan.lower_bound_bytes}"

@@ -1,7 +1,8 @@
-"""Programs from their text (rlx.ir.program.print_program). Text is untrusted: other text is a ParseError that names the line.
+"""Parser for the text of programs (rlx.ir.program.print_program). The text is untrusted: bad text is a ParseError that names the
+line.
 
-What comes out fits together: buffers, kernels and steps that are named exist, and steps give their kernels as many buffers, of
-the right sizes and dtypes, as these take. Whether a run of it is sound says rlx.compile.check.
+The result is well formed: all named buffers, kernels and steps exist, and the arguments of steps match their kernels in number,
+size and dtype. rlx.compile.check checks that a run is sound.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ REGIONS = {r.value: r for r in Region}
 
 
 def parse_program(text: str, target: Target, constants: Mapping[str, np.ndarray] | None = None) -> Program:
-    """The program for `target` that `print_program` printed in full. `constants`: the arrays that stand in it by their digest
-    (`digest_of`). ParseError, naming the line, for any other text, another target, or a constant that is not given."""
+    """The program for `target` from the full text of `print_program`. `constants`: digest (`digest_of`) -> array, for constants
+    that the text names by digest. ParseError, naming the line: bad text, another target, or a missing constant."""
     if not isinstance(text, str):
         raise ParseError(f"a program's text is a str, got {type(text).__name__}")
     return _Parser(text.split("\n"), target, constants or {}).program()
 
 
 def digest_of(data: np.ndarray) -> str:
-    """What stands for a large constant in a program's text."""
+    """The digest that replaces a large constant in a program's text."""
     return hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()
 
 
@@ -185,7 +186,7 @@ class _Parser(KernelParser):
         self.kernels[label] = kernel
 
     def phase(self, phase: str) -> list[tuple[int, Step]]:
-        """The steps, each with the step it stands after (abort), else 0."""
+        """The steps, each with the number of the step that it follows (abort), else 0."""
         self.choose({phase: None}, f"{phase}:")
         self.expect(":")
         self.advance()

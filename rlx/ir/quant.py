@@ -1,8 +1,8 @@
-"""Block formats of quantised weights: one table. A row is a sequence of blocks, each a fixed number of elements in a fixed
-number of bytes: small integers, and f16 scales that turn them into numbers.
+"""Table of block formats of quantised weights. A row is a sequence of blocks; a block stores a fixed number of elements in a
+fixed number of bytes, as small integers with f16 scales.
 
-`q8_0`, `q4_0`, `q4_k`, `q5_k` and `q6_k` are laid out as in GGUF files. `int8` and `int4` are what this package makes of
-unquantised weights: the layouts of q8_0 and q4_0 (groups of 32 with one f16 scale), so that one kernel serves both.
+`q8_0`, `q4_0`, `q4_k`, `q5_k` and `q6_k` have the layouts of GGUF files. `int8` and `int4` are the formats to which this package
+quantises weights: the layouts of q8_0 and q4_0 (groups of 32 with one f16 scale), so that the same kernels serve them.
 All numbers are little-endian. `decode` gives the same f32 numbers, to the bit, as the format's own implementation.
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from rlx.errors import NumericsError, ShapeError
 
-_CHUNK = 1 << 18  # elements encoded at once: bounds the temporaries
+_CHUNK = 1 << 18  # elements encoded at a time: bounds the size of temporaries
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """`block` elements in `nbytes` bytes; f16 scales stand at the byte offsets `scales` of a block."""
+    """A block: `block` elements in `nbytes` bytes, with f16 scales at byte offsets `scales`."""
 
     name: str
     block: int
@@ -31,12 +31,12 @@ class QuantFormat:
     quantise: Callable[[np.ndarray], np.ndarray] | None = None  # f32 [..., block] -> u8 [..., nbytes]
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of that many elements; its last block may be cut short."""
+        """Bytes of a row of this many elements; the last block may be partly used."""
         return -(-columns // self.block) * self.nbytes
 
     def decode(self, blocks: np.ndarray) -> np.ndarray:
         """u8 [..., blocks, nbytes] -> f32 [..., blocks * block]."""
-        with np.errstate(all="ignore"):  # scales may be anything
+        with np.errstate(all="ignore"):  # scales may be infinite or NaN
             return self.values(blocks).reshape(*blocks.shape[:-2], blocks.shape[-2] * self.block)
 
     def decode_rows(self, packed: np.ndarray, columns: int | None = None) -> np.ndarray:
@@ -47,8 +47,8 @@ class QuantFormat:
         return self.decode(blocks)[..., :columns]
 
     def encode(self, weights: np.ndarray) -> np.ndarray:
-        """Floats [..., columns] -> u8 [..., row bytes]; the last block is filled up with zeros. NumericsError: a weight
-        that is not finite, or too large for an f16 scale."""
+        """Floats [..., columns] -> u8 [..., row bytes]; the last block is padded with zeros. NumericsError: a weight is not
+        finite, or too large for an f16 scale."""
         assert self.quantise is not None, f"{self.name} is read only"
         *lead, columns = weights.shape
         rows = weights.reshape(math.prod(lead), columns)

@@ -1,12 +1,12 @@
-"""Rewrite rules as data: a pattern over ops, and a small function that makes the replacement.
+"""Rewrite rules: a pattern over ops, and a function that builds the replacement.
 
     @rule(pattern(ops.mul, X, 1), pattern(ops.mul, 1, X))
     def mul_by_one(node, x):
         "x * 1 is x, also for NaN and -0."
         return x
 
-The engine is here and nowhere else. It goes bottom-up, tries the rules of each node until none fits, and repeats until
-the graph stays as it is. A replacement of another shape or dtype than the node is not made.
+The engine rewrites bottom-up, applies rules to each node until none matches, and repeats until the graph no longer changes. A
+replacement whose shape or dtype differs from the node's is discarded.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
 from rlx.ir.op import OpDef
 
-_MOST_ROUNDS = 100  # a rule set that still changes the graph then goes in circles
+_MOST_ROUNDS = 100  # a rule set that still changes the graph after this many rounds does not terminate
 
 
 @dataclass(frozen=True)
 class Var:
-    """Matches any operand; the same Var matches only the same Value."""
+    """Matches any operand; every occurrence of a Var must match the same Value."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """An op over operands: Vars, Patterns, or numbers. An int stands for a constant whose elements all are that number,
-    of an integer or float dtype; a float, for one of a float dtype; a bool, of dtype bool. -0.0 is not 0.0."""
+    """An op on operands: Vars, Patterns, or numbers. A number matches a constant whose elements all equal it: an int one of
+    integer or float dtype, a float one of float dtype, a bool one of dtype bool. -0.0 does not match 0.0."""
 
     op: OpDef
     args: tuple[Operand, ...]
@@ -44,8 +44,8 @@ Operand = Var | Pattern | int | float | bool
 
 @dataclass(frozen=True)
 class Rule:
-    """`make(node, **operands by Var)` gives the replacement, or None where the rule does not hold after all. With no
-    patterns it is tried on every node."""
+    """`make(node, **operands by Var)` returns the replacement, or None if the rule does not apply. Without patterns it is tried
+    on every node."""
 
     name: str
     patterns: tuple[Pattern, ...]
@@ -59,7 +59,7 @@ def pattern(build: Callable[..., object], *args: Operand) -> Pattern:
 
 
 def rule(*patterns: Pattern) -> Callable[[Callable[..., Value | None]], Rule]:
-    """Decorator: the function's name becomes the rule's, its docstring the reason why the rule is sound."""
+    """Decorator: the function's name is the name of the rule, and its docstring says why the rule is sound."""
 
     def declare(make: Callable[..., Value | None]) -> Rule:
         assert make.__doc__, f"rule {make.__name__} does not say why it is sound"
@@ -69,7 +69,7 @@ def rule(*patterns: Pattern) -> Callable[[Callable[..., Value | None]], Rule]:
 
 
 def match(wanted: Operand, value: Value, found: dict[str, Value]) -> bool:
-    """Whether `value` has the wanted form; `found` receives the operand of each Var."""
+    """True if `value` matches; `found` receives the operand of each Var."""
     if isinstance(wanted, Var):
         return found.setdefault(wanted.name, value) is value
     if not isinstance(wanted, Pattern):
@@ -94,7 +94,7 @@ def _is_number(value: Value, number: int | float | bool) -> bool:
 
 
 def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None) -> Graph:
-    """`graph` with the rules applied until none fits. `fired` receives the name of each rule, in order of use."""
+    """`graph` with the rules applied until none matches. `fired` receives the name of each applied rule, in order."""
     fired = [] if fired is None else fired
     present = {node.op for node in graph.nodes()}
     by_op = {op: [r for r in rules if not r.patterns or any(p.op is op for p in r.patterns)] for op in present}
@@ -117,7 +117,7 @@ def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None)
 
 
 def _first(rules: Iterable[Rule], value: Value, fired: list[str]) -> Value | None:
-    """The replacement by the first rule that fits."""
+    """The replacement by the first rule that applies."""
     for r in rules:
         for p in r.patterns or (None,):
             found: dict[str, Value] = {}
@@ -132,12 +132,12 @@ def _first(rules: Iterable[Rule], value: Value, fired: list[str]) -> Value | Non
 
 
 def _around(node: Node, depth: int) -> set[Node]:
-    """The node and its operands down to a depth that no pattern exceeds: nodes that a rule found and did not make."""
+    """The node and its operands, to the depth of the deepest pattern: existing nodes, which a rule did not make."""
     return {node}.union(*(_around(v.node, depth - 1) for v in node.inputs)) if depth else {node}
 
 
 def inherit(made: Value, old: Node) -> Value:
-    """`made`, a result of a node that nothing else uses yet, with the name and source line of the node it replaces."""
+    """`made`, a result of a node without other users, with the name and source line of the node it replaces."""
     return Value(replace(made.node, name=old.name, source=old.source), made.index)
 
 

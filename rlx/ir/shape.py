@@ -1,7 +1,7 @@
 """Shapes: dims (ints or named symbols) plus an element type; broadcasting; contiguous strides.
 
-A named dim is a monomial: an integer times a product of names, so that flattening (batch, sequence) of a graph
-with both unknown still has a size. Sums of names are refused: bind the dims first.
+A named dim is a monomial: an integer times a product of names, so that (batch, sequence) can be flattened while both are
+unknown. Sums of names are not supported: bind the dims first.
 """
 
 from __future__ import annotations

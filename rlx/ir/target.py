@@ -1,4 +1,4 @@
-"""Target: what a compiler may know about a device. Plain facts; holding one touches no device."""
+"""Target: the device facts that the compiler uses, as plain data. Making a Target does not access the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Producer:
-    """What a target is told of an operand that could be computed inside of a contraction. `side`: 0 the left, 1 the right one.
+    """A candidate for a computed operand of a contraction. `side`: 0 left, 1 right.
 
-    The product is [m, k] @ [k, n] at each of `batch` points; `repeats` of them share the operand. `work`: operations per element.
+    The product is [m, k] @ [k, n], `batch` times; `repeats` of these share the operand. `work`: operations per element.
     """
 
     side: int
@@ -33,21 +33,21 @@ class Producer:
 class Target:
     """Facts of one device.
 
-    `dtypes`: names it stores and computes. `natives`: op name -> claim(node) giving None where the backend has a kernel
-    of its own for that node, else the reason it has not; ops not in the table are decomposed or lowered to loops.
-    `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form its kernel reads.
-    `splits`: op name -> split(node): a claimed node in smaller ops, where those are more work at once for `threads`; or None.
-    `followed`: claimed ops whose kernel takes what follows it: pointwise ops on its result, and on finished rows; and of those,
-    `follows(node)`: whether that is quicker for this node.
-    `computes(producer)`: whether a contraction is quicker if it computes that operand where it reads it, compared with a kernel
-    that writes the operand to memory first.
-    `panel(dtype name)`: columns per packed panel of a contraction's right operand (0: never packed), and how many of its rows
-    lie interleaved. Where the operands differ, the names of both: "u8 i8".
+    `dtypes`: names of the supported dtypes. `natives`: op name -> claim(node), which returns None if the backend has a kernel for
+    the whole node, else the reason why not; other ops are decomposed or lowered to loops.
+    `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form that its kernel reads.
+    `splits`: op name -> split(node): a claimed node as smaller ops, if those give more parallelism for `threads`; or None.
+    `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result, and on finished rows);
+    `follows(node)`: True if the epilogue is faster for this node than a separate kernel.
+    `computes(producer)`: True if a contraction is faster when it computes this operand where it reads it than when another
+    kernel writes the operand to memory first.
+    `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
+    interleaved). For operands of two dtypes, both names: "u8 i8".
     """
 
     name: str
     dtypes: frozenset[str]
-    features: tuple[str, ...] = ()  # instruction-set facts that change generated code; part of every cache key
+    features: tuple[str, ...] = ()  # instruction-set features that change generated code; part of every cache key
     vector_bytes: int = 16
     threads: int = 1
     alignment: int = 64  # bytes, of every buffer

@@ -1,4 +1,4 @@
-"""The text form of a graph: printing, parsing, and the fingerprint made of it.
+"""The text form of a graph: printer, parser and fingerprint.
 
     graph counter
       input delta : f32[4]
@@ -11,8 +11,8 @@
       return best = %3.0, where = %3.1
 
 One line per node, operands before users. `%x` is the leaf x, `%1` a node, `%3.1` the second result of a node that has
-several. Names that are not words are JSON strings. `#` starts a comment. Text is untrusted: whatever is wrong with it
-is a ParseError that names the line, nothing in it is evaluated, and no more memory is taken than the text is long.
+several. Names that are not words are JSON strings. `#` starts a comment. The text is untrusted: any error is a ParseError that
+names the line, nothing in the text is evaluated, and memory use is bounded by its length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ G = TypeVar("G", bound=Building)
 
 
 def print_graph(graph: Building) -> str:
-    """Text that `rlx.ir.graph.parse_graph` reads back to an equal graph. Nodes that nothing needs are not in it."""
+    """Text that `rlx.ir.graph.parse_graph` reads back to an equal graph. Unused nodes are left out."""
     return "\n".join(_graph_lines(graph, digest=False))
 
 
@@ -43,7 +43,7 @@ def fingerprint(graph: Building) -> str:
 
 
 def digest_lines(graph: Building) -> list[str]:
-    """What the fingerprint is made of, line by line."""
+    """The lines that the fingerprint hashes."""
     return _graph_lines(graph, digest=True)
 
 
@@ -51,7 +51,7 @@ def digest_lines(graph: Building) -> list[str]:
 
 
 def references(graph: Building) -> dict[Node, str]:
-    """How the text of a graph calls each node: %name a leaf, %N another."""
+    """The reference of each node in the text: %name for a leaf, %N for other nodes."""
     refs = {leaf.node: "%" + name_text(leaf.name) for leaf in graph.leaves()}
     named = len(refs)
     for node in graph.nodes():
@@ -69,7 +69,7 @@ def _graph_lines(graph: Building, digest: bool) -> list[str]:
 
     def ref(v: Any) -> str:
         if not isinstance(v, Value):
-            return "%?"  # for people, as below
+            return "%?"  # display only, as below
         return refs.get(v.node, "%?") + (f".{v.index}" if len(v.node.shapes) > 1 else "")
 
     for node in (n for n in nodes if n not in leaves):
@@ -101,7 +101,7 @@ def parse_into(make: Callable[[str], G], text: str) -> G:
 
 
 class _Parser(Tokens, Generic[G]):
-    """The graph so far, and what each reference means."""
+    """The graph parsed so far, and the value of each reference."""
 
     def __init__(self, make: Callable[[str], G]) -> None:
         super().__init__()

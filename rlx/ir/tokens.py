@@ -1,7 +1,8 @@
-"""What the texts of graphs, kernels and programs are made of: names, numbers, shapes, attributes, constants, printed and parsed.
+"""Tokens shared by the texts of graphs, kernels and programs: names, numbers, shapes, attributes and constants, printed and
+parsed.
 
-Text is untrusted: whatever is wrong with it is a ParseError that names the line, nothing in it is evaluated, and no more
-memory is taken than the text is long.
+The text is untrusted: any error is a ParseError that names the line, nothing in the text is evaluated, and memory use is bounded
+by its length.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlx.ir.op import Attrs, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape
 
 INLINE = 16  # constants of up to this many numbers are written out, larger ones as base64 of their little-endian bytes
-_NESTING = 16  # tuples within tuples in an attribute
+_NESTING = 16  # maximum nesting of tuples in an attribute
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
@@ -33,7 +34,7 @@ def name_text(name: Any) -> str:
 
 
 def attribute_texts(attrs: Attrs | None, declared: type[Attrs] | None = None) -> list[str]:
-    """NAME=VALUE of every attribute; of those that `declared` names, where `attrs` may be anything."""
+    """NAME=VALUE of every attribute; with `declared`, of the attributes it names, for any `attrs`."""
     names = attribute_types(declared or type(attrs)) if attrs is not None else ()
     return [f"{name}={attribute_text(getattr(attrs, name, None))}" for name in names]
 
@@ -53,7 +54,7 @@ def attribute_text(value: Any) -> str:
         return f"dim[{value}]"
     if isinstance(value, (DType, Shape)):
         return str(value)
-    return f"<{type(value).__name__}>"  # for people: the verifier refuses it, and so does the parser
+    return f"<{type(value).__name__}>"  # display only: the verifier and the parser refuse it
 
 
 def constant_text(data: np.ndarray, digest: bool) -> str:
@@ -68,7 +69,7 @@ def constant_text(data: np.ndarray, digest: bool) -> str:
 
 
 def number_text(x: Any, dtype: DType) -> str:
-    """The shortest decimal that reads back to the same bits; NaN by its bits, since it has many."""
+    """The shortest decimal that reads back to the same bits; a NaN as its bits, since there are many NaNs."""
     if dtype.kind == "b":
         return "true" if x else "false"
     if dtype.kind != "f":
@@ -96,7 +97,7 @@ T = TypeVar("T")
 
 
 class Tokens:
-    """A text read line by line; of the line being read its tokens, and which comes next."""
+    """A text read line by line: the tokens of the current line, and the position in them."""
 
     def __init__(self) -> None:
         self.number, self.at = 1, 0
@@ -131,14 +132,14 @@ class Tokens:
         self.error(f"expected {expected}, found {repr(self.text[:60]) if self.text else 'the end of the line'}")
 
     def next(self, kind: str, expected: str) -> str:
-        """The next token's text, which must be of this kind."""
+        """The text of the next token, which must be of this kind."""
         if self.kind != kind:
             self.fail(expected)
         self.at += kind != "end"
         return self.tokens[self.at - 1][1]
 
     def choose(self, table: Mapping[str, T], expected: str) -> T:
-        """What the next word means in `table`."""
+        """The entry of `table` for the next word."""
         if self.kind != "word" or self.text not in table:
             self.fail(expected)
         return table[self.next("word", expected)]

@@ -1,8 +1,8 @@
-"""Choices of how kernels are cut, as data: what was measured, what a file holds, what options ask for.
+"""Tuning results: the tiling of each kernel, as measured, read from a file, or given in the options.
 
-A choice gives each name that a backend offers for a kernel (rlx.driver.backend.Tunable) one of its values. A step is known by a
-key made of what it computes, shapes, dtypes and target, so choices fit wherever the same step is compiled for the same target.
-No choice changes a result.
+A choice maps the tuning parameters of a kernel (rlx.driver.backend.Tunable) to values. The key of a step is made of its
+operation, shapes, dtypes and target, so a choice applies wherever the same step is compiled for the same target. No choice
+changes a result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlx.ir.keys import key_facts
 from rlx.ir.target import Target
 
 Choice = Mapping[str, int]
-HEAD = "rlx tuning"  # of a file: its format
+HEAD = "rlx tuning"  # identifies the file format
 FORMAT = 1
 NO_TIME = "not measured: out of time"  # the next compile with this budget goes on
 TOO_LONG = "not measured: takes longer than the time given"  # a compile came to no race, and the next one got no farther
 
 
 def step_key(kernel: Kernel, target: Target) -> str:
-    """The same for equal kernels on equal targets, on any machine: a few words for people, and a digest."""
+    """The key of a kernel, equal for equal kernels and targets on any machine: a short description and a digest."""
     what, first = "", next(iter(kernel.body), None)
     if isinstance(first, Contract):
         a, b, acc = first.a.dtype, first.b.dtype, first.acc.dtype
@@ -71,9 +71,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class TunedStep:
-    """What became of one step. `choice`: all that its code depends on; () where it is as usual and nothing was decided. `how`:
-    "measured", "kept" (measured by an earlier compile), "given", or why there was no choice. Nanoseconds of one step, 0: unknown;
-    `tried`: candidates that were measured."""
+    """The tuning of one step. `choice`: all parameters that affect its code; () for the defaults. `how`: "measured", "kept"
+    (measured by an earlier compile), "given", or the reason why there is no choice. Times are nanoseconds per step, 0: unknown;
+    `tried`: number of measured candidates."""
 
     key: str
     how: str
@@ -92,19 +92,19 @@ class TunedStep:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the steps of a program were cut. `why`: nothing was tuned because of that; "" if it was."""
+    """The tuning of a program's steps. `why`: the reason why nothing was tuned; "" if it was tuned."""
 
     steps: tuple[TunedStep, ...] = ()
     why: str = "not asked for"
 
     @property
     def unfinished(self) -> int:
-        """Steps with which the next compile that may take as long goes on."""
+        """Steps left to measure: the next compile with the same budget continues with them."""
         return sum(s.how == NO_TIME for s in self.steps)
 
     @property
     def choices(self) -> dict[str, dict[str, int]]:
-        """What was decided: CompileOptions(tune=…) takes it, for the same code at another time or on another machine."""
+        """The choices of all steps: pass them as CompileOptions(tune=…) to get the same code later or on another machine."""
         return {s.key: dict(s.choice) for s in self.steps if s.choice}
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -1,10 +1,10 @@
-"""States that are updated in place, as a part of a graph: what is written where, and what must have run before.
+"""In-place state updates of a graph, and the order of execution that they require.
 
     assign total = %2
     update total = %2 saved %3 undo %4
 
-`%2` is `total` with a part replaced (OpDef.update) and lies in the memory of `total`; `%3` holds the part as it was, and `%4` is
-the state with it put back, computed only if a run fails. Everything else that reads `total` runs before `%2`.
+`%2` is `total` with a part replaced (OpDef.update), written in the memory of `total`; `%3` saves the old part, and `%4` restores
+it, only if a run fails. All other readers of `total` run before `%2`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def readers(graph: Building, results: Mapping[Value, Node]) -> dict[Node, list[N
 
 
 def run_before(graph: Building) -> dict[Node, list[Node]]:
-    """Nodes that must run before a node although it does not read them: who reads a state, before it is updated in place."""
+    """Extra ordering edges: the readers of a state must run before its in-place update, which does not read them."""
     return readers(graph, {u.handle: u.result.node for u in graph.updates})
 
 

@@ -1,6 +1,6 @@
-"""The structural rules of a graph, checked in every build. `faults` lists all that is broken, `verify` raises it.
+"""The graph verifier: structural rules, checked in every build. `faults` lists all violations, `verify` raises them.
 
-Run after every pass, so cost counts: one walk, one shape inference per node.
+It runs after every pass, so it must be cheap: one walk, one shape inference per node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def verify(graph: Building) -> None:
 
 
 def faults(graph: Building, sound: set[Node] | None = None) -> list[str]:
-    """Every broken rule, one sentence each; empty for a sound graph. `sound`: nodes found whole before, which as frozen values
-    they still are; those of this graph are added."""
+    """Every violated rule, one sentence each; empty for a sound graph. `sound`: nodes already verified, which are not checked
+    again because nodes are immutable; the sound nodes of this graph are added."""
     out = [*_leaf_faults(graph), *_result_faults(graph)]
     nodes, cycle = postorder([*graph.leaves(), *graph.roots()])
     if cycle is not None:
