@@ -9,6 +9,7 @@ from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
 from rlx.compile.long_sums import in_f64
 from rlx.ir import kernel as K
+from rlx.ir.contexts import Lowering
 from rlx.ir.dtype import DType, f64, index_
 from rlx.ir.graph import CONSTANT, Node, Value
 from rlx.ir.kernel import k
@@ -18,7 +19,7 @@ from rlx.ir.op import Kind
 ZERO = k.const(0)  # one object, so that what is found at coordinate 0 is found again
 
 
-class KernelBuilder:
+class KernelBuilder(Lowering):
     """What an op's `element` and `kernel` functions see as `ctx`, and the state of the kernel being written.
 
     `block` collects statements that the expressions made so far depend on; `bound` gives values that are at hand in the

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from rlx.compile.legalise import expand
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
+from rlx.ir.contexts import Made, PaddingPass
 from rlx.ir.dtype import DType
 from rlx.ir.graph import INPUT, Active, Extent, Graph, Node, Value, constant, keep
 from rlx.ir.layout import Layout
@@ -141,7 +141,7 @@ def padding(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     return graph if options.extent is None else Padding(graph, *options.extent).run()
 
 
-class Padding(Rows):
+class Padding(Rows, PaddingPass):
     """The pass, and what an op's `padded` declaration sees as its first argument."""
 
     def __init__(self, graph: Graph, name: str, upper: int) -> None:
@@ -249,7 +249,7 @@ class Padding(Rows):
         facts = {"axis": active.axis, "upper": active.upper, "inner": active.inner, "fill": fill, "guard": guard}
         return self.final(valid_rows(value, self.extent, **facts))
 
-    def final(self, made: Any) -> Any:
+    def final(self, made: Made) -> Made:
         """The results of a node that is right as it is."""
         self.finals.add((made[0] if isinstance(made, tuple) else made).node)
         return made

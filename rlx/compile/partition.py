@@ -25,6 +25,7 @@ from rlx.compile.legalise import expand
 from rlx.compile.padding import carried
 from rlx.compile.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
+from rlx.ir.contexts import Partitioning
 from rlx.ir.graph import CONSTANT, HANDLE, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.layout import Layout
@@ -291,7 +292,8 @@ class _Partition:
         if node.op.kind is Kind.LEAF or all(isinstance(h, Replicated) for h in homes):
             made = self.apply(node, Plan(tuple(homes), (REPLICATED,) * len(node.shapes), node.attrs))
         elif node.op.partitioned is not None:
-            made = node.op.partitioned(self, node.attrs, *node.inputs)
+            offered: Partitioning = self
+            made = node.op.partitioned(offered, node.attrs, *node.inputs)
         if isinstance(made, str):
             made = self.apply(node, self.whole(node, made))
         elif made is None:

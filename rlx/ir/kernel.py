@@ -329,7 +329,7 @@ def is_const(e: Expr, value: Any = None) -> bool:
     return isinstance(e, Const) and (value is None or e.value == value)
 
 
-class _Builder:
+class Builder:
     """k.add(a, b), k.select(c, a, b) …: one method per scalar op. Python numbers take the dtype of a sibling operand."""
 
     def __getattr__(self, op: str) -> Callable[..., Expr]:
@@ -351,7 +351,7 @@ class _Builder:
     const = staticmethod(const)
 
 
-k: Any = _Builder()
+k = Builder()
 
 
 def linear(terms: Iterable[tuple[Expr, int]], offset: int = 0) -> Expr:

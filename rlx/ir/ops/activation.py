@@ -10,6 +10,7 @@ import numpy as np
 from rlx.errors import AttributeValueError
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import UNARY, abs, equal, erf, exp, log, maximum, minimum, tanh, where
 from rlx.ir.ops.rules import held, same, widened
@@ -28,13 +29,13 @@ def composite(name: str, reference: Any, decompose: Any, **facts: Any) -> Any:
 # log1p and expm1 follow W. Kahan: dividing by the rounding error of 1 + x (or exp x) avoids cancellation near 0.
 
 
-def _log1p(attrs: Any, x: Any) -> Any:
+def _log1p(attrs: object, x: Value) -> Value:
     u = x + 1.0
     exact = log(u) * x / (u - 1.0)
     return where(equal(u, 1.0), x, where(equal(u, x), log(u), exact))
 
 
-def _expm1(attrs: Any, x: Any) -> Any:
+def _expm1(attrs: object, x: Value) -> Value:
     u = exp(x)
     d = u - 1.0
     return where(equal(u, 1.0), x, where(equal(d, -1.0), d, where(equal(u, math.inf), u, d * (x / log(u)))))
@@ -50,7 +51,7 @@ expm1 = composite(
 )  # fmt: skip
 
 
-def _sigmoid_array(attrs: Any, x: np.ndarray) -> np.ndarray:
+def _sigmoid_array(attrs: object, x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
@@ -77,7 +78,7 @@ def _gelu_array(attrs: GeluAttrs, x: np.ndarray) -> np.ndarray:
     return 0.5 * x * _erfc(-x * SQRT_HALF) if x.size else x
 
 
-def _gelu(attrs: GeluAttrs, x: Any) -> Any:
+def _gelu(attrs: GeluAttrs, x: Value) -> Value:
     if attrs.approximate == "tanh":
         return x * 0.5 * (tanh((x + x * x * x * 0.044715) * SQRT_2_OVER_PI) + 1.0)
     return x * 0.5 * (erf(x * SQRT_HALF) + 1.0)
@@ -108,7 +109,7 @@ def _bounds(attrs: ClipAttrs, dtype: DType) -> tuple[int | float | None, int | f
     return low, None if attrs.high == math.inf else held(attrs.high, dtype, "bound")
 
 
-def _clip(attrs: ClipAttrs, x: Any) -> Any:
+def _clip(attrs: ClipAttrs, x: Value) -> Value:
     low, high = _bounds(attrs, x.dtype)
     x = x if low is None else maximum(x, low)
     return x if high is None else minimum(x, high)

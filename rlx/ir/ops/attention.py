@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.contexts import Padded, PaddingPass
 from rlx.ir.declare import op
 from rlx.ir.dtype import bf16, bool_, f16
 from rlx.ir.graph import Node, Value, constant
@@ -109,7 +111,7 @@ def _scale(attrs: AttentionAttrs, width: int) -> float:
     return attrs.scale or 1 / math.sqrt(width or 1)
 
 
-def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) -> Any:
+def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Value | None) -> Value | None:
     """bool [batch or 1, 1, queries or 1, keys]: keys that each query attends to, from its position; None: all keys."""
     key = iota(dims=(1, 1, 1, keys), axis=3)
     if start is None:
@@ -123,7 +125,7 @@ def _positions_seen(attrs: AttentionAttrs, queries: int, keys: int, start: Any) 
     return None if start is None else less_equal(key, max(last, axis=2, keepdims=True))
 
 
-def _scored(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+def _scored(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> tuple[Value, Value]:
     """Masked scores [batch, heads, queries, keys], and v in q's dtype, zeroed where no query attends."""
     batch, heads, queries, width = q.shape.static
     shared, keys = k.shape.static[1:3]
@@ -143,7 +145,7 @@ def _scored(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tu
     return scores if seen is None else where(seen, scores, -math.inf), v
 
 
-def _weights(scores: Any, axis: int = -1) -> tuple[Any, Any]:
+def _weights(scores: Value, axis: int = -1) -> tuple[Value, Value]:
     """(softmax of scores, zeros where all are -inf; logsumexp of the scores, with keepdims)."""
     top = max(scores, axis=axis, keepdims=True)
     e = exp(scores - where(equal(top, -math.inf), 0.0, top))  # a row of only -inf gives e = 0, not NaN
@@ -151,13 +153,13 @@ def _weights(scores: Any, axis: int = -1) -> tuple[Any, Any]:
     return e / where(equal(total, 0.0), 1.0, total), top + log(total)
 
 
-def _weighted(weights: Any, v: Any) -> Any:
+def _weighted(weights: Value, v: Value) -> Value:
     (batch, heads, queries, keys), (_, shared, _, width) = weights.shape.static, v.shape.static
     together = heads // shared * queries if shared else 0
     return matmul(weights.reshape((batch, shared, together, keys)), v).reshape((batch, heads, queries, width))
 
 
-def _attention(attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
+def _attention(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> Value:
     scores, v = _scored(attrs, q, k, v, *operands)
     return _weighted(_weights(scores)[0], v)
 
@@ -167,7 +169,7 @@ def _parts_of_keys(parts: int, keys: int) -> list[np.ndarray]:
     return [np.arange(keys) // PART_KEYS % parts == part for part in range(parts)]
 
 
-def _parts(attrs: PartsAttrs, q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+def _parts(attrs: PartsAttrs, q: Value, k: Value, v: Value, *operands: Value) -> tuple[Value, Value]:
     scores, v = _scored(attrs, q, k, v, *operands)
     found = [_weights(where(constant(own), scores, -math.inf)) for own in _parts_of_keys(attrs.parts, k.shape.static[2])]
     outs, logs = [_weighted(w, v) for w, _ in found], [x for _, x in found]
@@ -182,7 +184,7 @@ def in_parts(node: Node, parts: int) -> Value:
     return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0)
 
 
-def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *operands: Any) -> Any:
+def _attention_padded(p: PaddingPass, attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> Padded:
     """Padding keys are masked out and their values are not read, since 0 * NaN is NaN."""
     queries, keys = p.along(q, 2), p.along(k, 2) or p.along(v, 2)
     mask, start = attrs.split(operands)
@@ -196,7 +198,7 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
         return p.final(again(q, k, v, *operands[:-1], p.masked(start, 0, guard=True), **facts))
     ordered = attrs.mask in ("causal", "sliding_window")
     if ordered and queries != keys:
-        if queries or len(keys) > 1 or keys[0].outer * keys[0].inner > 1:
+        if queries or len(keys) != 1 or keys[0].outer * keys[0].inner > 1:
             return f"mask {attrs.mask!r} puts the last query at the last key, which need not hold data"
         start = p.extent - q.shape.static[2]  # the last query at the last key that holds data
         return p.final(again(q, k, p.masked(v, 2), start, **{**facts, "positioned": True}))
@@ -214,7 +216,9 @@ def _attention_padded(p: Any, attrs: AttentionAttrs, q: Any, k: Any, v: Any, *op
     return p.final(again(q, k, p.masked(v, 2), *(() if ordered else (mask,)), **facts))
 
 
-def _scored_array(attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray) -> Any:
+def _scored_array(
+    attrs: AttentionAttrs, q: np.ndarray, k: np.ndarray, v: np.ndarray, *operands: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Masked scores, and v repeated for every query head and zeroed where no query attends."""
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -258,7 +262,7 @@ def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, 
 
 QKV = ((2, 4, 5, 8),) * 3
 GROUPED = ((2, 4, 3, 8), (2, 2, 17, 8), (2, 2, 17, 8))
-def _flops(operands: Any, results: Any) -> int:
+def _flops(operands: Sequence[Sequence[int]], results: object) -> int:
     """Every query-key pair counts, masked or not: q @ kᵀ and the product with v."""
     q, k, v = operands[:3]
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
@@ -333,7 +337,7 @@ def _frequencies(attrs: RopeAttrs, width: int) -> np.ndarray:
     return (1.0 / attrs.theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
 
 
-def _rope(attrs: RopeAttrs, x: Any, positions: Any) -> Any:
+def _rope(attrs: RopeAttrs, x: Value, positions: Value) -> Value:
     *lead, length, width = x.shape.static
     half = width // 2
     dims = (length, 1) if positions.rank == 1 else (lead[0], *(1,) * (len(lead) - 1), length, 1)

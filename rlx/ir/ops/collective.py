@@ -16,8 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.contexts import Applied
 from rlx.ir.declare import op
 from rlx.ir.graph import constant
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import cast, div, equal, where
 from rlx.ir.ops.rules import axis_of, divide
@@ -27,6 +29,7 @@ from rlx.ir.shape import DimLike, Shape
 ReduceName = Literal["sum", "mean", "max", "min"]
 ANY = "fiubc"
 Arrays = Sequence[np.ndarray]  # one per rank
+Rule = Callable[..., Any]
 
 
 # -- the core op ---------------------------------------------------------------------------------------------------
@@ -143,13 +146,13 @@ exchange = op(
 # -- the ops people write ------------------------------------------------------------------------------------------
 
 
-def _parts(x: Any, axis: int, ranks: int) -> Any:
+def _parts(x: Value, axis: int, ranks: int) -> Value:
     """x [.., ranks * d, ..] as [ranks, .., d, ..]."""
     split = reshape(x, dims=(*x.dims[:axis], ranks, divide(x.dims[axis], ranks), *x.dims[axis + 1 :]))
     return transpose(split, axes=(axis, *(a for a in range(split.rank) if a != axis)))
 
 
-def _whole(parts: Any, axis: int) -> Any:
+def _whole(parts: Value, axis: int) -> Value:
     """[ranks, .., d, ..] as [.., ranks * d, ..]."""
     ranks, *dims = parts.dims
     order = (*range(1, axis + 1), 0, *range(axis + 1, parts.rank))
@@ -165,12 +168,14 @@ def _scaled(x: Shape, axis: int, times: int = 1, by: int = 1) -> Shape:
     return x.with_dims((*x.dims[:axis], part * times, *x.dims[axis + 1 :]))
 
 
-def _is_mine(owner: int, ranks: int) -> Any:
+def _is_mine(owner: int, ranks: int) -> Value:
     """bool [1]: True on rank `owner`."""
     return exchange(constant(np.eye(ranks, dtype=np.bool_)[owner].reshape(ranks, 1)), what="rank_part", ranks=ranks)
 
 
-def _declare(name: str, doc: str, attrs: type[Attrs], infer: Any, collective: Any, decompose: Any, vjp: Any, **facts: Any) -> Any:
+def _declare(
+    name: str, doc: str, attrs: type[Attrs], infer: Rule, collective: Rule, decompose: Rule, vjp: Rule, **facts: Any
+) -> Rule:
     def shape(a: Any, x: Shape) -> Shape:
         _ranks(a.ranks)
         return infer(a, x)
@@ -208,7 +213,7 @@ class AllToAllAttrs(Attrs):
     concat_axis: int = 0
 
 
-def _all_reduce_vjp(node: Any, g: Any) -> Any:
+def _all_reduce_vjp(node: Applied[AllReduceAttrs], g: Value) -> Value:
     """Sum and mean are their own transposes. For max and min, the ranks that hold the result share its gradient equally."""
     attrs, x, y = node.attrs, node.inputs[0], node.results[0]
     if attrs.kind in ("sum", "mean"):
@@ -217,14 +222,14 @@ def _all_reduce_vjp(node: Any, g: Any) -> Any:
     return where(holds, div(due, all_reduce(cast(holds, dtype=x.dtype), ranks=attrs.ranks)), 0)
 
 
-def _reduce_scatter_vjp(node: Any, g: Any) -> Any:
+def _reduce_scatter_vjp(node: Applied[ReduceScatterAttrs], g: Value) -> Value:
     if node.attrs.kind in ("max", "min"):
         raise AttributeValueError(f"reduce_scatter of kind {node.attrs.kind} has no derivative; use all_reduce and rank_slice")
     whole = all_gather(g, ranks=node.attrs.ranks, axis=node.attrs.axis)
     return div(whole, node.attrs.ranks) if node.attrs.kind == "mean" else whole
 
 
-def _rank_slice_vjp(node: Any, g: Any) -> Any:
+def _rank_slice_vjp(node: Applied[AxisAttrs], g: Value) -> Value:
     """Zeros, with `g` at this rank's part."""
     ranks, axis = node.attrs.ranks, axis_of(node.attrs.axis, node.inputs[0].rank)
     mine = exchange(constant(np.eye(ranks, dtype=np.bool_)[:, :, None]), what="rank_part", ranks=ranks)
@@ -241,7 +246,7 @@ def _all_to_all_arrays(a: AllToAllAttrs, xs: Arrays) -> Arrays:
     return [np.concatenate([p[r] for p in parts], a.concat_axis) for r in range(a.ranks)]
 
 
-def _all_to_all(a: AllToAllAttrs, x: Any) -> Any:
+def _all_to_all(a: AllToAllAttrs, x: Value) -> Value:
     split, joined = axis_of(a.split_axis, x.rank), axis_of(a.concat_axis, x.rank)
     return _whole(exchange(_parts(x, split, a.ranks), what="all_to_all", ranks=a.ranks), joined)
 

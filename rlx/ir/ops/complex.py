@@ -6,39 +6,40 @@ c64 [...] is stored as f32 [..., 2], real part first. rlx.compile.pairs rewrites
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.contexts import Coords, Lowering
 from rlx.ir.declare import op
 from rlx.ir.dtype import c64, f32
+from rlx.ir.kernel import Expr
 from rlx.ir.layout import Layout
-from rlx.ir.node import constant
+from rlx.ir.node import Node, Value, constant
 from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.rules import joined, pointwise
 from rlx.ir.ops.view import broadcast_to
 from rlx.ir.shape import Shape
 
 
-def _no_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _no_element(ctx: Lowering, node: Node, result: int, coords: Coords) -> Expr:
     raise AssertionError(f"{node} has strides wherever it is left in a graph")  # the pass pairs sees to it
 
 
-def _complex(attrs: Any, re: np.ndarray, im: np.ndarray) -> np.ndarray:
+def _complex(attrs: object, re: np.ndarray, im: np.ndarray) -> np.ndarray:
     re, im = np.broadcast_arrays(re, im)
     out = np.empty(re.shape, np.complex64)
     out.real, out.imag = re, im
     return out
 
 
-def _complex_shape(attrs: Any, x: Shape) -> Shape:
+def _complex_shape(attrs: object, x: Shape) -> Shape:
     if x.dtype != f32 or not x.rank or x.dims[-1] != 2:
         raise ShapeError(f"pairs are f32 with a last dim of 2, got {x}")
     return Shape(x.dims[:-1], c64)
 
 
-def _complex_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
+def _complex_strided(attrs: object, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
     *strides, last = layout.strides
     if last != 1 or layout.offset % 2 or any(s % 2 for s, d in zip(strides, out) if d != 1):
         return None
@@ -61,11 +62,11 @@ view_as_complex = op(
 )  # fmt: skip
 
 
-def _parts_shape(attrs: Any, x: Shape) -> Shape:
+def _parts_shape(attrs: object, x: Shape) -> Shape:
     return x.with_dtype(f32)
 
 
-def _joined_shape(attrs: Any, re: Shape, im: Shape) -> Shape:
+def _joined_shape(attrs: object, re: Shape, im: Shape) -> Shape:
     if (re.dtype, im.dtype) != (f32, f32):
         raise DTypeError(f"real and imaginary part are f32, got {re} and {im}; cast them: x.astype('f32')")
     return pointwise(attrs, re, im).with_dtype(c64)
@@ -86,7 +87,7 @@ conj = op(
 )  # fmt: skip
 
 
-def _make(attrs: Any, re: Any, im: Any) -> Any:
+def _make(attrs: object, re: Value, im: Value) -> Value:
     dims = pointwise(attrs, re.shape, im.shape).dims
     return view_as_complex(joined(*(x if x.dims == dims else broadcast_to(x, dims) for x in (re, im))))
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.declare import op
 from rlx.ir.dtype import holds, i8, i32, product, u8
+from rlx.ir.node import Node, Value
 from rlx.ir.op import Contraction, Kind, Sample
 from rlx.ir.ops.rules import halves, joined
 from rlx.ir.shape import Shape, broadcast_dims
 
 
-def _contraction(attrs: Any, a: Shape, b: Shape) -> Contraction:
+def _contraction(attrs: object, a: Shape, b: Shape) -> Contraction:
     """numpy's matmul: a 1-D operand has no rows (columns); without batch dims in b, all leading dims of a are rows."""
     a_sum, b_sum = a.rank - 1, max(b.rank - 2, 0)
     columns = (b.rank - 1,) if b.rank > 1 else ()
@@ -30,7 +29,7 @@ def _contraction(attrs: Any, a: Shape, b: Shape) -> Contraction:
     )
 
 
-def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
+def _matmul_shape(attrs: object, a: Shape, b: Shape) -> Shape:
     if (dtype := product(a.dtype, b.dtype)) is None:
         raise DTypeError(f"operands are {a.dtype} and {b.dtype}, which are not multiplied; cast one: x.astype({b.dtype.name!r})")
     if not a.rank or not b.rank:
@@ -43,7 +42,7 @@ def _matmul_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
     return Shape((*batch, *(a.dims[i] for i in c.a_rows), *(b.dims[i] for i in c.b_columns)), dtype)
 
 
-def _matmul_parts(node: Any, a: Any, b: Any) -> Any:
+def _matmul_parts(node: Node, a: Value, b: Value) -> Value:
     (ar, ai), (br, bi) = halves(a), halves(b)
     return joined(matmul(ar, br) - matmul(ai, bi), matmul(ar, bi) + matmul(ai, br))
 
@@ -67,7 +66,7 @@ matmul = op(
 )  # fmt: skip
 
 
-def _int8_shape(attrs: Any, a: Shape, b: Shape) -> Shape:
+def _int8_shape(attrs: object, a: Shape, b: Shape) -> Shape:
     if (a.dtype, b.dtype) != (u8, i8):
         raise DTypeError(f"the operands are u8 and i8, got {a} and {b}")
     return Shape(_matmul_shape(attrs, a, Shape(b.dims, u8)).dims, i32)
@@ -84,7 +83,7 @@ int8_matmul = op(
 )  # fmt: skip
 
 
-def _linear_shape(attrs: Any, x: Shape, w: Shape, b: Shape | None = None) -> Shape:
+def _linear_shape(attrs: object, x: Shape, w: Shape, b: Shape | None = None) -> Shape:
     if w.rank != 2:
         raise ShapeError(f"the weights are [in, out], got {w}")
     out = _matmul_shape(attrs, x, w)
@@ -96,7 +95,7 @@ def _linear_shape(attrs: Any, x: Shape, w: Shape, b: Shape | None = None) -> Sha
     return out
 
 
-def _linear(attrs: Any, x: Any, w: Any, b: Any = None) -> Any:
+def _linear(attrs: object, x: Value, w: Value, b: Value | None = None) -> Value:
     out = matmul(x, w)
     return out if b is None else out + (b if b.dtype == out.dtype else b.astype(out.dtype))
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from rlx.ir.contexts import Applied, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32
+from rlx.ir.kernel import Builder, Expr
+from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import again, comparison, halves, joined, pointwise, same, same_dtype
 from rlx.ir.placement import Partial
@@ -44,21 +47,21 @@ def erf_array(x: np.ndarray) -> np.ndarray:
     return _erf(x) if x.size else x
 
 
-def _neg(k: Any, x: Any) -> Any:
+def _neg(k: Builder, x: Expr) -> Expr:
     return k.sub(0, x) if x.dtype.kind == "u" else k.neg(x)
 
 
-def _abs(k: Any, x: Any) -> Any:
+def _abs(k: Builder, x: Expr) -> Expr:
     return x if x.dtype.kind == "u" else k.abs(x)
 
 
-def _sign(k: Any, x: Any) -> Any:
+def _sign(k: Builder, x: Expr) -> Expr:
     if x.dtype.kind == "u":
         return k.min(x, 1)
     return k.select(k.lt(k.const(0, x.dtype), x), k.const(1, x.dtype), k.select(k.lt(x, 0), k.const(-1, x.dtype), x))
 
 
-def _modulus(node: Any, x: Any) -> Any:
+def _modulus(node: Node, x: Value) -> Value:
     """large * sqrt(1 + (small / large)**2), without overflow; infinite if either part is, else NaN if either part is."""
     re, im = (abs(part) for part in halves(x))
     large, small = maximum(re, im), minimum(re, im)
@@ -67,7 +70,7 @@ def _modulus(node: Any, x: Any) -> Any:
     return where(far, math.inf, where(equal(large, 0.0), large, size))
 
 
-def _exp_parts(node: Any, x: Any) -> Any:
+def _exp_parts(node: Node, x: Value) -> Value:
     re, im = halves(x)
     size, real = exp(re), equal(im, 0.0)  # exp of a real number is real, also where it is infinite
     return joined(where(real, size, size * cos(im)), where(real, im, size * sin(im)))
@@ -105,7 +108,7 @@ bitwise_not = unary("bitwise_not", np.invert, "not_", dtypes="iu", doc="Bitwise 
 # -- binary --------------------------------------------------------------------------------------------------------
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: np.ndarray) -> bool:
     return np.issubdtype(x.dtype, np.floating)
 
 
@@ -125,17 +128,17 @@ def remainder_array(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.fmod(x, safe)
 
 
-def _crosses(k: Any, r: Any, y: Any) -> Any:
+def _crosses(k: Builder, r: Expr, y: Expr) -> Expr:
     """True where the remainder is not zero and its sign differs from the divisor's."""
     return k.and_(k.ne(r, 0), k.xor(k.lt(r, 0), k.lt(y, 0)))
 
 
-def _mod(k: Any, x: Any, y: Any) -> Any:
+def _mod(k: Builder, x: Expr, y: Expr) -> Expr:
     r = k.rem(x, y)
     return r if x.dtype.kind == "u" else k.select(_crosses(k, r, y), k.add(r, y), r)
 
 
-def _floor_div(k: Any, x: Any, y: Any) -> Any:
+def _floor_div(k: Builder, x: Expr, y: Expr) -> Expr:
     """As numpy: exact where x / y would round up to the next whole number (1.0 // 0.1 is 9)."""
     if x.dtype.kind == "u":
         return k.div(x, y)
@@ -149,7 +152,7 @@ def _floor_div(k: Any, x: Any, y: Any) -> Any:
     return k.select(k.eq(y, 0), k.div(x, y), whole)
 
 
-def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
+def _shift(k: Builder, name: str, x: Expr, count: Expr) -> Expr:
     """A shift defined for every count: counts outside 0 … bits-1 shift every bit out."""
     bits = x.dtype.bits
     inside = k.lt(count, bits) if count.dtype.kind == "u" else k.and_(k.le(k.const(0, count.dtype), count), k.lt(count, bits))
@@ -159,12 +162,12 @@ def _shift(k: Any, name: str, x: Any, count: Any) -> Any:
     return k.select(inside, shifted, k.const(0, x.dtype))
 
 
-def _mul_parts(node: Any, x: Any, y: Any) -> Any:
+def _mul_parts(node: Node, x: Value, y: Value) -> Value:
     (a, b), (c, d) = halves(x), halves(y)
     return joined(a * c - b * d, a * d + b * c)
 
 
-def _div_parts(node: Any, x: Any, y: Any) -> Any:
+def _div_parts(node: Node, x: Value, y: Value) -> Value:
     """R. L. Smith's method, 1962: scale by the ratio of y's smaller part to its larger, so that no square overflows."""
     (a, b), (c, d) = halves(x), halves(y)
     first = less_equal(abs(d), abs(c))
@@ -174,11 +177,11 @@ def _div_parts(node: Any, x: Any, y: Any) -> Any:
     return joined(where(first, a + b * ratio, a * ratio + b) / scale, where(first, b - a * ratio, b * ratio - a) / scale)
 
 
-def _equal_parts(node: Any, *operands: Any) -> Any:
+def _equal_parts(node: Node, *operands: Value) -> Value:
     return logical_and(*halves(again(node, *operands)))
 
 
-def _unequal_parts(node: Any, *operands: Any) -> Any:
+def _unequal_parts(node: Node, *operands: Value) -> Value:
     return logical_or(*halves(again(node, *operands)))
 
 
@@ -236,7 +239,7 @@ multiply_add = unary(
 )  # fmt: skip
 
 
-def _where_shape(attrs: Any, condition: Shape, x: Shape, y: Shape) -> Shape:
+def _where_shape(attrs: object, condition: Shape, x: Shape, y: Shape) -> Shape:
     same_dtype(x, y)
     return Shape(broadcast_dims(condition.dims, x.dims, y.dims), x.dtype)
 
@@ -272,7 +275,7 @@ def cast_array(x: np.ndarray, dtype: DType) -> np.ndarray:
     return np.where(above, limits.max, np.where(below, limits.min, inside)).astype(dtype.numpy)
 
 
-def _cast_scalar(k: Any, attrs: CastAttrs, x: Any) -> Any:
+def _cast_scalar(k: Builder, attrs: CastAttrs, x: Expr) -> Expr:
     wide = k.cast(x, attrs.dtype.compute)
     if attrs.dtype == attrs.dtype.compute:
         return wide
@@ -283,7 +286,7 @@ def _cast_shape(attrs: CastAttrs, x: Shape) -> Shape:
     return x.with_dtype(attrs.dtype)
 
 
-def _cast_parts(node: Any, x: Any) -> Any:
+def _cast_parts(node: Applied[CastAttrs], x: Value) -> Value:
     """From c64: the real part (to bool: True if either part is not 0). To c64: the imaginary part is 0."""
     if node.shapes[0].dtype.kind == "c":
         return x if node.inputs[0].dtype.kind == "c" else joined(cast(x, dtype=f32), 0.0)
@@ -291,7 +294,7 @@ def _cast_parts(node: Any, x: Any) -> Any:
     return logical_or(not_equal(re, 0.0), not_equal(im, 0.0)) if node.attrs.dtype == bool_ else cast(re, dtype=node.attrs.dtype)
 
 
-def _cast_partitioned(p: Any, attrs: CastAttrs, x: Any) -> Any:
+def _cast_partitioned(p: Partitioning, attrs: CastAttrs, x: Value) -> Parted:
     """Partial sums may be cast before they are combined if the cast is exact."""
     home, to = p.home[x], attrs.dtype
     wider = to.is_float and x.dtype.is_float and to.bits > x.dtype.bits

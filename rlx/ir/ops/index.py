@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
+from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
-from rlx.ir.kernel import Check, Load, Loop, Store, Var, const, k
+from rlx.ir.kernel import Check, Expr, Load, Loop, Stmt, Store, Var, const, k
+from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where
 from rlx.ir.ops.rules import again, along, axis_of, halves, held, integer, joined, lines, others, same_dtype, static_dim
@@ -47,18 +47,18 @@ def _gather_array(attrs: AxisAttrs, x: np.ndarray, indices: np.ndarray) -> np.nd
     return np.take(x, indices.astype(np.int64), axis=attrs.axis)
 
 
-def _in_range(index: Any, size: int) -> Any:
+def _in_range(index: Expr, size: int) -> Expr:
     return k.and_(k.le(k.const(0), index), k.lt(index, k.const(size)))
 
 
-def picked(ctx: Any, indices: Any, coords: Sequence[Any], size: int) -> Any:
+def picked(ctx: Lowering, indices: Value, coords: Coords, size: int) -> Expr:
     """The index at `coords`, clamped to 0 … size-1; an index out of range fails the run."""
     index = k.cast(ctx.element(indices, tuple(coords)), index_)
     ctx.check(_in_range(index, size), INDEX_OUT_OF_RANGE)
     return k.min(k.max(index, k.const(0)), k.const(max(size - 1, 0)))
 
 
-def _gather_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _gather_element(ctx: Lowering, node: Applied[AxisAttrs], result: int, coords: Coords) -> Expr:
     x, indices = node.inputs
     axis, count = axis_of(node.attrs.axis, x.rank), indices.rank
     size = ctx.dims(x)[axis]
@@ -74,7 +74,7 @@ def _gather_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: S
     return None if axis == at else axis + (indices.rank - 1) * (axis > at)
 
 
-def _gather_partitioned(p: Any, attrs: AxisAttrs, x: Any, indices: Any) -> Any:
+def _gather_partitioned(p: Partitioning, attrs: AxisAttrs, x: Value, indices: Value) -> Parted:
     """Each rank looks up the indices in its own part and gives zeros for the rest; the sum over ranks is the result."""
     split, axis = p.split_of(x), axis_of(attrs.axis, x.rank)
     if split is None or split.axis != axis:
@@ -104,7 +104,7 @@ gather = op(
 )  # fmt: skip
 
 
-def _embedding_shape(attrs: Any, table: Shape, ids: Shape) -> Shape:
+def _embedding_shape(attrs: object, table: Shape, ids: Shape) -> Shape:
     if table.rank != 2:
         raise ShapeError(f"the table is [entries, width], got {table}")
     return _gather_shape(AxisAttrs(0), table, ids)
@@ -144,7 +144,7 @@ def _scatter_rows(attrs: AxisAttrs, operand: int, axis: int, x: Shape, indices: 
     return None if operand == 1 or (operand == 2 and at <= axis < at + indices.rank) or there == at else there
 
 
-def _scatter_kernel(ctx: Any, node: Any) -> Any:
+def _scatter_kernel(ctx: Lowering, node: Applied[AxisAttrs]) -> Loops:
     """For each line of x along the axis: copy it to local memory, add the updates in order, write it out."""
     x, indices, updates = node.inputs
     axis, index_dims = axis_of(node.attrs.axis, x.rank), ctx.dims(indices)
@@ -156,7 +156,7 @@ def _scatter_kernel(ctx: Any, node: Any) -> Any:
     safe = k.select(inside, index, k.const(0))
     around = at(None)
     total = k.add(Load(line, safe, inside), ctx.element(updates, (*around[:axis], *picks, *around[axis:])))
-    body: tuple[Any, ...] = (Check(inside, INDEX_OUT_OF_RANGE), Store(line, safe, total, inside))
+    body: tuple[Stmt, ...] = (Check(inside, INDEX_OUT_OF_RANGE), Store(line, safe, total, inside))
     for pick, extent in reversed(list(zip(picks, index_dims))):
         body = (Loop(pick, extent, body),)
     copy_in = Loop(i, size, (Store(line, i, ctx.element(x, at(i))),))
@@ -193,7 +193,7 @@ def _concat_shape(attrs: AxisAttrs, *shapes: Shape) -> Shape:
     return first.with_dims((*first.dims[:axis], total, *first.dims[axis + 1 :]))
 
 
-def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _concat_element(ctx: Lowering, node: Applied[AxisAttrs], result: int, coords: Coords) -> Expr:
     """A guarded load from each operand; the first operand that ends past the coordinate is selected."""
     axis = axis_of(node.attrs.axis, len(coords))
     position, start, picks = coords[axis], 0, []
@@ -212,7 +212,7 @@ def _concat_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     return out
 
 
-def _concat_partitioned(p: Any, attrs: AxisAttrs, *operands: Any) -> Any:
+def _concat_partitioned(p: Partitioning, attrs: AxisAttrs, *operands: Value) -> Parted:
     """Along the split axis, each rank concatenates its own parts."""
     axis = axis_of(attrs.axis, operands[0].rank)
     splits = [p.split_of(v) for v in operands]
@@ -259,7 +259,7 @@ def _pad_value(attrs: PadAttrs, x: np.ndarray) -> np.ndarray:
     return np.asarray(held(attrs.value, as_dtype(x.dtype), "value")).astype(x.dtype)
 
 
-def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _pad_element(ctx: Lowering, node: Applied[PadAttrs], result: int, coords: Coords) -> Expr:
     attrs, guard, at = node.attrs, None, []
     for c, size, low, high in zip(coords, ctx.dims(node.inputs[0]), attrs.low, attrs.high):
         own = k.sub(c, k.const(low))
@@ -273,7 +273,7 @@ def _pad_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any
     return element if guard is None or is_zero else k.select(guard, element, const(value, element.dtype))
 
 
-def _pad_parts(node: Any, x: Any) -> Any:
+def _pad_parts(node: Applied[PadAttrs], x: Value) -> Value:
     """Real parts are padded with the value, imaginary parts with zeros."""
     a = node.attrs
     if a.value == 0 and math.copysign(1, a.value) > 0:
@@ -332,7 +332,7 @@ iota = op(
 # -- copy ----------------------------------------------------------------------------------------------------------
 
 
-def _copy_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _copy_element(ctx: Lowering, node: Node, result: int, coords: Coords) -> Expr:
     x = node.inputs[0]
     return ctx.element(x, tuple(const(0) if d == 1 else c for d, c in zip(ctx.dims(x), coords)))
 

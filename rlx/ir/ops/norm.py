@@ -6,17 +6,20 @@ Scale and bias have the operand's dtype and are optional. Sums are accumulated i
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
 from rlx.ir.declare import op
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import rsqrt
 from rlx.ir.ops.reduce import mean
 from rlx.ir.ops.rules import axis_of, divide, same_dtype, widened
 from rlx.ir.shape import Shape
+
+Tensor = TypeVar("Tensor", Value, np.ndarray)
 
 
 class LayerNormAttrs(Attrs):
@@ -42,27 +45,27 @@ def _norm_shape(attrs: LayerNormAttrs, x: Shape, *affine: Shape) -> Shape:
     return x
 
 
-def _axes(attrs: LayerNormAttrs, x: Any) -> tuple[int, ...]:
-    rank = len(x.shape) if isinstance(x, np.ndarray) else x.rank
+def _axes(attrs: LayerNormAttrs, x: Value | np.ndarray) -> tuple[int, ...]:
+    rank = x.ndim if isinstance(x, np.ndarray) else x.rank
     return tuple(range(axis_of(attrs.axis, rank), rank))
 
 
-def _affine(x: Any, scale: Any = None, bias: Any = None) -> Any:
+def _affine(x: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     x = x if scale is None else x * scale
     return x if bias is None else x + bias
 
 
-def _layer_norm(attrs: LayerNormAttrs, x: Any, *affine: Any) -> Any:
+def _layer_norm(attrs: LayerNormAttrs, x: Value, *affine: Value) -> Value:
     axes = _axes(attrs, x)
     d = x - mean(x, axis=axes, keepdims=True)
     return _affine(d * rsqrt(mean(d * d, axis=axes, keepdims=True) + attrs.eps), *affine)
 
 
-def _rms_norm(attrs: RmsNormAttrs, x: Any, *affine: Any) -> Any:
+def _rms_norm(attrs: RmsNormAttrs, x: Value, *affine: Value) -> Value:
     return _affine(x * rsqrt(mean(x * x, axis=_axes(attrs, x), keepdims=True) + attrs.eps), *affine)
 
 
-def _layer_norm_array(attrs: Any, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+def _layer_norm_array(attrs: LayerNormAttrs, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
     axes, x = _axes(attrs, x), x.astype(np.float64)
     d = x - np.mean(x, axis=axes, keepdims=True)
     return _affine(d / np.sqrt(np.mean(d * d, axis=axes, keepdims=True) + attrs.eps), *affine)
@@ -105,7 +108,7 @@ def _group_norm_shape(attrs: GroupNormAttrs, x: Shape, *affine: Shape) -> Shape:
     return x
 
 
-def _group_norm(attrs: GroupNormAttrs, x: Any, *affine: Any) -> Any:
+def _group_norm(attrs: GroupNormAttrs, x: Value, *affine: Value) -> Value:
     dims = x.shape.static
     grouped = x.reshape((dims[0], attrs.groups, math.prod(dims[1:]) // attrs.groups))
     d = grouped - mean(grouped, axis=-1, keepdims=True)

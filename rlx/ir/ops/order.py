@@ -6,15 +6,16 @@ NaN orders above every number.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import bool_, i32, i64, index_
-from rlx.ir.kernel import Carry, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.kernel import Carry, Expr, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
 from rlx.ir.ops.view import slice_axis
@@ -26,11 +27,11 @@ COLUMNS = range(512, 4097)  # columns scanned together; reading shorter parts of
 ROWS_AT_ONCE = 4  # rows read per write of the running best
 
 
-def _is_nan(x: Any) -> Any:
+def _is_nan(x: Expr) -> Expr:
     return k.ne(x, x) if x.dtype.kind == "f" else const(False, bool_)
 
 
-def _precedes(a: Any, at_a: Any, b: Any, at_b: Any, descending: bool) -> Any:
+def _precedes(a: Expr, at_a: Expr, b: Expr, at_b: Expr, descending: bool) -> Expr:
     """True where (a, at_a) sorts before (b, at_b): by value, NaN greatest, then by position. A total order."""
     ahead = k.lt(b, a) if descending else k.lt(a, b)
     tie = k.eq(a, b)
@@ -61,7 +62,7 @@ def _arg_rows(attrs: ArgAttrs, operand: int, axis: int, x: Shape) -> int | None:
     return None if axis == at else axis - (axis > at and not attrs.keepdims)
 
 
-def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
+def _best_of_columns(ctx: Lowering, node: Applied[ArgAttrs], axis: int, better: Callable[[Expr, Expr], Expr]) -> Loops:
     """Scans many columns together, row by row, with the best of each in local memory. Each run of columns is a grid point."""
     x, dims = node.inputs[0], ctx.dims(node.inputs[0])
     (grid, at), i, column, run = lines(dims, axis), Var("i"), Var("c"), Var("run")
@@ -72,7 +73,7 @@ def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
     bests, places = ctx.local(dtype, width), ctx.local(i32, width)
     place_of = lambda row: (*at(row)[:-1], k.add(k.mul(run, const(width)), column))  # noqa: E731
 
-    def rows(first: Any, count: int, best: Any = None, place: Any = None) -> Any:
+    def rows(first: Expr, count: int, best: Expr | None = None, place: Expr | None = None) -> Loop:
         """Updates the best with `count` rows from `first` on; the very first row has no best before it."""
         for row in (k.add(first, const(n)) for n in range(count)):
             value = ctx.element(x, place_of(row))
@@ -80,6 +81,7 @@ def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
             best, place = (value, const(0, i32)) if take is None else (
                 k.select(take, value, best), k.select(take, k.cast(row, i32), place),
             )  # fmt: skip
+        assert best is not None and place is not None
         return Loop(column, width, (Store(bests, column, best), Store(places, column, place)), vector=True)
 
     kept, (rounds, rest) = (Load(bests, column), Load(places, column)), divmod(dims[axis] - 1, ROWS_AT_ONCE)
@@ -89,13 +91,13 @@ def _best_of_columns(ctx: Any, node: Any, axis: int, better: Any) -> Any:
     return (*grid[:-1], (run, runs)), (rows(const(0), 1), more, *last, Loop(column, width, (out,), vector=True))
 
 
-def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
-    def better(value: Any, best: Any) -> Any:
+def _arg(name: str, reference: Callable[..., np.ndarray], op_name: str, fill: str, doc: str) -> Callable[..., Value]:
+    def better(value: Expr, best: Expr) -> Expr:
         """True if a later element replaces the best. NaN beats every number, and the first NaN stays."""
         worse = k.le(value, best) if op_name == "max" else k.le(best, value)
         return k.and_(k.not_(worse), k.eq(best, best)) if value.dtype.kind == "f" else k.not_(worse)
 
-    def blocks(ctx: Any, x: Any, length: int, at: Any) -> tuple[Any, Any]:
+    def blocks(ctx: Lowering, x: Value, length: int, at: Callable[[Expr], Coords]) -> tuple[list[Loop], Expr]:
         """The best of each block, vectorized; then the first position of it in the best block."""
         size, dtype = min(length, BLOCK), x.dtype.compute
         block, i, j, found = Var("block"), Var("i"), Var("j"), Var("found", i32)
@@ -119,7 +121,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         parts.append(Loop(j, size, (), vector=True, reduces=(Reduce(found, "min", place),)))
         return parts, k.add(start, k.cast(found, index_))
 
-    def kernel(ctx: Any, node: Any) -> Any:
+    def kernel(ctx: Lowering, node: Applied[ArgAttrs]) -> Loops:
         x, axis = node.inputs[0], axis_of(node.attrs.axis, node.inputs[0].rank)
         dims, length = ctx.dims(x), ctx.dims(x)[axis]
         grid, at = lines(dims, axis)
@@ -139,7 +141,7 @@ def _arg(name: str, reference: Any, op_name: str, fill: str, doc: str) -> Any:
         ))  # fmt: skip
         return grid, (loop, ctx.store(0, to, k.cast(found, i64)))
 
-    def padded(p: Any, attrs: ArgAttrs, x: Any) -> Any:
+    def padded(p: PaddingPass, attrs: ArgAttrs, x: Value) -> Padded:
         axis = axis_of(attrs.axis, x.rank)
         if any(a.outer > 1 for a in p.along(x, axis)):
             return "positions would count rows that hold no data"
@@ -187,7 +189,7 @@ def _cumsum_array(attrs: CumsumAttrs, x: np.ndarray) -> np.ndarray:
     return np.flip(total, attrs.axis) if attrs.reverse else total
 
 
-def _cumsum_padded(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
+def _cumsum_padded(p: PaddingPass, attrs: CumsumAttrs, x: Value) -> Padded:
     """Padding counts as 0 where it precedes data."""
     axis = axis_of(attrs.axis, x.rank)
     behind = attrs.reverse or any(a.outer > 1 for a in p.along(x, axis))
@@ -195,12 +197,12 @@ def _cumsum_padded(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
     return p.final(cumsum(held, axis=axis, exclusive=attrs.exclusive, reverse=attrs.reverse)) if p.along(x, axis) else None
 
 
-def _cumsum_partitioned(p: Any, attrs: CumsumAttrs, x: Any) -> Any:
+def _cumsum_partitioned(p: Partitioning, attrs: CumsumAttrs, x: Value) -> Parted:
     split = p.split_of(x)
     return "each element needs those before it" if split and split.axis == axis_of(attrs.axis, x.rank) else None
 
 
-def _cumsum_kernel(ctx: Any, node: Any) -> Any:
+def _cumsum_kernel(ctx: Lowering, node: Applied[CumsumAttrs]) -> Loops:
     x, attrs = node.inputs[0], node.attrs
     dims, axis = ctx.dims(x), axis_of(attrs.axis, x.rank)
     grid, coords = lines(dims, axis)
@@ -262,7 +264,7 @@ def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndar
     return np.take_along_axis(x, order, axis=-1), order
 
 
-def _sort_kernel(ctx: Any, node: Any) -> Any:
+def _sort_kernel(ctx: Lowering, node: Applied[SortAttrs]) -> Loops:
     """K. E. Batcher's bitonic network over a power of two of (value, position) pairs in local memory. Positions from n on
     are padding and sort last. One loop over all passes: merges of `size` = 2, 4, 8 …, each in steps `size`/2 … 2, 1."""
     x = node.inputs[0]
@@ -305,7 +307,7 @@ def _sort_shapes(attrs: SortAttrs, x: Shape) -> tuple[Shape, ...]:
     return x, x.with_dtype(i64)
 
 
-SORTS: Sequence[Sample] = (
+SORTS: tuple[Sample, ...] = (
     Sample(((2, 17),)), Sample(((33,),), {"descending": True}, low=-3, high=3), Sample(((2, 2, 5),), low=0, high=3),
     Sample(((2, 1),)), Sample(((2, 0),)),
 )  # fmt: skip

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from rlx.errors import AttributeValueError
+from rlx.ir.contexts import Applied, Coords, Lowering
 from rlx.ir.declare import op
+from rlx.ir.kernel import Expr
 from rlx.ir.layout import TiledLayout
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import static_dim
@@ -40,7 +39,7 @@ def _shape(attrs: PackAttrs, x: Shape) -> Shape:
     return x
 
 
-def _element(ctx: Any, node: Any, result: int, place: Sequence[Any]) -> Any:
+def _element(ctx: Lowering, node: Applied[PackAttrs], result: int, place: Coords) -> Expr:
     """`place` is the location of the element in the tiled memory; padding is 0."""
     at, inside = _tiled(node.attrs, node.inputs[0].shape).element(place)
     return ctx.element(node.inputs[0], at, inside)

@@ -6,15 +6,13 @@ A look-up can read the panels that a matrix product uses, so a table with both u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from rlx.errors import ShapeError
+from rlx.ir.contexts import Applied, Coords, Lowering
 from rlx.ir.declare import op
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import k
+from rlx.ir.kernel import Expr, k
 from rlx.ir.op import Kind, Sample
 from rlx.ir.ops.index import check_range, picked
 from rlx.ir.ops.quant import Block, DequantizeAttrs, block_element, check_rows, random_weights
@@ -37,7 +35,7 @@ def _array(attrs: DequantizeAttrs, w: np.ndarray, ids: np.ndarray) -> np.ndarray
     return FORMATS[attrs.format].decode_rows(w.astype(np.uint8)[ids.astype(np.int64)], attrs.columns)
 
 
-def _element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _element(ctx: Lowering, node: Applied[DequantizeAttrs], result: int, coords: Coords) -> Expr:
     w, ids = node.inputs
     row = picked(ctx, ids, coords[:-1], ctx.dims(w)[0])
     if ctx.in_tiles(w):
@@ -45,7 +43,7 @@ def _element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
     return block_element(FORMATS[node.attrs.format], coords[-1], lambda at: ctx.element(w, (row, at)))
 
 
-def _packed_element(ctx: Any, node: Any, row: Any, column: Any) -> Any:
+def _packed_element(ctx: Lowering, node: Applied[DequantizeAttrs], row: Expr, column: Expr) -> Expr:
     """The element from packed panels (see quant_pack)."""
     p, packed = PACKINGS[node.attrs.format], node.inputs[0]
     lane, start = k.rem(row, PANEL), k.mul(k.div(column, p.block), p.panel_bytes)
@@ -64,9 +62,9 @@ def _packed_element(ctx: Any, node: Any, row: Any, column: Any) -> Any:
     return k.sub(value, k.mul(b.half(k.add(k.mul(lane, 2), 2 * PANEL)), k.cast(least, f32)))
 
 
-def _bits(p: Packing, b: Block, start: Any, lane: Any, e: Any) -> Any:
+def _bits(p: Packing, b: Block, start: Expr, lane: Expr, e: Expr) -> Expr:
     """The integer of element e of a turn whose dwords begin at `start`, as i32."""
-    out: Any = None
+    out: Expr | None = None
     for plane, other in ((p.low, p.high), (p.high, p.low)):
         if plane is None:
             continue

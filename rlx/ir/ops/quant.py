@@ -6,15 +6,16 @@ A weight is rows of packed blocks (rlx.ir.quant.FORMATS).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError, known
+from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import f16, f32, i8, i32, u8, u16
-from rlx.ir.kernel import k
+from rlx.ir.kernel import Expr, k
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.rules import others, static_dim
@@ -61,34 +62,34 @@ def _dequantize_shape(attrs: DequantizeAttrs, packed: Shape) -> Shape:
 class Block:
     """The bytes of the block that contains an element."""
 
-    def __init__(self, byte: Callable[[Any], Any]) -> None:
+    def __init__(self, byte: Callable[[Expr | int], Expr]) -> None:
         self.byte = byte  # offset in the block (i64 expression) -> u8 expression
 
-    def bits(self, at: Any, shift: Any = 0, mask: int = 255) -> Any:
+    def bits(self, at: Expr | int, shift: Expr | int = 0, mask: int = 255) -> Expr:
         """(byte >> shift) & mask, as i32."""
         raw = k.cast(self.byte(at), i32)
         shift = shift if isinstance(shift, int) else k.cast(shift, i32)
         return k.and_(raw if isinstance(shift, int) and not shift else k.shr(raw, shift), mask)
 
-    def signed(self, at: Any) -> Any:
+    def signed(self, at: Expr | int) -> Expr:
         return k.cast(k.cast(self.byte(at), i8), f32)
 
-    def half(self, at: Any) -> Any:
+    def half(self, at: Expr | int) -> Expr:
         """The f16 at an offset, as f32."""
         low, high = (k.cast(self.byte(k.add(at, i)), u16) for i in (0, 1))
         return k.cast(k.bitcast(k.or_(low, k.shl(high, 8)), dtype=f16), f32)
 
 
-def _q8_0(b: Block, e: Any) -> Any:
+def _q8_0(b: Block, e: Expr) -> Expr:
     return k.mul(b.half(0), b.signed(k.add(e, 2)))
 
 
-def _q4_0(b: Block, e: Any) -> Any:
+def _q4_0(b: Block, e: Expr) -> Expr:
     q = b.bits(k.add(k.rem(e, 16), 2), k.mul(k.div(e, 16), 4), 15)
     return k.mul(b.half(0), k.cast(k.sub(q, 8), f32))
 
 
-def _k_value(b: Block, e: Any, q: Any) -> Any:
+def _k_value(b: Block, e: Expr, q: Expr) -> Expr:
     """scale * q - minimum of the element's group of 32; rlx.ir.quant describes the layout of the 6-bit pairs."""
     group = k.div(e, 32)
     early, at = k.lt(group, 4), k.rem(group, 4)
@@ -100,22 +101,22 @@ def _k_value(b: Block, e: Any, q: Any) -> Any:
     return k.sub(scaled, k.mul(b.half(2), k.cast(least, f32)))
 
 
-def _k_low(b: Block, e: Any, start: int) -> Any:
+def _k_low(b: Block, e: Expr, start: int) -> Expr:
     """Four bits: groups 2i and 2i+1 are the low and high halves of 32 bytes."""
     at = k.add(k.mul(k.div(e, 64), 32), k.rem(e, 32))
     return b.bits(k.add(at, start), k.mul(k.rem(k.div(e, 32), 2), 4), 15)
 
 
-def _q4_k(b: Block, e: Any) -> Any:
+def _q4_k(b: Block, e: Expr) -> Expr:
     return _k_value(b, e, _k_low(b, e, 16))
 
 
-def _q5_k(b: Block, e: Any) -> Any:
+def _q5_k(b: Block, e: Expr) -> Expr:
     fifth = b.bits(k.add(k.rem(e, 32), 16), k.div(e, 32), 1)
     return _k_value(b, e, k.or_(_k_low(b, e, 48), k.shl(fifth, 4)))
 
 
-def _q6_k(b: Block, e: Any) -> Any:
+def _q6_k(b: Block, e: Expr) -> Expr:
     half, group, lane = k.div(e, 128), k.rem(k.div(e, 32), 4), k.rem(e, 32)
     low = k.add(k.add(k.mul(half, 64), k.mul(k.rem(group, 2), 32)), lane)
     high = k.add(k.add(k.mul(half, 32), lane), 128)
@@ -124,23 +125,23 @@ def _q6_k(b: Block, e: Any) -> Any:
     return k.mul(scale, k.cast(k.sub(q, 32), f32))
 
 
-_ELEMENTS: dict[str, Callable[[Block, Any], Any]] = {
+_ELEMENTS: dict[str, Callable[[Block, Expr], Expr]] = {
     "q8_0": _q8_0, "int8": _q8_0, "q4_0": _q4_0, "int4": _q4_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
 }  # fmt: skip
 
 
-def block_element(form: QuantFormat, column: Any, byte: Callable[[Any], Any]) -> Any:
+def block_element(form: QuantFormat, column: Expr, byte: Callable[[Expr], Expr]) -> Expr:
     """Element `column` of a row of blocks; byte(offset) loads a byte of the row."""
     start = k.mul(k.div(column, form.block), form.nbytes)
     return _ELEMENTS[form.name](Block(lambda at: byte(k.add(start, at))), k.rem(column, form.block))
 
 
-def _dequantize_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _dequantize_element(ctx: Lowering, node: Applied[DequantizeAttrs], result: int, coords: Coords) -> Expr:
     *row, column = coords
     return block_element(FORMATS[node.attrs.format], column, lambda at: ctx.element(node.inputs[0], (*row, at)))
 
 
-def _dequantize_partitioned(p: Any, attrs: DequantizeAttrs, packed: Any) -> Any:
+def _dequantize_partitioned(p: Partitioning, attrs: DequantizeAttrs, packed: Value) -> Parted:
     """A row may be split between ranks at block boundaries."""
     form, split, axis = FORMATS[attrs.format], p.split_of(packed), packed.rank - 1
     if split is None or split.axis != axis:
@@ -177,7 +178,7 @@ def _product(attrs: FormatAttrs, x: np.ndarray, packed: np.ndarray) -> np.ndarra
     return x @ FORMATS[attrs.format].decode_rows(packed, x.shape[-1]).astype(x.dtype).T
 
 
-def _product_of(attrs: FormatAttrs, x: Any, packed: Any) -> Any:
+def _product_of(attrs: FormatAttrs, x: Value, packed: Value) -> Value:
     wide = x.dtype.compute
     weights = dequantize(packed, attrs.format, static_dim(x.dims[-1], "dequant_matmul")).astype(wide)
     return matmul(x.astype(wide), transpose(weights)).astype(x.dtype)

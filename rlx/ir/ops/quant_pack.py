@@ -9,6 +9,7 @@ instruction, or of a conversion, its own row, and a kernel reads memory sequenti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -18,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.contexts import Applied, Loops, Lowering
 from rlx.ir.declare import op
 from rlx.ir.dtype import u8
-from rlx.ir.kernel import Loop, Var, const, k
+from rlx.ir.kernel import Expr, Loop, Var, const, k
 from rlx.ir.layout import TiledLayout
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import static_dim
@@ -162,7 +164,7 @@ def packed(format: str, w: np.ndarray) -> np.ndarray:
     padded = np.zeros((panels * PANEL, w.shape[1]), np.uint8)
     padded[: w.shape[0]] = w
     block = padded.reshape(panels, PANEL, blocks, p.nbytes).swapaxes(1, 2)  # [panel, block, row, byte]
-    parts: list[Any] = [block[..., at : at + 2] for at in p.numbers]
+    parts: list[np.ndarray] = [block[..., at : at + 2] for at in p.numbers]
     for turn in range(turns):
         for pieces in p.of_turn(turn):
             parts.append(reduce(or_, (((block[..., b] >> r) & m) << s for b, r, m, s in pieces)))
@@ -174,30 +176,30 @@ def packed(format: str, w: np.ndarray) -> np.ndarray:
     return np.concatenate([x.reshape(panels, blocks, -1) for x in parts], axis=2).reshape(panels, -1).astype(np.uint8)
 
 
-def _kernel(ctx: Any, node: Any) -> Any:
+def _kernel(ctx: Lowering, node: Applied[PackAttrs]) -> Loops:
     """One grid point per block of a panel."""
     w, p = node.inputs[0], packing(node.attrs)
     rows, nbytes = ctx.dims(w)
     panel, block, turn = Var("panel"), Var("block"), Var("turn")
     grid = ((panel, -(-rows // PANEL)), (block, nbytes // p.nbytes))
 
-    def byte(row: Any, at: Any) -> Any:
+    def byte(row: Expr, at: Expr) -> Expr:
         row = k.add(k.mul(panel, PANEL), row)
         return ctx.element(w, (row, k.add(k.mul(block, p.nbytes), at)), k.lt(row, rows) if rows % PANEL else None)
 
-    def copied(count: int, at: Any, value: Any) -> Loop:
+    def copied(count: int, at: Expr | int, value: Callable[[Expr], Expr]) -> Loop:
         """Writes `count` bytes from offset `at` of this block of the panel; value(t) is byte t of them."""
         t = Var("t")
         store = ctx.store(0, (panel, k.add(k.add(k.mul(block, p.panel_bytes), at), t)), value(t))
         return Loop(t, count, (store,), vector=True)
 
-    def joined(pieces: Pieces) -> Any:
+    def joined(pieces: Pieces) -> Callable[[Expr], Expr]:
         return lambda row: reduce(
             k.or_, (k.shl(k.and_(k.shr(byte(row, const(at)), right), mask), left) for at, right, mask, left in pieces)
         )
 
-    def dword(plane: Bits, first: int) -> Any:
-        def value(t: Any) -> Any:
+    def dword(plane: Bits, first: int) -> Callable[[Expr], Expr]:
+        def value(t: Expr) -> Expr:
             parts = []
             for i in range(8 // plane.bits):
                 at, shift = plane.at(k.add(k.add(k.mul(turn, STEP), k.rem(t, 4)), first + 4 * i), k)

@@ -8,15 +8,18 @@ be state of a graph. The generator needs only additions, xors and rotations of 3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.contexts import Applied, Coords, Loops, Lowering
 from rlx.ir.declare import op
-from rlx.ir.dtype import f32, u32
-from rlx.ir.kernel import Carry, Let, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.dtype import DType, f32, u32
+from rlx.ir.kernel import Carry, Expr, Let, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Sample, as_dims
 from rlx.ir.ops.activation import log1p
 from rlx.ir.ops.elementwise import log, minimum, shift_right
@@ -35,7 +38,11 @@ class RandomAttrs(Attrs):
         object.__setattr__(self, "dims", as_dims(self.dims))
 
 
-def _threefry(key: Sequence[Any], counter: Sequence[Any], word: Any, add: Any, xor: Any, rotate: Any) -> tuple[Any, Any]:
+Word = TypeVar("Word")  # u32: an array or an expression
+Rule = Callable[..., Any]
+
+
+def _threefry(key: Sequence[Word], counter: Sequence[Word], word: Rule, add: Rule, xor: Rule, rotate: Rule) -> tuple[Word, Word]:
     """Two output words from two key words and two counter words, on any u32 type; `word` makes a constant of that type."""
     keys = (*key, xor(xor(*key), word(PARITY)))
     a, b = map(add, counter, key)
@@ -47,7 +54,7 @@ def _threefry(key: Sequence[Any], counter: Sequence[Any], word: Any, add: Any, x
     return a, b
 
 
-def threefry_array(key: Any, counter: Any) -> tuple[np.ndarray, np.ndarray]:
+def threefry_array(key: Iterable[ArrayLike], counter: Iterable[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
     """Threefry-2x32-20 of pairs of u32 arrays, in numpy."""
     one = [np.asarray(x, np.uint32) for x in (*key, *counter)]
     turn = lambda x, by: (x << np.uint32(by)) | (x >> np.uint32(32 - by))  # noqa: E731
@@ -60,7 +67,7 @@ def seed_key(seed: int) -> np.ndarray:
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
-def _random_shape(dtype: Any) -> Callable[..., Shape]:
+def _random_shape(dtype: DType) -> Callable[..., Shape]:
     def infer(attrs: RandomAttrs, key: Shape, counter: Shape) -> Shape:
         for what, found, dims in (("key", key, (2,)), ("counter", counter, ())):
             if found.dtype != u32:
@@ -81,7 +88,7 @@ def _bits_array(attrs: RandomAttrs, key: np.ndarray, counter: np.ndarray) -> np.
     return (a ^ b).reshape(dims)
 
 
-def _bits_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _bits_element(ctx: Lowering, node: Node, result: int, coords: Coords) -> Expr:
     key, counter = node.inputs
     at = k.const(0)
     for c, d in zip(coords, node.shapes[0].static):
@@ -103,7 +110,7 @@ def _gumbel_array(attrs: RandomAttrs, key: np.ndarray, counter: np.ndarray) -> n
     return -np.log(-np.log1p(-np.minimum(u, np.float32(BELOW_ONE)).astype(np.float64)))
 
 
-def _gumbel(attrs: RandomAttrs, key: Any, counter: Any) -> Any:
+def _gumbel(attrs: RandomAttrs, key: Value, counter: Value) -> Value:
     # small u gives the largest results, which win the argmax: u is finely spaced there, never 0, and never 1
     u = minimum((random_bits(key, counter, dims=attrs.dims).astype(f32) + 0.5) * 2.0**-32, BELOW_ONE)
     return -log(-log1p(-u))
@@ -162,14 +169,14 @@ def _threshold_array(attrs: ThresholdAttrs, x: np.ndarray, amount: np.ndarray) -
     return np.take_along_axis(down, enough.argmax(-1)[..., None], axis=-1)[..., 0]
 
 
-def _number(key: Any) -> Any:
+def _number(key: Expr) -> Expr:
     """The f32 of a key: u32 keys have the order of the floats. Keys below that of -inf are clamped to it."""
     key = k.select(k.lt(key, const(LEAST, u32)), const(LEAST, u32), key)
     negative = k.lt(key, const(1 << 31, u32))
     return k.bitcast(k.xor(key, k.select(negative, const(0xFFFFFFFF, u32), const(1 << 31, u32))), dtype=f32)
 
 
-def _threshold_kernel(ctx: Any, node: Any) -> Any:
+def _threshold_kernel(ctx: Lowering, node: Applied[ThresholdAttrs]) -> Loops:
     """Binary search for the threshold's key, from the highest bit: a bit stays set if the elements at or above the key still
     suffice. A float sum in a fixed order never grows when elements become 0, so rounding does not break the search."""
     x, amount = node.inputs

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import builtins
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from rlx.ir.contexts import Applied, Padded, PaddingPass
 from rlx.ir.declare import op
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Reduction, Sample
 from rlx.ir.ops.elementwise import exp, log, maximum, sub
 from rlx.ir.ops.rules import again, axes_of, axis_of, same, widened
@@ -54,7 +57,9 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str = "fiu", parts: Any = None) -> Any:
+def reduction(
+    name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str = "fiu", parts: Callable[..., Value] | None = None
+) -> Callable[..., Value]:
     def reference(attrs: ReduceAttrs, x: np.ndarray) -> np.ndarray:
         x = _wide(x)
         initial = _extreme(x, scalar) if combine.identity is None else combine.identity
@@ -66,13 +71,13 @@ def reduction(name: str, combine: np.ufunc, scalar: str, doc: str, dtypes: str =
     )  # fmt: skip
 
 
-def _pair_sums(node: Any, x: Any) -> Any:
+def _pair_sums(node: Applied[ReduceAttrs], x: Value) -> Value:
     """Sums of pairs over the same axes; if none are given, over all but the last, which holds the pair."""
     axes = axes_of(node.attrs.axis, x.rank - 1)
     return again(node, x, axis=axes) if axes else x
 
 
-def _extreme(x: np.ndarray, scalar: str) -> Any:
+def _extreme(x: np.ndarray, scalar: str) -> float:
     """The result of max or min over no elements: its identity element."""
     if x.dtype.kind == "f":
         return -np.inf if scalar == "max" else np.inf
@@ -90,25 +95,25 @@ any = reduction("any", np.logical_or, "or", "True if any element is True; False 
 all = reduction("all", np.logical_and, "and", "True if all elements are True; True if empty.", dtypes="b")
 
 
-def _count(attrs: ReduceAttrs, x: Any) -> int:
+def _count(attrs: ReduceAttrs, x: Value) -> int:
     return math.prod(x.shape.static[i] for i in axes_of(attrs.axis, x.rank))
 
 
-def _mean(attrs: ReduceAttrs, x: Any, count: Any = None) -> Any:
+def _mean(attrs: ReduceAttrs, x: Value, count: Value | None = None) -> Value:
     return sum(x, axis=attrs.axis, keepdims=attrs.keepdims) / (float(_count(attrs, x)) if count is None else count)
 
 
-def _variance(attrs: VarianceAttrs, x: Any, count: Any = None) -> Any:
+def _variance(attrs: VarianceAttrs, x: Value, count: Value | None = None) -> Value:
     d = x - mean(x, axis=attrs.axis, keepdims=True)
     least = builtins.max if count is None else maximum
     free = least((float(_count(attrs, x)) if count is None else count) - attrs.correction, 0.0)
     return sum(d * d, axis=attrs.axis, keepdims=attrs.keepdims) / free
 
 
-def _counted(decompose: Any) -> Any:
+def _counted(decompose: Callable[..., Value]) -> Callable[..., Padded]:
     """OpDef.padded for ops that divide by the number of elements."""
 
-    def padded(p: Any, attrs: ReduceAttrs, x: Any) -> Any:
+    def padded(p: PaddingPass, attrs: ReduceAttrs, x: Value) -> Padded:
         count = p.count(x, axes_of(attrs.axis, x.rank), x.dtype.compute)
         return None if count is None else widened(lambda attrs, x: decompose(attrs, x, count))(attrs, x)
 
@@ -149,12 +154,12 @@ def _softmax_array(attrs: AxisAttrs, x: np.ndarray) -> np.ndarray:
     return e / np.sum(e, axis=attrs.axis, keepdims=True)
 
 
-def _softmax(attrs: AxisAttrs, x: Any) -> Any:
+def _softmax(attrs: AxisAttrs, x: Value) -> Value:
     e = exp(sub(x, max(x, axis=attrs.axis, keepdims=True)))
     return e * (1.0 / sum(e, axis=attrs.axis, keepdims=True))  # one division per row; the sum is between 1 and the length
 
 
-def _log_softmax(attrs: AxisAttrs, x: Any) -> Any:
+def _log_softmax(attrs: AxisAttrs, x: Value) -> Value:
     centred = sub(x, max(x, axis=attrs.axis, keepdims=True))
     return centred - log(sum(exp(centred), axis=attrs.axis, keepdims=True))
 

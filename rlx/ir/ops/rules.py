@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.contexts import Applied, Grid
 from rlx.ir.dtype import DType, bool_
-from rlx.ir.kernel import Var
-from rlx.ir.node import apply, constant
-from rlx.ir.op import OPS, attribute_types
+from rlx.ir.kernel import Expr, Var
+from rlx.ir.node import Value, apply, constant
+from rlx.ir.op import OPS, Attrs, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims
 
 MAX_FLOAT = sys.float_info.max
@@ -26,18 +27,18 @@ def same_dtype(*shapes: Shape) -> None:
             raise DTypeError(f"operands are {shapes[0].dtype} and {s.dtype}; cast one of them: x.astype({s.dtype.name!r})")
 
 
-def pointwise(attrs: Any, *shapes: Shape) -> Shape:
+def pointwise(attrs: object, *shapes: Shape) -> Shape:
     """The shape rule of a pointwise op: operands of one dtype, broadcast; the result has that dtype."""
     same_dtype(*shapes)
     return Shape(broadcast_dims(*(s.dims for s in shapes)), shapes[0].dtype)
 
 
-def comparison(attrs: Any, *shapes: Shape) -> Shape:
+def comparison(attrs: object, *shapes: Shape) -> Shape:
     """As pointwise, but the result is bool."""
     return pointwise(attrs, *shapes).with_dtype(bool_)
 
 
-def same(attrs: Any, x: Shape, *_: Shape) -> Shape:
+def same(attrs: object, x: Shape, *_: Shape) -> Shape:
     """The result has the shape and dtype of the first operand."""
     return x
 
@@ -62,12 +63,12 @@ def axes_of(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     return out
 
 
-def others(attrs: Any, operand: int, axis: int, x: Shape, *_: Shape) -> int | None:
+def others(attrs: object, operand: int, axis: int, x: Shape, *_: Shape) -> int | None:
     """OpDef.rows of an op that mixes elements along one axis only: the attribute `axis`, or the last."""
     return None if axis == axis_of(getattr(attrs, "axis", -1), x.rank) else axis
 
 
-def lines(dims: Sequence[int], axis: int) -> tuple[tuple[tuple[Var, int], ...], Callable[[Any], tuple[Any, ...]]]:
+def lines(dims: Sequence[int], axis: int) -> tuple[Grid, Callable[[Expr | None], tuple[Expr, ...]]]:
     """For a kernel that loops along an axis: a grid over all other dims, and a function from a position on the axis to the
     coords (from None: the coords without that axis)."""
     outer, inner = [Var("o") for _ in dims[:axis]], [Var("n") for _ in dims[axis + 1 :]]
@@ -108,7 +109,7 @@ def divide(total: DimLike, by: DimLike) -> DimLike | None:
 def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
     """A decomposition computed in f32 for 16-bit and 8-bit floats and rounded once at the end, as the reference is."""
 
-    def run(attrs: Any, *values: Any) -> Any:
+    def run(attrs: object, *values: Value) -> Value | tuple[Value, ...]:
         dtype = values[0].dtype
         if dtype.compute == dtype:
             return decompose(attrs, *values)
@@ -121,24 +122,23 @@ def widened(decompose: Callable[..., Any]) -> Callable[..., Any]:
 # -- complex numbers as pairs: OpDef.parts -----------------------------------------------------------------------------
 
 
-def again(node: Any, *operands: Any, **changed: Any) -> Any:
+def again(node: Applied[Attrs | None], *operands: Value, **changed: Any) -> Any:
     """The node's op on other operands, with these attributes changed."""
     own = {name: getattr(node.attrs, name) for name in attribute_types(type(node.attrs))} if node.attrs else {}
     return apply(node.op, operands, own | changed)
 
 
-def along(node: Any, x: Any, *others: Any) -> Any:
+def along(node: Applied[Any], x: Value, *others: Value) -> Value:
     """OpDef.parts of an op that mixes elements along the attribute `axis` only: the same op on the pairs."""
     return again(node, x, *others, axis=axis_of(node.attrs.axis, x.rank - 1))
 
 
-def halves(x: Any) -> tuple[Any, Any]:
+def halves(x: Value) -> tuple[Value, Value]:
     """The real and imaginary parts of pairs."""
     return x[..., 0], x[..., 1]
 
 
-def joined(re: Any, im: Any) -> Any:
+def joined(re: Value, im: Value | float) -> Any:
     """Pairs from real and imaginary parts; the imaginary part may be a number."""
-    if isinstance(im, float):
-        im = apply(OPS["broadcast_to"], (constant(im),), {"dims": re.dims})
-    return apply(OPS["concat"], (re[..., None], im[..., None]), {"axis": -1})
+    other: Any = apply(OPS["broadcast_to"], (constant(im),), {"dims": re.dims}) if isinstance(im, float) else im
+    return apply(OPS["concat"], (re[..., None], other[..., None]), {"axis": -1})

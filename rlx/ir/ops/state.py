@@ -6,15 +6,16 @@ If the result becomes the state's next value, the compiler writes only those row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
+from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, index_
-from rlx.ir.kernel import Check, Loop, Var, const, k
+from rlx.ir.kernel import Check, Expr, Loop, Var, const, k
+from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.ops.rules import again, along, axis_of, halves, integer, joined, others, same_dtype, static_dim
@@ -102,17 +103,17 @@ def _take_array(attrs: TakeRowsAttrs, state: np.ndarray, at: np.ndarray) -> np.n
     return np.take(state, _start(at, attrs.count, state.shape[attrs.axis]) + np.arange(attrs.count), axis=attrs.axis)
 
 
-def _range(ctx: Any, at: Any, count: int, size: int) -> tuple[Any, Any]:
+def _range(ctx: Lowering, at: Value, count: int, size: int) -> tuple[Expr, Expr]:
     """(position, condition that `count` rows from it are inside `size`)."""
     start = k.cast(ctx.element(at, ()), index_)
     return start, k.and_(k.le(k.const(0), start), k.le(start, k.const(size - count)))
 
 
-def _along(coords: Sequence[Any], axis: int, at: Any) -> tuple[Any, ...]:
+def _along(coords: Coords, axis: int, at: Expr) -> tuple[Expr, ...]:
     return (*coords[:axis], at, *coords[axis + 1 :])
 
 
-def _update_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _update_element(ctx: Lowering, node: Applied[RowsAttrs], result: int, coords: Coords) -> Expr:
     state, rows, at = node.inputs
     axis = axis_of(node.attrs.axis, state.rank)
     count = ctx.dims(rows)[axis]
@@ -123,7 +124,7 @@ def _update_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> 
     return k.select(new, ctx.element(rows, _along(coords, axis, row), new), ctx.element(state, coords))
 
 
-def _update_in_place(ctx: Any, node: Any) -> Any:
+def _update_in_place(ctx: Lowering, node: Applied[RowsAttrs]) -> Loops:
     """Writes only the updated rows; writes nothing if they do not all fit."""
     state, rows, at = node.inputs
     axis = axis_of(node.attrs.axis, state.rank)
@@ -134,7 +135,7 @@ def _update_in_place(ctx: Any, node: Any) -> Any:
     return tuple(zip(outer, dims)), (Check(inside, INDEX_OUT_OF_RANGE), Loop(last, dims[-1], (store,), vector=True))
 
 
-def _take_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _take_element(ctx: Lowering, node: Applied[TakeRowsAttrs], result: int, coords: Coords) -> Expr:
     state, at = node.inputs
     axis = axis_of(node.attrs.axis, state.rank)
     start, inside = _range(ctx, at, node.attrs.count, ctx.dims(state)[axis])
@@ -162,12 +163,12 @@ def _valid_rows(attrs: ValidRowsAttrs, operand: int, axis: int, x: Shape, extent
     return axis if attrs.guard or axis != axis_of(attrs.axis, x.rank) else None
 
 
-def _valid_partitioned(p: Any, attrs: ValidRowsAttrs, x: Any, extent: Any) -> Any:
+def _valid_partitioned(p: Partitioning, attrs: ValidRowsAttrs, x: Value, extent: Value) -> Parted:
     split = p.split_of(x)
     return "rows are counted from the first" if split and split.axis == axis_of(attrs.axis, x.rank) else None
 
 
-def _valid_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _valid_element(ctx: Lowering, node: Applied[ValidRowsAttrs], result: int, coords: Coords) -> Expr:
     x, extent = node.inputs
     axis = axis_of(node.attrs.axis, x.rank)
     row = k.rem(k.div(coords[axis], k.const(node.attrs.inner)), k.const(node.attrs.rows(ctx.dims(x)[axis])))
@@ -209,7 +210,7 @@ take_rows = op(
     doc="Takes `count` rows of `state`, starting at position `at` (an integer of dims ()) along `axis`. Rows out of range are an "
     "IndexRangeError.",
 )  # fmt: skip
-def _valid_parts(node: Any, x: Any, extent: Any) -> Any:
+def _valid_parts(node: Applied[ValidRowsAttrs], x: Value, extent: Value) -> Value:
     axis, (re, im) = axis_of(node.attrs.axis, x.rank - 1), halves(x)
     return joined(again(node, re, extent, axis=axis), again(node, im, extent, axis=axis, fill="0"))
 

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
+from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
-from rlx.ir.kernel import k
+from rlx.ir.kernel import Expr, k
 from rlx.ir.layout import Layout
+from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import again, axis_of, divide, static_dim
 from rlx.ir.ops.state import take_rows
@@ -59,10 +60,10 @@ def regroup(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[in
     return [(axes(a, low, high), axes(b, low, high)) for low, high in zip(cuts, cuts[1:])]
 
 
-def _reshape_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _reshape_element(ctx: Lowering, node: Node, result: int, coords: Coords) -> Expr:
     source = node.inputs[0]
     dims, out = ctx.dims(source), ctx.dims(node.results[0])
-    at: list[Any] = [k.const(0)] * len(dims)
+    at: list[Expr] = [k.const(0)] * len(dims)
     for left, right in regroup(dims, out) if math.prod(dims) else ():
         position = k.const(0)  # row-major within the group
         for axis in right:
@@ -74,7 +75,7 @@ def _reshape_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) ->
     return ctx.element(source, tuple(at))
 
 
-def _reshape_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
+def _reshape_strided(attrs: object, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout | None:
     if not math.prod(dims):
         return Layout(contiguous_strides(tuple(out)), layout.offset)
     strides = [0] * len(out)
@@ -115,7 +116,7 @@ def _permutation(attrs: TransposeAttrs, rank: int) -> tuple[int, ...]:
     return axes
 
 
-def _transpose_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _transpose_element(ctx: Lowering, node: Applied[TransposeAttrs], result: int, coords: Coords) -> Expr:
     axes = _permutation(node.attrs, len(coords))
     return ctx.element(node.inputs[0], tuple(coords[axes.index(i)] for i in range(len(axes))))
 
@@ -144,13 +145,13 @@ def _broadcast_shape(attrs: BroadcastAttrs, x: Shape) -> Shape:
     return x.with_dims(attrs.dims)
 
 
-def _broadcast_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _broadcast_element(ctx: Lowering, node: Node, result: int, coords: Coords) -> Expr:
     dims = ctx.dims(node.inputs[0])
     inner = coords[len(coords) - len(dims) :]
     return ctx.element(node.inputs[0], tuple(k.const(0) if d == 1 else c for d, c in zip(dims, inner)))
 
 
-def _broadcast_strided(attrs: Any, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout:
+def _broadcast_strided(attrs: object, dims: Sequence[int], out: Sequence[int], layout: Layout, result: int = 0) -> Layout:
     kept = tuple(0 if d == 1 else s for d, s in zip(dims, layout.strides))
     return Layout((0,) * (len(out) - len(dims)) + kept, layout.offset)
 
@@ -199,7 +200,7 @@ def _ranges(attrs: SliceAttrs, dims: Sequence[DimLike]) -> list[tuple[int, DimLi
     return out
 
 
-def _slice_element(ctx: Any, node: Any, result: int, coords: Sequence[Any]) -> Any:
+def _slice_element(ctx: Lowering, node: Applied[SliceAttrs], result: int, coords: Coords) -> Expr:
     ranges = _ranges(node.attrs, ctx.dims(node.inputs[0]))
     at = tuple(k.add(k.mul(c, k.const(step)), k.const(start)) for c, (start, _, step) in zip(coords, ranges))
     return ctx.element(node.inputs[0], at)
@@ -215,7 +216,7 @@ def _slice_strided(attrs: SliceAttrs, dims: Sequence[int], out: Sequence[int], l
     return Layout(tuple(step * s for (_, _, step), s in zip(ranges, layout.strides)), layout.offset + offset)
 
 
-def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
+def _slice_padded(p: PaddingPass, attrs: SliceAttrs, x: Value) -> Padded:
     """The first row always holds data; the last is at extent - 1."""
     for axis, (start, stop, step) in enumerate(zip(attrs.starts, attrs.stops, attrs.steps)):
         actives = p.along(x, axis)
@@ -230,7 +231,7 @@ def _slice_padded(p: Any, attrs: SliceAttrs, x: Any) -> Any:
     return None
 
 
-def _slice_partitioned(p: Any, attrs: SliceAttrs, x: Any) -> Any:
+def _slice_partitioned(p: Partitioning, attrs: SliceAttrs, x: Value) -> Parted:
     """A slice of the split axis is possible at the boundaries of its parts."""
     if (split := p.split_of(x)) is None:
         return None
@@ -247,7 +248,7 @@ def _slice_partitioned(p: Any, attrs: SliceAttrs, x: Any) -> Any:
     return [(part, replace(split, parts=split.parts[low:high]))]
 
 
-def _slice_parts(node: Any, x: Any) -> Any:
+def _slice_parts(node: Applied[SliceAttrs], x: Value) -> Value:
     a = node.attrs
     return again(node, x, starts=(*a.starts, 0), stops=(*a.stops, END), steps=(*a.steps, 1))
 
@@ -296,13 +297,13 @@ def _split_shapes(attrs: SplitAttrs, x: Shape) -> tuple[Shape, ...]:
     return tuple(x.with_dims((*x.dims[:axis], size, *x.dims[axis + 1 :])) for size in sizes)
 
 
-def _split(attrs: SplitAttrs, x: Any) -> Any:
+def _split(attrs: SplitAttrs, x: Value) -> tuple[Value, ...]:
     axis, sizes = _part_sizes(attrs, x.shape.static)
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]  # type: ignore[arg-type]
     return tuple(slice_axis(x, axis, low, high) for low, high in zip(bounds, bounds[1:]))
 
 
-def slice_axis(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+def slice_axis(x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
     """Slices one axis only."""
     axis = axis_of(axis, x.rank)
     pick = lambda here, other: tuple(here if i == axis else other for i in range(x.rank))  # noqa: E731
