@@ -137,16 +137,16 @@ def raw(pairs: list[bytes] = (), infos: list[bytes] = (), data: bytes = b"", ver
 
 U32 = struct.pack("<I", 7)
 BAD = {
-    "no GGUF file": b"",
+    "not a GGUF file": b"",
     "begins with b'GGML'": b"GGML" + bytes(40),
     "version 1": raw(version=1),
     "version 77": raw(version=77),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(8),
     "metadata pairs need": raw(counts=(0, 2**60)),
     "tensor descriptions need": raw(counts=(2**60, 0)),
-    "bytes of a metadata key are wanted": raw([struct.pack("<Q", 2**63) + b"abc" * 9]),
+    "bytes of a metadata key are needed": raw([struct.pack("<Q", 2**63) + b"abc" * 9]),
     "is not UTF-8": raw([pair(b"\xff\xfe", 4, U32)]),
-    "'k' stands twice": raw([pair(b"k", 4, U32)] * 2),
+    "'k' appears twice": raw([pair(b"k", 4, U32)] * 2),
     "unknown type 13": raw([pair(b"k", 13, U32)]),
     "bool that is 2": raw([pair(b"k", 7, b"\x02")]),
     "entries of metadata 'k'": raw([pair(b"k", 9, struct.pack("<IQ", 8, 2**61))]),
@@ -156,7 +156,7 @@ BAD = {
     "power of two, it is 0": raw([pair(b"general.alignment", 4, bytes(4))]),
     "power of two, it is 'x'": raw([pair(b"general.alignment", 8, string(b"x"))]),
     "one of 3 parts": raw([pair(b"split.count", 2, b"\x03\x00")]),
-    "'w' stands twice": raw([], [info(b"w", (4,), 0, 0), info(b"w", (4,), 0, 32)], bytes(48)),
+    "'w' appears twice": raw([], [info(b"w", (4,), 0, 0), info(b"w", (4,), 0, 32)], bytes(48)),
     "has 5 dims": raw([], [info(b"w", (1,) * 5, 0, 0)], bytes(4)),
     "unknown type 99": raw([], [info(b"w", (4,), 99, 0)], bytes(16)),
     "GGUF's type 10; rlx reads": raw([], [info(b"w", (256,), 10, 0)], bytes(84)),
@@ -351,7 +351,7 @@ def test_sentence_piece_tokenizer_is_the_original(tmp_path):
     [
         (lambda w: w.add_tokenizer_model("bert"), Unsupported, "'bert'.*'gpt2', 'llama'"),
         (lambda w: w.add_tokenizer_model("gpt2"), CorruptFileError, "no list of tokens"),
-        (lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a", "a"])), CorruptFileError, "1 tokens stand twice"),
+        (lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a", "a"])), CorruptFileError, "1 tokens appear twice"),
         (lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a"])), CorruptFileError, "no list of merges"),
         (lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a"])), CorruptFileError, "as many scores"),
         (

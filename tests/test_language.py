@@ -504,7 +504,7 @@ def small_gguf(path: Path, **metadata) -> Path:
         ({"attention__head_count": "4"}, "num_attention_heads must be a positive size"),
         ({"embedding_length": None}, "hidden_size must be a positive size"),
         ({"attention__layer_norm_rms_epsilon": [1e-5]}, "rms_norm_eps must be a number"),
-        ({"rope__freq_base": 0.0}, "with base 0.0 cannot be turned"), ({"rope__dimension_count": 3}, "3 of 8 elements"),
+        ({"rope__freq_base": 0.0}, "with base 0.0 cannot be rotated"), ({"rope__dimension_count": 3}, "3 of 8 elements"),
         ({"rope__scaling__type": [1, 2]}, "rope_type .* is not supported"),
         ({"rope__scaling__type": ["yarn"]}, "rope_type .* is not supported"),
         ({"rope__scaling__type": "longrope"}, "short_factor must be 4 positive numbers"),

@@ -90,7 +90,7 @@ BAD_HEADERS = [
     (b"{", "not valid JSON"),
     (b"\xff\xfe", "not valid JSON"),
     (b"[" * 100_000, "not valid JSON"),
-    (b'{"a": {}, "a": {}}', "stands twice"),
+    (b'{"a": {}, "a": {}}', "appears twice"),
     ({"w": 3}, "exactly dtype, shape and data_offsets"),
     ({"w": {**ONE, "more": 1}}, "exactly dtype, shape and data_offsets"),
     ({"w": {**ONE, "dtype": "F31"}}, "dtype 'F31' is unknown"),

@@ -1,4 +1,4 @@
-"""Beam search over forks of a model's state: a beam that branches shares the bytes of its past until either side writes.
+"""Beam search over forks of a model's state: the forks of a beam share its state copy-on-write.
 
 Candidates, scores and the end of the search are those of transformers' generate(num_beams=…, early_stopping=False).
 """
@@ -15,7 +15,7 @@ from rlx.frontends.generate import Model, Prompt, TextDecoder, prompt_tokens
 
 
 class BranchingModel(Model, Protocol):
-    """A model whose state can be forked and exchanged, as LanguageModel's."""
+    """A model whose state can be forked and replaced, like LanguageModel."""
 
     handles: Any  # a HandleStore
 
@@ -23,7 +23,7 @@ class BranchingModel(Model, Protocol):
 
 
 class Beam(NamedTuple):
-    """An answer: its ids without one that ends it, its text, and its sum of log probabilities / length ** length_penalty."""
+    """An answer: its ids without the end token, its text, and its sum of log probabilities / length ** length_penalty."""
 
     tokens: list[int]
     text: str
@@ -48,7 +48,7 @@ def beam_search(
 ) -> list[Beam]:
     """The best answers found, at most `beams`, best first. `ends`: ids that end an answer, the model's own if None.
 
-    The model forgets its tokens. OptionError: a number without meaning, or one that does not fit into the model's capacity.
+    Resets the model's state. OptionError: an invalid number, or one that exceeds the model's capacity.
     """
     ids, state, stop = prompt_tokens(model, prompt), model.handles, frozenset(model.codec.ends if ends is None else ends)
     if any(type(n) is not int or n < 1 for n in (beams, max_new_tokens)):
@@ -72,7 +72,7 @@ def _search(
 ) -> list[tuple[float, list[int]]]:
     """(score, tokens) of the finished answers, best first."""
     finished: list[tuple[float, list[int]]] = []
-    keep = max(2, 1 + len(stop)) * beams  # enough that `beams` of them go on
+    keep = max(2, 1 + len(stop)) * beams  # enough for `beams` of them to continue
     for length in range(1, limit + 1):
         on: list[tuple[_Running, int, float]] = []
         for rank, (beam, token, total) in enumerate(_best(running, keep)):
@@ -89,7 +89,7 @@ def _search(
 
 
 def _best(running: list[_Running], count: int) -> list[tuple[_Running, int, float]]:
-    """The `count` likeliest continuations by one token: (beam, token, its total), best first."""
+    """The `count` likeliest continuations by one token: (beam, token, new total), best first."""
     rows = np.stack([b.logits for b in running]).astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
     totals = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)) + np.array([[b.total] for b in running])
@@ -101,7 +101,7 @@ def _best(running: list[_Running], count: int) -> list[tuple[_Running, int, floa
 
 
 def _branch(model: BranchingModel, on: list[tuple[_Running, int, float]]) -> list[_Running]:
-    """Every beam taken on by its token, in a state of its own: the first child of a beam has the beam's, others a fork of it."""
+    """Extend every beam by its token, each with a separate state: the first child of a beam takes its state, others a fork."""
     stores: dict[int, list[Any]] = {}
     for beam, _, _ in on:
         if id(beam) not in stores:

@@ -1,7 +1,7 @@
-"""The weights of a language model where they lie: a Hugging Face folder or a GGUF file, read one param at a time.
+"""The weights of a language model on disk: a Hugging Face folder or a GGUF file, read one param at a time.
 
-In: a path, and the form in which matrices shall be kept. Out: a DecoderConfig, the format of each matrix, and for each param
-of the network an array in that form. Nothing is read before it is asked for; what was read is given back to the system.
+In: a path, and the wanted format of matrices. Out: a DecoderConfig, the format of each matrix, and for each param of the network
+an array in that format. Params are read on demand; `release` returns the file pages to the system.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from rlx.ir.placement import Split
 from rlx.ir.quant import FORMATS
 
 FLOATS = ("f32", "bf16", "f16")
-CHUNK = 1 << 18  # elements converted at once: bounds what that takes beside the result
-KEPT = (*FLOATS, "int8", "int4")  # forms that weights can be brought into
+CHUNK = 1 << 18  # elements converted at once: bounds the temporary memory
+KEPT = (*FLOATS, "int8", "int4")  # formats that weights can be converted to
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
-_NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.attn_rot_embd\.")  # old files keep these constants
+_NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.attn_rot_embd\.")  # constants in old files
 
 
 class Checkpoint:
-    """`config`; `formats`: how each matrix will be kept, by param; `read(name)`: a param's array."""
+    """`config`; `formats`: format of each matrix in memory, by param; `read(name)`: a param's array."""
 
     config: DecoderConfig
     gguf: GgufFile | None = None
 
     def __init__(self, path: str | Path, weights: str | None = None, ranks: int = 1, rank: int = 0) -> None:
-        """`weights`: one of KEPT for every matrix; None: each as it is stored. `ranks`, `rank`: who shares the params that are
-        read split, and who of them this is.
+        """`weights`: one of KEPT for every matrix; None: each as in the file. `ranks`, `rank`: number of ranks that share split
+        params, and the number of this one.
 
         Raises ModelError (CorruptFileError) saying what is missing, unsupported, or of the wrong shape.
         """
         self.path, self.weights, self.ranks, self.rank = model_path(path), weights, ranks, rank
-        self.nbytes = 0  # of the files, read so far
+        self.nbytes = 0  # bytes of the files read so far
         if weights is not None and weights not in KEPT:
             raise ModelError(f"weights={weights!r}: choose one of {known(KEPT)}, or None to keep them as stored")
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
@@ -52,8 +52,8 @@ class Checkpoint:
         self._tensors = found
         self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
         self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
-        self._parts = {name: [name] for name in found}  # param -> the tensors that it is made of, one below the other
-        alike = self.config.num_key_value_heads % ranks == 0  # else keys and values are not shared as queries are
+        self._parts = {name: [name] for name in found}  # param -> the tensors concatenated along rows to form it
+        alike = self.config.num_key_value_heads % ranks == 0  # else keys and values are split differently from queries
         for fused, parts in FUSED.items() if alike else list(FUSED.items())[1:]:
             for i in range(self.config.num_hidden_layers):
                 prefix, _, joined = f"model.layers.{i}.{fused}".rpartition(".")
@@ -61,7 +61,7 @@ class Checkpoint:
         self._check()
 
     def read(self, name: str, split: Split | None = None) -> np.ndarray:
-        """The param in its declared dims and dtype; with `split`, what this rank holds of it, and nothing else is read."""
+        """The param in its declared dims and dtype; with `split`, only this rank's share is read."""
         form = self.formats.get(name, "f32")
         pieces = self._pieces(name, split)
         packed = FORMATS.get(form)
@@ -81,12 +81,12 @@ class Checkpoint:
         return out
 
     def block(self, name: str) -> int:
-        """Elements that stay together where rows of a param are cut: whole blocks as it is stored, and as it is kept."""
+        """The granularity for splitting rows of a param, in elements: whole blocks of its format in the file and in memory."""
         forms = {self.formats.get(name, "f32"), *(self._tensors[part].type for part in self._parts[name])}
         return math.lcm(*(FORMATS[f].block for f in forms if f in FORMATS))
 
     def _pieces(self, name: str, split: Split | None) -> list[GgufTensor]:
-        """Windows on the files that make up the param, or this rank's share of it, one below the other."""
+        """Views of the files that form the param, or this rank's share of it, when concatenated along rows."""
         tensors = [self._tensors[part] for part in self._parts[name]]
         if split is None:
             return tensors
@@ -103,7 +103,7 @@ class Checkpoint:
         return out
 
     def release(self) -> None:
-        """Let the system take back the pages of the files that reads have brought into memory."""
+        """Release the pages of the mapped files that reads have loaded into memory."""
         for mapped in self._mappings:
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -132,10 +132,10 @@ class Checkpoint:
         self.config = config_of_gguf(file.metadata, names, table.shape[0], None if factors is None else factors.data)
         return {param_name(n, self.config.family): t for n, t in tensors.items()}
 
-    # -- what the network asks for
+    # -- the params of the network
 
     def _fuse(self, fused: str, parts: list[str]) -> None:
-        """One matrix of several that are stored alike."""
+        """Fuse several matrices of one format into one."""
         forms = {self.formats.get(f"{p}.weight") for p in parts}
         if len(forms) == 1 and None not in forms:
             self.formats[f"{fused}.weight"] = forms.pop() or ""
@@ -147,7 +147,7 @@ class Checkpoint:
                         self.formats.pop(f"{p}.{kind}", None)
 
     def _check(self) -> None:
-        """Every param of the network is there in its shape, and no tensor is left over."""
+        """Check that every param of the network is present with its shape, and that no tensor is unused."""
         try:
             params = build(self.config, 1, 1, 1, self.formats).params
         except KeyError as e:
@@ -156,7 +156,7 @@ class Checkpoint:
         if missing := [n for n in names if n not in self._parts]:
             raise ModelError(f"{self.path}: the weights lack {len(missing)} tensors: {known(missing)}")
         if unused := set(self._parts) - set(names):
-            raise ModelError(f"{self.path}: {self.config.family} as built here has no use for the tensors {known(unused)}")
+            raise ModelError(f"{self.path}: {self.config.family} as implemented here has no use for the tensors {known(unused)}")
         for p in params:
             shapes = [self._tensors[part].shape for part in self._parts[str(p.name)]]
             form = self.formats.get(str(p.name), "f32")
@@ -168,7 +168,7 @@ class Checkpoint:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array whose memory goes back to the system with it: malloc would keep a part of it for later."""
+    """An array whose memory returns to the system when it is freed; malloc would keep part of it."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype, math.prod(shape)).reshape(shape)
@@ -179,7 +179,7 @@ def _kept_as(stored: str) -> str:
 
 
 def _converted(rows: np.ndarray, tensor: GgufTensor, form: str) -> np.ndarray:
-    """Some rows of a tensor in another form: a float dtype, or packed."""
+    """Convert some rows of a tensor to another format: a float dtype, or a packed one."""
     if tensor.type == form:
         return rows
     floats = FORMATS[tensor.type].decode_rows(rows, tensor.shape[-1]) if tensor.type in FORMATS else rows
@@ -187,14 +187,14 @@ def _converted(rows: np.ndarray, tensor: GgufTensor, form: str) -> np.ndarray:
 
 
 def _columns(t: GgufTensor, low: int, high: int) -> GgufTensor:
-    """Some columns of a matrix, whole blocks where it is packed."""
+    """Some columns of a matrix; whole blocks if it is packed."""
     packed = FORMATS.get(t.type)
     at = [x // packed.block * packed.nbytes if packed else x for x in (low, high)]
     return GgufTensor((t.shape[0], high - low), t.type, t.data[:, at[0] : at[1]])
 
 
 def _mapping(array: np.ndarray) -> mmap.mmap | None:
-    """The mapped file that an array lies in."""
+    """The mapped file that contains an array, or None."""
     base: object = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)

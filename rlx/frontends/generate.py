@@ -15,9 +15,9 @@ from rlx.errors import BindingError, ModelError, OptionError
 from rlx.frontends.sampling import Sampler, Sampling, checked_seed
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or messages {"role": …, "content": …}
-BROKEN = "\ufffd"  # what bytes decode to that are no, or not yet a, character
-CONTEXT = 8  # tokens of the prompt that the first new ones are decoded after
-MOST_BYTES = 16  # tokens; a character has at most 4 bytes, so what is broken for longer stays so
+BROKEN = "\ufffd"  # decoded in place of bytes that are not, or not yet, a character
+CONTEXT = 8  # tokens of the prompt decoded before the first new ones, as context
+MOST_BYTES = 16  # tokens; a character has at most 4 bytes, so a longer broken sequence stays broken
 
 
 class Codec(Protocol):
@@ -34,14 +34,14 @@ class Codec(Protocol):
 
 
 class Model(Protocol):
-    """What generation needs of a language model; rlx.frontends.language.LanguageModel is one."""
+    """The interface that generation needs; rlx.frontends.language.LanguageModel implements it."""
 
     @property
     def codec(self) -> Codec: ...
     @property
     def capacity(self) -> int: ...  # positions, prompt and answer together
     @property
-    def position(self) -> int: ...  # tokens that the state holds
+    def position(self) -> int: ...  # number of tokens in the state
     def step(self, tokens: Any) -> np.ndarray: ...  # int [n] -> f32 [1, vocab] after the last one
     def reset(self) -> None: ...
 
@@ -49,19 +49,19 @@ class Model(Protocol):
 class Choices(Protocol):
     """The tokens of one answer."""
 
-    def first(self, prompt: Sequence[int], /) -> int: ...  # after the prompt, which is all that the model then holds
-    def next(self) -> int: ...  # after the last one
+    def first(self, prompt: Sequence[int], /) -> int: ...  # the token after the prompt; the state then holds only the prompt
+    def next(self) -> int: ...  # the next token
 
 
 @runtime_checkable
 class ChoosingModel(Protocol):
-    """A model that chooses its tokens where it computes, as LanguageModel does."""
+    """A model that samples on its own device, like LanguageModel."""
 
     def choices(self, how: Sampling, seed: int, /) -> Choices: ...
 
 
 class HostChoices:
-    """Choices by a model's `step`, from logits that come to the host."""
+    """Samples on the host, from the logits that a model's `step` returns."""
 
     def __init__(self, model: Model, how: Sampling, seed: int) -> None:
         self._model, self._how, self._seed = model, how, seed
@@ -83,7 +83,7 @@ class HostChoices:
 
 
 class Token(NamedTuple):
-    """One step of generation: the token, and the text that is certain since the step before (often a word, or nothing)."""
+    """One step of generation: the token, and the text that became final in it (often a word, or nothing)."""
 
     id: int
     text: str
@@ -91,12 +91,12 @@ class Token(NamedTuple):
 
 @dataclass
 class Stats:
-    """Counts, and seconds by the clock. The first run of a shape compiles it: prepare takes that out of the numbers."""
+    """Counts, and wall-clock seconds. The first run of a shape compiles it; call `prepare` first to exclude that time."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0  # from the first call of step to the first token
-    decode_seconds: float = 0.0  # of the tokens after the first
+    decode_seconds: float = 0.0  # for the tokens after the first
 
     @property
     def prefill_rate(self) -> float:
@@ -105,14 +105,14 @@ class Stats:
 
     @property
     def decode_rate(self) -> float:
-        """New tokens per second, the first one left out."""
+        """New tokens per second, without the first one."""
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Generator:
-    """An answer in the making: iterate over it, or call `step`. It owns the model's state until it is finished.
+    """An answer being generated: iterate over it, or call `step`. It uses the model's state until it is finished.
 
-    `tokens`: ids so far, without one that ends the answer. `text`: what has been given out. `finish`: None, or why it is over:
+    `tokens`: ids so far, without the end token. `text`: the text returned so far. `finish`: None, or the reason for the end:
     "end" (the model ended it), "stop" (a stop string), "length". `seed`: the one in use. `stats`: see Stats.
     """
 
@@ -132,11 +132,11 @@ class Generator:
         the state is full. `stop`: strings that end the answer and are not part of it. `ends`: ids that end it; None: the
         model's own. `on_text` gets the text as it comes. `sampling`: the fields of Sampling.
 
-        OptionError: a value that has no meaning, or a prompt that leaves no room for an answer.
+        OptionError: an invalid value, or a prompt that leaves no room for an answer.
         """
         self.model, self.on_text = model, on_text
         self.prompt = prompt_tokens(model, prompt)
-        room = model.capacity - len(self.prompt) + 1  # the last token is not taken in any more
+        room = model.capacity - len(self.prompt) + 1  # the last token is not processed
         if not self.prompt or room < 1:
             raise OptionError(f"the prompt has {len(self.prompt)} tokens; it needs 1 to the model's capacity, {model.capacity}")
         if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
@@ -160,7 +160,7 @@ class Generator:
             yield token
 
     def run(self) -> Generator:
-        """To the end."""
+        """Generate to the end."""
         for _ in self:
             pass
         return self
@@ -168,7 +168,7 @@ class Generator:
     def step(self) -> Token | None:
         """The next token, or None when the answer is over.
 
-        BindingError: the model was run by someone else in between. Errors of the model come as they are.
+        BindingError: the model was run or reset by other code in between. Errors of the model are passed on.
         """
         if self.finish is not None:
             return None
@@ -196,7 +196,7 @@ class Generator:
             self.stats.decode_seconds += spent
 
     def _token(self, token: int, text: str, finish: str | None) -> Token:
-        """The step's result: `text` as far as no stop string is, or may be, in it."""
+        """The step's result, with the part of `text` that cannot belong to a stop string."""
         text = self._stops.add(text)
         if self._stops.found:
             finish = "stop"
@@ -209,7 +209,7 @@ class Generator:
 
 
 def prepare(answer: Generator) -> None:
-    """Read the weights of the LanguageModel, and compile all that the answer will run."""
+    """Read the weights of the LanguageModel, and compile every graph that the answer will run."""
     model: Any = answer.model
     left = len(answer.prompt)
     while left > 0:
@@ -230,7 +230,7 @@ def _sampling(given: dict[str, Any]) -> Sampling:
 
 
 def prompt_tokens(model: Model, prompt: Prompt) -> list[int]:
-    """Ids of a text, of messages by way of the chat template, or as given."""
+    """Token ids of a text, or of messages (through the chat template); ids are returned as they are."""
     if isinstance(prompt, str):
         return model.codec.encode(prompt)
     items = list(prompt) if isinstance(prompt, Iterable) else [None]
@@ -244,9 +244,9 @@ def prompt_tokens(model: Model, prompt: Prompt) -> list[int]:
 
 
 def render_chat(template: str, messages: Sequence[Any], special: Mapping[str, str], **more: Any) -> str:
-    """The text that a Jinja chat template makes of messages, with the opening of an answer. The template runs in a sandbox.
+    """Render messages with a Jinja chat template, including the opening of an answer. The template runs in a sandbox.
 
-    ModelError: jinja2 is not installed, or the template is broken or refuses the messages.
+    ModelError: jinja2 is not installed, or the template is invalid or rejects the messages.
     """
     try:
         from jinja2 import TemplateError
@@ -268,43 +268,44 @@ def render_chat(template: str, messages: Sequence[Any], special: Mapping[str, st
     try:
         return environment.from_string(template).render(messages=list(messages), **names)
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as e:
-        raise ModelError(f"the chat template does not take these messages: {e}") from None
+        raise ModelError(f"the chat template rejects these messages: {e}") from None
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
 class TextDecoder:
-    """Tokens to text as it becomes certain: bytes wait until they are whole characters, and every piece is decoded together
-    with some tokens before it, on which its spaces may depend."""
+    """Streaming conversion of tokens to text. Bytes are held back until they form whole characters. Every piece is decoded
+    together with some earlier tokens, since its spaces may depend on them."""
 
     def __init__(self, codec: Codec, before: Sequence[int] = ()) -> None:
         self._codec, self._ids = codec, list(before[-CONTEXT:])
         self._fresh = len(self._ids)  # tokens before this one are context
-        self._shown = len(codec.decode(self._ids))  # characters of the decoded ids that are given out
+        self._shown = len(codec.decode(self._ids))  # characters of the decoded ids already returned
 
     def add(self, token: int) -> str:
-        """Text that this token made certain."""
+        """The text that became final with this token."""
         self._ids.append(int(token))
         text = self._codec.decode(self._ids)
         whole = text.rstrip(BROKEN)
         if late := len(self._ids) - self._fresh >= MOST_BYTES:
             whole = text
         piece, self._shown = whole[self._shown :], max(self._shown, len(whole))
-        if late or (whole == text and piece):  # this token's end is a good place to start from
+        if late or (whole == text and piece):  # decoding can start after this token
             self._ids, self._fresh = self._ids[self._fresh :], len(self._ids) - self._fresh
             self._shown = len(self._codec.decode(self._ids))
         return piece
 
     def rest(self) -> str:
-        """What is left at the end: bytes that never became a character, as the sign for such."""
+        """The rest at the end: incomplete characters, as replacement characters."""
         piece = self._codec.decode(self._ids)[self._shown :]
         self._shown += len(piece)
         return piece
 
 
 class StopStrings:
-    """Text let through as far as no stop string is in it, wherever the pieces are cut. `found`: one was; the rest is dropped."""
+    """Passes text on up to the first stop string, however the text is split into pieces. `found`: there was one; the rest is
+    dropped."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops, self._held, self.found = tuple(stops) if isinstance(stops, Iterable) else (stops,), "", False
@@ -312,7 +313,7 @@ class StopStrings:
             raise OptionError(f"a stop string is a str that is not empty, got {list(self._stops)!r}")
 
     def add(self, text: str) -> str:
-        """The text that no stop string begins in, or may begin in."""
+        """The text before the first position at which a stop string begins, or may begin."""
         if self.found:
             return ""
         text = self._held + text
@@ -324,6 +325,6 @@ class StopStrings:
         return text[:cut]
 
     def rest(self) -> str:
-        """What was held back, once nothing follows."""
+        """The text held back, when no more follows."""
         held, self._held = self._held, ""
         return held

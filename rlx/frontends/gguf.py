@@ -1,8 +1,8 @@
 """GGUF files: metadata, tensors mapped into memory, and the tokenizer that the metadata describes.
 
-In: a file of version 2 or 3, little-endian. Out: GgufFile, whose arrays are read-only windows on the file.
-The file is untrusted: every count, length, type, offset and size is held against the file's real size before it is used, so
-that nothing is allocated by what a file claims. CorruptFileError says what contradicts what; Unsupported what rlx lacks.
+In: a file of version 2 or 3, little-endian. Out: GgufFile, whose arrays are read-only views of the mapped file.
+The file is untrusted: every count, length, type, offset and size is checked against the file's real size before it is used, so
+that no allocation trusts the file. CorruptFileError states the contradiction; Unsupported states the missing feature.
 
 Format: "GGUF", u32 version, u64 tensors, u64 pairs; pairs (string key, u32 type, value); tensors (string name, u32 dims, u64
 sizes with the innermost first, u32 type, u64 offset); padding to `general.alignment`; the tensors' bytes, each padded alike.
@@ -30,12 +30,12 @@ _TYPES = {
     0: "f32", 1: "f16", 2: "q4_0", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k",
     24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
 }  # fmt: skip
-_LAST_TYPE = 63  # numbers up to here may be types of other programs; above, the file is taken for corrupt
+_LAST_TYPE = 63  # numbers up to this may be types that rlx does not know; with a larger one the file counts as corrupt
 
 
 class GgufTensor(NamedTuple):
     """`shape` outermost dim first. `data`: [shape] in the dtype called `type`, or u8 [*shape[:-1], row bytes] of the packed
-    format called `type` (rlx.ir.quant.FORMATS). Read-only, a window on the file."""
+    format called `type` (rlx.ir.quant.FORMATS). A read-only view of the file."""
 
     shape: tuple[int, ...]
     type: str
@@ -44,7 +44,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """What a file holds. Values of `metadata`: int, float, bool, str, a list of str, or a read-only numeric array."""
+    """The contents of a file. Values of `metadata`: int, float, bool, str, a list of str, or a read-only numeric array."""
 
     path: Path
     metadata: dict[str, Any]
@@ -57,7 +57,7 @@ class GgufFile:
         return found if isinstance(found, str) else None
 
     def token_id(self, name: str) -> int | None:
-        """The id of the token that plays a part ("bos", "eos", "unknown", "padding"), or None."""
+        """The id of the token with this role ("bos", "eos", "unknown", "padding"), or None."""
         found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else 0
@@ -69,14 +69,14 @@ class GgufFile:
 def read_gguf(path: str | Path) -> GgufFile:
     """Read the head of a file and map its tensors; no tensor is read until it is used.
 
-    Raises CorruptFileError, or Unsupported for big-endian files, other versions and tensor types that rlx has not.
+    Raises CorruptFileError, or Unsupported for big-endian files, other versions and tensor types that rlx lacks.
     """
     path = Path(path)
     size = path.stat().st_size
     with path.open("rb") as f:
         magic = f.read(4)
     if size < 24 or magic != b"GGUF":
-        raise CorruptFileError(f"{path} is no GGUF file: it has {size} bytes and begins with {magic!r}")
+        raise CorruptFileError(f"{path} is not a GGUF file: it has {size} bytes and begins with {magic!r}")
     head = _Head(path, map_file(path))
     version = head.number("<u4")
     if version in (2 << 24, 3 << 24):
@@ -89,7 +89,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     for _ in range(pairs):
         key = head.string("a metadata key")
         if key in metadata:
-            raise head.corrupt(f"the metadata key {key!r} stands twice")
+            raise head.corrupt(f"the metadata key {key!r} appears twice")
         metadata[key] = head.value(head.number("<u4"), f"metadata {key!r}")
     if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
         raise Unsupported(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
@@ -97,16 +97,16 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 class _Head:
-    """A cursor over a mapped file that never moves behind its end."""
+    """A cursor over a mapped file that never moves past its end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 4  # behind the magic
+        self.path, self.data, self.at = path, data, 4  # after the magic
 
     def corrupt(self, what: str) -> CorruptFileError:
         return CorruptFileError(f"{self.path}: {what} (near byte {self.at}); the file is damaged or cut short")
 
     def room(self, count: int, each: int, what: str) -> None:
-        """`count` things of at least `each` bytes must fit in what is left."""
+        """Check that `count` items of at least `each` bytes fit in the rest of the file."""
         if count * each > len(self.data) - self.at:
             raise self.corrupt(f"{count} {what} need at least {count * each} bytes, {len(self.data) - self.at} are left")
 
@@ -124,7 +124,7 @@ class _Head:
         start = self.at + 8
         end = start + int.from_bytes(self.data[self.at : start], "little")
         if end > len(self.data):
-            raise self.corrupt(f"{end - start} bytes of {what} are wanted, {max(len(self.data) - start, 0)} are left")
+            raise self.corrupt(f"{end - start} bytes of {what} are needed, {max(len(self.data) - start, 0)} are left")
         self.at = end
         try:
             return str(self.data[start:end], "utf-8")
@@ -157,7 +157,8 @@ class _Head:
 
 
 def _tensors(head: _Head, count: int, metadata: dict[str, Any]) -> dict[str, GgufTensor]:
-    """The tensors' descriptions, held against each other and the file: they must lie one behind the other, to its end."""
+    """The tensors' descriptions, checked against each other and the file: they must be stored in sequence, without gaps,
+    up to its end."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise head.corrupt(f"general.alignment must be a power of two, it is {alignment!r}")
@@ -168,7 +169,7 @@ def _tensors(head: _Head, count: int, metadata: dict[str, Any]) -> dict[str, Ggu
         name = head.string("a tensor's name")
         shape, kind, offset = _description(head, name)
         if name in found:
-            raise head.corrupt(f"the tensor {name!r} stands twice")
+            raise head.corrupt(f"the tensor {name!r} appears twice")
         if offset != (want := _padded(end, alignment)):
             raise head.corrupt(f"tensor {name!r} begins at byte {offset} of the data, byte {want} was expected")
         found[name] = shape, kind, offset
@@ -217,7 +218,7 @@ def _window(head: _Head, shape: tuple[int, ...], kind: str, at: int) -> np.ndarr
 
 # -- tokenizer -----------------------------------------------------------------------------------------------------
 
-_UNKNOWN, _CONTROL, _USER = 2, 3, 4  # token types that stand for themselves in a text, the last one not as a special token
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4  # types of tokens that match themselves in a text; a _USER token is not special
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -230,13 +231,13 @@ def _words(digits: str) -> str:
 
 
 def _cased(digits: str, ending: str = "") -> str:
-    """Words also end where a capital follows a small letter."""
+    """Pattern that also splits words between a lower-case and an upper-case letter."""
     words = (f"{_LEAD}{_UPPER}*{_LOWER}+{ending}", f"{_LEAD}{_UPPER}+{_LOWER}*{ending}")
     return "|".join((*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACES))
 
 
 class _Split(NamedTuple):
-    """How a text is cut before byte pairs are merged; `whole`: a piece that is a token is not built by merges."""
+    """Pre-tokenizer: the split of a text before byte pairs are merged. `whole`: a piece that is a token skips the merges."""
 
     patterns: tuple[str, ...]
     whole: bool = False
@@ -258,7 +259,7 @@ _SPLITS: dict[str, _Split] = {
 def build_tokenizer(file: GgufFile) -> Any:
     """The `tokenizers.Tokenizer` that the metadata describes: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-    Raises ModelError without a tokenizer in the file, Unsupported for other kinds, CorruptFileError where lists disagree.
+    Raises ModelError without a tokenizer in the file, Unsupported for other kinds, CorruptFileError if its lists disagree.
     """
     try:
         import tokenizers
@@ -274,7 +275,7 @@ def build_tokenizer(file: GgufFile) -> Any:
     types = _numbers(file, "token_type", len(tokens)) if "tokenizer.ggml.token_type" in file.metadata else [1] * len(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise CorruptFileError(f"{file.path}: {len(tokens) - len(vocab)} tokens stand twice in the vocabulary")
+        raise CorruptFileError(f"{file.path}: {len(tokens) - len(vocab)} tokens appear twice in the vocabulary")
     try:
         made, begins = makers[kind](file, vocab, types)
         whole = [(token, role) for token, role in zip(tokens, types) if token and role in (_UNKNOWN, _CONTROL, _USER)]
@@ -283,17 +284,17 @@ def build_tokenizer(file: GgufFile) -> Any:
     except RlxError:
         raise
     except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of a vocabulary
-        raise CorruptFileError(f"{file.path}: the vocabulary makes no tokenizer ({e})") from None
+        raise CorruptFileError(f"{file.path}: no tokenizer can be built from the vocabulary ({e})") from None
     return made
 
 
 def _byte_level(file: GgufFile, vocab: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """(tokenizer, whether it begins with "bos" by itself). Merges are "left right", the earliest first."""
+    """(tokenizer, whether it adds "bos" by default). Merges are "left right", the earliest first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = str(file.metadata.get("tokenizer.ggml.pre", "gpt-2"))
     if name not in _SPLITS:
-        raise Unsupported(f"{file.path}: texts are cut in the way of {name!r}; rlx has {known(_SPLITS)}")
+        raise Unsupported(f"{file.path}: the pre-tokenizer is {name!r}; rlx has {known(_SPLITS)}")
     split = _SPLITS[name]
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in _entries(file, "merges"))]
     for left, right in merges:
@@ -312,7 +313,7 @@ def _byte_level(file: GgufFile, vocab: dict[str, int], types: list[int]) -> tupl
 
 
 def _sentence_pieces(file: GgufFile, vocab: dict[str, int], types: list[int]) -> tuple[Any, bool]:
-    """Pairs merge into the piece of the highest score; bytes stand in for characters that no token has."""
+    """SentencePiece BPE: pairs merge into the piece with the highest score; characters without a token become byte tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _numbers(file, "scores", len(vocab))
@@ -334,7 +335,7 @@ def _sentence_pieces(file: GgufFile, vocab: dict[str, int], types: list[int]) ->
 
 
 def _ends(file: GgufFile, tokens: list[str], begins: bool) -> Any:
-    """What is put before and after a text."""
+    """The post-processor that adds tokens before and after a text."""
     from tokenizers import processors
 
     wanted = lambda name, default: file.metadata.get(f"tokenizer.ggml.add_{name}_token", default) is True  # noqa: E731

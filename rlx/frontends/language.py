@@ -1,8 +1,8 @@
-"""LanguageModel: a Hugging Face folder or a GGUF file made into a function from tokens to the logits of the next one.
+"""LanguageModel: loads a Hugging Face folder or a GGUF file as a function from tokens to the logits of the next one.
 
 Graphs for a few chunk sizes (a ladder) share one copy of the weights and one state: keys and values of `capacity` positions,
-filled as far as `position` says. A long prompt goes through in chunks; the last one is padded, and what stands in the padding
-is overwritten by the tokens that follow.
+filled up to `position`. A long prompt is processed in chunks; the last one is padded, and the cache entries of the padding are
+overwritten by the tokens that follow.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from rlx.runtime import (
     partition,
 )  # fmt: skip
 
-LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size that is used is compiled once
-DEFAULT_CAPACITY = 4096  # positions, where the model allows as many
+LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size used is compiled once
+DEFAULT_CAPACITY = 4096  # positions, if the model allows as many
 CACHES = ("f32", "bf16", "f16")
-Steps = tuple[str, ...] | None  # Sampling.steps of graphs that choose, None of those that give logits
+Steps = tuple[str, ...] | None  # Sampling.steps of graphs that sample; None: graphs that return logits
 
 
 class LanguageModel:
-    """Made by `load`. One thread at a time runs it. Weights are read, and memory is taken, at the first step."""
+    """Returned by `load`. Run it on one thread at a time. Weights are read, and memory is allocated, at the first step."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class LanguageModel:
         progress: Callable[[int, int], None] | None = None,
         transport: SymmetricTransport | None = None,
     ) -> None:
-        """`weights`: how matrices are kept: "f32", "bf16", "f16", "int8", "int4", or None: as they are stored. `capacity`:
-        positions, prompt and answer together. `batch`: sequences that step together. `cache`: how keys and values are kept,
-        "f32", or rounded to "bf16" or "f16", which halves what a step reads of them. `progress(done, total)` counts bytes of
-        weights as they are read. `transport` (or the session's own): to ranks that share the model. Each makes one, and then
-        calls the same methods with the same arguments; it reads its part of the weights, holds its part of the state, and gets
-        the whole results.
+        """`weights`: format of matrices in memory: "f32", "bf16", "f16", "int8", "int4", or None: as in the file. `capacity`:
+        positions, prompt and answer together. `batch`: sequences that step together. `cache`: format of keys and values, "f32",
+        or rounded to "bf16" or "f16", which halves the bytes of them that a step reads. `progress(done, total)` counts bytes of
+        weights as they are read. `transport` (or the session's own): connects the ranks that share the model. Each rank creates a
+        LanguageModel, then calls the same methods with the same arguments. It reads its part of the weights, holds its part of
+        the state, and gets complete results.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
-        self.seconds = Seconds()  # where the time went, by phase
+        self.seconds = Seconds()  # time spent, by phase
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
         self._session = shared_session(session, transport)
         self.transport, self.ranks, rank = together(self._session)
@@ -83,14 +83,14 @@ class LanguageModel:
             raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
         self.cache = cache
         self.params: ParamStore | None = None  # shared by every graph
-        self.handles = HandleStore()  # the state; shared likewise
+        self.handles = HandleStore()  # the state; also shared by every graph
         self._options, self._progress = options or CompileOptions(), progress
-        self.splits: dict[str, Split] = {}  # of params and states, where ranks share them
+        self.splits: dict[str, Split] = {}  # split of params and states among ranks
         if self.ranks > 1:
             self.splits = self.partitioned(self.whole_graph(1)).splits
         self._compiled: dict[tuple[int, Steps], CompiledGraph] = {}
         self._codec: TextCodec | None = None
-        self._answer: Choices | None = None  # that the state belongs to
+        self._answer: Choices | None = None  # the answer that owns the state
         self._lock = Lock()
 
     @property
@@ -112,15 +112,16 @@ class LanguageModel:
 
     @property
     def position(self) -> int:
-        """Tokens that the state holds."""
+        """The number of tokens in the state."""
         entry = self.handles.entries.get("position")
         return int(entry.array) if entry else 0
 
     def step(self, tokens: Any) -> np.ndarray:
-        """Take in `tokens`, int [n] or [batch, n] with n of at least 1; f32 [batch, vocab], the logits after the last one.
+        """Process `tokens`, int [n] or [batch, n] with n of at least 1. Returns f32 [batch, vocab], the logits after the last
+        one.
 
-        IndexRangeError: they do not fit into the capacity, or one is no token; the state is then as it was before the
-        chunk that failed.
+        IndexRangeError: they exceed the capacity, or one is not a valid id. The state is then as it was before the chunk
+        that failed.
         """
         chunk = self._checked(tokens)
         with self._lock:
@@ -128,7 +129,7 @@ class LanguageModel:
             return np.array(compiled.outputs_view()[0])
 
     def _chunks(self, tokens: np.ndarray, steps: Steps = None) -> Iterator[CompiledGraph]:
-        """Take in i32 [batch, n] chunk by chunk; yields the executable before the last run, and after it."""
+        """Process i32 [batch, n] chunk by chunk. Yields the executable before the last run, and again after it."""
         self._answer = None
         start, length, at = self.position, tokens.shape[1], 0
         if start + length > self.capacity:
@@ -150,22 +151,22 @@ class LanguageModel:
         yield compiled
 
     def choices(self, how: Sampling, seed: int) -> Choices:
-        """The tokens of one answer, chosen on the device."""
+        """The tokens of one answer, sampled on the device."""
         return Choices(self, how, seed)
 
     def agreed(self, seed: int, *what: object) -> int:
-        """Rank 0's seed. CallMismatchError: `what` the ranks are about to do is not the same."""
+        """Rank 0's seed. CallMismatchError: the ranks pass different `what`, the description of their next call."""
         return seed if self.transport is None else agreed(self.transport, seed, *what)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Reset the state to no tokens."""
         self._answer = None
         if entry := self.handles.entries.get("position"):
             entry.array[...] = 0
 
     def use_handles(self, store: HandleStore) -> None:
-        """Go on from another state, such as a fork of `handles`. Nothing is copied. BindingError, and nothing has changed: it is
-        no HandleStore, or that of a model of other sizes."""
+        """Continue from another state, such as a fork of `handles`. Nothing is copied. BindingError: not a HandleStore, or that
+        of a model with other sizes; then nothing changes."""
         if not isinstance(store, HandleStore):
             raise BindingError(f"use_handles takes a HandleStore, got {type(store).__name__}")
         with self._lock:
@@ -179,12 +180,12 @@ class LanguageModel:
             self.handles = store
 
     def generate(self, prompt: Prompt, **options: Any) -> Generator:
-        """A whole answer to a text, token ids or chat messages; options as Generator takes them. `.text`, `.tokens`, `.stats`."""
+        """A complete answer to a text, token ids or chat messages; options as for Generator. See `.text`, `.tokens`, `.stats`."""
         return Generator(self, prompt, **options).run()
 
     def chunk_size(self, tokens: int, room: int) -> int:
-        """The rung of the ladder that takes the next of `tokens` tokens where `room` positions are free: the least that
-        holds them all, unless more than half of it would be padding; a few tokens cost little more than one."""
+        """The chunk size (from the ladder) for the next of `tokens` tokens, with `room` free positions: the smallest that
+        holds all of them, unless more than half of it would be padding; a few tokens cost little more than one."""
         rungs = [n for n in LADDER if n <= min(room, self.capacity)]
         above = next((n for n in rungs if n >= tokens), None)
         if above is not None and (above <= LADDER[1] or 2 * tokens >= above):
@@ -194,22 +195,22 @@ class LanguageModel:
     # -- executables
 
     def graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
-        """A graph of `tokens` positions over this model's weights and state (see llama.build); add to it what you need, then
+        """A graph of `tokens` positions over this model's weights and state (see decoder.build). Extend it as needed, then
         `compile` it."""
         graph = self.whole_graph(tokens, all_logits, steps)
         return graph if self.ranks == 1 else self.partitioned(graph).graph
 
     def whole_graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
-        """The same, not yet parted among ranks."""
+        """The same graph, before it is partitioned among ranks."""
         return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache, steps)
 
     def partitioned(self, graph: Graph) -> Partitioned:
-        """A whole graph over this model's weights and state as its ranks run it; `.report` says what they exchange."""
+        """Partition a whole graph over this model's weights and state for its ranks; `.report` lists their communication."""
         return partition(graph, decoder_marks(graph, self.config, self.ranks, self.checkpoint.block), self.ranks)
 
     def executable(self, tokens: int, steps: Steps = None) -> CompiledGraph:
-        """The executable for a chunk of that many tokens, which gives logits or, by `steps` (Sampling.steps), the next token;
-        from the cache or made now."""
+        """The executable for a chunk of `tokens` tokens, cached or compiled now. It returns logits or, with `steps`
+        (Sampling.steps), the next token."""
         with self._lock:
             if (tokens, steps) not in self._compiled:
                 with self.seconds.spent("build graph"):
@@ -232,7 +233,7 @@ class LanguageModel:
         sizes = {p.name: p.shape.size_bytes for p in self.graph(1).params}
         missing, done = compiled.missing_params(), 0
         total = sum(sizes[name] for name in missing)
-        for name in sorted(missing, key=lambda n: -sizes[n]):  # what a large one takes while it is packed is free again later
+        for name in sorted(missing, key=lambda n: -sizes[n]):  # largest first: the temporary memory of packing is reused
             compiled.set_param(name, self.checkpoint.read(name, self.splits.get(name)))
             self.checkpoint.release()
             done += sizes[name]
@@ -240,9 +241,9 @@ class LanguageModel:
                 self._progress(done, total)
 
     def memory(self, prompt: int = 1, steps: Steps = None) -> dict[str, int]:
-        """Bytes by purpose that a prompt of that many tokens and the decoding after it take; `steps`: the choosing of tokens
-        included. Their sum is the most that the process will hold at once: `process` is what it holds without the model, and
-        what compiling adds to that. Nothing is allocated for this."""
+        """Bytes by purpose for a prompt of `prompt` tokens and the decoding after it; `steps`: includes sampling. The sum is the
+        peak memory of the process; `process` is its memory without the model, plus that of compiling. Nothing is allocated
+        for this estimate."""
         sizes, left = {1}, whole("prompt", prompt, 0)
         while left > 0:
             sizes.add(size := self.chunk_size(left, self.capacity))
@@ -250,7 +251,7 @@ class LanguageModel:
         total: dict[str, int] = {}
         for size in sorted(sizes):
             for purpose, n in self._session.plan(self.graph(size, steps=steps), self._options).regions.items():
-                shared = purpose in ("params", "prepared", "handles")  # by all sizes
+                shared = purpose in ("params", "prepared", "handles")  # among all sizes
                 total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
         return total | {"process": self._session.process_bytes()}
 
@@ -270,20 +271,20 @@ class LanguageModel:
 
 
 class Choices:
-    """The tokens of one answer of a LanguageModel of batch 1. Prompt, network and choice are one graph; a step after the first
-    is a run without inputs, which finds its token where the run before left it. The host reads one number."""
+    """The tokens of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first is
+    a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
 
     def __init__(self, model: LanguageModel, how: Sampling, seed: int) -> None:
         self._model, self._how, self._steps, self._seed = model, how, how.steps, seed
 
     def first(self, prompt: Sequence[int]) -> int:
-        """The token after the prompt; the model forgets what it held."""
+        """The token after the prompt. Resets the model's state first."""
         model, tokens = self._model, self._model._checked(prompt)
         with model._lock:
             self._seed = model.agreed(self._seed, self._how, tokens.tolist())
             model.reset()
             runs = model._chunks(tokens, self._steps)
-            compiled = next(runs)  # before the last run: what chunks before that chose is undone by a beginning
+            compiled = next(runs)  # set states before the last run, since earlier chunks have sampled too
             for name, array in beginning(self._how, self._seed, prompt, model.batch, model.config.vocab_size).items():
                 compiled.bind_handle(name, array)
             next(runs)
@@ -291,11 +292,11 @@ class Choices:
             return self._chosen()
 
     def next(self) -> int:
-        """The token after the last one. BindingError: the model was run by someone else in between."""
+        """The next token. BindingError: the model was run or reset by other code in between."""
         model = self._model
         with model._lock:
             if model._answer is not self:
-                raise BindingError("the model is in the middle of something else: it was run or reset in between")
+                raise BindingError("the model's state no longer belongs to this answer: it was run or reset in between")
             compiled = model.executable(1, self._steps)
             with model.seconds.spent("decode"):
                 compiled.run_slots(())
@@ -306,5 +307,5 @@ class Choices:
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:
-    """The language model in a Hugging Face folder or a .gguf file; arguments as LanguageModel takes them."""
+    """The language model in a Hugging Face folder or a .gguf file; arguments as for LanguageModel."""
     return LanguageModel(path, **how)

@@ -1,8 +1,9 @@
-"""Models over several ranks: which axis of each weight and cache they share.
+"""Models on several ranks: the axis along which each weight and cache is split.
 
-Tensor-parallel decoders as in Shoeybi et al. 2019 (Megatron-LM): projections into heads and into the MLP's width are split by
-rows of their [out, in] matrices, the ones back by columns, so that a layer needs two all_reduces; keys and values by head; the
-embedding table and the logits' matrix by vocabulary, or by width where the ranks cannot share the vocabulary equally.
+Tensor-parallel decoders as in Shoeybi et al. 2019 (Megatron-LM): projections to heads and to the MLP's width are split by rows of
+their [out, in] matrices, the projections back by columns, so that a layer needs two all_reduces. Keys and values are split by
+head. The embedding table and the output projection are split by vocabulary, or by width if the vocabulary does not divide
+equally.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callable[[str], int]) -> Marks:
-    """The marks of a graph of llama.build. `block(param)`: elements of the blocks in which its rows are kept.
+    """The marks of a graph of decoder.build. `block(param)`: block size of its rows, in elements.
 
-    ModelError: the ranks cannot share heads, the MLP's width, or whole blocks of a quantised row equally.
+    ModelError: heads, the MLP's width, or the blocks of a quantised row do not divide equally among the ranks.
     """
     heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     for what, found in (("num_attention_heads", heads), ("intermediate_size", config.intermediate_size)):
@@ -30,13 +31,13 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
             raise ModelError(f"{ranks} ranks cannot share {what}={found} equally: {found % ranks} would be left over")
     if shared % ranks and shared > 1:
         raise ModelError(f"{ranks} ranks cannot share num_key_value_heads={shared} equally: {shared % ranks} would be left over")
-    own = not shared % ranks  # else there is one head of keys, which every rank computes
+    own = not shared % ranks  # else there is one key head, which every rank computes
     width, kv, inner = heads * size, shared * size, config.intermediate_size
     by_rows = {"q_proj": (width,), "gate_proj": (inner,), "up_proj": (inner,), "gate_up_proj": (inner, inner)}
     by_rows |= {"k_proj": (kv,), "v_proj": (kv,), "qkv_proj": (width, kv, kv)} if own else {}
 
     def columns(name: str, count: int) -> Marks:
-        """By columns, if they can share whole blocks."""
+        """Split by columns, if whole blocks divide equally."""
         return {name: Split(1)} if not count % (block(name) * ranks) else {}
 
     marks: Marks = {str(h.name): Split(1) for h in graph.handles if h.rank == 4 and own}
@@ -45,7 +46,7 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
         *_, layer, kind = ["", *name.split(".")]
         if name in TABLES:
             by_width = config.vocab_size % ranks != 0
-            marks |= columns(name, config.hidden_size) if by_width else {name: Split(0)}  # or all of it on each
+            marks |= columns(name, config.hidden_size) if by_width else {name: Split(0)}  # else by vocabulary
             marks |= {EMBEDDED: None} if by_width else {}
         elif layer in by_rows:
             marks[name] = Split(0, by_rows[layer])
@@ -58,7 +59,7 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
 
 
 def shared_session(session: Session | None, transport: SymmetricTransport | None) -> Session:
-    """The session of a model that was given one, or a transport, or neither. OptionError: both, not belonging together."""
+    """The session for a model, from the given session or transport, or a new one. OptionError: the two do not belong together."""
     session = session or Session(transport=transport)
     if transport is not None and session.transport is not transport:
         raise OptionError("the transport is not the session's: give it to the session alone, Session(transport=…)")
@@ -66,7 +67,7 @@ def shared_session(session: Session | None, transport: SymmetricTransport | None
 
 
 def together(session: Session) -> tuple[SymmetricTransport | None, int, int]:
-    """(transport, ranks, this rank); None: there is no other rank."""
+    """(transport, ranks, this rank); transport None: there is no other rank."""
     transport = session.transport
     if transport is None or transport.num_ranks == 1:
         return None, 1, 0

@@ -1,8 +1,8 @@
-"""Choosing the next token, as a graph: logits in, token out. Seed, step and the tokens seen so far are state of the device.
+"""Sampling of the next token, as a graph: logits in, token out. Seed, step and the tokens seen so far are state on the device.
 
 The steps and their order are those of transformers' generate: repetition penalty (N. S. Keskar et al. 2019, CTRL), temperature,
-top-k, top-p (A. Holtzman et al. 2020), min-p (M. Nguyen et al. 2024), a draw by the Gumbel-max trick. Nothing is sorted: what
-is cut off lies below a threshold (rlx.threshold). Which steps there are is fixed at compile time, their numbers are state.
+top-k, top-p (A. Holtzman et al. 2020), min-p (M. Nguyen et al. 2024), a draw by the Gumbel-max trick. Nothing is sorted: tokens
+below a threshold (rlx.threshold) are dropped. The set of steps is fixed at compile time; their parameters are state.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlx.runtime import CompiledGraph, CompileOptions, Session
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. `temperature` 0: the likeliest one. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1: off.
-    Raises OptionError for a value that has no meaning."""
+    """Settings of sampling. `temperature` 0: the likeliest token. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1: off.
+    Raises OptionError for an invalid value."""
 
     temperature: float = 0.0
-    top_k: int = 0  # only the k likeliest
-    top_p: float = 1.0  # only the fewest that make up this share of the probability
-    min_p: float = 0.0  # only those at least this share as likely as the likeliest
-    repetition_penalty: float = 1.0  # logits of tokens seen are divided by it, negative ones multiplied
+    top_k: int = 0  # keep only the k likeliest
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens with this share of the probability
+    min_p: float = 0.0  # keep only tokens with at least this share of the highest probability
+    repetition_penalty: float = 1.0  # positive logits of seen tokens are divided by it, negative ones multiplied
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -46,14 +46,14 @@ class Sampling:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The fields that change anything; a cut changes nothing where the likeliest token is taken anyway."""
+        """The fields that have an effect. top_k, top_p and min_p have none if the likeliest token is taken anyway."""
         draws = ("temperature", "top_k", "top_p", "min_p") if self.temperature else ()
         off = {f.name: f.default for f in fields(self)}
         return tuple(n for n in ("repetition_penalty", *draws) if getattr(self, n) != off[n])
 
 
-GROUP = 128  # tokens that are drawn from together
-LEAST = -3e38  # below any logit that counts
+GROUP = 128  # tokens in a group of the two-level draw
+LEAST = -3e38  # below any logit that is not dropped
 LIMITS = {
     "temperature": (0.0, 1e4), "top_k": (0, 1 << 24), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-4, 1e4),
 }  # fmt: skip
@@ -68,53 +68,53 @@ def penalised(logits: Value, seen: Value, penalty: Value) -> Value:
 
 
 def only_top_k(logits: Value, count: Value) -> Value:
-    """-inf for all but the `count` (f32 ()) greatest; equals of the last of them stay too."""
+    """Set all but the `count` (f32 ()) greatest to -inf; ties with the last of them stay."""
     return _from(threshold(logits, count), logits, logits)
 
 
 def only_top_p(logits: Value, share: Value) -> Value:
-    """-inf for all but the fewest greatest whose probabilities sum up to `share` (f32 ())."""
+    """Set all to -inf except the smallest set of greatest logits whose probabilities sum to at least `share` (f32 ())."""
     chances = ops.softmax(logits, axis=-1)
     return _from(threshold(chances, share, weighted=True), chances, logits)
 
 
 def only_min_p(logits: Value, share: Value) -> Value:
-    """-inf where the probability is below `share` (f32 ()) of the greatest."""
+    """Set logits to -inf if their probability is below `share` (f32 ()) times the greatest one."""
     return _from(ops.max(logits, axis=-1) + ops.log(share), logits, logits)
 
 
 def _from(bound: Value, measure: Value, logits: Value) -> Value:
-    """-inf where `measure` is below its row's bound; NaN stays, so that it is found."""
+    """Set logits to -inf where `measure` is below the bound of its row. NaN stays, so that it is detected."""
     return ops.where(ops.less(measure, bound.reshape(*bound.dims, 1)), -math.inf, logits)
 
 
 def greatest(scores: Value) -> Value:
-    """i32 [batch]: the first greatest of each row; its length where there is a NaN. Two reductions, which run as vectors."""
+    """i32 [batch]: index of the first greatest in each row, or the row length if it has a NaN. Two vectorised reductions."""
     n = scores.shape.static[-1]
     places = ops.where(ops.equal(scores, ops.max(scores, axis=-1, keepdims=True)), ops.iota((n,), dtype=DTYPES["i32"]), n)
     return ops.min(places, axis=-1)
 
 
 def drawn(logits: Value, key: Value, counter: Value) -> Value:
-    """i32 [batch]: a draw from softmax of each row; its length where there is a NaN. First a group of GROUP tokens by their
-    sum, then one of the group: the chances are the same, and few random numbers are needed."""
+    """i32 [batch]: a draw from the softmax of each row, or the row length if it has a NaN. Draws a group of GROUP tokens by its
+    total, then a token of that group: the distribution is the same, and fewer random numbers are needed."""
     batch, vocab = logits.shape.static
     groups = -(-vocab // GROUP)
     parts = ops.pad(logits, low=(0, 0), high=(0, groups * GROUP - vocab), value=-math.inf).reshape(batch, groups, GROUP)
-    top = ops.maximum(ops.max(parts, axis=-1, keepdims=True), LEAST)  # finite, also where all are cut off
+    top = ops.maximum(ops.max(parts, axis=-1, keepdims=True), LEAST)  # finite even if all tokens are dropped
     sums = ops.log(ops.sum(ops.exp(parts - top), axis=-1)) + top.reshape(batch, groups)
     group = greatest(sums + gumbel(key, counter * 2, dims=(batch, groups))).reshape(batch, 1)
     at = group * GROUP + ops.iota((GROUP,), dtype=DTYPES["i32"])
     flat = ops.iota((batch, 1), axis=0, dtype=DTYPES["i32"]) * vocab + ops.minimum(at, vocab - 1)
     row = ops.where(ops.less(at, vocab), ops.gather(logits.reshape(batch * vocab), flat), -math.inf)
     place = greatest(row + gumbel(key, counter * 2 + 1, dims=(batch, GROUP))).reshape(batch, 1)
-    return ops.minimum(group * GROUP + place, vocab).reshape(batch)  # group * GROUP is past them all if there is a NaN
+    return ops.minimum(group * GROUP + place, vocab).reshape(batch)  # with a NaN, group * GROUP is past the last token
 
 
 def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
-    """i32 [batch], chosen by `steps` (Sampling.steps); its length where there is a NaN. State is added to `g` as the steps
-    need it: each one's number, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
-    [batch, vocab], which the chosen tokens are added to."""
+    """i32 [batch], chosen by `steps` (Sampling.steps), or the row length if it has a NaN. Adds the state that the steps need to
+    `g`: the parameter of each, f32 () (see `settings`), "random.key" u32 [2], "random.counter" u32 (), and "seen" bool
+    [batch, vocab], to which the chosen tokens are added."""
     value = {name: g.handle(BufferHandle(f"sampling.{name}", (), "f32")) for name in steps}
     apply = {"top_k": only_top_k, "top_p": only_top_p, "min_p": only_min_p, "temperature": lambda x, t: x / t}
     seen = None
@@ -138,7 +138,7 @@ def choose(g: Graph, logits: Value, steps: tuple[str, ...]) -> Value:
 
 
 def beginning(how: Sampling, seed: int, seen: Any, batch: int, vocab: int) -> dict[str, np.ndarray]:
-    """What the states that `choose` adds hold at the start of a stream, by handle name. `seen`: tokens that count as seen."""
+    """Initial values of the states that `choose` adds, by handle name. `seen`: tokens that count as seen."""
     mask = np.zeros((batch, vocab), np.bool_)
     mask[:, np.asarray(seen, np.int64)] = True
     numbers = {f"sampling.{name}": np.array(getattr(how, name), np.float32) for name in how.steps}
@@ -146,14 +146,14 @@ def beginning(how: Sampling, seed: int, seen: Any, batch: int, vocab: int) -> di
 
 
 def checked_tokens(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """What `choose` gave. NumericsError: it found a NaN."""
+    """The tokens that `choose` returned, checked. NumericsError: the logits held a NaN."""
     if tokens.max() >= vocab:
         raise NumericsError("the logits of the next token hold NaN: the weights, or the numbers they make, are out of range")
     return tokens
 
 
 def checked_seed(seed: int | None) -> int:
-    """The seed, 0 … 2^64 - 1, or for None one that nobody chose; else an OptionError."""
+    """The seed, 0 … 2^64 - 1; None: a random one. OptionError: not such a number."""
     if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
         raise OptionError(f"a seed is a whole number from 0 to 2^64 - 1, got {seed!r}")
     return secrets.randbits(64) if seed is None else seed
@@ -170,8 +170,8 @@ def _compiled(steps: tuple[str, ...], batch: int, vocab: int) -> CompiledGraph:
 
 
 class Sampler:
-    """One stream of choices among logits of the host. Equal seeds, settings and logits give equal tokens, here and where a
-    model's own graph ends in `choose`."""
+    """One stream of tokens sampled from logits on the host. Equal seeds, settings and logits give the same tokens as a model
+    whose graph ends in `choose`."""
 
     def __init__(self, how: Sampling, vocab: int, batch: int = 1, seed: int | None = None) -> None:
         self.how, self.vocab, self.batch, self.seed = how, vocab, batch, checked_seed(seed)
@@ -179,11 +179,11 @@ class Sampler:
         self.start(())
 
     def start(self, seen: Any) -> None:
-        """Begin the stream again. `seen`: tokens that count as seen, in every row."""
+        """Restart the stream. `seen`: tokens that count as seen, in every row."""
         for name, array in beginning(self.how, self.seed, seen, self.batch, self.vocab).items():
             self._compiled.bind_handle(name, array)
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
-        """i32 [batch] for logits f32 [batch, vocab]. NumericsError: they hold a NaN."""
+        """i32 [batch] for logits f32 [batch, vocab]. NumericsError: the logits hold a NaN."""
         self._compiled.run_slots((logits,))
         return checked_tokens(np.array(self._compiled.outputs_view()[0]), self.vocab)

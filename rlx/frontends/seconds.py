@@ -1,4 +1,4 @@
-"""Where a model's time goes, by phase."""
+"""A model's time by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Seconds(defaultdict[str, float]):
 
     @contextmanager
     def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to `phase`, also if it raises."""
+        """Add the time of the block to `phase`, even if it raises."""
         start = time.perf_counter()
         try:
             yield

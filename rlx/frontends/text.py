@@ -1,7 +1,7 @@
 """Text to token ids, by the model folder's own tokenizer.json (the `tokenizers` package).
 
-In: strings. Out: one list of ids per string, special tokens added, cut to the model's length, not padded: padding is
-the business of whoever puts texts into a batch.
+In: strings. Out: one list of ids per string, special tokens added, truncated to the model's length, not padded: the code
+that builds batches pads them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CHUNK = 1024  # texts tokenised at once: bounds the memory that the tokenizer's
 
 
 class Tokenizer:
-    """`tokenizer.json` of `folder`; texts are cut to `max_length` tokens, special ones included."""
+    """`tokenizer.json` of `folder`; texts are truncated to `max_length` tokens, including special ones."""
 
     def __init__(self, folder: str | Path, positions: int) -> None:
-        """`positions`: how many tokens the network takes; the folder's configuration may set fewer."""
+        """`positions`: most tokens that the network accepts; the folder's configuration may set fewer."""
         folder = Path(folder)
         self._tokenizer = read_tokenizer(folder)
         self._lower, self.max_length = _limits(folder, positions)
@@ -34,7 +34,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """All ids are below this."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __call__(self, texts: Iterable[str]) -> list[list[int]]:
@@ -63,8 +63,8 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _check_ids(path: Path, tokenizer: Any) -> None:
-    """CorruptFileError: an id of the tokenizer does not fit the i32 that networks take. The whole vocabulary is looked at only
-    where the file has so large a number at all: that takes as long as reading it."""
+    """CorruptFileError: an id of the tokenizer does not fit the i32 that networks take. The whole vocabulary is checked only
+    if the file contains a number that large, since that takes as long as reading the file."""
     if LARGE not in path.read_bytes().translate(_DIGITS):
         return
     ids = [(f"token {token!r}", id) for token, id in tokenizer.get_vocab(with_added_tokens=True).items()]
@@ -74,7 +74,7 @@ def _check_ids(path: Path, tokenizer: Any) -> None:
 
 
 def checked(text: object, name: str) -> str:
-    """`text` if it is one that a tokenizer can take; `name`: of it, for the error."""
+    """`text`, if a tokenizer can encode it. `name`: its name in the error."""
     if not isinstance(text, str):
         raise InputDTypeError(f"{name} is a {type(text).__name__}, not a str")
     try:
@@ -85,13 +85,13 @@ def checked(text: object, name: str) -> str:
 
 
 def _limits(folder: Path, positions: int) -> tuple[bool, int]:
-    """(lower the text first, maximum length): the least of what the folder's files and the network allow."""
+    """(whether to lower-case the text first, maximum length): the least maximum that the folder's files and the network give."""
     lengths, lower = [positions], False
     for file, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         if (folder / file).is_file():
             config = read_json(folder / file)
             value = config.get(key)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1e30 stands for "no limit"
+            if isinstance(value, (int, float)) and not isinstance(value, bool):  # 1e30 means "no limit"
                 if value < 1:
                     raise CorruptFileError(f"{folder / file}: {key} is {value}, it must be at least 1")
                 lengths.append(int(min(value, positions)))

@@ -1,7 +1,7 @@
 """Weights of a model folder: safetensors files, mapped into memory, every size and offset checked before use.
 
 In: a folder with model.safetensors, or with model.safetensors.index.json and its shards. Out: name -> read-only array.
-The header is untrusted: nothing is allocated or addressed by it until it agrees with the file's real size.
+The header is untrusted: it is checked against the file's real size before it is used to allocate or address anything.
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """
 
@@ -46,7 +46,7 @@ def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def _read_shards(index: Path) -> dict[str, np.ndarray]:
-    """The tensors that the index names, each from the shard that it says."""
+    """The tensors listed in the index, each from the shard given there."""
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(v, str) for v in where.values()):
         raise CorruptFileError(f"{index}: 'weight_map' must map tensor names to file names")
@@ -64,7 +64,7 @@ def _read_shards(index: Path) -> dict[str, np.ndarray]:
 
 
 def read_file(path: str | Path) -> dict[str, np.ndarray]:
-    """The tensors of one safetensors file, mapped read-only. Raises CorruptFileError saying what contradicts what."""
+    """The tensors of one safetensors file, mapped read-only. CorruptFileError states the contradiction."""
     path = Path(path)
     size = path.stat().st_size
     with path.open("rb") as f:
@@ -85,7 +85,7 @@ def read_file(path: str | Path) -> dict[str, np.ndarray]:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name appears twice")
     return dict(pairs)
 
 
@@ -134,14 +134,15 @@ def _check_cover(path: Path, spans: list[tuple[str, DType, tuple[int, ...], int,
 
 
 def model_path(path: Any) -> Path:
-    """Where a model lies, as a Path; ModelError for what is no path."""
+    """The path of a model, as a Path. ModelError: not a path."""
     if not isinstance(path, (str, PathLike)):
         raise ModelError(f"a model is the path of a folder or a .gguf file, got {path!r}")
     return Path(path)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """A JSON object (or list) from a file of a model folder; ModelError if it is missing, CorruptFileError if it is not one."""
+    """A JSON object (or list) from a file of a model folder; ModelError if it is missing, CorruptFileError if it is not
+    valid."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}; a model folder needs it")
     return _parse(path.read_bytes(), str(path), kind)

@@ -30,7 +30,7 @@ POOLINGS = ("mean", "cls")
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes and choices, under the names of config.json; `pooling` and `normalize` come from modules.json."""
+    """Sizes and options, named as in config.json; `pooling` and `normalize` come from modules.json."""
 
     vocab_size: int
     hidden_size: int
@@ -63,13 +63,13 @@ class BertConfig:
 
     @staticmethod
     def parse(config: dict[str, Any], pooling: str = "mean", normalize: bool = False) -> BertConfig:
-        """From the contents of config.json; keys that change nothing here are passed over."""
+        """From the contents of config.json; keys without effect here are ignored."""
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ModelError(f"position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'")
         if config.get("is_decoder"):
             raise ModelError("a BERT decoder (is_decoder) is not supported, only encoders")
         given = {f.name: config[f.name] for f in fields(BertConfig) if f.name in config}
-        if given.get("pad_token_id", 0) is None:  # there is none: then any does, as padding is masked
+        if given.get("pad_token_id", 0) is None:  # no padding token: any id works, since padding is masked
             del given["pad_token_id"]
         try:
             return BertConfig(**{**given, "pooling": pooling, "normalize": normalize})
@@ -91,7 +91,7 @@ def build(config: BertConfig, batch: DimLike, length: DimLike) -> Graph:
 
     sizes = {"word": config.vocab_size, "position": config.max_position_embeddings, "token_type": config.type_vocab_size}
     words, positions, types = (g.param(f"embeddings.{n}_embeddings.weight", (m, hidden), "f32") for n, m in sizes.items())
-    place = _first(positions, length) + _first(types, 1)  # [length, hidden]; of params alone, so computed once
+    place = _first(positions, length) + _first(types, 1)  # [length, hidden]; depends on params only, so computed once
     x = ops.embedding(words, ids) + place  # [batch, length, hidden]
     x = _norm(g, config, "embeddings.LayerNorm", x.reshape(batch * length, hidden))
 
@@ -109,7 +109,7 @@ def build(config: BertConfig, batch: DimLike, length: DimLike) -> Graph:
 
 
 def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Value) -> Value:
-    """Self-attention before its output projection, [tokens, hidden] -> [tokens, hidden]. One contraction makes q, k and v."""
+    """Self-attention before its output projection, [tokens, hidden] -> [tokens, hidden]. One contraction computes q, k and v."""
     hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_size
     batch, _, _, length = allowed.dims
     parts = [_params(g, f"{layer}.attention.self.{name}", hidden, hidden) for name in ("query", "key", "value")]
@@ -155,5 +155,5 @@ def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
         pooled = ops.sum(x * weight, axis=1) / count
     if config.normalize:
         norm = ops.sqrt(ops.sum(pooled * pooled, axis=1, keepdims=True))
-        pooled = pooled / ops.maximum(norm, 1e-12)  # the bound that torch's normalize sets
+        pooled = pooled / ops.maximum(norm, 1e-12)  # the lower bound of torch's normalize
     return pooled

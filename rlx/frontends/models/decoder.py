@@ -1,8 +1,8 @@
-"""Decoder-only language models: Llama (Touvron et al. 2023), and the families that differ from it in a few choices.
+"""Decoder-only language models: Llama (Touvron et al. 2023), and the families that differ from it in a few options.
 
 Mistral, Qwen2, Qwen3, SmolLM, Phi-3 and Gemma 1–3 share the block of RMS norms, rotary positions and a gated MLP; Phi-1/2
 and GPT-2 have layer norms and a plain MLP. Params have the names of a Hugging Face Llama checkpoint, with the parts of one
-contraction side by side in `qkv_proj` and `gate_up_proj`; every matrix is [out, in]. State: `position`, and per layer `k.i`
+contraction concatenated in `qkv_proj` and `gate_up_proj`; every matrix is [out, in]. State: `position`, and per layer `k.i`
 and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position` rows are filled, in f32 or rounded to 16 bits.
 """
 
@@ -25,8 +25,9 @@ EMBEDDED = "embedded"  # name of the node that looks up the rows of the embeddin
 
 @dataclass(frozen=True)
 class Rope:
-    """`frequencies`: radians per position of each turned pair, scaled as the model wants; the rest of a head is not turned.
-    `scale`: of cosine and sine. `far`: frequencies where there is room for more than `trained` positions; 0: there are none."""
+    """Rotary positions. `frequencies`: radians per position of each rotated pair, after scaling; other pairs of a head are not
+    rotated. `scale`: factor of cosine and sine. `far`: frequencies if the capacity exceeds `trained` positions; empty and 0:
+    none."""
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
@@ -36,7 +37,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and choices. `biases`: which projections add one ("qkv_proj", "o_proj", "mlp", "lm_head"). `norm_offset` is added
+    """Sizes and options. `biases`: the projections with a bias ("qkv_proj", "o_proj", "mlp", "lm_head"). `norm_offset` is added
     to the scale of every norm. `ropes`, `windows`: per layer; None: no rotation, 0: no window. `attention_scale` 0:
     1 / sqrt(head_dim). `attention_cap`, `logit_cap`: c · tanh(x / c) of scores and logits, 0: none."""
 
@@ -56,12 +57,12 @@ class DecoderConfig:
     norm: str = "rms"
     norm_offset: float = 0.0
     gated: bool = True
-    parallel: bool = False  # attention and MLP read the same normed input
-    post_norms: bool = False  # norms after attention and MLP too
+    parallel: bool = False  # attention and MLP read the same normalised input
+    post_norms: bool = False  # also norms after attention and MLP
     qk_norm: bool = False
     learned_positions: bool = False
-    interleaved: bool = False  # pairs of a rotation are (2i, 2i+1), else (i, i + half)
-    tied: bool = False  # the logits' matrix is the embedding table
+    interleaved: bool = False  # rotated pairs are (2i, 2i+1), otherwise (i, i + half)
+    tied: bool = False  # the output projection is the embedding table
     biases: tuple[str, ...] = ()
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
@@ -73,7 +74,7 @@ class DecoderConfig:
             raise ModelError(f"the activation {self.activation!r} is not supported; supported: {known(ACTIVATIONS)}")
 
     def states(self, batch: int, capacity: int, cache: str = "f32") -> list[BufferHandle]:
-        """Every handle of the graphs of this batch and capacity."""
+        """All handles of the graphs with this batch and capacity."""
         dims = (batch, self.num_key_value_heads, capacity, self.head_dim)
         layers = range(self.num_hidden_layers)
         return [BufferHandle("position", (), "i32"), *(BufferHandle(f"{s}.{i}", dims, cache) for i in layers for s in "kv")]
@@ -89,12 +90,12 @@ def build(
     cache: str = "f32",
     steps: tuple[str, ...] | None = None,
 ) -> Graph:
-    """tokens i32 [batch, tokens], count i32 (): how many of them are valid -> logits f32 [batch, vocab] after the last valid
-    token, or [batch, tokens, vocab]. They stand at `position` and after; position then advances by `count`.
+    """tokens i32 [batch, tokens], count i32 (): number of valid ones -> logits f32 [batch, vocab] after the last valid
+    token, or [batch, tokens, vocab]. The tokens are at `position` and after; position then advances by `count`.
 
-    `formats`: how each matrix is stored (a float dtype or a name of quant.FORMATS), by param; or one for all. `cache`: the
-    dtype of keys and values. `steps` (Sampling.steps): the graph goes on to choose the next token by them, i32 [batch], which
-    is its output and the state `token`; of one position, it has no inputs: it takes in that token.
+    `formats`: storage format of each matrix (a float dtype or a name of quant.FORMATS), by param; or one for all. `cache`: the
+    dtype of keys and values. `steps` (Sampling.steps): the graph also samples the next token, i32 [batch], which is its output
+    and the state `token`. With tokens=1 such a graph has no inputs: it reads that state.
     """
     g = Graph(f"{config.family}_{batch}x{tokens}")
     token = None if steps is None else g.handle(BufferHandle("token", (batch,), "i32"))
@@ -134,7 +135,7 @@ class _Network:
     # -- pieces with weights
 
     def matrix(self, name: str, rows: int, columns: int) -> tuple[Value, str]:
-        """The param [rows, columns], packed in its format (u8 [rows, bytes per row]) or plain; and the format."""
+        """The param [rows, columns], packed in its format (u8 [rows, bytes per row]) or plain; and the format's name."""
         name = f"{name}.weight"
         form = self.formats if isinstance(self.formats, str) else self.formats[name]
         for p in self.g.params:
@@ -145,7 +146,7 @@ class _Network:
         return self.g.param(name, (rows, columns), form), form
 
     def linear(self, name: str, x: Value, width: int, bias: bool = False) -> Value:
-        """x [n, k] -> [n, width], both f32; a narrow float weight multiplies x in its own dtype."""
+        """x [n, k] -> [n, width], both f32; a narrow float weight multiplies x rounded to the weight's dtype."""
         w, form = self.matrix(name, width, x.shape.static[-1])
         y = ops.dequant_matmul(x, w, format=form) if form in FORMATS else ops.matmul(x.astype(form), w.T).astype("f32")
         return y + self.g.param(f"{name}.bias", (width,), "f32") if bias else y
@@ -153,14 +154,14 @@ class _Network:
     def parts(
         self, prefix: str, fused: str, names: Sequence[str], x: Value, widths: Sequence[int], bias: bool
     ) -> Sequence[Value]:
-        """Several projections of x: one contraction where their weights are stored alike."""
+        """Several projections of x, as one contraction if their weights have the same format."""
         if isinstance(self.formats, str) or f"{prefix}.{fused}.weight" in self.formats:
             y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias)
             return ops.split(y, parts=tuple(widths), axis=1)
         return [self.linear(f"{prefix}.{n}", x, width, bias) for n, width in zip(names, widths)]
 
     def norm(self, name: str, x: Value) -> Value:
-        """Over the last dim."""
+        """The norm over the last dim."""
         c = self.config
         scale = self.g.param(f"{name}.weight", (x.dims[-1],), "f32")
         if c.norm == "layer":
@@ -175,7 +176,7 @@ class _Network:
         x = x * c.embedding_scale if c.embedding_scale != 1 else x
         if c.learned_positions:
             places = self.g.param("model.embed_positions.weight", (c.max_position_embeddings, c.hidden_size), "f32")
-            last = ops.minimum(self.positions, c.max_position_embeddings - 1)  # what stands past the end is padding
+            last = ops.minimum(self.positions, c.max_position_embeddings - 1)  # tokens past the end are padding
             x = (x.reshape(self.batch, self.tokens, c.hidden_size) + ops.embedding(places, last)).reshape(n, c.hidden_size)
         return x
 
@@ -210,7 +211,7 @@ class _Network:
         return self.linear(f"{name}.down_proj", inner, c.hidden_size, bias)
 
     def attention(self, i: int, name: str, x: Value) -> Value:
-        """Writes this chunk's keys and values behind the earlier ones, then attends to all of them."""
+        """Append this chunk's keys and values to the cache, then attend to all of them."""
         c = self.config
         heads, shared, size = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         widths = (heads * size, shared * size, shared * size)
@@ -235,7 +236,7 @@ class _Network:
         return ops.attention(q, k, v, self.start, positioned=True, **how)
 
     def turned(self, x: Value, rope: Rope) -> Value:
-        """x [batch, heads, tokens, size] with its first pairs turned by position times frequency."""
+        """x [batch, heads, tokens, size] with its first pairs rotated by position times frequency."""
         if rope not in self.turns:
             frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
             angle = self.positions.astype("f32").reshape(self.tokens, 1) * self.g.constant(frequencies, "f32")

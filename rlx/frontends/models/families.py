@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself, as a DecoderConfig and the param names of rlx.frontends.models.decoder.
+"""Reads a checkpoint's configuration as a DecoderConfig, and maps its tensor names to params of rlx.frontends.models.decoder.
 
-`config_of` reads a Hugging Face config.json; `config_of_gguf` states GGUF metadata in the same words first. `param_name` is
+`config_of` reads a Hugging Face config.json; `config_of_gguf` first translates GGUF metadata to the same keys. `param_name` is
 the one table from the names in Hugging Face and GGUF files to the names of params.
 """
 
@@ -22,7 +22,7 @@ GEMMA_2 = {
     **GEMMA, "post_norms": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096
 }  # fmt: skip
 QWEN = {"sliding_window": 4096, "max_window_layers": 28}
-# What each model_type fixes, and what its config.json may leave out.
+# Fixed properties of each model_type, and defaults of keys that its config.json may omit.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096},
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {**GEMMA_2, "qk_norm": True},
 }  # fmt: skip
-# Keys that only these families' networks read; in other files they mean nothing.
+# Keys that only these families' networks read; other families ignore them.
 READ_BY: dict[str, tuple[str, ...]] = {
     "layer_types": ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"), "no_rope_layers": ("smollm3",),
     "partial_rotary_factor": ("phi", "phi3"), "original_max_position_embeddings": ("phi3",),
@@ -48,20 +48,20 @@ GPT2_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
 }  # fmt: skip
-# Switches that change the arithmetic and have no counterpart here, with the values that leave it as it is.
+# Unsupported switches that change the arithmetic, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False), "use_bidirectional_attention": (None, False), "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True), "add_cross_attention": (None, False), "quantization_config": (None,),
 }  # fmt: skip
 ROPES = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 _FACTS = ("norm", "gated", "parallel", "post_norms", "qk_norm", "learned_positions", "norm_offset", "interleaved", "biases")
-_MOST = {"num_hidden_layers": 1000, "head_dim": 1 << 16}  # lists as long as these are made
+_MOST = {"num_hidden_layers": 1000, "head_dim": 1 << 16}  # lists of this length are allocated
 
 
 def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
-    """From the contents of config.json. `facts`: what the family does not have in common with a Hugging Face checkpoint.
+    """From the contents of config.json. `facts`: values that override those of Hugging Face checkpoints of the family.
 
-    ModelError: a family or choice that is not supported; CorruptFileError: a bad size.
+    ModelError: an unsupported family or option; CorruptFileError: a bad size.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -97,7 +97,7 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
 
 def _activation(c: Mapping[str, Any], family: str) -> str:
     name = str(c.get("hidden_activation") or c.get("hidden_act", "silu" if c.get("gated", True) else "gelu_new"))
-    return "gelu_pytorch_tanh" if (family, name) == ("gemma", "gelu") else name  # the first files say so and do not mean it
+    return "gelu_pytorch_tanh" if (family, name) == ("gemma", "gelu") else name  # early files say "gelu" but mean this one
 
 
 def _size(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -120,7 +120,7 @@ def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
     if kinds is None:
         window = c.get("sliding_window") is not None
         if family in ("gemma2", "gemma3_text"):
-            every = _size(c, "sliding_window_pattern", 2 if family == "gemma2" else 6)  # the last of each group sees all
+            every = _size(c, "sliding_window_pattern", 2 if family == "gemma2" else 6)  # last of a group: full attention
             kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
         elif family in ("qwen2", "qwen3", "smollm3"):
             first, turned = _number(c, "max_window_layers", 0), _turned(c, family, layers)
@@ -145,7 +145,7 @@ def _ropes(c: Mapping[str, Any], family: str, kinds: list[str], size: int) -> tu
     rope, scaling = c.get("rope_parameters", {}), c.get("rope_scaling", {})
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         raise CorruptFileError(f"configuration: rope_parameters must be an object, got {str(rope or scaling)[:80]}")
-    if family == "gemma3_text":  # the scaling, and rope_theta, are of the layers that see all
+    if family == "gemma3_text":  # scaling and rope_theta apply to layers with full attention
         far = {"rope_theta": c.get("rope_theta", 1e6), **_object(rope.get("full_attention", {})), **scaling}
         near = {"rope_theta": c.get("rope_local_base_freq", 1e4), **_object(rope.get("sliding_attention", {}))}
         by_kind = {"full_attention": far, "sliding_attention": near}
@@ -162,7 +162,7 @@ def _object(x: Any) -> dict[str, Any]:
 
 
 def _turned(c: Mapping[str, Any], family: str, layers: int) -> list[Any]:
-    """For each layer whether it has positions."""
+    """For each layer, whether it uses rotary positions."""
     skip = _size(c, "no_rope_layer_interval", 4) if family == "smollm3" else layers + 1
     turned = c.get("no_rope_layers", [(i + 1) % skip for i in range(layers)])
     if not isinstance(turned, list) or len(turned) != layers:
@@ -172,7 +172,7 @@ def _turned(c: Mapping[str, Any], family: str, layers: int) -> list[Any]:
 
 def _rope(c: Mapping[str, Any], p: Mapping[str, Any], family: str, size: int) -> Rope:
     """Frequencies after the scaling that `p` names: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023),
-    longrope (Ding et al. 2024), and dynamic, which begins past max_position_embeddings and so never here."""
+    longrope (Ding et al. 2024), and dynamic, which only acts past max_position_embeddings, a length not reached here."""
     p = {k: v for k, v in p.items() if k != "partial_rotary_factor" or family in READ_BY[k]}
     own = {k: v for k, v in {**{k: c.get(k) for k in ("rope_theta", "partial_rotary_factor")}, **p}.items() if v is not None}
     kind = own.get("rope_type", own.get("type", "default"))
@@ -180,7 +180,7 @@ def _rope(c: Mapping[str, Any], p: Mapping[str, Any], family: str, size: int) ->
     theta, share = _number(own, "rope_theta", 10000.0), _number(own, "partial_rotary_factor", 1.0)
     width = int(size * min(share, 2.0))
     if width % 2 or not 2 <= width <= size or theta <= 1:
-        raise CorruptFileError(f"configuration: {width} of {size} elements with base {theta} cannot be turned in pairs")
+        raise CorruptFileError(f"configuration: {width} of {size} elements with base {theta} cannot be rotated in pairs")
     f = theta ** -(np.arange(0, width, 2) / width)
     if "rope_factors" in c:  # GGUF keeps llama3's scaling as divisors
         f = f / _divisors(c["rope_factors"], "rope_freqs", len(f))
@@ -223,7 +223,7 @@ def _divisors(given: Any, name: str, count: int) -> np.ndarray:
 
 
 def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, theta: float) -> tuple[np.ndarray, float]:
-    """Fast pairs keep their frequency, slow ones are stretched, with a ramp between; and the scale of attention."""
+    """(frequencies, scale of cosine and sine): high frequencies stay, low ones are interpolated, with a ramp in between."""
     ends, width = [], 2 * len(f)
     for key, default, rounded in (("beta_fast", 32.0, math.floor), ("beta_slow", 1.0, math.ceil)):
         turns = _number(p, key, default) or default
@@ -254,7 +254,7 @@ GGUF_KEYS = {
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
-REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for what stands after the architecture's name
+REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for keys without the architecture's prefix
     "expert_count": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,), "attention.scale": (0.0,),
     "logit_scale": (1.0, 0.0), "residual_scale": (1.0, 0.0), "embedding_scale": (1.0, 0.0), "rope.scale_linear": (1.0,),
     "rope.scaling.attn_factor": (1.0,),
@@ -262,8 +262,8 @@ REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for what stands afte
 
 
 def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: int, factors: np.ndarray | None) -> DecoderConfig:
-    """From GGUF metadata. `names`: the params that the file has; `vocab`: rows of the embedding table; `factors`: the tensor
-    rope_freqs, divisors of the frequencies."""
+    """From GGUF metadata. `names`: the params that the file has; `vocab`: number of rows of the embedding table; `factors`: the
+    tensor rope_freqs, divisors of the frequencies."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelError(f"general.architecture {arch!r} is not supported; supported: {known(ARCHITECTURES)}")
@@ -278,7 +278,7 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
         own_size = _size(c, "head_dim")
         facts["partial_rotary_factor"] = _number({"rope.dimension_count": turned}, "rope.dimension_count", 0) / own_size
     for key, allowed in {**REFUSED_GGUF, "attention.value_length": (c["head_dim"],)}.items():
-        if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # it may be an array
+        if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # the value may be an array
             raise ModelError(f"metadata {arch}.{key} = {str(found)[:80]} is not supported")
     scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length")}
     if scaling["type"] is not None and str(scaling["type"]) != "none":
@@ -286,14 +286,14 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
         if scaling["original_context_length"] is not None:
             c["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
     if arch in ("gemma2", "gemma3"):
-        # 27B models scale scores by hidden_size / heads, which the file does not say; all others by the head's size
+        # 27B models scale scores by hidden_size / heads, which is not in the file; all others by the head size
         large = c.get("num_hidden_layers") == (46 if arch == "gemma2" else 62)
         c["query_pre_attn_scalar"] = _size(c, "hidden_size") // _size(c, "num_attention_heads") if large else c["head_dim"]
     return config_of(c, **facts)
 
 
 _LAYER = re.compile(r"(?:blk|h|model\.layers)\.(\d+)\.(.+)")
-_NAMES = {  # what stands after the layer's number; the rest is called as in Llama
+_NAMES = {  # the part after the layer number; other names are those of Llama
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
@@ -315,7 +315,7 @@ _OWN_NAMES = {  # by model_type, before _NAMES
 
 
 def param_name(name: str, family: str) -> str:
-    """The param that a checkpoint of `family` (a model_type) calls `name`."""
+    """The param for the tensor `name` in a checkpoint of `family` (a model_type)."""
     stem, _, kind = name.removeprefix("transformer.").rpartition(".")
     table = {**_NAMES, **_OWN_NAMES.get(family, {})}
     if inner := _LAYER.fullmatch(stem):
