@@ -1,8 +1,8 @@
-"""Compiled programs as bytes, and their places in the cache on disk (rlx.host.disk): a start from there compiles nothing.
+"""Serialisation of compiled programs, and their entries in the disk cache (rlx.host.disk). A cache hit compiles nothing.
 
-What is kept is what runs need: buffers, plan, steps, machine code, constants, and what reports say. Kernels come back without
-their loops, as one Native each over the buffers that they load and store. The form is JSON and raw bytes; nothing in it is
-evaluated, and whatever is wrong with it is a CorruptFileError.
+An entry has buffers, plan, steps, machine code, constants and the facts for reports. Kernels are read back without their loops,
+each as one Native over the buffers that it loads and stores. The format is JSON and raw bytes. Nothing in it is evaluated, and
+any inconsistency is a CorruptFileError.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rlx.ir.tuning import NOT_TUNED, TunedStep, Tuning
 from rlx.runtime.report import CacheNote
 from rlx.runtime.weights import planned_bytes
 
-FORMAT = 2  # of what is written here
-ADDRESSES = 1 << 47  # bytes that a process can address: what needs more is refused before code is made for it
-NEIGHBOURS = 8  # entries of the same graph that are looked at to say how they differ
-_LENGTH = 4  # bytes of the head's length
+FORMAT = 2  # version of the entry format
+ADDRESSES = 1 << 47  # bytes that a process can address; a program that needs more is rejected before code is generated
+NEIGHBOURS = 8  # entries of the same graph that are compared to find the reason of a miss
+_LENGTH = 4  # bytes of the field that holds the head's length
 
 
 class Place:
-    """Where the code of one compile is kept on disk, and why it is not there."""
+    """The disk cache entry of one compile, and the reason of a miss."""
 
     def __init__(self, backend: Backend, graph: Graph, target: Target, options: CompileOptions) -> None:
         self._backend, self._target = backend, target
         self._disk, self._why = disk_cache()
         self.name = self._path = ""
-        self.work: Callable[[], ProgramWork] | None = None  # of the program that was read
-        self.tuning = NOT_TUNED  # likewise
+        self.work: Callable[[], ProgramWork] | None = None  # of the program read from the cache
+        self.tuning = NOT_TUNED  # of the program read from the cache
         if not isinstance(backend, Storable):
             self.leave(f"the device {backend.name} makes no code to keep")
         elif self._disk is not None and options.wants_text:
@@ -80,11 +80,11 @@ class Place:
             return self.refuse()
 
     def refuse(self) -> None:
-        """What was read cannot be loaded: it is made again."""
+        """The entry cannot be loaded: compile again."""
         self._why, self.work = DAMAGED, None
 
     def leave(self, why: str) -> None:
-        """Keep nothing."""
+        """Do not store this compile."""
         self._disk, self._why = None, why if self._disk is not None else self._why
         self.name = self._path = ""
 
@@ -97,7 +97,7 @@ class Place:
         return CacheNote(state, self.name, self._path, "" if cached else self._why)
 
     def _differences(self) -> str:
-        """How this compile differs from the one of the same graph that is most like it."""
+        """How this compile differs from the most similar entry of the same graph."""
         found = [e.name for e in self._disk.entries() if e.name.startswith(self.name[:-40])] if self._disk else []
         differing: list[list[str]] = []
         for name in found[-NEIGHBOURS:]:
@@ -112,8 +112,8 @@ class Place:
 
 
 def given_to_compile(backend: Storable, graph: Graph, target: Target, options: CompileOptions) -> dict[str, str]:
-    """Everything that determines the code, as text: what the key of an entry is made of."""
-    names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but in reports
+    """Everything that determines the code, as text. The key of an entry is a hash of it."""
+    names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but shown in reports
     facts = {f"{what} {k}": v for what, record in (("option", options), ("target", target)) for k, v in key_facts(record).items()}
     facts |= {"rlx": source_digest()}
     facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
@@ -124,7 +124,7 @@ def given_to_compile(backend: Storable, graph: Graph, target: Target, options: C
 
 
 def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning: Tuning = NOT_TUNED) -> list[bytes]:
-    """Parts to write one after the other. `given`: what the program was made of; `tuning`: how it was cut."""
+    """The parts of an entry, in order. `given`: as from given_to_compile. `tuning`: the tilings of the steps."""
     program = artifact.program
     texts = artifact.texts()
     different = list(dict.fromkeys(texts.values()))
@@ -143,8 +143,8 @@ def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning
 
 
 def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str, str], Artifact, ProgramWork, Tuning]:
-    """What the program was made of, the artifact, what work a run is, and how it was cut. CorruptFileError: it does not fit
-    together."""
+    """The arguments of pack, read back: given_to_compile, the artifact, the work of a run, and the tuning. CorruptFileError: the
+    entry is inconsistent."""
     head, parts = _split(content)
     try:
         program, rest = _program(head["program"], target, parts[1:])
@@ -157,7 +157,7 @@ def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str,
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """The head, and the parts that it gives sizes of."""
+    """The head, and the parts, whose sizes are in the head."""
     at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
     try:
         head = json.loads(content[_LENGTH:at])
@@ -196,7 +196,7 @@ def _described(p: Program) -> dict[str, Any]:
 def _kernel_described(kernel: Kernel) -> tuple[Any, ...]:
     loaded = loaded_buffers(kernel)
     op = kernel.collective
-    together = None if op is None else (op.op, vars(op.attrs))  # which no machine code is made of
+    together = None if op is None else (op.op, vars(op.attrs))  # the driver executes it: it has no machine code
     return kernel.name, kernel.origin, [(b.name, b.dtype.name, b.size, b.writable, b in loaded) for b in kernel.buffers], together
 
 
@@ -209,7 +209,7 @@ def _shape(shape: Shape) -> tuple[Any, ...]:
 
 
 def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple[Program, Sequence[bytes]]:
-    """The program, and the parts that are not its constants."""
+    """The program, and the remaining parts after its constants."""
     data = iter(parts)
     buffers = []
     for i, (region, shape, name, constant, tiles) in enumerate(d["buffers"]):
@@ -229,11 +229,11 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     outputs = [(_text(n), _whole(b), _read_shape(s), tuple(Active(*_ids(a)) for a in active)) for n, b, s, active in d["outputs"]]
     saved = _ids(d["saved"])
     if any(at >= len(phases["steps"]) for at in saved) or len(saved) != len(phases["abort"]):
-        raise ValueError("abort undoes steps that are not there")
+        raise ValueError("abort undoes steps that do not exist")
     extent = None if d["extent"] is None else _whole(d["extent"])
     inputs = _ids(d["inputs"])
     if extent is not None and extent not in inputs:
-        raise ValueError("the extent is no input")
+        raise ValueError("the extent is not an input")
     program = Program(
         _text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
         _ids(d["params"]), _ids(d["handles"]), tuple(OutputDecl(*o) for o in outputs), plan,
@@ -246,7 +246,7 @@ _PHASES = ("prepare", "steps", "commit", "abort")
 
 
 def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], together: Any) -> Kernel:
-    """A kernel of which only is known what it loads and stores; a collective as it was."""
+    """A kernel that is described only by the buffers it loads and stores. A collective is restored completely."""
     buffers = tuple(Buffer(_text(n), DTYPES[dtype], _whole(size), writable is True) for n, dtype, size, writable, _ in rows)
     loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
     stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
@@ -254,7 +254,7 @@ def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], tog
     if together is not None:
         op = OPS[together[0]]
         if op.kind is not Kind.COLLECTIVE or (len(loaded), len(stored)) != (1, 1):
-            raise ValueError(f"{together[0]} is no collective of one operand")
+            raise ValueError(f"{together[0]} is not a collective of one operand")
         native = Native(op.name, op.make_attrs(together[1]), loaded, stored)
     return Kernel(_text(name), buffers, (), (), (native,), tuple(map(_text, origin)))
 
@@ -291,11 +291,11 @@ def _ids(given: Sequence[Any]) -> tuple[int, ...]:
 
 def _whole(x: Any) -> int:
     if type(x) is not int or x < 0:
-        raise ValueError(f"{str(x)[:40]!r} is no number of bytes or elements")
+        raise ValueError(f"{str(x)[:40]!r} is not a number of bytes or elements")
     return x
 
 
 def _text(x: Any) -> str:
     if not isinstance(x, str):
-        raise TypeError(f"{str(x)[:40]!r} is no text")
+        raise TypeError(f"{str(x)[:40]!r} is not a string")
     return x

@@ -1,10 +1,10 @@
-"""The tuner: measures how else the steps of a program can be cut, and keeps what is faster on this machine.
+"""The autotuner: measures alternative tilings of a program's steps, and keeps those that are faster on this machine.
 
-Each different step runs alone, on buffers of its own of the program's shapes, with the program's threads. Weights come in so many
-copies as make them as far away as in the program. Candidates take turns; one must beat the usual cut by MARGIN, and again in a
-second race, or the step stays as usual, as very short ones do. What a race found is kept on disk as soon as it is over, so that
-after a compile that was interrupted, or ran out of time, the next one goes on where it stopped, and a later one measures nothing.
-Every candidate computes the same bits (rlx.driver.backend.Tunable).
+Each distinct step runs alone, on buffers of its own with the program's shapes, with the program's threads. Weights are replicated
+so that they are as cold in the cache as in the program. Candidates are timed alternately. One must beat the default tiling by
+MARGIN, and again in a second race, or the default is kept; very short steps always keep it. The result of each race is stored on
+disk at once. So if a compile is interrupted or runs out of time, the next one continues there, and a later one measures nothing.
+All candidates compute the same bits (rlx.driver.backend.Tunable).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlx.ir.shape import Shape
 from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Choice, Choices, TunedStep, Tuning, step_key
 from rlx.runtime.stored import source_digest
 
-MARGIN = 0.03  # of the time, that a candidate must save: less is within what repeated measurements differ by
+MARGIN = 0.03  # fraction of the time that a candidate must save: repeated measurements differ by less
 ROUNDS, FINAL_ROUNDS = 5, 9
-SAMPLE, LONGEST = 0.002, 0.008  # seconds of runs in a turn, at the least; of one run of all copies, at most
-SHORT = 5e-6  # seconds: how memory happens to lie, and the call, differ by more than cuts of such a step do
-FAR = 64 << 20  # bytes of weights that no cache holds until they are read again
-COPIES = 32  # at most, of the weights of a step
+SAMPLE, LONGEST = 0.002, 0.008  # seconds: least of one measurement; most of one run over all copies
+SHORT = 5e-6  # seconds: below this, memory alignment and call overhead differ by more than tilings do
+FAR = 64 << 20  # bytes of weights that evict each other from any cache before they are read again
+COPIES = 32  # most copies of the weights of a step
 LASTING = (Region.PARAM, Region.PREPARED, Region.CONSTANT, Region.HANDLE)
-FORMAT = 2  # of what is kept on disk
+FORMAT = 2  # version of the entries on disk
 
-Progress = Callable[[int, int, str], None]  # steps done, steps in all, the next one's key or ""
+Progress = Callable[[int, int, str], None]  # steps done, number of steps, key of the next step or ""
 Pairs = tuple[tuple[str, int], ...]
 
 
@@ -51,9 +51,9 @@ class _OutOfTime(Exception): ...
 def tune(
     backend: Backend, index: int, program: Program, options: CompileOptions, progress: Progress | None = None
 ) -> tuple[Tuning, dict[str, Choice]]:
-    """How each different step of a run shall be cut, as `options.tune` says; and the same for Tunable.compile.
+    """The tiling of each distinct step of a run, according to `options.tune`; and the same as an argument of Tunable.compile.
 
-    OptionError: given choices are for a step that is not in the program, or none that it has."""
+    OptionError: a given choice is for a step that is not in the program, or is not available for that step."""
     if not (wanted := options.tune):
         return NOT_TUNED, {}
     if not isinstance(backend, Tunable):
@@ -105,14 +105,14 @@ class _Tuner:
         self._deadline = time.perf_counter() + self._budget
         self._extent = program.extent, options.extent[1] if options.extent else 0
         self._disk = disk_cache()[0]
-        self._advanced, self._variants = False, 0  # whether a race was run; variants that were made for races
+        self._advanced, self._variants = False, 0  # whether a race was run; number of variants compiled for races
         self._progress = progress or (lambda done, total, what: None)
         self._clock = time.thread_time if program.target.threads == 1 else time.perf_counter
         used = {a for s in program.steps for a in s.args}
         self._lasting = sum(b.nbytes for b in program.buffers if b.region in LASTING and b.id in used)
 
     def measured(self, steps: Mapping[str, Step], axes: Mapping[str, Mapping[str, Sequence[int]]]) -> list[TunedStep]:
-        """All steps in order; those that take most of a run are measured first."""
+        """All steps in order. Those with the largest share of a run are measured first."""
         found = {key: TunedStep(key, "one way to cut it") for key in steps if not axes[key]}
         begun = {key: self._kept(key, axes[key]) for key in steps if axes[key]}
         found |= {key: step for key, (step, raced) in begun.items() if raced > len(axes[key])}
@@ -129,8 +129,8 @@ class _Tuner:
         return [found.get(key, TunedStep(key, why)) for key in steps]
 
     def _stuck(self, left: Sequence[str]) -> bool:
-        """Whether an earlier compile had these steps and this time and got as far, which was to no race: each finds more code on
-        disk than the one before."""
+        """Whether an earlier compile with the same steps and time budget also ended before its first race, and got as far as this
+        one. Until then, each compile finds more code on disk than the one before and gets further."""
         entry = self._entry(f"stuck {self._budget} {left}")
         content = None if self._disk is None else self._disk.get(entry)[0]
         if content is not None and int.from_bytes(content, "little") >= self._variants:
@@ -140,7 +140,7 @@ class _Tuner:
         return False
 
     def keep(self, step: TunedStep, raced: int) -> TunedStep:
-        """On disk: what so many races found; one more than there are names in a choice is all."""
+        """Store on disk the result of the first `raced` races. All are done if that is one more than the names in a choice."""
         self._advanced = True
         if self._disk is not None:
             content = json.dumps([step.choice, step.usual_ns, step.chosen_ns, step.tried, raced])
@@ -148,7 +148,7 @@ class _Tuner:
         return step
 
     def _weights(self) -> dict[str, float]:
-        """kernel_key -> about how much of a run it is."""
+        """kernel_key -> estimated share of a run."""
         weights: dict[str, float] = {}
         for step, work in zip((*self._program.steps, *self._program.commit), program_work(self._program).kernels):
             cost = (work.flops or 0) / 10 + work.read_bytes + work.written_bytes
@@ -161,7 +161,7 @@ class _Tuner:
         return f"tuning-{hashlib.sha256(given.encode()).hexdigest()}"
 
     def _kept(self, key: str, axes: Mapping[str, Sequence[int]]) -> tuple[TunedStep, int]:
-        """What an earlier compile kept; as usual and 0 if it is not there, or makes no sense."""
+        """The step and number of races that an earlier compile stored; the default tiling and 0 if there is no valid entry."""
         content, _ = self._disk.get(self._entry(key)) if self._disk is not None else (None, "")
         nothing = replace(_given(key, axes, {}), how="kept"), 0
         try:
@@ -176,7 +176,7 @@ class _Tuner:
 
 
 class _Trial:
-    """One step alone, in as many variants as are asked for."""
+    """One step alone, compiled in several variants."""
 
     def __init__(self, tuner: _Tuner, step: Step) -> None:
         self._tuner, self._step, self._params = tuner, step, ParamStore()
@@ -194,8 +194,8 @@ class _Trial:
         self._made.clear()
 
     def best(self, axes: Mapping[str, Sequence[int]], begun: TunedStep, raced: int) -> TunedStep:
-        """One name after the other, the others as they are best so far, from where an earlier compile has `begun`. _OutOfTime: no
-        more of it."""
+        """Coordinate search: tunes one name at a time, with the best values so far for the others. Continues from `begun`, the
+        result of an earlier compile. _OutOfTime: the time budget is spent."""
         usual, best, tried = _usual(axes), dict(begun.choice), begun.tried
         for at, (name, values) in enumerate(axes.items()):
             if at < raced or self._once <= SHORT:
@@ -217,7 +217,7 @@ class _Trial:
         return self._tuner.keep(made, len(axes) + 1)
 
     def _different(self, choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """Those that give different code, the first of each."""
+        """The choices without duplicates: the first of those that give the same code."""
         texts: dict[str, dict[str, int]] = {}
         for choice in choices:
             self._variant(_pairs(choice))
@@ -240,14 +240,14 @@ class _Trial:
         return self._made[choice][1]
 
     def _race(self, choices: Sequence[dict[str, int]], rounds: int) -> list[list[float]]:
-        """Seconds of a step, by round, of each of them; in each round they take turns from another one on."""
+        """Seconds of a step for each choice, by round. Each round measures all choices, and starts with another one."""
         runs = [self._variant(_pairs(choice)).run_steps for choice in choices]
         for run in runs:
             run()
         once = max(self._seconds(runs[0], 1), 1e-7)
         count = max(1, ceil(SAMPLE / once))
         if time.perf_counter() + rounds * len(runs) * count * once > self._tuner._deadline:
-            raise _OutOfTime  # at once: lighter steps may have the time
+            raise _OutOfTime  # before measuring: there may be time for shorter steps
         times: list[list[float]] = [[] for _ in runs]
         for n in range(rounds):
             for at in (*range(n % len(runs), len(runs)), *range(n % len(runs))):
@@ -264,12 +264,13 @@ class _Trial:
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """By pairs and by medians, whichever says less for `times`: the first is sure against drift, the second against outliers."""
+    """The larger of the median ratio of pairs, which is robust against drift, and the ratio of medians, which is robust against
+    outliers."""
     return max(median(a / b for a, b in zip(times, others)), median(times) / median(others))
 
 
 def _alone(program: Program, step: Step, copies: int) -> Program:
-    """The step so many times, each on lasting buffers of its own."""
+    """A program that runs the step `copies` times, each time with its own copy of weights and other lasting buffers."""
     decls, alignment = {b.id: b for b in program.buffers}, program.plan.alignment
     buffers: list[BufferDecl] = []
     shared: dict[int, int] = {}
@@ -293,9 +294,9 @@ def _alone(program: Program, step: Step, copies: int) -> Program:
 
 
 def _filled(shape: Shape) -> np.ndarray:
-    """Data that takes as long as any: floats of common size, indices in range, masks that hide nothing."""
+    """Data with typical timing: floats of normal magnitude, indices in range, masks that hide nothing."""
     if shape.dtype.kind == "f":
         some = np.random.default_rng(0).uniform(0.5, 1, 4093).astype(shape.dtype.numpy)
         return np.resize(some, shape.static)
-    value = {"u8": 0x3C, "bool": 1}.get(shape.dtype.name, 0)  # of bytes that are packed weights: their floats are of common size
+    value = {"u8": 0x3C, "bool": 1}.get(shape.dtype.name, 0)  # u8: packed weights, whose floats get normal magnitude
     return np.full(shape.static, value, shape.dtype.numpy)

@@ -1,8 +1,8 @@
-"""Params of one executable: which are set, which prepared buffers they feed, and which must be computed anew.
+"""Params of one executable: which are set, which prepared buffers depend on them, and which of these are stale.
 
-A param that only feeds one prepared buffer is read straight from the caller's array and not kept. One that a run reads,
-or that is prepared together with others, is kept, so that setting any of them again reaches every packed copy. What lies in
-a mapped file is read from there (rlx.driver.files), by several threads if much is set at once.
+A param that is only used for one prepared buffer is read directly from the caller's array and not stored. A param that a run
+reads, or that is prepared together with others, is stored: then every packed copy can be updated when one of them is set again.
+Arrays in mapped files are read from the file (rlx.driver.files), by several threads if much is set at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlx.host.gate import Gate
 from rlx.ir.program import BufferDecl, Program, Region
 from rlx.runtime.binding import fits, named
 
-IN_THREADS = 4 << 20  # bytes of params set at once from which on threads share the work
+IN_THREADS = 4 << 20  # from this many bytes of params set at once, several threads share the work
 
 
 class Weights:
-    """Binds params by name and keeps prepared buffers in step with them."""
+    """Binds params by name and keeps prepared buffers up to date."""
 
     def __init__(self, executable: Executable, gate: Gate) -> None:
         self.executable, self.store = executable, executable.params
@@ -35,17 +35,17 @@ class Weights:
         gate.seen, gate.changes = -1, ctypes.addressof(self.store.changes)
 
     def set(self, arrays: Mapping[str, object]) -> None:
-        """Copy params in and recompute, once, what depends on them. A wrong name, dims or dtype, or a file that is too short by
-        now, raises and changes nothing. CorruptFileError midway: they are missing."""
+        """Copy params in and recompute each dependent buffer once. A wrong name, dims or dtype, or a truncated file, raises and
+        changes nothing. If a file is truncated meanwhile, CorruptFileError is raised and the params are missing."""
         values = {name: self._checked(name, array) for name, array in arrays.items()}
         with self.store.lock:
             self._set_all(values)
         self._gate.seen = -1
 
     def _set_all(self, values: Mapping[str, np.ndarray]) -> None:
-        self.store.kept -= values.keys()  # until all of it is there
+        self.store.kept -= values.keys()  # until all are completely set
         for name in values:
-            self.store.changed(name)  # before the first byte: executables on this store look, and wait for the lock
+            self.store.changed(name)  # before the first byte: executables on this store see it and wait for the lock
         self.run_constants()
         there = values.keys() | self.store.kept
         todo = [i for i, names in enumerate(self.sources) if names & values.keys() and names <= there]
@@ -64,7 +64,7 @@ class Weights:
         return self.decls[name]
 
     def _checked(self, name: str, array: object) -> np.ndarray:
-        """The array as a param's bytes lie."""
+        """The array, checked and C-contiguous."""
         decl = self.decl(name)
         found = fits(f"param {name!r}", array, decl.shape)
         files.check(found)
@@ -81,7 +81,7 @@ class Weights:
             self.executable.prepare(steps, given, alone)
 
     def run_constants(self) -> None:
-        """What is prepared from constants alone, for the first time; the other steps may read it."""
+        """Run the prepare steps that depend on constants only, if they are stale. Other prepare steps may read their results."""
         self.run([i for i, names in enumerate(self.sources) if not names and self.is_stale(i)])
 
     def run(self, steps: list[int]) -> None:
@@ -90,7 +90,7 @@ class Weights:
         self._made(steps)
 
     def _made(self, steps: Sequence[int]) -> None:
-        """These prepare steps have run."""
+        """Record that these prepare steps have run."""
         for i in steps:
             for id in self.program.prepare[i].writes:
                 self.store.sources[self.program.buffers[id].name] = self.versions(i)
@@ -99,7 +99,7 @@ class Weights:
         return tuple(self.store.versions.get(n, 0) for n in sorted(self.sources[step]))
 
     def missing(self) -> list[str]:
-        """Params that must be set before a run: never set, or needed anew because their bytes were not kept."""
+        """Params that must be set before a run: never set, or needed again because their bytes were not stored."""
         out: dict[str, None] = {}
         for name in self.decls:
             if name not in self.store.kept and (name in self.kept or name not in self.store.versions):
@@ -115,10 +115,10 @@ class Weights:
         return any(self.store.sources.get(n) != self.versions(step) for n in names) or 0 in self.versions(step)
 
     def ready(self) -> None:
-        """Make everything that a run reads current; MissingParamError names the params that are not there."""
+        """Bring all prepared buffers up to date. MissingParamError names the params that are missing."""
         if self.store.changes.value == self._gate.seen:
             return
-        with self.store.lock:  # which may mean to wait until another executable's weights are all there
+        with self.store.lock:  # waits until another executable has set all of its weights
             self.run_constants()
             stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
             if missing := self.missing():
@@ -128,7 +128,7 @@ class Weights:
 
 
 def planned_bytes(program: Program) -> dict[str, int]:
-    """Bytes by purpose of an executable of `program` with all its params set; scratch and code are not known yet."""
+    """Bytes by purpose of an executable of `program` with all params set, without scratch and code, which are not known yet."""
     names = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
     total = {"arena": program.plan.size_bytes} | dict.fromkeys(names.values(), 0)
     for b in program.buffers:
@@ -138,7 +138,7 @@ def planned_bytes(program: Program) -> dict[str, int]:
 
 
 def _apart(names: Iterable[str], sources: Mapping[int, frozenset[str]]) -> list[tuple[list[str], list[int]]]:
-    """Params, with the prepare steps that depend on them, in groups that have nothing to do with each other."""
+    """Independent groups of params and of the prepare steps that depend on them."""
     groups: list[tuple[list[str], list[int]]] = [([name], []) for name in names]
     for step, needs in sources.items():
         joined = [g for g in groups if not needs.isdisjoint(g[0])]
