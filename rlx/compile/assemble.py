@@ -1,4 +1,4 @@
-"""From graph to Program: the straight line through the passes, fusion, lowering, the memory plan and its check."""
+"""Compiles a graph to a Program: passes, fusion, lowering, the memory plan and its check, in this order."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Assembler:
         return Step(lowered.kernel, tuple(map(self.id, lowered.args)))
 
     def key(self, node: Node) -> str:
-        """A name for a value computed from params that says how: the same in every program that computes it so."""
+        """A name for a value computed from params, made of its computation: equal in all programs that compute it alike."""
         if node not in self._keys:
             is_data = node.op is CONSTANT
             attrs = hashlib.sha256(node.attrs.data.tobytes()).hexdigest() if is_data else repr(node.attrs)  # type: ignore[union-attr]
@@ -133,7 +133,7 @@ def copy_kernel(handle: Value) -> K.Kernel:
 
 
 def _reports(decided: Sequence[Decision], facts: Facts, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
-    """What became of each node: what was decided of the user's nodes, then the kernel of each node that is left."""
+    """A report per node: the decisions about the user's nodes, then the kernel of each remaining node."""
 
     def report(node: Node, how: str, kernel: str = "", why: str = "") -> NodeReport:
         return NodeReport(node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}", node.op.name, how, kernel, why)

@@ -1,6 +1,7 @@
-"""Algebra that is exact, constants folded, duplicates shared. What nothing needs is gone by construction; leaves stay.
+"""Exact algebraic simplification, constant folding and common subexpression elimination. Dead nodes disappear by construction;
+leaves stay.
 
-Every rule gives the very bits that the node gave, NaN, infinities and -0.0 included (which NaN, is not said).
+Every rule keeps the bits of the result, including NaN, infinities and -0.0 (the payload of a NaN may differ).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Target
 
-FOLD_BYTES = 1024  # a folded constant may be larger than its operands together up to this size
+FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
 X, Y, C = Var("x"), Var("y"), Var("c")
 
 
@@ -62,20 +63,20 @@ def take_second(node: Node, x: Value, y: Value) -> Value:
 
 @rule(pattern(v.transpose, pattern(v.transpose, X)))
 def merge_transposes(node: Node, x: Value) -> Value:
-    """Dims permuted twice are permuted once: result dim i is the inner result's dim outer[i]."""
+    """Two permutations of dims are one: result dim i is the inner result's dim outer[i]."""
     inner, outer = (_axes(n) for n in (node.inputs[0].node, node))
     return v.transpose(x, axes=tuple(inner[i] for i in outer))
 
 
 @rule(pattern(v.reshape, pattern(v.reshape, X)), pattern(v.broadcast_to, pattern(v.broadcast_to, X)))
 def keep_outer_dims(node: Node, x: Value) -> Value:
-    """The dims between do not change where an element ends up."""
+    """Two reshapes, or two broadcasts, are one to the last dims."""
     return Node(node.op, (x,), node.op.attrs(dims=node.shapes[0].dims), node.shapes).results[0]  # type: ignore[misc, call-arg]
 
 
 @rule()
 def drop_view(node: Node) -> Value | None:
-    """A view whose every element lies where it lay in its operand is its operand."""
+    """A view that leaves every element at its position is the operand."""
     if node.op.kind is not Kind.VIEW or node.op.strided is None or not node.shapes[0].is_static:
         return None
     x, dims = node.inputs[0], node.shapes[0].dims
@@ -95,15 +96,15 @@ def drop_cast(node: Node, x: Value) -> Value | None:
 
 @rule(pattern(e.cast, pattern(e.cast, X)))
 def merge_casts(node: Node, x: Value) -> Value | None:
-    """A cast by way of a dtype that holds every value of the first rounds or wraps only at the end."""
+    """A first cast to a dtype that holds every value of the source can be dropped: only the second one rounds or wraps."""
     between, to = node.inputs[0].dtype, node.shapes[0].dtype
     return e.cast(x, dtype=to) if holds(between, x.dtype) else None
 
 
 @rule()
 def fold_constants(node: Node) -> Value | None:
-    """An op over constants alone has the value that its reference gives. Without operands nothing is folded (iota is
-    cheaper computed than read), nor where the result would be a large constant made of small ones."""
+    """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
+    iota is cheaper than reading it), nor are ops that make a large constant from small ones."""
     operands = [x.node.attrs for x in node.inputs]
     known = node.op.ahead and all(isinstance(a, ConstantAttrs) for a in operands)
     if not operands or not known or not node.shapes[0].is_static or node.shapes[0].dtype == c64:  # a result keeps its pairs
@@ -113,7 +114,7 @@ def fold_constants(node: Node) -> Value | None:
         return None
     try:
         return constant(node.op.reference(node.attrs, *data))
-    except IndexRangeError:  # the run will say so, if it gets there
+    except IndexRangeError:  # left to the run, which may not reach it
         return None
 
 
@@ -129,7 +130,7 @@ def _axes(node: Node) -> tuple[int, ...]:
 
 
 def share_equal(graph: Graph) -> Graph:
-    """`graph` with equal nodes (op, attributes, operands; constants by their bytes) made one."""
+    """`graph` with equal nodes (op, attributes, operands; constants by their bytes) merged."""
     seen: dict[Hashable, Sequence[Value]] = {}
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -137,20 +138,20 @@ def share_equal(graph: Graph) -> Graph:
             data = node.attrs.data  # type: ignore[union-attr]
             key: Hashable = (node.shapes[0], hashlib.sha256(data.tobytes()).digest())
         else:
-            key = (node.op, inputs, repr(node.attrs))  # the text tells -0.0 from 0.0 and 1 from True, equality does not
+            key = (node.op, inputs, repr(node.attrs))  # unlike ==, repr distinguishes -0.0 from 0.0 and 1 from True
         return seen.setdefault(key, keep(node, inputs)) if key not in seen else seen[key]
 
     return graph.rebuild(new)
 
 
 def canonicalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` under RULES and without duplicates, until neither changes it."""
+    """Applies RULES and merges duplicates until neither changes the graph."""
     while True:
         graph = rewrite(graph, RULES)
         shared = share_equal(graph)
         if len(shared.nodes()) == len(graph.nodes()):
             return graph
-        graph = shared  # a rule may fit now: where(c, x, x)
+        graph = shared  # a rule may match now: where(c, x, x)
 
 
 __all__ = ["RULES", "canonicalise", "share_equal"]

@@ -1,7 +1,7 @@
-"""The independent judge of a Program: does every read find what was written for it?
+"""The independent checker of a Program: every read must see the bytes that were written for it.
 
-It replays the steps over a map of arena bytes to the buffer that owns them, instead of comparing lifetimes as the planner
-does, and shares no code with rlx/compile/memory.py and rlx/ir/overlap.py. Runs in every build; a fault is ours, not the user's.
+It replays the steps on a map from arena bytes to the buffer that owns them, while the planner compares lifetimes, and shares no
+code with rlx/compile/memory.py and rlx/ir/overlap.py. It runs in every build. A fault is a compiler bug, not a user error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MAY_WRITE = {
 
 
 def check_program(program: Program) -> None:
-    """Raise PlanError listing every fault of the program's places, arguments and order of steps."""
+    """Raise PlanError listing every fault of the program's offsets, arguments and order of steps."""
     if bad := program_faults(program):
         found = "\n  ".join(bad)
         raise PlanError(f"program {program.name!r} for {program.target.name} has a bad plan:\n  {found}\n{program}")
 
 
 def program_faults(program: Program, replay: bool = True) -> list[str]:
-    """Every fault found, as sentences. Empty: the program is sound. `replay`: its steps too, which takes the kernels' loops."""
+    """Every fault found, as sentences. Empty: the program is sound. `replay`: check the steps too, which needs the kernels."""
     bad: list[str] = []
     decls = {b.id: b for b in program.buffers}
     if len(decls) != len(program.buffers):
@@ -50,14 +50,14 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
             if step.beside and (phase != "steps" or not at):
                 bad.append(f"{phase}[{at}] {step.kernel.name}: is beside the step before, and there is none of a run")
             _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
-    if replay and not bad:  # it needs places and arguments that make sense
+    if replay and not bad:  # the replay needs valid offsets and arguments
         _Replay(program, facts, bad).run()
     return bad
 
 
 def _check_updates(program: Program, bad: list[str]) -> None:
-    """A handle that a step writes is written once, not by the commit too, and can be put back: an abort step reads what an
-    earlier step saved."""
+    """A handle that a step writes is written only once (not by the commit too) and can be restored: an abort step reads data
+    that an earlier step saved."""
     handles, committed = set(program.handles), {id for s in program.commit for id in s.writes}
     undo = {id: (at, step) for at, step in program.abort for id in step.writes}
     for i, step in enumerate(program.steps):
@@ -132,7 +132,7 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
 
 
 def _is_contiguous(op: K.Native) -> bool:
-    """Whether a collective goes from one buffer to another of the right size, both of them whole and in order."""
+    """True if a collective goes from one whole contiguous buffer to another of the right size."""
     views = (*op.inputs, *op.outputs)
     sizes = [prod(v.dims) for v in views]
     strides = [(n, have, want) for v in views for n, have, want in zip(v.dims, v.strides, contiguous_strides(v.dims))]
@@ -146,7 +146,7 @@ def _is_contiguous(op: K.Native) -> bool:
 
 @dataclass
 class _Replay:
-    """Who owns each byte of the arena as the steps run. Bytes are kept in segments between all buffers' edges."""
+    """The owner of each arena byte while the steps run. The boundaries of all buffers divide the arena into segments."""
 
     program: Program
     facts: dict[K.Kernel, _Facts]
@@ -189,7 +189,7 @@ class _Replay:
             self.expect("at the end", id)
 
     def beside(self, where: str, step: Step, reads: set[int]) -> None:
-        """No other step of its group touches what this one writes, nor writes what this one reads."""
+        """No other step of the group accesses bytes that this step writes, or writes bytes that this step reads."""
         for other, its, read in self.group[:-1]:
             clashes = [(a, b) for a in step.writes for b in its.writes | read if self.together(a, b)]
             clashes += [(b, a) for a in reads for b in its.writes if self.together(a, b)]
@@ -202,7 +202,7 @@ class _Replay:
             self.owner[s] = id
 
     def expect(self, where: str, id: int) -> None:
-        """The buffer was written and all its bytes are still its own."""
+        """Checks that the buffer was written and still owns all its bytes."""
         if not self.nbytes[id]:
             return
         if id not in self.written:
@@ -219,7 +219,7 @@ class _Replay:
         writes = step.writes
         for id in sorted(reads):
             self.expect(where, id)
-        for id in sorted(writes & self.written):  # what an earlier step wrote of it must have lasted
+        for id in sorted(writes & self.written):  # the parts that earlier steps wrote must still be intact
             if id in self.segments and id not in reads:
                 self.expect(where, id)
         for w, (written, buffer) in enumerate(zip(step.args, step.kernel.buffers)):
@@ -234,14 +234,14 @@ class _Replay:
         self.written |= writes
 
     def together(self, a: int, b: int) -> bool:
-        """Whether two buffers have a byte in common."""
+        """True if two buffers have a byte in common."""
         if a == b:
             return self.nbytes[a] > 0
         x, y = self.segments.get(a, range(0)), self.segments.get(b, range(0))
         return bool(x) and bool(y) and x.start < y.stop and y.start < x.stop
 
     def proved(self, step: Step, r: int, w: int) -> bool:
-        """Whether argument w may be written over argument r while the kernel reads it."""
+        """True if argument w may be written over argument r while the kernel reads it."""
         if self.segments.get(step.args[r]) != self.segments.get(step.args[w]):
             return False
         key = (step.kernel, r, w)
@@ -254,7 +254,7 @@ class _Replay:
 
 
 class _Facts:
-    """What a kernel loads and stores."""
+    """Loads and stores of a kernel."""
 
     def __init__(self, kernel: K.Kernel) -> None:
         self.kernel = kernel
@@ -265,9 +265,9 @@ class _Facts:
 
 
 def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:
-    """Every element of buffer w is written once, by the iteration that alone reads that element of r, after reading it.
+    """Every element of buffer w is written once, by the only iteration that reads that element of r, after the read.
 
-    Judged by signatures: the position where all indices are 0, and the stride and extent of each grid and loop index.
+    Compared by signature: the address where all indices are 0, and the stride and extent of each grid and loop index.
     """
     kernel, accesses = facts.kernel, facts.accesses
     if kernel.collective:
@@ -290,7 +290,7 @@ _Signature = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _signature(kernel: K.Kernel, a: Access) -> _Signature | None:
-    """(element at index 0, ((stride, extent) per grid index, then per loop)), or None where the index is not such a sum."""
+    """(element at index 0, ((stride, extent) per grid index, then per loop)), or None if the index is not affine."""
     around = (*kernel.grid, *a.loops)
     known = {v for v, _ in around}
     if a.again or a.index is None:
@@ -317,7 +317,7 @@ def _at_zero(e: K.Expr) -> int | None:
 
 
 def _one_to_one(signature: _Signature) -> bool:
-    """Different indices give different elements: every stride steps over all that the smaller ones can reach."""
+    """Injective: every stride is larger than the reach of all smaller strides together."""
     reach = 0
     for stride, extent in sorted((abs(s), n) for s, n in signature[1] if n > 1):
         if stride <= reach:
@@ -329,8 +329,8 @@ def _one_to_one(signature: _Signature) -> bool:
 def _precedes(load: Access, store: Access) -> bool:
     """The load runs before the store does, in each iteration of the loops around both.
 
-    Paths agree down to the loops they share. Beyond those each has loops of its own, and then the load's must end before
-    the store's begin, or neither has and the statements' order decides.
+    Paths agree down to the common loops. If either has further loops, those of the load must end before those of the store
+    begin; otherwise the order of the statements decides.
     """
     apart = next(((a, b) for a, b in zip(load.path, store.path) if a != b), None)
     return apart[0] < apart[1] if apart else len(load.path) == len(store.path)

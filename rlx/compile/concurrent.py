@@ -1,8 +1,8 @@
-"""Independent branches side by side: the order of a run's steps, and which of them are in one group, so that threads wait for one
-another after all of them and not after each.
+"""Groups of concurrent steps: reorders the steps of a run and groups independent ones, with one barrier per group instead of one
+per step.
 
-Only small steps: a large one keeps all threads busy by itself, and what is computed early takes memory for longer. What a group
-may not do is judged by rlx/compile/check.py, which shares no code with this file.
+Only small steps are grouped: a large one keeps all threads busy, and results computed early occupy memory for longer. Groups
+are validated by rlx/compile/check.py, which shares no code with this file.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rlx.ir.cost import flops
 from rlx.ir.kernel import Check, Kernel, Native, walk
 from rlx.ir.program import Step
 
-SMALL_NS = 200_000  # of a step on one core, roughly; to wait for all threads takes one or two thousand
+SMALL_NS = 200_000  # estimated time of a small step on one core, at most; a barrier takes 1,000 to 2,000 ns
 FLOPS_PER_NS, BYTES_PER_NS = 50, 10
-STEPS_PER_THREAD = 4  # of a group at most: what others wait for is not put off by much that nobody does
+STEPS_PER_THREAD = 4  # bounds the size of a group, so that steps others wait for are not delayed
 
 
 def side_by_side(steps: Sequence[Step], threads: int) -> list[tuple[int, bool]]:
-    """(which step, whether it is in the group of the one before), in the order of the run. Of two steps that touch one buffer,
-    which one of them writes, the first stays before the second. With one thread all stay as they are."""
+    """(step index, True if it joins the group of the previous step), in execution order. Two steps that access the same buffer,
+    at least one of them writing, keep their order. With one thread nothing changes."""
     if threads == 1:
         return [(i, False) for i in range(len(steps))]
     small = cache(_is_small)
@@ -42,10 +42,10 @@ def side_by_side(steps: Sequence[Step], threads: int) -> list[tuple[int, bool]]:
 
 
 def _dependences(steps: Sequence[Step]) -> tuple[list[int], list[set[int]]]:
-    """How many earlier steps each one waits for, and which ones wait for it."""
+    """For each step, the number of earlier steps it depends on, and the steps that depend on it."""
     waits, followers = [0] * len(steps), [set[int]() for _ in steps]
-    writer: dict[int, int] = {}  # of a buffer: the last one
-    readers: dict[int, set[int]] = {}  # since then
+    writer: dict[int, int] = {}  # last writer of a buffer
+    readers: dict[int, set[int]] = {}  # readers of a buffer since its last write
     for i, step in enumerate(steps):
         before = {writer[b] for b in step.reads | step.writes if b in writer}
         before |= {r for b in step.writes for r in readers.get(b, ())}
@@ -60,8 +60,8 @@ def _dependences(steps: Sequence[Step]) -> tuple[list[int], list[set[int]]]:
 
 
 def _is_small(kernel: Kernel) -> bool:
-    """Whether it may be in a group: it takes little time, and it cannot fail, so that a failure is of one step. (An op of its own
-    may fail if it is given integers.)"""
+    """True if the step may be in a group: it is short and cannot fail, so that a failure belongs to one step. (A Native with
+    integer operands may fail.)"""
     indexed = any(v.buffer.dtype.kind in "iu" for s in kernel.body if isinstance(s, Native) for v in s.inputs)
     if kernel.collective or indexed or any(isinstance(s, Check) for s in walk(kernel.body)):
         return False

@@ -1,4 +1,4 @@
-"""Elements: the expression of any value at any coordinates, made from what the ops declare, and addresses in buffers."""
+"""Element expressions: any value at any coordinates, built from the ops' declarations, and addresses in buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 
-ZERO = k.const(0)  # one object, so that what is found at coordinate 0 is found again
+ZERO = k.const(0)  # one object, so that memoized expressions at coordinate 0 are found again
 
 
 class KernelBuilder(Lowering):
-    """What an op's `element` and `kernel` functions see as `ctx`, and the state of the kernel being written.
+    """The `ctx` argument of an op's `element` and `kernel` functions, and the state of the kernel being built.
 
-    `block` collects statements that the expressions made so far depend on; `bound` gives values that are at hand in the
-    current scope (finished reductions, the accumulator, rows kept in a Local); where `guard` is false nothing is read or
-    checked, and what an expression gives there is not used.
+    `block` collects statements that the expressions so far depend on; `bound` maps values to expressions available in the
+    current scope (finished reductions, the accumulator, rows kept in a Local). If `guard` is false, nothing is read or checked
+    and the value of an expression is unused.
     """
 
     def __init__(self, group: Group, facts: Facts) -> None:
@@ -35,10 +35,10 @@ class KernelBuilder(Lowering):
         self.bound: dict[Value, K.Expr] = {}
         self.guard: K.Expr | None = None
         self.limits: list[K.Limit] = []
-        self.rows: set[K.Expr] = set()  # of the active axis that an op's own kernel stores to
-        whole = {facts.active.get(v) for v in group.stores}  # else the rows of the group's space that the extent cuts
+        self.rows: set[K.Expr] = set()  # rows of the active axis to which a whole-op kernel stores
+        whole = {facts.active.get(v) for v in group.stores}  # else the rows of the group's space that the extent limits
         self.active = whole.pop() if len(whole) == 1 and 0 not in group.dims else None
-        self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # of the current scope
+        self.memo: dict[tuple, tuple[K.Expr, tuple]] = {}  # expressions of the current scope
 
     # -- offered to op declarations
 
@@ -47,7 +47,7 @@ class KernelBuilder(Lowering):
 
     @property
     def threads(self) -> int:
-        """That share the points of the grid; no result depends on it."""
+        """Number of threads that share the grid; no result depends on it."""
         return self.facts.target.threads
 
     def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
@@ -68,11 +68,11 @@ class KernelBuilder(Lowering):
         return self.memo[key][0]
 
     def in_tiles(self, value: Value) -> bool:
-        """Whether the value lies in memory in tiles."""
+        """True if the value is stored in a tiled layout."""
         return value in self.places.tiles
 
     def stored(self, value: Value, place: Sequence[K.Expr]) -> K.Expr:
-        """What lies at a place in the memory of a value in tiles."""
+        """The element at a memory location of a value in a tiled layout."""
         tiles = self.places.tiles[value]
         return self._load(self.places.base(value), index(Layout(tiles.strides), tiles.dims, place), tiles.size)
 
@@ -92,13 +92,13 @@ class KernelBuilder(Lowering):
         return self.store_value(Value(self.group.anchor, result), coords, value, guard)
 
     def cut(self, axis: int) -> bool:
-        """Whether the extent cuts this axis of the results: points along it are better points of the grid."""
+        """True if the extent limits this axis of the results, which should then be a grid axis."""
         return self.active is not None and self.active.axis == axis
 
     # -- inside the compiler
 
     def limit(self, var: K.Var, each: int) -> None:
-        """Points of `var`, `each` of them to a row of the active axis, end with the extent."""
+        """Limits `var` by the extent; `each`: points of `var` per row of the active axis."""
         extent = self.facts.graph.extent
         assert extent is not None
         self.limits.append(K.Limit(var, k.mul(k.cast(self.element(extent.leaf, ()), index_), each)))
@@ -115,7 +115,7 @@ class KernelBuilder(Lowering):
             self.buffer(v, writable=True)
 
     def store_value(self, value: Value, coords: Sequence[K.Expr], what: K.Expr, guard: K.Expr | None = None) -> K.Store:
-        """Write one element; of a value in tiles, by its place in memory."""
+        """Write one element; for a tiled layout `coords` is the memory location."""
         tiles = self.places.tiles.get(value)
         layout, dims = (Layout(tiles.strides), tiles.dims) if tiles else (self.places.locate(value)[1], value.shape.static)
         return K.Store(self.buffer(value, writable=True), index(layout, dims, coords), what, guard)
@@ -152,7 +152,7 @@ class KernelBuilder(Lowering):
         return node.op.element(self, node, value.index, coords)
 
     def _load(self, base: Value, at: K.Expr, size: int) -> K.Load:
-        inside = isinstance(at, K.Const) and 0 <= at.value < size  # then it may be read anywhere
+        inside = isinstance(at, K.Const) and 0 <= at.value < size  # then the load needs no guard
         return K.Load(self.buffer(base), at, None if inside else self.guard)
 
     def _reduction(self, node: Node, coords: tuple[K.Expr, ...]) -> K.Expr:
@@ -187,8 +187,8 @@ def aligned(value: Value, coords: Sequence[K.Expr]) -> tuple[K.Expr, ...]:
 
 
 def index(layout: Layout, dims: tuple[int, ...], coords: Sequence[K.Expr]) -> K.Expr:
-    """offset + sum of coordinate * stride. Coordinates that split one variable are put together again where the strides
-    let them, so that the address stays linear in the variable."""
+    """offset + sum of coordinate * stride. Coordinates that are div and rem of one variable are recombined if the strides allow
+    it, so that the address stays linear in the variable."""
     terms = [(c, s) for c, s, d in zip(coords, layout.strides, dims) if d != 1]
     at = 0
     while at + 1 < len(terms):
@@ -212,7 +212,7 @@ def _whole(high: K.Expr, low: K.Expr) -> tuple[K.Expr, int] | None:
 
 
 def split(var: K.Expr, dims: Sequence[int]) -> list[K.Expr]:
-    """Coordinates over `dims` of the flat row-major position `var`. The outermost of those that vary needs no remainder."""
+    """Coordinates over `dims` of the flat row-major position `var`. The outermost dim larger than 1 needs no remainder."""
     first = next((a for a, d in enumerate(dims) if d != 1), 0)
     out: list[K.Expr] = []
     for d in reversed(dims[first + 1 :]):
@@ -222,8 +222,8 @@ def split(var: K.Expr, dims: Sequence[int]) -> list[K.Expr]:
 
 
 def collapsed(dims: tuple[int, ...], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[int]]:
-    """Axes of a space in groups that every access can walk with one stride. `layouts`: (dims, strides) of each access,
-    aligned to the space from the right."""
+    """Groups of axes of a space that can be collapsed, because every access has one stride over them. `layouts`: (dims, strides)
+    of each access, aligned to the space from the right."""
 
     def joins(left: int, right: int, inner: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         there = len(inner) - len(dims)  # axis of the access for axis 0 of the space

@@ -1,4 +1,4 @@
-"""What fusion, lowering, assembly and reports need to know of the graph that the passes left, worked out once."""
+"""Analysis of the legal graph, computed once and used by fusion, lowering, assembly and reports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlx.ir.updates import run_before
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Of a legal graph and a target.
+    """Facts of a legal graph for a target.
 
-    `places`: where values lie. `claims`: why the target's backend does not compute a node itself, None where it does. `static`:
-    nodes known before a run. `active`: the axis of a value past whose extent no rows are needed. `before`: nodes that run before
-    another that does not read them. `over`: what is written over a handle -> the handle.
+    `places`: memory layouts of values. `claims`: None for a node that the backend computes by its own kernel, else the reason why
+    not. `static`: nodes known before a run. `active`: the active axis of a value; rows past its extent are not needed. `before`:
+    extra ordering edges. `over`: a value written over a handle -> the handle.
     """
 
     graph: Graph
@@ -33,16 +33,16 @@ class Facts:
     over: Mapping[Value, Value]
 
     def is_native(self, node: Node) -> bool:
-        """Whether the backend has a kernel of its own for the node."""
+        """True if the backend has its own kernel for the node."""
         return self.claims[node] is None
 
     def memory(self, base: Value) -> Value:
-        """The value whose buffer holds `base`: itself, or the handle that it is written over."""
+        """The value whose buffer holds `base`: `base` itself, or the handle that it overwrites."""
         return self.over.get(base, base)
 
 
 def facts_of(graph: Graph, target: Target) -> Facts:
-    """The facts of a graph that went through the passes."""
+    """The facts of a graph after the passes."""
     nodes = graph.nodes()
     claims = {node: None if how == "native" else why for node in nodes for how, why in [decide(node, target)]}
     over = {v: u.handle for u in graph.updates for v in (u.result, u.undo)}

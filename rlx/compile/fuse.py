@@ -4,8 +4,8 @@ A group iterates over one space, `dims`. Nodes join the group of a producer when
 computed (pointwise), or a reduction over the last axis of it (row programs: softmax, norms). The producer may be a
 contraction: then the pointwise nodes become its epilogue and the reductions run on each finished row. Nodes read at other
 coordinates (under a view, a gather, a reduction over another axis) are absorbed when they have no other reader, and are
-recomputed where they are read; otherwise they are written to memory. A contraction takes in the producers of its operands
-where the target finds that quicker (rlx/compile/operands.py).
+recomputed where they are read; otherwise they are written to memory. A contraction absorbs the producers of its operands if
+the target's cost estimate says that this is faster (rlx/compile/operands.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 
 MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
-MAX_NODES = 48  # of one kernel: expressions stay shallow enough to walk, kernels small enough to compile quickly
-MAX_EVALUATIONS = 32  # of nodes for one element: one read at several coordinates is computed at each, and so is all that it reads
+MAX_NODES = 48  # nodes per kernel: keeps expressions shallow and kernels quick to compile
+MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coordinates is recomputed at each, with its operands
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
-MIN_ROWS_PER_THREAD = 8  # fewer, and giving each thread whole rows leaves threads idle
+MIN_ROWS_PER_THREAD = 8  # with fewer, distributing whole rows leaves threads idle
 
 
 def fuse(facts: Facts, alone: bool = False, leave_out: Collection[str] = ()) -> list[Group]:
-    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `leave_out`: "operands" that contractions
-    could compute, "followers" of claimed ops."""
+    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `leave_out`: fusions to skip: "operands"
+    (computed operands of contractions), "followers" (epilogues of claimed ops)."""
     return _Fuser(facts, alone, leave_out).run()
 
 
@@ -46,12 +46,12 @@ class _Fuser:
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
         exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
-        if len(exchanges) > 1:  # each behind the one before, whatever is fused: the same order on every rank
+        if len(exchanges) > 1:  # collectives run in graph order, whatever is fused: the same order on every rank
             self.after |= {b: [*self.after.get(b, ()), a] for a, b in zip(exchanges, exchanges[1:])}
             self.nodes = self.in_order(graph)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.group_of: dict[Node, Group] = {}
-        self.groups: dict[Group, None] = {}  # in order of making
+        self.groups: dict[Group, None] = {}  # in order of creation
         self.numbers = count()
         self.readers: dict[Value, set[Node]] = {}  # result -> the nodes that read it, through views too
         for node in self.nodes:
@@ -72,7 +72,7 @@ class _Fuser:
         return [g for g in ordered if g.stores]
 
     def in_order(self, graph: Graph) -> list[Node]:
-        """All nodes, each behind its operands and what must run before it."""
+        """All nodes, each after its operands and its extra ordering edges."""
         done: dict[Node, None] = {}
         stack = list(reversed(graph.nodes()))
         while stack:
@@ -89,7 +89,7 @@ class _Fuser:
         return node.op.kind is Kind.VIEW and node not in self.places.computed
 
     def operands(self, node: Node) -> tuple[Value, ...]:
-        """What the node's kernel reads."""
+        """Values that the node's kernel reads."""
         return () if self.is_alias(node) else node.inputs
 
     # -- placing one node
@@ -126,22 +126,22 @@ class _Fuser:
                 other.read_by.add(group)
 
     def producer(self, value: Value) -> Group | None:
-        """The group that computes the value, or what it is a view of."""
+        """The group that computes the value, or the base of which it is a view."""
         return self.group_of.get(self.places.base(value).node)
 
     def takes(self, group: Group, node: Node) -> bool:
-        """Whether the group may grow by this node."""
+        """True if this node may join the group."""
         return not self.alone and self.is_open(group) and group.static == (node in self.static) and len(group.forms) < MAX_NODES
 
     def is_open(self, group: Group) -> bool:
-        """Whether anything may join: whole-op kernels take nothing, and natives only where the target says so."""
+        """True if any node may join: whole-op kernels accept none, claimed ops only if the target supports an epilogue."""
         anchor = group.anchor
         if anchor is not None and self.facts.is_native(anchor):
             return anchor.op.name in self.followed and self.target.follows(anchor)
         return anchor is None or anchor.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:
-        """Whether the node reduces the last axis alone."""
+        """True if the node reduces only the last axis."""
         assert node.op.reduce is not None
         return node.op.reduce(node.attrs, node.inputs[0].shape).axes == (node.inputs[0].rank - 1,)
 
@@ -156,7 +156,7 @@ class _Fuser:
             self.start(node, value.shape.static, form=form).why = self.why_apart(node)
 
     def place_pointwise(self, node: Node) -> None:
-        """A pointwise node joins the latest group that computes an operand, if it fits there."""
+        """A pointwise node joins the latest group that computes one of its operands, if possible."""
         found = {group for value in node.inputs if (group := self.group_of.get(value.node)) and self.takes(group, node)}
         for group in sorted(found, key=lambda g: g.number, reverse=True):
             form = self.fitting_form(group, node)
@@ -167,7 +167,7 @@ class _Fuser:
         self.start(node, node.shapes[0].static).why = self.why_apart(node)
 
     def why_apart(self, node: Node) -> str:
-        """Why a node did not join the latest kernel that computes an operand of it; "": none does."""
+        """Why a node did not join the latest kernel that computes one of its operands; "": there is no such kernel."""
         groups = [group for value in node.inputs if (group := self.group_of.get(value.node)) is not None]
         if not groups or self.alone:
             return "not joined: fusion is left out" if groups else ""
@@ -182,7 +182,7 @@ class _Fuser:
         return f"not joined: another operand depends on {what}"
 
     def fitting_form(self, group: Group, node: Node) -> str | None:
-        """The form under which a pointwise node fits the group's space, or None."""
+        """The form in which a pointwise node fits the group's space, or None."""
         dims = node.shapes[0].static
         own = {group.forms[v.node] for v in node.inputs if v.node in group.forms}
         if "dropped" in own:
@@ -192,25 +192,25 @@ class _Fuser:
         return "row" if own == {"row"} and dims == (*group.dims[:-1], 1) else None
 
     def rows_allowed(self, group: Group) -> bool:
-        """Whether whole rows may be given to one thread: always without a contraction; else if enough rows remain."""
+        """True if a thread may process whole rows: always without a contraction, else if there are enough rows."""
         if group.anchor is None:
             return True
         enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS_PER_THREAD * self.target.threads
         return enough and len(contraction(group.anchor).b_columns) == 1 and group.dims[-1] <= MAX_ROW_COLUMNS
 
     def acyclic(self, group: Group, node: Node) -> bool:
-        """Whether no operand from outside the group depends on the group."""
+        """True if no operand from outside the group depends on the group."""
         for value in self.operands(node):
             producer = self.producer(value)
             if producer is group and value.node not in group.forms:
-                return False  # read under a view: other elements than the one at hand
+                return False  # read through a view: other elements than the current one
             if producer is not None and producer is not group and self.reaches(producer, group):
                 return False
         return True
 
     def reaches(self, start: Group, goal: Group) -> bool:
-        """Whether `start` depends on `goal`: searched from both ends, a group at a time, since one of them is often near."""
-        below, above = {start}, {goal}  # what start depends on, what depends on goal
+        """True if `start` depends on `goal`: a search from both ends, one group at a time, since one end is often near."""
+        below, above = {start}, {goal}  # dependencies of start, dependents of goal
         down, up = [start], [goal]
         while down and up:
             new = down.pop().reads - below
@@ -228,7 +228,7 @@ class _Fuser:
     # -- merging and absorbing
 
     def merge_siblings(self, group: Group, node: Node) -> None:
-        """Operands computed over the same space by loop groups of their own join too."""
+        """Loop groups that compute operands over the same space are merged into the group too."""
         for value in node.inputs:
             other = self.group_of.get(value.node)
             if other is None or not self.may_join(other, group) or other.dims != group.dims:
@@ -243,13 +243,13 @@ class _Fuser:
                 group.forms = dict(sorted(group.forms.items(), key=lambda item: self.order[item[0]]))
 
     def may_join(self, other: Group, group: Group) -> bool:
-        """Whether all of `other`, a loop group, could be computed in `group`."""
+        """True if all of `other`, a loop group, could be computed in `group`."""
         fits = len(other.forms) + len(group.forms) <= MAX_NODES
         return other is not group and other.anchor is None and other.static == group.static and fits
 
     def reads_in_step(self, group: Group, other: Group) -> bool:
-        """Whether what `group` reads of `other` are the very elements at hand: by pointwise nodes, not under a view, and a
-        value without the last dim only where the reader has none either."""
+        """True if `group` reads `other` only at the current element: by pointwise nodes, not through a view, and a value
+        without the last dim only in readers without it."""
         for node, form in group.forms.items():
             for value in self.operands(node):
                 if self.producer(value) is not other:
@@ -270,7 +270,7 @@ class _Fuser:
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             bigger = math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
-                continue  # a reduction in two steps, the first of which is in parts
+                continue  # the first, partial step of a reduction in two steps
             if read_elsewhere or bigger or self.roots.intersection(values):
                 continue
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
@@ -278,7 +278,7 @@ class _Fuser:
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
 
     def absorb_operands(self, group: Group, node: Node) -> None:
-        """Take in the loop groups that compute the operands of a contraction, where nothing else reads what they compute."""
+        """Absorb the loop groups that compute operands of a contraction and have no other readers."""
         facts = contraction(node)
         for side, (value, walked) in enumerate(zip(node.inputs, (facts.a_sum, facts.b_columns))):
             other = self.producer(value)
@@ -299,7 +299,7 @@ class _Fuser:
                 group.forms = {**dict.fromkeys(other.forms, "full"), **own}
 
     def evaluations(self, node: Node, inside: set[Node]) -> int:
-        """How many evaluations of nodes `inside` one element of `node` takes, not counted far past the most that may be."""
+        """Number of evaluations of nodes `inside` per element of `node`; counting stops soon after MAX_EVALUATIONS."""
         seen, coordinates = {(node, 0)}, count(1)
         todo = list(seen)
         while todo and len(seen) <= MAX_EVALUATIONS:
@@ -328,11 +328,11 @@ class _Fuser:
     # -- results
 
     def is_stored(self, value: Value, group: Group) -> bool:
-        """Whether anything outside the group reads the value."""
+        """True if anything outside the group reads the value."""
         return value in self.roots or any(self.group_of.get(reader) is not group for reader in self.readers.get(value, ()))
 
     def ordered(self) -> list[Group]:
-        """Groups so that each comes after those it reads; ties in graph order."""
+        """Groups in topological order; ties in graph order."""
         done: dict[Group, None] = {}
         stack = list(reversed(self.groups))
         while stack:

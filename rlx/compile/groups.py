@@ -1,4 +1,4 @@
-"""Groups: the nodes that share a kernel, and their text, which names nodes as the text of their graph does.
+"""Fusion groups: the nodes that share a kernel, and their text, which names nodes as the text of the graph does.
 
     groups walk
       prepared group (4, 3)
@@ -12,8 +12,8 @@
       group (2,) "not joined: ..."
         row %4 stores %4
 
-Nodes after `operand` are those of a group that computes an operand of the contraction in its kernel. What is lowered is what
-this text says: `parse_groups` reads it back.
+Nodes after `operand` belong to a group that computes an operand of the contraction in its kernel. The text is complete:
+`parse_groups` reads it back to groups that lower to the same kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMS = ("full", "row", "dropped")
 
 @dataclass(eq=False)
 class Group:
-    """Nodes of one kernel. `forms`: how each node's result lies in the space `dims`: "full", "row" (last dim 1),
+    """Nodes of one kernel. `forms`: how each node's result maps to the space `dims`: "full", "row" (last dim 1),
     "dropped" (last dim gone). `absorbed` nodes are recomputed at whatever coordinates they are read. `static`: it runs when
     params are set. `why`: why its first node is not in the kernel that computes an operand of it."""
 
@@ -41,12 +41,12 @@ class Group:
     anchor: Node | None = None  # the contraction, native op or whole-op kernel it grew from
     forms: dict[Node, str] = field(default_factory=dict)  # in topological order
     absorbed: set[Node] = field(default_factory=set)
-    reads: set[Group] = field(default_factory=set)  # while groups are found: those it depends on, and those that depend on it
+    reads: set[Group] = field(default_factory=set)  # during fusion: groups it depends on, and groups that depend on it
     read_by: set[Group] = field(default_factory=set)
     stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
     operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
     why: str = ""
-    number: int = 0  # in order of making
+    number: int = 0  # in order of creation
 
     @property
     def nodes(self) -> list[Node]:
@@ -84,7 +84,7 @@ def parse_groups(text: str, graph: Graph) -> list[Group]:
 
 
 class _Parser(Tokens):
-    """The groups so far, and what each reference means."""
+    """The groups parsed so far, and the node of each reference."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()

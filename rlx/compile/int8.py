@@ -1,12 +1,13 @@
-"""precision="int8": contractions of f32 by weights on integers of 8 bits, scaled per row and per column.
+"""precision="int8": contractions of f32 with weights in 8-bit integers, scaled per row and per column.
 
-Each row of the left operand is rounded to the nearest of 256 levels from its least to its largest element (dynamic: at every
-run), each column of the weights to the nearest of 255 around zero, once, when they are set. Products and their sums are exact
-integers. Scaling them, and adding what the rows' least elements contribute, goes into the store with whatever follows. So a
-result differs from the exact one by at most span(x)/510 * sum|w| + max|w|/254 * sum(|x| + span(x)/510), beside f32 rounding.
+Activations are quantised dynamically: each row of the left operand is rounded to the nearest of 256 levels from its least to
+its largest element, at every run. Each column of the weights is rounded to the nearest of 255 levels around zero, once, when
+they are set. Products and their sums are exact integers. The epilogue scales them and adds the zero-point term (the
+contribution of the rows' least elements). So a result differs from the exact one by at most
+span(x)/510 * sum|w| + max|w|/254 * sum(|x| + span(x)/510), in addition to f32 rounding.
 
-A row with a NaN or an infinity is NaN throughout, and so is a column of such weights. Contractions of two operands of a run
-(attention), of other dtypes, and those of a depth at which sums might leave 32 bits stay as they are.
+A row with a NaN or an infinity gives NaN everywhere, and so does a column of such weights. Contractions of two activations
+(attention), of other dtypes, or with a depth at which sums might exceed 32 bits are unchanged.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from rlx.ir.op import Kind
 from rlx.ir.program import NodeReport
 from rlx.ir.target import Target
 
-TINY = 1e-30  # a span or magnitude counts as this at least: its reciprocal is finite
+TINY = 1e-30  # lower bound of a span or magnitude, so that its reciprocal is finite
 MOST_DEPTH = 1 << 16  # sums of 255 * 127 stay in 31 bits
 
 
 def in_int8(graph: Graph, target: Target, notes: list[NodeReport] | None = None) -> Graph:
-    """`graph` with contractions by weights on integers. CompileError: the target lacks their dtypes.
+    """`graph` with contractions with weights on integers. CompileError: the target lacks the dtypes.
 
-    `notes` receives the nodes that this changes ("narrowed") and the contractions left for a reason ("kept")."""
+    `notes` receives the changed nodes ("narrowed") and the unchanged contractions with the reason ("kept")."""
     if missing := {"u8", "i8", "i32"} - target.dtypes:
         raise CompileError(f"precision='int8': no {known(missing)} on {target.name}; it has {known(target.dtypes)}")
     weights: dict[Node, bool] = {}
 
     def known_before(value: Value) -> bool:
-        """Whether the value depends on params and constants alone."""
+        """True if the value depends only on params and constants."""
         node = value.node
         if node not in weights:
             made = node.op.ahead and all(map(known_before, node.inputs))

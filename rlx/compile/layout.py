@@ -1,8 +1,8 @@
-"""Where values lie: which views are only another way to address a buffer, and which need a kernel of their own.
+"""Layout assignment: which views are only strides on an existing buffer, and which need a kernel that copies.
 
-A value is *based* on the value whose buffer holds it: itself, or, through views that strides can express, an earlier
-one. Buffers are row-major unless a later reshape becomes free under another order of the same dims (attention writes
-[batch, heads, seq, dim] so that merging heads and dim costs nothing).
+The *base* of a value is the value whose buffer holds it: itself, or, through views that strides can express, an earlier
+one. Buffers are row-major unless another order of the same dims makes a later reshape free (attention writes
+[batch, heads, seq, dim] in an order that makes merging heads and dim free).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Places:
         self.nodes = graph.nodes()
         self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
-        exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # on row-major memory alone
+        exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # need row-major memory
         self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])
-        self.tiles: dict[Value, TiledLayout] = {}  # of values in tiles, and of views that only permute their axes
+        self.tiles: dict[Value, TiledLayout] = {}  # tiled values, and views that only permute their axes
         self._memo: dict[Value, tuple[Value, Layout]] = {}
         self._views: dict[Value, list[Node]] = {}  # base -> the views of it that strides express, in order
         for node in self.nodes:
@@ -38,7 +38,7 @@ class Places:
                 self._memo.clear()
 
     def locate(self, value: Value) -> tuple[Value, Layout]:
-        """The base of `value`, and where its elements are in the base's buffer."""
+        """The base of `value`, and the layout of its elements in the base's buffer."""
         found = self._memo.get(value)
         if found is None:
             node = value.node
@@ -63,7 +63,7 @@ class Places:
         return self.tiles[base].dims if base in self.tiles else base.shape.static
 
     def is_row_major(self, value: Value) -> bool:
-        """Whether the value's elements are the base's own bytes in order, from the start."""
+        """True if the value has the same elements in the same order as the base's buffer."""
         if value in self.tiles:
             return False
         base, layout = self.locate(value)
@@ -72,7 +72,7 @@ class Places:
         return whole and (0 in dims or all(d == 1 or x == y for d, x, y in zip(dims, layout.strides, plain)))
 
     def _tile(self, node: Node) -> None:
-        """Note the tiles of a result that lies in such, or of a view of one; a view that they cannot express is computed."""
+        """Records the tiled layout of a result, or of a view of one; a view that tiles cannot express is computed."""
         (value,), source = node.results[:1], node.inputs[0].shape
         if node.op.tiled is not None:
             self.tiles[value] = node.op.tiled(node.attrs, *(v.shape for v in node.inputs))
@@ -101,12 +101,12 @@ class Places:
         return True
 
     def _forget(self, base: Value) -> None:
-        """Where the base and its views lie has changed."""
+        """Invalidates the layouts of the base and its views."""
         for value in (base, *(v for n in self._views[base] for v in n.results)):
             self._memo.pop(value, None)
 
     def _seen(self, node: Node) -> bool:
-        """Whether strides can express the view where its operand lies now."""
+        """True if strides can express the view over the current layout of its operand."""
         _, layout = self.locate(node.inputs[0])
         return all(_view(v, layout) is not None for v in node.results)
 
@@ -123,7 +123,7 @@ class Places:
 
 
 def _under_views(values: Iterable[Value]) -> set[Value]:
-    """The values, and those they are views of."""
+    """The values, and the values of which they are views."""
     out: set[Value] = set()
     for value in values:
         out.add(value)
@@ -134,7 +134,7 @@ def _under_views(values: Iterable[Value]) -> set[Value]:
 
 
 def _view(value: Value, layout: Layout) -> Layout | None:
-    """Layout of one result of a view node over its operand's layout; None where strides cannot say it."""
+    """Layout of one result of a view node over its operand's layout; None if strides cannot express it."""
     node = value.node
     if node.op.strided is None:
         return None
@@ -142,7 +142,7 @@ def _view(value: Value, layout: Layout) -> Layout | None:
 
 
 def static_nodes(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes that depend on params and constants alone: computed when params are set, not at every run."""
+    """Nodes that depend only on params and constants: computed when params are set, not at every run."""
     out: set[Node] = set()
     for node in nodes:
         if node.op in (PARAM, CONSTANT) or (node.op.ahead and all(v.node in out for v in node.inputs)):

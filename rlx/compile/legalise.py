@@ -1,6 +1,6 @@
-"""Named dims get values, and composites that the target does not claim become smaller ops, down to core ones.
+"""Binds named dims, and decomposes composites that the target does not claim into core ops.
 
-After these passes every shape is static, every dtype is one the target has, and every node is a leaf, a core op, or native.
+After these passes every shape is static, the target supports every dtype, and every node is a leaf, a core op, or a claimed op.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]
 
 
 def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with the values of options.dims in every shape and attribute, shapes inferred anew.
+    """`graph` with the values of options.dims in every shape and attribute; shapes are inferred again.
 
     UnboundDimError: a name without a value. OptionError: a value for a name that the graph does not have.
     """
@@ -62,7 +62,7 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _check_sizes(graph: Graph) -> None:
-    """CompileError for a value whose places could not be numbered by 64 bits. One without elements has none, but strides."""
+    """CompileError for a value whose addresses do not fit 64 bits. A value without elements is checked by its strides."""
     for node in graph.nodes():
         for shape in node.shapes:
             spans = max((shape.size_bytes, *contiguous_strides(shape.static)))
@@ -87,10 +87,10 @@ def _dim_names(x: Any) -> Iterable[str]:
 
 
 def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` in ops that the target claims or that are core. CompileError names the node that cannot be had, and why."""
+    """`graph` in core ops and ops claimed by the target. CompileError names the node that cannot be compiled, and why."""
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        if node.op.tiled is not None:  # where it lies is decided when all else is (rlx.compile.packing)
+        if node.op.tiled is not None:  # rlx.compile.packing decides later what is packed
             return inputs
         results = keep(node, inputs)
         how, why = decide(results[0].node, target)
@@ -123,7 +123,7 @@ def decide(node: Node, target: Target) -> tuple[str, str]:
 
 
 class Decision(NamedTuple):
-    """What legalise does with one node: `how` and `why` as `decide` gives them."""
+    """The decision of legalise about one node: `how` and `why` as returned by `decide`."""
 
     node: Node
     how: str
@@ -131,15 +131,15 @@ class Decision(NamedTuple):
 
 
 def decisions(graph: Graph, target: Target) -> tuple[Decision, ...]:
-    """What legalise does with each node of `graph` but its leaves, refusals included, without doing it."""
+    """The decisions of legalise about all nodes of `graph` except leaves, refusals included; the graph is not changed."""
     return tuple(Decision(node, *decide(node, target)) for node in graph.nodes() if node.op.kind is not Kind.LEAF)
 
 
 def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
-    """Results of a composite's decomposition, or of what was `made` in its place, each node of which went through `new` as in
+    """Results of a composite's decomposition, or of its replacement `made`, with every node passed through `new` as in
     Graph.rebuild.
 
-    The nodes carry the source line of the composite; the one that gives its result carries its name.
+    The nodes get the source line of the composite; the node of its result gets its name.
     """
     if made is None:
         assert node.op.decompose is not None
@@ -158,7 +158,7 @@ def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
 
 
 def into_contractions(node: Node) -> list[int] | None:
-    """Operands of a composite that go into a contraction of it as they are, moved or scaled; None: it has no contraction."""
+    """Operands of a composite that reach one of its contractions unchanged, moved or scaled; None: it has no contraction."""
     contracted: list[Value] = []
 
     def visit(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
@@ -169,7 +169,7 @@ def into_contractions(node: Node) -> list[int] | None:
 
     expand(node, visit)
     own, reached = set(node.inputs), set(contracted)
-    for v in contracted:  # grows
+    for v in contracted:  # a worklist: it grows in the loop
         varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]
         if v not in own and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
             contracted += varying
