@@ -1,14 +1,14 @@
-"""Fused attention: rlx against torch's scaled_dot_product_attention, and against what the machine can do at most.
+"""Fused attention: rlx against torch's scaled_dot_product_attention, and against the machine's limits.
 
     python benchmarks/attention.py [--threads 1 2] [--rounds 9] [--only WORD …]
 
-"whole" cases have as many keys as queries, operands as [batch, rows, heads, size]; "chunk" and "decode" cases are those of
-Qwen3-0.6B's shape (16 query heads, 8 key heads, head size 128) over a cache. A decode case goes through several caches in
-turn, more than the processor's caches hold, as a model's layers do; its limit is the rate at which memory is read, of all
-others multiply-adds alone (every kernel pays for the exponentials too).
+"whole" cases have as many keys as queries, operands as [batch, rows, heads, size]; "chunk" and "decode" cases have
+the shape of Qwen3-0.6B (16 query heads, 8 key heads, head size 128) over a cache. A decode case cycles through several KV caches,
+more than the processor's caches hold, as a model's layers do. Its limit is the memory read bandwidth. The limit of all other
+cases is the multiply-add rate alone (every kernel also computes the exponentials).
 
-torch reads the same memory, the visible keys only; beside 16-bit keys its queries have to be 16-bit too. Its MKL is told to
-use its fast kernels on AMD processors. One thread is measured in CPU time of that thread, more in wall time.
+torch reads the same memory, only the visible keys; with 16-bit keys its queries must be 16-bit too. Its MKL is told to use its
+fast kernels on AMD processors. One thread is measured in CPU time of that thread, more threads in wall time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from benchmarks.mkl import favour_amd
 
 @dataclass(frozen=True)
 class Case:
-    """`start`: where the first query stands in a cache of `keys` keys, which end with the last query; None: no cache."""
+    """`start`: position of the first query in a cache of `keys` keys, the last of which is that of the last query; None: no
+    cache."""
 
     heads: int
     rows: int
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values, which are read once at the least."""
+        """Bytes of keys and values, which are read at least once."""
         return 2 * self.batch * (self.key_heads or self.heads) * self.keys * self.size * rlx.as_dtype(self.cache).itemsize
 
     @property
@@ -65,7 +66,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions with keys that are seen."""
+        """Multiplications and additions with visible keys."""
         pairs = self.rows * self.keys if self.mask == "none" else sum(self.keys - i for i in range(self.rows))
         return 4.0 * self.batch * self.heads * pairs * self.size
 
@@ -84,7 +85,7 @@ CASES = [
 
 
 def operands(case: Case) -> tuple[list[np.ndarray], bool]:
-    """q, k and v in memory, and whether heads lie inside of rows."""
+    """q, k and v in memory, and whether the head axis is inside the row axis."""
     rng, c = np.random.default_rng(0), case
     key_heads, inside = c.key_heads or c.heads, case.start is None
     shapes = [(c.batch, heads, n, c.size) for heads, n in ((c.heads, c.rows), (key_heads, c.keys), (key_heads, c.keys))]
@@ -129,7 +130,7 @@ def torch_call(case: Case, views: list[np.ndarray], threads: int) -> tuple[Call,
 
     q, *caches = map(tensor, views)
     mask = None
-    if case.mask == "causal" and case.rows > 1:  # torch's own puts the first query at the first key
+    if case.mask == "causal" and case.rows > 1:  # torch's own mask aligns the first query with the first key
         mask = torch.ones(case.rows, case.keys, dtype=torch.bool).tril(case.keys - case.rows)
     grouped = bool(case.key_heads)
     want = attend(q.double(), caches[0].double(), caches[1].double(), mask, enable_gqa=grouped).numpy()

@@ -1,10 +1,10 @@
-"""What a call costs: an addition of 16 floats, and a perceptron of three layers of 64 on one row.
+"""The overhead of a call: an addition of 16 floats, and a perceptron of three layers of 64 on one row.
 
     python benchmarks/calls.py --write         # every installed peer, 1 and 2 threads; about a minute
 
-Wall time of a call from Python, on arrays that are there; each peer by its cheapest public interface, ONNX Runtime and rlx by
-others too. A sample is a block of calls of about 20 microseconds (one call cannot be timed alone: the clock takes as long).
-Blocks alternate between the peers; the table has medians and 99th percentiles. Each one's output is compared with numpy in f64.
+Wall time of a call from Python, on existing arrays. Each peer is called through its cheapest public interface, ONNX Runtime and
+rlx also through others. A sample is a block of calls of about 20 microseconds (reading the clock takes as long as one call).
+Blocks alternate between the peers; the table has medians and 99th percentiles. Every output is compared with numpy in f64.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BLOCK_NS = 20_000
 LAYERS, WIDTH = 3, 64
 
 Call = Callable[[], Any]
-Calls = dict[str, tuple[Call, Call]]  # peer -> (what is timed, what gives its output)
+Calls = dict[str, tuple[Call, Call]]  # peer -> (timed call, call that returns its output)
 
 
 class Case:
-    """Inputs, and weights where there are some; every peer says the same with its own words."""
+    """Inputs, and weights if there are any; one method per peer expresses the same computation."""
 
     def __init__(self, name: str) -> None:
         rng = np.random.default_rng(0)
@@ -212,7 +212,7 @@ def alternating(calls: Mapping[str, Call], seconds: float) -> dict[str, list[flo
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for name, call in calls.items():
-            call()  # its code and data come back into the first cache
+            call()  # brings its code and data back into the L1 cache
             start = clock()
             for _ in counts[name]:
                 call()

@@ -2,7 +2,7 @@
 
 The limit of a row is a generated loop that reads and writes as many bytes in as many streams (plain or non-temporal stores,
 whichever is faster), on the same threads through the same worker pool, in the same rounds. rlx and the limit are called the
-same way, so what is compared is the kernels. Peers' columns: their time over rlx's; every result is compared with numpy in
+same way, so that only kernels are compared. Peers' columns: their time over rlx's; every result is compared with numpy in
 double precision first.
 """
 
@@ -108,7 +108,7 @@ def _size(n: int) -> str:
 
 # -- calls ---------------------------------------------------------------------------------------------------------
 
-Made = tuple[Call, Callable[[], np.ndarray]]  # what is timed, and the result after a call
+Made = tuple[Call, Callable[[], np.ndarray]]  # the timed call, and a function that returns the result after it
 
 
 def rlx_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
@@ -120,7 +120,7 @@ def rlx_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
         compiled.input_view(f"x{i}")[...] = a
     views = [compiled.input_view(f"x{i}") for i in range(len(arrays))]
     compiled.run_slots(views)
-    call = compiled._executable._whole.call  # type: ignore[attr-defined]  # as the limit is called
+    call = compiled._executable._whole.call  # type: ignore[attr-defined]  # called like the limit
     return lambda keep=compiled: call(), lambda: compiled.outputs_view()[0].numpy()
 
 
@@ -188,7 +188,7 @@ def jax_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
 
 
 def limit_calls(reads: int, writes: int, nbytes: int, threads: int) -> dict[str, Call]:
-    """Loops over `reads` streams of `nbytes` and as many `writes`, by plain and by non-temporal stores."""
+    """Loops over `reads` input and `writes` output streams of `nbytes` each, with plain and with non-temporal stores."""
     kinds = ("plain", "streaming") if writes else ("plain",)
     return {f"limit {kind}": _stream(reads, writes, nbytes, threads, kind == "streaming") for kind in kinds}
 
@@ -199,7 +199,7 @@ def _stream(reads: int, writes: int, nbytes: int, threads: int, streaming: bool)
     ty, step = vector("i32", width // 4), width * unroll
     tasks = 1 if threads == 1 else threads * (6 if nbytes * (reads + writes) >= 1 << 21 else 1)
     part = max(nbytes // tasks // step, 1) * step
-    stride = -(-part * tasks // 4096) * 4096 + 64 * 33  # streams do not meet in the low 12 bits of their addresses
+    stride = -(-part * tasks // 4096) * 4096 + 64 * 33  # avoids 4K aliasing between streams
     base = e.gep(V("%args", "ptr"), e.bin("mul nsw", V("%task", "i64"), part))
     totals = [V("zeroinitializer", ty)] * (0 if writes else unroll * reads)
     with e.loop(0, part, step, carried=totals) as loop:
@@ -236,9 +236,9 @@ def _stream(reads: int, writes: int, nbytes: int, threads: int, streaming: bool)
 
 
 def calls_of(case: Case, threads: int, peers: Sequence[str]) -> tuple[dict[str, Call], list[int], np.ndarray]:
-    """Everything that is timed, (read streams, written streams, bytes of all), and the result in double precision."""
+    """All timed calls, [read streams, written streams, total bytes], and the result in double precision."""
     arrays = case.arrays()
-    exact = np.float64 if arrays[0].size <= 1 << 24 else np.float32  # what has no sums needs no more
+    exact = np.float64 if arrays[0].size <= 1 << 24 else np.float32  # cases without sums need no more
     wanted = np.asarray(case.make(Numpy(), *(np.asarray(a, exact) for a in arrays)))
     makers: dict[str, Callable[[], Made | None]] = {
         "rlx": lambda: rlx_calls(case, arrays, threads),
@@ -257,7 +257,7 @@ def calls_of(case: Case, threads: int, peers: Sequence[str]) -> tuple[dict[str, 
         call, result = made
         call()
         error = float(np.abs(np.asarray(result(), np.float64) - wanted).max()) / scale
-        if not error <= SLACK[case.dtype] and not (name != "rlx" and error <= 2e-3):  # a peer's exp or sum may be a rough one
+        if not error <= SLACK[case.dtype] and not (name != "rlx" and error <= 2e-3):  # a peer's exp or sum may be less exact
             raise SystemExit(f"{case.name} {case.dtype}: {name} is off by {error:.1e}")
         calls[name] = call
     each = [a.nbytes for a in arrays]
@@ -290,7 +290,7 @@ def measure(threads: int, rounds: int, peers: Sequence[str], only: str) -> str:
 
 
 def write(text: str) -> None:
-    """Put the results in place of those under this benchmark's heading of docs/benchmarks.md; the words before them stay."""
+    """Put the results in place of those under this benchmark's heading of docs/benchmarks.md; the text before them stays."""
     before, mark, after = DOCUMENT.read_text().partition(MARK)
     words, _, rest = after.partition("```\n")
     _, _, rest = rest.partition("```\n")
@@ -307,7 +307,7 @@ def main() -> None:
     args = parser.parse_args()
     peers = () if args.alone else tuple(p for p in PEERS if importlib.util.find_spec(p))
     if inner := os.environ.get("RLX_BENCHMARK_THREADS"):
-        peers = tuple(p for p in peers if p != "jax" or inner != "1")  # it computes in threads of its own, whose time is not seen
+        peers = tuple(p for p in peers if p != "jax" or inner != "1")  # its own threads compute, and are not measured
         print(measure(int(inner), args.rounds, peers, args.only), flush=True)
         return
     parts = [header("numpy", "llvmlite", *(p for p in peers if p != "numpy"))]

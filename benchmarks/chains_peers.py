@@ -1,4 +1,4 @@
-"""What benchmarks/chains.py computes, under the same names in numpy, JAX, rlx, torch and ONNX."""
+"""The functions that benchmarks/chains.py uses, under the same names for numpy, JAX, rlx, torch and ONNX."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Jax(Numpy):
 
 
 class Rlx:
-    """Functions of rlx under the same names."""
+    """The functions of rlx under the same names."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(rlx, name)
@@ -134,7 +134,7 @@ class Torch:
 
 
 class Onnx:
-    """Builds a model; values are `Named`, which know it."""
+    """Builds a model; values are `Named` objects that refer to it."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -186,7 +186,7 @@ class Onnx:
         return self.node("Concat", x, y, axis=axis)
 
     def model(self, make: Callable[..., Any], operands: Sequence[Dims], dims: Dims, dtype: np.dtype) -> bytes:
-        """The model of `make` of f32 operands of these dims, whose result has `dims`."""
+        """The model of `make` with f32 operands of these dims; its result has `dims`."""
         from onnx import TensorProto, helper
 
         names = [f"x{i}" for i in range(len(operands))]

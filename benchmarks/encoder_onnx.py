@@ -1,4 +1,4 @@
-"""BERT-type encoders as ONNX models, for the peers that read those."""
+"""BERT-type encoders as ONNX models, for the peers that read ONNX."""
 
 from __future__ import annotations
 

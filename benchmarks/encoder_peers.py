@@ -1,5 +1,5 @@
-"""The same encoder on rlx and on each peer, at its best public interface: `RUNNERS[name](Task)` gives a callable that runs it
-once and returns the normalised embeddings, f32 [batch, hidden]. Imports of a peer are inside its function: each runs alone.
+"""The same encoder on rlx and on each peer, through its best public interface. `RUNNERS[name](Task)` returns a callable that runs
+it once and returns the normalised embeddings, f32 [batch, hidden]. Peers are imported in their functions: each runs alone.
 """
 
 from __future__ import annotations
@@ -269,12 +269,12 @@ def run_max(task: Task) -> Run:
 
 
 def keep_to(threads: int) -> None:
-    """As many CPUs for this process: the way to say so to engines that take no number of threads."""
+    """Pin this process to as many CPUs, for engines that have no option for the number of threads."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
 
 
 def turned(task: Task) -> dict[str, np.ndarray]:
-    """Weights as [in, out], with the three projections of an attention side by side as layer.qkv."""
+    """Weights transposed to [in, out], with the three projections of an attention concatenated as layer.qkv."""
     tables = {name for name in task.weights if "_embeddings." in name}
     out = {name: w if name in tables or w.ndim == 1 else w.T for name, w in task.weights.items()}
     for i in range(task.config.num_hidden_layers):

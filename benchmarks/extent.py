@@ -2,7 +2,7 @@
 
     python benchmarks/extent.py [--batch 1] [--upper 128] [--lengths 16 32 64 96 128] [--threads 1] [--rounds 15]
 
-MiniLM-L6's shape, random weights. One thread is measured in CPU time of that thread, more in wall time.
+MiniLM-L6's shape, random weights. One thread is measured in CPU time of that thread, more threads in wall time.
 """
 
 from __future__ import annotations

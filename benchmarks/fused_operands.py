@@ -1,12 +1,12 @@
-"""Contractions that compute their operands, and products with packed weights that take what follows: one kernel against several.
+"""Contractions with computed operands, and products with packed weights that have an epilogue: one kernel against several.
 
     python benchmarks/fused_operands.py [--threads 1 2] [--seconds 2] [--cases norm cast gather gated dequant block] [--force]
 
-Each pair is the same graph compiled twice, as usual and with the fusion disabled ("operands" for what comes before a product,
-"followers" for what comes after a claimed op), and run in turns. `kernels` counts the steps of both. With --force every operand
-that may be computed is, whatever the rule of the target says: the rule is right where `as is` is the quicker one of both forms.
-One thread is measured in its CPU time, of which the median counts. More are measured in wall time, call by call, of which the
-second percentile counts: that of calls which no other program got in the way of.
+Each pair is the same graph compiled twice, normally and with the fusion disabled ("operands": of producers into a product,
+"followers": of an epilogue into a claimed op). The two run alternately. `kernels` counts the steps of both. With --force every
+operand that can be computed is computed, against the rule of the target: the rule is right if `as is` is the faster form.
+One thread is measured in its CPU time; the median counts. More threads are measured in wall time per call; the 2nd percentile
+counts, which is that of calls without interference by other programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    os.environ.setdefault("RLX_CACHE", "0")  # a forced form is no entry for others
+    os.environ.setdefault("RLX_CACHE", "0")  # forced forms must not enter the cache
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from rlx.ir.quant import FORMATS
 
 ROWS, DEPTHS = (1, 16, 128, 512), (384, 1024, 4096)
 FORMATS_MEASURED, QUANTISED_ROWS = ("q8_0", "q4_k"), (1, 16, 128)
-Made = tuple[str, Graph, str]  # name, graph, fusion that is disabled in the other form
+Made = tuple[str, Graph, str]  # name, graph, the fusion disabled in the other form
 
 
 def norm(rows: int, d: int) -> Graph:
@@ -59,7 +59,7 @@ def gather(rows: int, d: int) -> Graph:
 
 
 def gated(rows: int, d: int) -> Graph:
-    """The second product of a gated MLP: silu(a) * b of twice the width before it."""
+    """The second product of a gated MLP; its operand is silu(a) * b, from an input of twice the width."""
     g = rlx.Graph("gated")
     x, w = g.input("x", (rows, 2, d), rlx.f32), g.param("w", (d, d), rlx.f32)
     up, down = (part.reshape((rows, d)) for part in rlx.split(x, 2, axis=1))
@@ -121,7 +121,7 @@ def compiled(graph: Graph, threads: int, disable: tuple[str, ...]) -> tuple[Call
 
 
 def alternated(calls: list[Call], seconds: float, threads: int) -> list[float]:
-    """Seconds of each call, made in turns."""
+    """Seconds of each call; the calls alternate."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds

@@ -2,11 +2,11 @@
 
     python benchmarks/gemm.py [--threads 1 2] [--epilogue none|gelu] [--rounds 9]
 
-Peers get their best form where they have one: oneDNN a weight in its own packed format, ONNX Runtime bound inputs and
-outputs. torch's `mm` is MKL as installed (on AMD it picks slower kernels unless told otherwise; it is not told here).
-Each thread count runs in a process of its own. One thread is measured in CPU time of that thread; more, in wall time,
-and rows in which the limit's own code did not have its core to itself are withheld: other programs, or workers of a peer in
-this process that spin while they wait, make such wall times meaningless.
+Peers run in their best form: oneDNN with a weight in its own packed format, ONNX Runtime with bound inputs and outputs. torch's
+`mm` is MKL as installed (on AMD it picks slower kernels unless configured otherwise, which is not done here). Each thread count
+runs in a separate process. One thread is measured in CPU time of that thread, more threads in wall time. Table rows in which the
+code of the limit did not have its cores to itself are withheld: other programs, or spinning workers of a peer in this process,
+make such wall times meaningless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.measure import Call, fma_call, header, interleaved, read_call, s
 
 KNOWN = [(128, 384, 384), (128, 1536, 384), (16, 384, 384), (512, 3072, 768), (1024, 1024, 1024)]  # m, n, k
 ODD = [(33, 1024, 4096), (100, 384, 384), (7, 768, 768), (197, 1000, 768), (64, 1001, 2048), (129, 383, 385)]
-STREAMED = (1, 4096, 4096)  # bound by reading the weights
+STREAMED = (1, 4096, 4096)  # memory-bound: reads the weights
 PEERS = ("numpy", "torch", "onnxruntime")
 
 
@@ -133,7 +133,7 @@ def calls_of(p: Problem, threads: int) -> dict[str, Call]:
 
 
 def rows_of(shapes: list[tuple[int, int, int]], threads: int, gelu: bool, rounds: int, limit: Callable) -> list[list[str]]:
-    """One line per shape: rlx's rate and share of the limit, then how many times as long each peer takes."""
+    """One line per shape: rlx's rate and share of the limit, then the time of each peer over that of rlx."""
     rows = []
     for shape in shapes:
         m, n, k = shape
@@ -141,7 +141,7 @@ def rows_of(shapes: list[tuple[int, int, int]], threads: int, gelu: bool, rounds
         calls = calls_of(Problem(m, n, k, gelu), threads)
         times = interleaved({"peak": peak, **calls}, rounds, threads=threads)
         one_core = per_call / times["peak"]
-        alone = interleaved({"peak": peak}, 3)["peak"]  # CPU time: what the limit's code takes on a core of its own
+        alone = interleaved({"peak": peak}, 3)["peak"]  # CPU time of the limit's code on an undisturbed core
         if threads > 1 and times["peak"] > 1.05 * alone:
             text = f"disturbed: {100 - 100 * alone / times['peak']:.0f}% of the core went elsewhere"
             rows.append([f"{m}, {n}, {k}", text, *["-"] * (2 + len(NAMES))])

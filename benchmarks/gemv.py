@@ -1,11 +1,11 @@
-"""One row times fixed weights in each stored form: how much of the machine's read bandwidth decoding reaches.
+"""One row times fixed weights in each storage format: the share of the machine's read bandwidth that decoding reaches.
 
     python benchmarks/gemv.py [--threads 1 2] [--rounds 9] [--rows 1]
 
-Weights lie in several copies, more than the caches hold, and a run reads every copy once; GB/s counts the packed bytes.
-Bandwidth is that of generated code that only reads, on as many threads, in the same rounds. One thread is measured in its
-CPU time, more in wall time: run those on a quiet machine. torch has f32, bf16, int8 (one scale a row) and 4 bits in groups of
-32, each on bf16 activations but the first; the number is its time over rlx's.
+Weights are stored in several copies, more than the caches hold, and a run reads every copy once; GB/s counts the packed bytes.
+The bandwidth is that of generated code that only reads, with as many threads, in the same rounds. One thread is measured in its
+CPU time, more threads in wall time: run those on a quiet machine. torch has f32, bf16, int8 (one scale per row) and 4 bits in
+groups of 32, all but f32 with bf16 activations; the number is its time over rlx's.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlx.ir.quant import FORMATS
 
 SHAPES = [(4096, 4096), (1024, 3072), (151936, 1024)]  # n, k
 STORED = ("f32", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-TOTAL = 192 << 20  # bytes of weights at the least: six times the last-level cache
+TOTAL = 192 << 20  # least bytes of weights: six times the last-level cache
 
 
 def read_calls(threads: int, times: int = 1) -> tuple[Call, float]:
-    """(call, bytes per call): memory read by that many threads at once, `times` over."""
+    """(call, bytes per call): `threads` threads read memory concurrently, `times` times."""
     calls, nbytes = zip(*(read_call(TOTAL // threads) for _ in range(threads)))
     if threads == 1:
         return lambda: [calls[0]() for _ in range(times)], times * nbytes[0]
     cpus, together = sorted(os.sched_getaffinity(0)), Barrier(threads)
-    pool = ThreadPoolExecutor(threads, initializer=lambda: os.sched_setaffinity(0, {cpus.pop()}))  # of that thread alone
+    pool = ThreadPoolExecutor(threads, initializer=lambda: os.sched_setaffinity(0, {cpus.pop()}))  # pins only that thread
 
     def one(call: Call) -> None:
         together.wait()
@@ -88,7 +88,7 @@ def rlx_call(stored: str, rows: int, n: int, k: int, threads: int) -> tuple[Call
 
 
 def torch_call(stored: str, rows: int, n: int, k: int, copies: int) -> Call | None:
-    """torch's own kernel on as many copies; None where it has none."""
+    """torch's own kernel on as many copies; None if it has none."""
     import torch
 
     torch.set_grad_enabled(False)

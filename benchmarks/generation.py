@@ -1,14 +1,14 @@
-"""Prefill and decoding of the Qwen3-0.6B shape, random weights: rlx, llama.cpp and OpenVINO, each in a process of its own.
+"""Prefill and decoding of the Qwen3-0.6B shape, random weights: rlx, llama.cpp and OpenVINO, each in a separate process.
 
     python benchmarks/generation.py [--threads 2] [--formats f32 bf16 q8_0 q4_k] [--context 128] [--rounds 7] [--write]
 
-In each round the engines take turns: the state is emptied, the prompt goes through (prefill), then `steps` tokens are decoded
-one by one; the others wait on a pipe meanwhile, so that no idle worker spins. Times are medians over rounds (prefill) and over
-all steps (decode), wall clock around the public call, Python included. The read rate is that of generated code that only reads,
-on as many threads, measured just before and just after each engine's turn, since on shared machines it changes from second to
-second: the share is the median over rounds of a turn's rate to the mean of those two. Decoding counts the stored bytes of every
-matrix once, and the keys and values: f32 beside f32 weights, else f16 (OpenVINO: as it chooses). The multiply-add rate is one
-core's. Files are made once, in --folder (5 GB); peers that are not installed are left out and named.
+In each round the engines alternate: the state is reset, the prompt is processed (prefill), then `steps` tokens are decoded one by
+one. The other engines wait on a pipe, so that no idle worker spins. Times are medians over rounds (prefill) and over all steps
+(decode), wall time of the public call, including Python. The read rate is that of generated code that only reads, with as many
+threads. It is measured just before and after each engine's turn, since it varies from second to second on shared machines. The
+share is the median over rounds of the turn's rate divided by the mean of those two. Decoding counts the stored bytes of every
+matrix once, and the keys and values: f32 with f32 weights, else f16 (OpenVINO: its own choice). The multiply-add rate is that of
+one core. Files are written once, in --folder (5 GB). Peers that are not installed are omitted and listed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import numpy as np
 from benchmarks import qwen_shape
 from benchmarks.qwen_shape import CONFIG
 
-ENGINES = {"rlx": "llvmlite", "llama.cpp": "llama_cpp", "OpenVINO": "openvino"}  # and the module that each needs
+ENGINES = {"rlx": "llvmlite", "llama.cpp": "llama_cpp", "OpenVINO": "openvino"}  # engine -> the module it needs
 FORMATS = ("f32", "bf16", "q8_0", "q4_k")
-BITS = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5, "int8": 8, "int4": 4.25}  # a weight, with its share of the scales
-OPENVINO = {"q8_0": "int8", "q4_k": "int4"}  # its nearest form: a scale per row, a scale per 64 weights
-CACHE = {"f32": "f32"}  # keys and values; f16 beside other weights
-PEAK = {"f32": 1, "bf16": 2, "q8_0": 4, "q4_k": 4}  # multiply-adds per instruction, of f32's
+BITS = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5, "int8": 8, "int4": 4.25}  # per weight, including its share of the scales
+OPENVINO = {"q8_0": "int8", "q4_k": "int4"}  # its closest formats: a scale per row, a scale per 64 weights
+CACHE = {"f32": "f32"}  # dtype of keys and values by weights; f16 with other weights
+PEAK = {"f32": 1, "bf16": 2, "q8_0": 4, "q4_k": 4}  # multiply-adds per instruction, relative to f32
 Step = Callable[[np.ndarray, int], np.ndarray]  # i32 [n] tokens at that position -> f32 [vocab]
 
 
@@ -112,7 +112,7 @@ class Limits:
         from benchmarks.gemv import read_calls
         from benchmarks.measure import fma_call
 
-        self.read, self.nbytes = read_calls(threads, times=6)  # long enough that starting the threads is nothing
+        self.read, self.nbytes = read_calls(threads, times=6)  # long enough to make the start of the threads negligible
         self.fma, self.flops = fma_call(steps=50_000)
 
     def round(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def worker(engine: str, form: str, args: argparse.Namespace) -> None:
 
 
 class Engine:
-    """A worker process at the end of two pipes."""
+    """A worker process, connected by two pipes."""
 
     def __init__(self, name: str, form: str, args: argparse.Namespace) -> None:
         how = {"threads": args.threads, "context": args.context, "steps": args.steps, "folder": args.folder}
@@ -206,7 +206,7 @@ def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str
     nbytes, operations = work(form, args.context, args.steps)
     shares = {}
     for at, (name, engine) in enumerate(running.items()):
-        turns = range(at, len(reads) - 1, len(running))  # reads[turn] came before it, reads[turn + 1] after
+        turns = range(at, len(reads) - 1, len(running))  # reads[turn] was measured before it, reads[turn + 1] after
         rates = [nbytes / statistics.median(r["decode"]) for r in engine.results]
         shares[name] = statistics.median(rate / (reads[t] + reads[t + 1]) * 2 for rate, t in zip(rates, turns, strict=True))
     read, fma = statistics.median(reads), statistics.median(r["fma"] for r in limits.results)

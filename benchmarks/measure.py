@@ -1,5 +1,5 @@
-"""What every benchmark shares: the machine's limits by generated code, interleaved medians, tables, and a header that says
-where and with which versions it ran. Limits are measured in the same rounds as what is compared with them.
+"""Code shared by all benchmarks: the machine's limits by generated code, interleaved medians, tables, and a header with the
+machine and the versions. Limits are measured in the same rounds as the code compared with them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Call = Callable[[], object]
 
 
 def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.01, threads: int = 1) -> dict[str, float]:
-    """Median seconds per call of each, taken in turn: each of `rounds` runs each of them for about `seconds`.
+    """Median seconds per call of each. The calls alternate: each of `rounds` runs each of them for about `seconds`.
 
-    With one thread it is the calling thread's CPU time, which other programs on the same core do not add to (wall time of
-    the same loop of multiply-adds was seen to vary fourfold beside them). With more threads it can only be wall time: run
-    those on a quiet machine, and see `share`. Calls must do their work in the calling thread when `threads` is 1."""
+    With one thread it is the CPU time of the calling thread, which excludes other programs on the same core (they made the wall
+    time of one loop of multiply-adds vary fourfold). With more threads it has to be wall time: run those on a quiet machine,
+    and see `share`. Calls must do their work in the calling thread when `threads` is 1."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     repeats: dict[str, int] = {}
     for name, call in calls.items():
@@ -46,8 +46,8 @@ def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.0
 
 
 def share(rate: float, limit: float) -> str:
-    """A rate as percent of a limit measured in the same rounds. More than the limit cannot be: the measurement of one of
-    the two was disturbed (or the limit's own code is not the fastest), and the text says so with a `!`."""
+    """A rate as percent of a limit measured in the same rounds. A rate above the limit is impossible: then one of
+    the two measurements was disturbed (or the code of the limit is not the fastest), and the text is marked with a `!`."""
     return f"{100 * rate / limit:.0f}%{'!' if rate > 1.03 * limit else ''}"
 
 
@@ -55,7 +55,7 @@ def share(rate: float, limit: float) -> str:
 
 
 def fma_call(target: Target | None = None, steps: int = 200_000) -> tuple[Call, float]:
-    """(call, floating-point operations per call): f32 multiply-adds on as many registers as hide their latency, one core."""
+    """(call, floating-point operations per call): f32 multiply-adds on enough registers to hide their latency, one core."""
     target = target or host_target(1)
     lanes = target.vector_bytes // 4
     chains = 24 if target.vector_bytes == 64 else 12
@@ -73,7 +73,7 @@ def fma_call(target: Target | None = None, steps: int = 200_000) -> tuple[Call, 
 
 def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> tuple[Call, float]:
     """(call, operations per call) of the instruction that adds `width` products per lane (1: f32, 2: bf16, 4: u8 by i8), on
-    registers of one core; of the matrix unit where the target uses it."""
+    registers of one core; on the matrix unit if the target uses it."""
     target = target or host_target(1)
     if width == 1:
         return fma_call(target, steps)
@@ -120,7 +120,7 @@ def read_call(nbytes: int, target: Target | None = None) -> tuple[Call, float]:
 
 
 def _call(e: Emitter, name: str, target: Target, nbytes: int) -> Call:
-    """The emitted body as a call on `nbytes` of memory, all touched."""
+    """The emitted body as a call on `nbytes` of memory, all of it touched."""
     e.do("ret void")
     text = "\n".join([*e.declarations, ATTRIBUTES, e.function(name, "ptr %args")])
     library = jit.load([jit.compile_object(text, target)], [name], target)

@@ -1,10 +1,11 @@
-"""An MLP mixer (Tolstikhin et al., 2021) of odd sizes with random weights, on rlx and every installed peer, as encoder.py does.
+"""An MLP mixer (Tolstikhin et al., 2021) of odd sizes with random weights, on rlx and every installed peer, measured as in
+encoder.py.
 
     python benchmarks/mixer.py [--threads 1 2] [--shapes 1x49 8x49] [--write]
 
 x [batch, tokens, channels]; every layer mixes tokens, x + (gelu(norm(x)' a) b)', then channels, x + gelu(norm(x) c) d; at the end
 norm, mean over tokens, and 1,000 classes. No size but those 1,000 is a multiple of a vector. "rlx, tuned" is
-CompileOptions(tune=…), which every engine's compile time leaves out alike.
+CompileOptions(tune=…); its time is excluded, as is the compile time of every engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from benchmarks.encoder import Workload, main
 from benchmarks.encoder_peers import Run, keep_to, onnx_session, openvino_request
 
-WIDTHS = {49: (257, 91, 500), 197: (500, 257, 1001)}  # by tokens: channels, the inner width of tokens, of channels
+WIDTHS = {49: (257, 91, 500), 197: (500, 257, 1001)}  # tokens -> channels, inner width of token mixing, of channel mixing
 LAYERS, CLASSES, EPSILON = 8, 1000, 1e-5
 SHAPES = {"mixer": ("1x49", "8x49", "1x197", "4x197")}
 TUNE_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""torch's MKL picks slow kernels on AMD processors; a comparison with torch must not."""
+"""Makes torch's MKL use its fast kernels on AMD processors, where it picks slow ones by default, for fair comparisons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def mkl_on_amd() -> dict[str, str]:
-    """Environment with a library that lets torch's MKL use its fast kernels on AMD processors, where a C compiler is at hand."""
+    """Environment with a library that lets torch's MKL use its fast kernels on AMD processors, if there is a C compiler."""
     compiler = shutil.which("cc")
     if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text() or not compiler:
         return {}

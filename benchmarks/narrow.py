@@ -2,9 +2,9 @@
 
     python benchmarks/narrow.py [--threads 1] [--kinds bf16 int8] [--rounds 7] [--alone] [--no-model]
 
-"int8" quantises x inside the run; "u8 x i8" is its integer product alone. Where the CPU has AMX everything is run twice, without
-and with the matrix unit (RLX_AMX=1), each in a process of its own. Limits are generated loops of the instruction itself on
-registers. One thread is measured in CPU time, more in wall time. torch's bf16 has its weight in oneDNN's own packed format,
+"int8" quantises x inside the run; "u8 x i8" is its integer product alone. If the CPU has AMX, everything runs twice, without and
+with the matrix unit (RLX_AMX=1), each in a separate process. Limits are generated loops of the instruction itself on registers.
+One thread is measured in CPU time, more threads in wall time. torch's bf16 has its weight in oneDNN's own packed format,
 its int8 is _int_mm of i8 by i8.
 """
 
@@ -35,7 +35,7 @@ WIDTHS = {"f32": 1, "bf16": 2, "int8": 4, "u8 x i8": 4}
 
 
 def rlx_call(kind: str, shape: tuple[int, int, int], threads: int) -> Call:
-    """x @ w, checked. Bounds: f32 sums of k rounded terms; for int8 what rlx.compile.int8 states; integers are exact."""
+    """x @ w, checked. Bounds: f32 sums of k rounded terms; for int8 the bound stated in rlx.compile.int8; integers are exact."""
     m, n, k = shape
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32) / np.float32(k**0.5)
@@ -115,7 +115,7 @@ def model_rows(threads: int, rounds: int) -> list[list[str]]:
 
 
 def error_rows() -> list[list[str]]:
-    """Embeddings of 200 sentences against those of f32."""
+    """Embeddings of 200 sentences compared with those of f32."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     from sentences import sentences  # type: ignore[import-not-found]
 

@@ -1,5 +1,5 @@
-"""OpenVINO's side of benchmarks/generation.py: the Qwen3 network in its opset, in the form in which its exporters write language
-models: keys and values as variables, weights compressed where they are, attention as its fused operator."""
+"""OpenVINO's side of benchmarks/generation.py: the Qwen3 network in its opset, in the form that its exporters produce for
+language models: keys and values as variables, weights compressed in the graph, attention as its fused operator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Network:
             return op.constant(array, dtype=np.float32)
         if self.stored == "bf16":
             return op.convert(op.constant(array, dtype=ov.Type.bf16), "f32")
-        if self.stored == "int8" or "embed" in name:  # its look-up does not take 4 bits
+        if self.stored == "int8" or "embed" in name:  # its gather does not support 4 bits
             scale = np.maximum(np.abs(array).max(1, keepdims=True) / 127, 1e-8)
             whole = np.round(array / scale).astype(np.int8)
             return op.multiply(op.convert(op.constant(whole), "f32"), op.constant(scale.astype(np.float32)))
@@ -96,7 +96,7 @@ class _Network:
         return op.add(op.multiply(x, self.cos), op.multiply(other, self.sin))
 
     def state(self, name: str, rows, heads: int, shared: int, size: int):
-        """The variable with `rows` behind what it has, each head repeated for the queries that share it."""
+        """The variable with `rows` appended, each head repeated for the queries that share it."""
         info = VariableInfo()
         info.data_shape, info.data_type, info.variable_id = ov.PartialShape([-1, shared, -1, size]), ov.Type.f32, name
         variable = Variable(info)

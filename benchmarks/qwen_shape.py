@@ -1,5 +1,5 @@
-"""A language model of Qwen3-0.6B's shape with random weights, as the files that each engine reads: a Hugging Face folder
-(safetensors, bf16) and GGUF files (f32, bf16, q8_0, and q4_K made by llama.cpp's own quantiser), all of the same numbers."""
+"""A language model of Qwen3-0.6B's shape with random weights, in the file formats of the engines: a Hugging Face folder
+(safetensors, bf16) and GGUF files (f32, bf16, q8_0, and q4_K from llama.cpp's own quantiser), all with the same weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensors() -> Iterator[tuple[str, np.ndarray]]:
 
 
 def folder(root: Path) -> Path:
-    """The Hugging Face folder, made if it is not there."""
+    """The Hugging Face folder, written if it does not exist."""
     from safetensors.numpy import save_file
 
     made = root / "hf"
@@ -70,7 +70,7 @@ def folder(root: Path) -> Path:
 
 
 def gguf_file(root: Path, kind: str) -> Path:
-    """The GGUF file with matrices of `kind` ("f32", "bf16", "q8_0", "q4_k"), made if it is not there."""
+    """The GGUF file with matrices of `kind` ("f32", "bf16", "q8_0", "q4_k"), written if it does not exist."""
     path = root / f"model-{kind}.gguf"
     if path.exists():
         return path
@@ -119,7 +119,7 @@ def _write(path: Path, kind: str) -> None:
 
 
 def _quantise(source: Path, goal: Path, kind: str) -> None:
-    """Every matrix in the one format."""
+    """Quantise every matrix to that one format."""
     import llama_cpp
 
     types = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S}

@@ -1,6 +1,6 @@
-"""How an encoder of BERT-base's size gains from cores: `python benchmarks/scaling.py [--threads 1 2 4 8 16] [--batch 8]`.
+"""Scaling of an encoder of BERT-base's size with cores: `python benchmarks/scaling.py [--threads 1 2 4 8 16] [--batch 8]`.
 
-Random weights. Executables for each number of threads, and torch where it is installed, take turns; medians of wall time. The
+Random weights. Executables for each number of threads, and torch if it is installed, alternate; medians of wall time. The
 limit is the multiply-add rate of one core, measured in the same rounds, times the threads.
 """
 

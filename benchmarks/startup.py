@@ -1,10 +1,10 @@
-"""From nothing to the first vector of MiniLM-L6, 1 x 16 tokens: `python benchmarks/startup.py [--write]`.
+"""Time from process start to the first vector of MiniLM-L6, 1 x 16 tokens: `python benchmarks/startup.py [--write]`.
 
-rlx (cold, and from its cache on disk), ONNX Runtime (from the model, and from one that it optimised before) and OpenVINO (cold,
-and from its cache). Every start is a process of its own; they alternate; the table has medians and, in parentheses, the least.
-First results are compared.
-The time after the import has in it all that a program does that has a model's files: weights, graph or model file, compile,
-and one run. Files lie in the system's page cache. Memory is the process's peak; the size of an install has its dependencies.
+rlx (cold, and from its disk cache), ONNX Runtime (from the model, and from an optimised model it saved before) and OpenVINO
+(cold, and from its cache). Every start is a new process, and the engines alternate. The table has medians and, in parentheses,
+minima. First results are compared. The time after the import includes all the work of a program that has a model's files:
+weights, graph or model file, compile, and one run. Files are in the system's page cache. Memory is the peak of the process. The
+install size includes dependencies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 LENGTH = 16
-ENGINES = {  # name -> (worker, whether it starts from what an earlier start left, the package to measure)
+ENGINES = {  # name -> (worker, whether it uses the cache of an earlier start, the package to measure)
     "rlx": ("rlx", False, "rlx"),
     "rlx, from its cache": ("rlx", True, "rlx"),
     "ONNX Runtime": ("onnxruntime", False, "onnxruntime"),
@@ -39,7 +39,7 @@ ENGINES = {  # name -> (worker, whether it starts from what an earlier start lef
 Start = Callable[[Path, int], tuple[Any, dict[str, float]]]
 
 
-# -- one start, in a process of its own: nothing is imported before the clock runs ------------------------------------
+# -- one start, in a new process: nothing is imported before the clock runs ------------------------------------
 
 
 def ids_and_mask() -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ STARTS: dict[str, Start] = {"rlx": start_rlx, "onnxruntime": start_onnxruntime, 
 
 
 def peak_bytes() -> int:
-    """Of this process; what getrusage says counts the parent in."""
+    """Peak memory of this process; that of getrusage includes the parent."""
     with open("/proc/self/status") as f:
         return int(next(line for line in f if line.startswith("VmHWM")).split()[1]) << 10
 
@@ -121,7 +121,7 @@ def one(engine: str, scratch: Path, threads: int) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "RLX_CACHE": "1", "RLX_CACHE_DIR": str(folder / "rlx"), "OMP_NUM_THREADS": str(threads)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed: compiled modules lie beside the sources
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed: with compiled modules next to the sources
     environment["PYTHONPYCACHEPREFIX"] = str(scratch / "bytecode")
     command = [sys.executable, __file__, "--worker", worker, str(folder), "--threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -131,7 +131,7 @@ def one(engine: str, scratch: Path, threads: int) -> dict[str, Any]:
 
 
 def install_bytes(package: str) -> int:
-    """Of a package's files and those of all that it needs."""
+    """Size of a package's files and of its dependencies."""
     todo, seen, total = [package], set(), 0
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
@@ -172,7 +172,7 @@ def main() -> None:
         model = load(default_folder())
         made = onnx_model(model.config, model.weights, (1, LENGTH), False).SerializeToString()
         (Path(place) / "model.onnx").write_bytes(made)
-        for engine in engines:  # leaves what the later ones start from
+        for engine in engines:  # fills the caches for later starts
             one(engine, Path(place), args.threads)
         runs: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
         for _ in range(args.rounds):
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def _row(engine: str, runs: dict[str, list[dict[str, Any]]]) -> str:
-    """A table row of medians. SystemExit if its result is another one than rlx's."""
+    """A table row of medians. SystemExit: its result differs from that of rlx."""
     found, want = runs[engine], runs["rlx"][0]["first values"]
     apart = max(abs(a - b) for run in found for a, b in zip(run["first values"], want))
     if apart > 1e-4:

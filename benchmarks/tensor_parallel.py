@@ -1,12 +1,13 @@
-"""One greedy answer of the Qwen3-0.6B shape, random weights: one single-thread process, and single-thread ranks that share it.
+"""One greedy answer of the Qwen3-0.6B shape, random weights: one single-thread process, and single-thread ranks that share the
+model.
 
     python benchmarks/tensor_parallel.py [--ranks 2] [--weights f32] [--tokens 100] [--pause] [--write]
 
-All are loaded first, and take turns of `--turn` tokens, the others waiting on a pipe; before each turn generated code that only
-reads measures the read rate of one core, and of `--ranks` cores at once. Rank r runs on the r-th allowed CPU, the one process on
-the first. Decoding reads every matrix once: the ratio of the two read rates bounds what sharing can gain. Then, in turn too, a
-prompt of 128 tokens goes through, which is bound by multiply-adds. Times are medians over tokens (prompts), wall clock around the
-call. With f32 the tokens must be the same. Needs the weights twice in memory (5 GB).
+All are loaded first, then alternate in turns of `--turn` tokens, while the others wait on a pipe. Before each turn, generated
+code that only reads measures the read rate of one core, and of `--ranks` cores concurrently. Rank r runs on the r-th allowed CPU,
+the single process on the first. Decoding reads every matrix once, so the ratio of the two read rates bounds the speed-up. Then,
+also alternating, a prompt of 128 tokens is processed, which is compute-bound. Times are medians over tokens (prompts), wall time
+of the call. With f32 the tokens must be equal. Needs the weights twice in memory (5 GB).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BITS = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5}
 
 
 def answering(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
-    """Loads the model, alone or with the other ranks; the function goes on with its answer for a turn."""
+    """Load the model, alone or with the other ranks. The returned function continues its answer for one turn."""
     import rlx
     from rlx.driver import connect
     from rlx.frontends.sampling import Sampling
@@ -71,7 +72,7 @@ def answering(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
 
 
 def reading(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
-    """Bytes per second that one core reads, and several at once."""
+    """Bytes per second read by one core, and by several concurrently."""
     from benchmarks.gemv import read_calls
 
     calls = [read_calls(cores) for cores in (1, args.ranks)]
@@ -88,7 +89,7 @@ def reading(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
 
 
 class Worker:
-    """A process at the end of two pipes. It says when it is ready; each line is answered by a turn's result."""
+    """A process connected by two pipes. It reports when it is ready, and answers each line with the result of a turn."""
 
     def __init__(self, what: str, rank: int, **environment: object) -> None:
         command = [sys.executable, *sys.argv, "--worker", what, "--rank", str(rank)]
@@ -117,7 +118,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[str]:
-    """The table and what stands below it."""
+    """The table and the lines below it."""
     from rlx.cli.launch import guard
 
     with guard(job := f"bench-{secrets.token_hex(4)}"):
@@ -152,7 +153,7 @@ def measure(args: argparse.Namespace) -> list[str]:
 
 
 def table(groups: dict[str, Any], weights: str) -> list[str]:
-    """The rows; `groups`: name -> (turns of the answer, turns with a prompt, read rate)."""
+    """The table rows; `groups`: name -> (turns of the answer, turns with a prompt, read rate)."""
     c = CONFIG
     heads = c["num_attention_heads"] + c["num_key_value_heads"]
     layer = c["hidden_size"] * (2 * c["head_dim"] * heads + 3 * c["intermediate_size"])
