@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from rlx.ir.building import Active
 from rlx.ir.dtype import DType
-from rlx.ir.kernel import Expr, Local, Stmt, Store, Var
+from rlx.ir.kernel import Expr, Local, Store
 from rlx.ir.node import Value
 from rlx.ir.op import OpDef
 from rlx.ir.placement import Placement, Split
@@ -21,8 +21,6 @@ Attributes = TypeVar("Attributes", covariant=True)
 Made = TypeVar("Made", Value, tuple[Value, ...])
 
 Coords = Sequence[Expr]
-Grid = tuple[tuple[Var, int], ...]
-Loops = tuple[Grid, tuple[Stmt, ...]]  # of an op's own kernel: the grid, and the body at every point of it
 Padded = Value | tuple[Value, ...] | str | None  # OpDef.padded
 Parted = Sequence[tuple[Value, Placement]] | str | None  # OpDef.partitioned
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from rlx.ir.attrs import Attrs, CollectiveAttrs
 from rlx.ir.dtype import DType, bool_, c64, f32, i64, index_
-from rlx.ir.op import OPS, Attrs, Kind
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
 #   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
@@ -281,8 +281,12 @@ class Kernel:
     @property
     def collective(self) -> Native | None:
         """The collective that this kernel runs, or None."""
-        own = (s for s in self.body[:1] if isinstance(s, Native) and s.op in OPS)  # at most one
-        return next((s for s in own if OPS[s.op].kind is Kind.COLLECTIVE), None)
+        return next((s for s in self.body[:1] if isinstance(s, Native) and isinstance(s.attrs, CollectiveAttrs)), None)
+
+
+Grid = tuple[tuple[Var, int], ...]
+Loops = tuple[Grid, tuple[Stmt, ...]]  # of an op with a kernel of its own: the grid, and the body at every point of it
+
 
 # -- building expressions ------------------------------------------------------------------------------------------
 

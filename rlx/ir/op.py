@@ -6,18 +6,20 @@ declares its decomposition into smaller ops (`decompose`). The numpy `reference`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, GraphError, ShapeError
+from rlx.ir.attrs import Attrs, attribute_types
 from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.kernel import Expr, Loops
+from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.shape import Dim, DimLike, Shape, as_dim
 
 
@@ -33,31 +35,6 @@ class Kind(Enum):
     KERNEL = "kernel"  # `kernel` writes the loops of the whole op (argmax, cumsum, top_k, scatter)
     COLLECTIVE = "collective"  # every rank takes part; a step of its own (exchange)
     COMPOSITE = "composite"  # `decompose`
-
-
-@dataclass_transform(frozen_default=True)
-class Attrs:
-    """Base of an op's attributes. A subclass is a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and
-    tuples of them, so that attributes are hashable and print and parse as text."""
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
-
-    def bind(self, binding: Mapping[str, int]) -> Attrs:
-        """These attributes with the named dims in them replaced by their values."""
-
-        def bound(x: Any) -> Any:
-            if isinstance(x, (Dim, Shape)):
-                return x.bind(binding)
-            return tuple(bound(e) for e in x) if isinstance(x, tuple) else x
-
-        return replace(self, **{name: bound(getattr(self, name)) for name in attribute_types(type(self))})  # type: ignore[type-var]
-
-
-@cache
-def attribute_types(attrs: type[Attrs]) -> dict[str, Any]:
-    """Name -> annotation of every attribute, in order of declaration."""
-    return get_type_hints(attrs)
 
 
 def as_ints(x: Any) -> tuple[int, ...]:
@@ -163,13 +140,13 @@ class OpDef:
     reference: Callable[..., Any]  # (attrs, *ndarray) -> ndarray or tuple: numpy, the meaning
     attrs: type[Attrs] | None = None
     arity: tuple[int, int | None] = (1, 1)  # least and most operands; None: any number
-    scalar: Callable[..., Any] | None = None  # POINTWISE: (k, attrs, *Expr) -> Expr, in compute dtype
-    element: Callable[..., Any] | None = None  # VIEW, INDEX: (ctx, node, result index, coords) -> Expr
-    strided: Callable[..., Any] | None = None  # VIEW: (attrs, in dims, out dims, in Layout) -> Layout, or None: needs a copy
+    scalar: Callable[..., Expr] | None = None  # POINTWISE: (k, attrs, *Expr) -> Expr, in compute dtype
+    element: Callable[..., Expr] | None = None  # VIEW, INDEX: (ctx, node, result index, coords) -> Expr
+    strided: Callable[..., Layout | None] | None = None  # VIEW: (attrs, in dims, out dims, in Layout); None: needs a copy
     reduce: Callable[..., Reduction] | None = None  # REDUCE: (attrs, Shape) -> Reduction
     contract: Callable[..., Contraction] | None = None  # CONTRACT: (attrs, Shape, Shape) -> Contraction
     product: Callable[..., Contraction] | None = None  # COMPOSITE: the equivalent contraction, if a backend claims the op
-    kernel: Callable[..., Any] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
+    kernel: Callable[..., Loops] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
     # (attrs, operand, axis, *Shape) -> the result axis where index i depends only on index i of this axis of the operand, or
     # None if there is no such axis; INDEX and KERNEL. For POINTWISE, VIEW, REDUCE and CONTRACT it follows from other fields
     rows: Callable[..., int | None] | None = None
@@ -179,9 +156,9 @@ class OpDef:
     # (partition, attrs, *Value) -> a (Value, Placement) per result: the op on one rank's shards of its operands
     # (rlx.compile.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
     partitioned: Callable[..., Any] | None = None
-    update: Callable[..., Any] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> (grid, body) writes the part
+    update: Callable[..., Loops] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> loops that write it
     # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` get tile coordinates
-    tiled: Callable[..., Any] | None = None
+    tiled: Callable[..., TiledLayout] | None = None
     own_memory: bool = False  # INDEX: the result gets fresh memory in every run: never folded or prepared
     flops: Callable[..., int] | None = None  # (operand dims, result dims) -> FLOPs of a backend's kernel for the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
@@ -189,7 +166,7 @@ class OpDef:
     # (rlx.compile.pairs). None: the op is a composite, or takes no complex numbers
     parts: Callable[..., Any] | None = None
     # (attrs, operands of all ranks) -> results of all ranks, in numpy. It synchronizes ranks: never folded or prepared
-    collective: Callable[..., Any] | None = None
+    collective: Callable[..., Sequence[np.ndarray]] | None = None
     vjp: Callable[..., Any] | None = None  # (node, gradient of every result) -> gradient of the operand: Value
     dtypes: str = "f"  # kinds of the leading operand it accepts: letters of DType.kind
     as_stored: bool = False  # `reference` gets 16-bit and 8-bit floats as stored, not widened to f32

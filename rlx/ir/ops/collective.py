@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
+from rlx.ir.attrs import CollectiveAttrs
 from rlx.ir.contexts import Applied
 from rlx.ir.declare import op
 from rlx.ir.graph import constant
@@ -41,7 +42,7 @@ def _ranks(ranks: int) -> int:
     return ranks
 
 
-class ExchangeAttrs(Attrs):
+class ExchangeAttrs(CollectiveAttrs):
     """`kind`: the combination, for reductions. `root`: the source rank, for broadcast."""
 
     what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "rank_part"]

@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Parted, Partitioning
+from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
-from rlx.ir.kernel import Check, Expr, Load, Loop, Stmt, Store, Var, const, k
+from rlx.ir.kernel import Check, Expr, Load, Loop, Loops, Stmt, Store, Var, const, k
 from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Number, Sample
 from rlx.ir.ops.elementwise import less, less_equal, logical_and, where

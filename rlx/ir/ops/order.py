@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Padded, PaddingPass, Parted, Partitioning
+from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import bool_, i32, i64, index_
-from rlx.ir.kernel import Carry, Expr, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.kernel import Carry, Expr, Load, Loop, Loops, Reduce, Store, Var, const, k
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, ShapeError
-from rlx.ir.contexts import Applied, Loops, Lowering
+from rlx.ir.contexts import Applied, Lowering
 from rlx.ir.declare import op
 from rlx.ir.dtype import u8
-from rlx.ir.kernel import Expr, Loop, Var, const, k
+from rlx.ir.kernel import Expr, Loop, Loops, Var, const, k
 from rlx.ir.layout import TiledLayout
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import static_dim

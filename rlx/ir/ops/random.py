@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Loops, Lowering
+from rlx.ir.contexts import Applied, Coords, Lowering
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, f32, u32
-from rlx.ir.kernel import Carry, Expr, Let, Load, Loop, Reduce, Store, Var, const, k
+from rlx.ir.kernel import Carry, Expr, Let, Load, Loop, Loops, Reduce, Store, Var, const, k
 from rlx.ir.node import Node, Value
 from rlx.ir.op import Attrs, Kind, Sample, as_dims
 from rlx.ir.ops.activation import log1p

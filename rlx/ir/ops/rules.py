@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
-from rlx.ir.contexts import Applied, Grid
+from rlx.ir.contexts import Applied
 from rlx.ir.dtype import DType, bool_
-from rlx.ir.kernel import Expr, Var
+from rlx.ir.kernel import Expr, Grid, Var
 from rlx.ir.node import Value, apply, constant
 from rlx.ir.op import OPS, Attrs, attribute_types
 from rlx.ir.shape import Dim, DimLike, Shape, broadcast_dims

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from rlx.errors import AttributeValueError, IndexRangeError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Loops, Lowering, Parted, Partitioning
+from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, index_
-from rlx.ir.kernel import Check, Expr, Loop, Var, const, k
+from rlx.ir.kernel import Check, Expr, Loop, Loops, Var, const, k
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE

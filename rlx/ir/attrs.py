@@ -1,0 +1,39 @@
+"""Attributes of ops: the base of their records, and of those of the op in which ranks take part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, dataclass_transform, get_type_hints
+
+from rlx.ir.shape import Dim, Shape
+
+
+@dataclass_transform(frozen_default=True)
+class Attrs:
+    """Base of an op's attributes. A subclass is a frozen dataclass of ints, floats, bools, strings, Dims, DTypes, Shapes and
+    tuples of them, so that attributes are hashable and print and parse as text."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+    def bind(self, binding: Mapping[str, int]) -> Attrs:
+        """These attributes with the named dims in them replaced by their values."""
+
+        def bound(x: Any) -> Any:
+            if isinstance(x, (Dim, Shape)):
+                return x.bind(binding)
+            return tuple(bound(e) for e in x) if isinstance(x, tuple) else x
+
+        return replace(self, **{name: bound(getattr(self, name)) for name in attribute_types(type(self))})  # type: ignore[type-var]
+
+
+@cache
+def attribute_types(attrs: type[Attrs]) -> dict[str, Any]:
+    """Name -> annotation of every attribute, in order of declaration."""
+    return get_type_hints(attrs)
+
+
+class CollectiveAttrs(Attrs):
+    """Attributes of a core op in which all ranks take part. A kernel that calls an op with such attributes is a collective."""
