@@ -45,8 +45,8 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
         name = str(p.name)
         *_, layer, kind = ["", *name.split(".")]
         if name in TABLES:
-            by_width = config.vocab_size % ranks != 0
-            marks |= columns(name, config.hidden_size) if by_width else {name: Split(0)}  # else by vocabulary
+            by_width = config.vocab_size % ranks != 0  # replicated if the width does not divide either
+            marks |= columns(name, config.hidden_size) if by_width else {name: Split(0)}
             marks |= {EMBEDDED: None} if by_width else {}
         elif layer in by_rows:
             marks[name] = Split(0, by_rows[layer])

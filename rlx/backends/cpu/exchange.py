@@ -156,7 +156,7 @@ class ExchangeCalls:
         return _library().address(function), ctypes.addressof(block), (block, answer, _library())
 
     def error(self, where: str, error: BaseException | None = None) -> BaseException:
-        """`error`, else the error that a failed step left, else KeyboardInterrupt. CollectiveErrors are told `where`."""
+        """`error`, else the error that a failed step left, else KeyboardInterrupt. CollectiveErrors say `where`."""
         if error is None:
             error = self.errors.pop() if self.errors else KeyboardInterrupt(f"{where} was interrupted")
         self.errors.clear()

@@ -179,7 +179,7 @@ class CpuExecutable(Loaded):
 
     def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
         """Whether steps can read the bound array without a copy: it is laid out as the slot is, and its memory is not one of our
-        regions. Not possible if undoing after a failure reads the input, since that reads the slot."""
+        regions. Not if steps write the input, if it is also an output, or if undoing after a failure reads it from the slot."""
         steps = self.program.steps + self.program.commit
         elsewhere = any(b.id in s.writes for s in steps) or any(b.id in s.args for _, s in self.program.abort)
         plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned and array.nbytes > 0
