@@ -76,7 +76,7 @@ POSIX = ("register_at_fork", "fork", "getuid", "sched", "memfd", "O_CLOEXEC", "O
 def test_other_systems_can_import_it_and_are_told_what_is_missing(platform: str, gone: tuple[str, ...]) -> None:
     code = FOREIGN % (platform, gone)
     code = code.replace("import rlx\n", "import rlx, rlx.driver.transports.shm as shm; shm.FOLDER = 'nowhere'\n", 1)
-    assert "there is no nowhere here, where processes share memory" in _python(code)
+    assert "there is no nowhere here, which the shared memory of ranks needs" in _python(code)
 
 
 def test_public_names():

@@ -461,7 +461,7 @@ def live_header(**fields: int) -> bytes:
 
 
 @pytest.mark.parametrize("content,said", [
-    (live_header(magic=5), "another version"), (live_header(), "damaged"), (live_header(num_ranks=1 << 62), "gives num_ranks 2"),
+    (live_header(magic=5), "another version"), (live_header(), "damaged"), (live_header(num_ranks=1 << 62), "passed num_ranks 2"),
 ])  # fmt: skip
 def test_a_file_in_use_is_not_touched(content, said):
     path = leave_behind(name := ranks.fresh_name(), content)

@@ -1,1 +1,1 @@
-"""Transports between processes: what rlx.driver.symmetric asks for, over shared memory and over MPI."""
+"""Transports between processes: implementations of rlx.driver.symmetric.SymmetricTransport over shared memory and over MPI."""

@@ -1,7 +1,7 @@
 """Ranks as processes of one or several hosts, over MPI: one-sided windows (MPI 3.1, chapter 11) through mpi4py.
 
-MPI has no timeouts, and a call that waits for a lost host never returns. So whatever may wait is either polled (requests)
-or made by a thread that can be left behind, and a job that lost a rank skips MPI_Finalize, which would wait for it too.
+MPI has no timeouts, and a call that waits for a lost host never returns. So operations that may block are either polled
+(requests) or made by a helper thread that can be abandoned. A job that lost a rank skips MPI_Finalize, which would wait too.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from rlx.driver.barrier import HELLO, MEET, Call, as_call, mismatch
 from rlx.driver.symmetric import TIMEOUT, Rank, SymmetricBuffer, check_copy
 from rlx.errors import CollectiveError, TransportError, whole
 
-PIECE = 16 << 20  # bytes that one timeout is for: a link of 1 MB/s is slow, not dead
+PIECE = 16 << 20  # bytes per timeout: a link of 1 MB/s is slow, not dead
 SPIN = 200e-6  # seconds of polling before a rank begins to sleep between polls
 NAP = 100e-6  # seconds
-GRACE = 1.0  # seconds for the others to say what happened: launchers end a job when one leaves without MPI_Finalize
+GRACE = 1.0  # seconds for other ranks to report the error: launchers kill a job when one rank exits without MPI_Finalize
 SEGMENTS = "/dev/shm/mpich_shm_"
-LEFT, FAILED = -2, -3  # Call.what of this file: a rank that leaves, one that gave up
+LEFT, FAILED = -2, -3  # values of Call.what used only here: the rank leaves; the rank has failed
 
 
 class MpiTransport:
-    """SymmetricTransport over the ranks of an MPI communicator. Made by all of them together.
+    """A SymmetricTransport over the ranks of an MPI communicator. All of them must make it together.
 
-    `heap_size`: bytes of each rank's heap; `comm`: an mpi4py communicator, which is duplicated (None: COMM_WORLD).
-    TransportError: there is no MPI here, or a rank does not come. CallMismatchError: another heap size on another rank.
+    `heap_size`: bytes of each rank's heap. `comm`: an mpi4py communicator, which is duplicated (None: COMM_WORLD).
+    TransportError: MPI is not available, or a rank does not come. CallMismatchError: another rank has another heap size.
 
-    The other side of `put` and `get` must call the transport now and then (a barrier does) where MPI needs its help."""
+    Without asynchronous progress in MPI, `put` and `get` only proceed while their target rank calls the transport (a barrier
+    is enough)."""
 
     def __init__(self, heap_size: int, timeout: float = TIMEOUT, comm: Any = None) -> None:
         self.heap_size, self.timeout = whole("heap_size", heap_size, 0), float(timeout)
@@ -48,13 +49,13 @@ class MpiTransport:
         self._broken: str | None = None
         self._window: Any = None
         self._work: SimpleQueue[Any] = SimpleQueue()
-        self._idle = threading.Event()  # the thread is not in a call
+        self._idle = threading.Event()  # set while the helper thread is not in a call
         self._idle.set()
         threading.Thread(target=_serve, args=(self._work,), daemon=True, name="rlx-mpi").start()
         self._peers = [r for r in range(self.num_ranks) if r != self.this_rank.index]
         self._comm = self._timed(comm.Dup, self._peers)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        self._calls = np.zeros((self.num_ranks, len(Call._fields)), np.int64)  # by rank; this rank's row is what it sends
+        self._calls = np.zeros((self.num_ranks, len(Call._fields)), np.int64)  # by rank; this rank sends its own row
         self._receives = [self._comm.Recv_init(self._calls[r], r) for r in self._peers]
         self._sends = [self._comm.Send_init(self._calls[self.this_rank.index], r) for r in self._peers]
         self.barrier(Call(HELLO, 0, self.heap_size))
@@ -73,7 +74,7 @@ class MpiTransport:
             return
         peer, window = target.rank.index, self._window
         for start in range(0, target.len, PIECE):
-            piece = data[start : start + PIECE].copy()  # a thread that is left behind still reads it
+            piece = data[start : start + PIECE].copy()  # an abandoned helper thread may still read it
 
             def send(piece: np.ndarray = piece, at: int = target.offset + start) -> None:
                 window.Put([piece, self._mpi.BYTE], peer, at)
@@ -88,7 +89,7 @@ class MpiTransport:
             return
         peer = source.rank.index
         for start in range(0, source.len, PIECE):
-            piece = np.empty(min(PIECE, source.len - start), np.uint8)  # what comes too late must not land in the caller's array
+            piece = np.empty(min(PIECE, source.len - start), np.uint8)  # late data must not reach the caller's array
             at = source.offset + start
             request = self._try(lambda piece=piece, at=at: self._window.Rget([piece, self._mpi.BYTE], peer, at), [peer])
             self._poll(request.Test, "did not answer", [peer])
@@ -108,10 +109,10 @@ class MpiTransport:
             raise
 
     def abandon(self) -> None:
-        """This rank has left what all do together before it was done. The others cannot go on, and are told."""
+        """This rank has left a common operation before it was done. The others cannot go on, and are told."""
         with suppress(TransportError):
             self._sound()
-            self._fail(f"rank {self.this_rank.index} was interrupted in a meeting", [self.this_rank.index])
+            self._fail(f"rank {self.this_rank.index} was interrupted at a barrier", [self.this_rank.index])
 
     def _meet(self, call: Call) -> None:
         self._calls[self.this_rank.index] = call
@@ -133,19 +134,19 @@ class MpiTransport:
             raise mismatch(calls)
 
     def close(self) -> None:
-        """As of the protocol; where every rank closes, they part at once, else after the timeout at the latest."""
+        """As in the protocol. If all ranks close, this returns as soon as all have; else after at most the timeout."""
         if self._broken is None:
             try:
                 self.barrier(Call(LEFT))
                 self._own = np.zeros(0, np.uint8)
                 self._timed(self._free)
                 _OPEN.remove(self)
-            except CollectiveError:  # the others do something else, and get an error for it
+            except CollectiveError:  # the others make another call, and get an error for it
                 _LOST.append(self)
             self._work.put(None)
         self._broken = self._broken or f"rank {self.this_rank.index} closed this transport"
 
-    # -- waiting, and its end
+    # -- waits and failures
 
     def _open(self) -> Any:
         window = self._mpi.Win.Allocate(self.heap_size, 1, comm=self._comm)
@@ -174,20 +175,20 @@ class MpiTransport:
             raise TransportError(self._broken)
 
     def _refuse(self, peer: int, call: Call) -> None:
-        """TransportError if what came from `peer` says that nobody will meet any more."""
+        """TransportError if the call from `peer` says that it leaves or has failed."""
         what, lost = int(self._calls[peer][0]), int(self._calls[peer][3])
         if what == LEFT != call.what:
             self._fail(f"rank {peer} left", [peer])
         if what == FAILED:
-            self._fail(f"rank {lost} was lost; rank {peer} says so", [lost])
+            self._fail(f"rank {lost} was lost, as rank {peer} reports", [lost])
 
     def _fail(self, why: str, lost: Iterable[int]) -> NoReturn:
-        """Nothing works from now on: tell those who still listen."""
+        """Mark the transport as broken and tell the ranks that are still there."""
         self._broken = why
         _LOST.append(self)
-        self._last = np.array(Call(FAILED, detail=min(lost, default=self.this_rank.index)), np.int64)  # its sends may last
-        if self._idle.is_set():  # a thread that was left in a call of MPI may keep MPI's lock
-            with suppress(self._mpi.Exception):  # those who are gone need not be told
+        self._last = np.array(Call(FAILED, detail=min(lost, default=self.this_rank.index)), np.int64)  # kept for pending sends
+        if self._idle.is_set():  # else the helper thread is stuck in an MPI call and may hold MPI's lock
+            with suppress(self._mpi.Exception):  # lost ranks need not be told
                 self._farewell = [self._comm.Isend(self._last, r) for r in self._peers]
         raise TransportError(why)
 
@@ -201,7 +202,8 @@ class MpiTransport:
         return f"rank {', '.join(map(str, ranks))}" if list(ranks) else "the other ranks"
 
     def _poll(self, done: Callable[[], Any], failing: str, whom: Iterable[int] = ()) -> None:
-        """Until `done()`; after the timeout a TransportError that says what those in `whom`, as it stands then, failed to do."""
+        """Wait until `done()`. After the timeout, TransportError: the ranks that are in `whom` at that time, and what they are
+        `failing` to do."""
         start = time.monotonic()
         while not self._try(done, whom):
             waited = time.monotonic() - start
@@ -211,7 +213,7 @@ class MpiTransport:
                 time.sleep(NAP)
 
     def _timed(self, call: Callable[[], Any], whom: Iterable[int] = ()) -> Any:
-        """What `call()` gives, made by the thread; after the timeout a TransportError, and the thread is left to itself."""
+        """The result of `call()`, made by the helper thread. After the timeout, TransportError, and the thread is abandoned."""
         answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._idle.clear()
         self._work.put((call, answer))
@@ -226,7 +228,7 @@ class MpiTransport:
 
 
 _OPEN: list[MpiTransport] = []
-_LOST: list[MpiTransport] = []  # that ended in an error: MPI_Finalize would wait for ever
+_LOST: list[MpiTransport] = []  # transports that failed: MPI_Finalize would wait for ever
 
 
 def _throw(error: BaseException) -> NoReturn:
@@ -234,18 +236,18 @@ def _throw(error: BaseException) -> NoReturn:
 
 
 def _serve(work: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None]) -> None:
-    """Makes the calls of `work`, one after another, until a None."""
+    """The helper thread: makes the calls of `work`, one after another, until a None."""
     while (job := work.get()) is not None:
         call, answer = job
         try:
             answer.put((call(), None))
-        except BaseException as e:  # noqa: BLE001  it is raised where the call was asked for
+        except BaseException as e:  # noqa: BLE001  raised in the thread that requested the call
             answer.put((None, e))
 
 
 @cache
 def _load() -> Any:
-    """mpi4py.MPI, finalised by this file where this file was the first to load it."""
+    """mpi4py.MPI. If this module is the first to import it, this module also finalises MPI."""
     first = "mpi4py.MPI" not in sys.modules
     try:
         import mpi4py
@@ -256,13 +258,13 @@ def _load() -> Any:
     except (ImportError, RuntimeError) as e:
         raise TransportError(f"MPI cannot be loaded ({e}): pip install 'rlx[mpi]', and an MPI library (pip install mpich)") from e
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher tells those who are left of a dead rank by it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher signals the death of a rank with it
     atexit.register(_leave, MPI, first)
     return MPI
 
 
 def _sweep() -> None:
-    """Remove the names of MPICH's shared memory that this process has mapped: its MPI_Finalize, which never comes, would."""
+    """Unlink MPICH's shared memory files that this process has mapped. MPI_Finalize would do it, but is not called."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for path in {line.split(maxsplit=5)[5].removesuffix(" (deleted)\n").strip() for line in maps if SEGMENTS in line}:
             with suppress(OSError):
@@ -270,7 +272,7 @@ def _sweep() -> None:
 
 
 def _leave(mpi: Any, first: bool) -> None:
-    """At exit: close what is open, then MPI itself."""
+    """At exit: close open transports, then finalise MPI."""
     for transport in list(_OPEN):
         transport.close()
     if _LOST:
@@ -279,4 +281,4 @@ def _leave(mpi: Any, first: bool) -> None:
     if first and not _LOST and not mpi.Is_finalized():
         mpi.Finalize()
     elif _LOST and not first:
-        mpi.COMM_WORLD.Abort(1)  # else the one who loaded MPI would wait in MPI_Finalize
+        mpi.COMM_WORLD.Abort(1)  # else the importer of MPI would wait in MPI_Finalize

@@ -1,18 +1,18 @@
-"""Processes of one machine over POSIX shared memory: one file in /dev/shm holds a line of words for each rank, staging areas
-and the heaps.
+"""Transport between processes of one machine over POSIX shared memory. One file in /dev/shm holds a line of words for each rank,
+staging areas and the heaps.
 
     header         HEADER_BYTES
     lines          LINE_BYTES for each rank, written by that rank alone (but for `sleepers`)
     stages         two of STAGE_BYTES for each rank, for small messages
     heaps          heap_size for each rank, rounded up to whole pages
 
-A meeting (a barrier) has a number. Who comes to meeting k writes its call to calls[k & 1] of its line, then k to `epoch`
-(release), and waits until every epoch is k or more (acquire). So calls and stages of meeting k may be read after it
-until one comes to k + 1, and those of k & 1 may be written again for meeting k + 2: two of each are enough.
+Barriers are numbered. A rank that comes to barrier k writes its call to calls[k & 1] of its line, then k to `epoch` (release),
+and waits until every epoch is k or more (acquire). So the calls and stages of barrier k may be read after it, until this rank
+comes to barrier k + 1, and the halves k & 1 may be written again for barrier k + 2. Double buffering is enough.
 
-Ranks find one another by the file's name. Who comes first makes it, who comes last removes the name: what is killed later leaves
-nothing behind. A file whose processes have all ended is removed by whoever comes next. The file is of this user alone, yet what
-it says is checked before it is used.
+Ranks connect by the file's name. The first rank creates the file, the last one unlinks the name, so that ranks killed later leave
+nothing behind. A file whose processes have all ended is removed by the next rank that comes. Only this user may access the file,
+but its contents are checked before they are used.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from rlx.errors import CallMismatchError, CollectiveError, OptionError, Transpor
 
 MAGIC = 0x31736B6E61527872  # the layout's version is its last character
 FOLDER = "/dev/shm"
-SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # turns (some 20 to 60 ns each) before a rank yields its CPU, and how often it does
-SLICE = 0.01  # seconds that a rank waits in compiled code before it looks whether the others live
-WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a meeting in time", INTERRUPTED: "was interrupted in a meeting"}
+SPINS, CROWDED_SPINS, YIELDS = 2000, 50, 64  # spins (some 20 to 60 ns each) before a rank yields its CPU; number of yields
+SLICE = 0.01  # seconds that a rank waits in compiled code before it checks whether the others are alive
+WHY = {DIED: "died", LEFT: "left", SILENT: "did not come to a barrier in time", INTERRUPTED: "was interrupted at a barrier"}
 WHY[ABSENT] = "ended before it called connect"
 STATES = {"T": ", which is stopped", "t": ", which is traced"}
 
 
 class ShmTransport(Copies):
-    """SymmetricTransport between processes of one machine, which all give the same name, num_ranks and heap_size (bytes).
+    """A SymmetricTransport between processes of one machine. All must pass the same name, num_ranks and heap_size (bytes).
 
-    CallMismatchError, on every rank: they give different sizes. TransportError: a rank does not come within `timeout` seconds,
-    or the memory is not there. After a failure the transport is of no use any more, and says why each time."""
+    CallMismatchError, on every rank: they pass different sizes. TransportError: a rank does not come within `timeout` seconds,
+    or there is not enough shared memory. After a failure every further call raises the same error."""
 
     def __init__(self, name: str, rank: int, num_ranks: int, heap_size: int, timeout: float = TIMEOUT) -> None:
         self.num_ranks, self.heap_size = whole("num_ranks", num_ranks, 1), whole("heap_size", heap_size, 0)
@@ -97,7 +97,7 @@ class ShmTransport(Copies):
         self._header = Header.from_buffer(memory)
         self._lines = lines_of(memory, self.num_ranks)
         self._leave = weakref.finalize(self, _leave, self._lines[rank], os.getpid())
-        self._leave.atexit = False  # who ends without closing has died, when it is dead: the others end after it, not before
+        self._leave.atexit = False  # a rank that exits without closing counts as died, once its process is gone
         self.heap = SymmetricHeap(self.num_ranks, self.heap_size, np.frombuffer(memory, np.uint8)[heaps:])
         base = ctypes.addressof(self._header)
         self.meeting = Meeting(
@@ -108,27 +108,27 @@ class ShmTransport(Copies):
         _used.add(self)
 
     def _hurry(self) -> None:
-        """Spin long only where every rank can have a CPU of its own: else whoever is waited for needs the one that we are on."""
+        """Spin long only if there is a CPU for every rank: else the rank that this one waits for may need this CPU."""
         cpus: set[int] = set()
         with contextlib.suppress(ProcessLookupError, AttributeError):  # one has died already; not Linux
             cpus.update(*(os.sched_getaffinity(line.pid) for line in self._lines))
         self.meeting.spins = SPINS if self.num_ranks <= len(cpus) else CROWDED_SPINS
 
     def check(self) -> None:
-        """TransportError if nothing may begin."""
+        """TransportError if the transport is closed or has failed."""
         if self.meeting.shut:
             self.abandon()
             raise TransportError(self._why)
 
     @property
     def broken(self) -> str:
-        """Why nothing works any more; empty: it does."""
-        if self._lines[self.this_rank.index].fault:  # compiled code may have found that a call was left
+        """Why the transport has failed or was closed; empty: it works."""
+        if self._lines[self.this_rank.index].fault:  # compiled code may have found that a call was abandoned
             self.abandon()
         return self._why
 
     def abandon(self) -> None:
-        """This rank has left what all do together before it was done. The others cannot go on, and are told."""
+        """This rank has left a common operation before it was done. The others cannot go on, and are told."""
         if not self._why:
             self._fail(INTERRUPTED, self.this_rank.index)
 
@@ -147,8 +147,8 @@ class ShmTransport(Copies):
             raise
 
     def settle(self, code: int) -> None:
-        """Go on with a meeting that returned `code`, until all have come with the same call. Errors as of barrier. Whoever calls
-        this abandons the transport if it is interrupted."""
+        """Continue a barrier that returned `code`, until all ranks have come with the same call. Raises as barrier does. If this
+        is interrupted, the caller must abandon the transport."""
         deadline = time.monotonic() + self.timeout
         while code >= WAITING:
             self._look(deadline)
@@ -164,7 +164,7 @@ class ShmTransport(Copies):
     def table(self, plan: Any) -> Any:
         if not host.available():
             return None
-        from rlx.driver.transports import shm_walk  # compiles, which only collectives need
+        from rlx.driver.transports import shm_walk  # imports the compiler, which only collectives need
 
         return shm_walk.Table(self, plan)
 
@@ -183,7 +183,7 @@ class ShmTransport(Copies):
         self._why, self.meeting.shut = why, SHUT
 
     def _look(self, deadline: float) -> None:
-        """Raises if this meeting cannot take place, or should have."""
+        """Raises if this barrier cannot complete, or is past its deadline."""
         refused = Header.from_buffer_copy(self._header)
         if refused.refused:
             self._shut(_sizes(refused))
@@ -193,20 +193,20 @@ class ShmTransport(Copies):
                 raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
         number, late = self.meeting.number, time.monotonic() > deadline
         gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
-        absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # read last: they may have come and gone
+        absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # last: a rank may come and leave
         unknown = {rank for rank in absent if not self._lines[rank].pid}
-        for rank in _ended(self._name) if unknown else ():  # the first of them is to blame, others may have ended for it
+        for rank in _ended(self._name) if unknown else ():  # blame the first: others may have ended because of it
             if rank in unknown:
                 raise self._fail(ABSENT, rank)
         for rank in absent:
-            if gone[rank] and not self._lines[rank].fault:  # else the next look says who is at fault
+            if gone[rank] and not self._lines[rank].fault:  # else the next look finds the rank at fault
                 raise self._fail(gone[rank], rank)
         if late and absent:
             others = f" (nor did rank {', '.join(map(str, absent[1:]))})" if len(absent) > 1 else ""
             raise self._fail(SILENT, absent[0], f": {self.timeout:g} s{others}")
 
     def _fail(self, why: int, rank: int, more: str = "") -> TransportError:
-        """The error, after which nobody meets any more."""
+        """Mark the transport as failed; returns the error."""
         self._lines[self.this_rank.index].fault = why | rank << 8
         pid = self._lines[rank].pid if 0 <= rank < self.num_ranks else 0
         state, _ = process(pid) if pid else ("", 0)
@@ -220,10 +220,10 @@ _used: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
 
 
 def _refuse_to_fork() -> None:
-    """In a forked child: a rank is one process, and its parent goes on with it. The words that all share are not touched."""
+    """In a forked child: a rank is one process, and the parent remains this rank. The shared words are not touched."""
     for transport in list(_used):
         if not transport._why:
-            transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which has no part in it")
+            transport._shut(f"rank {transport.this_rank.index} is the parent of this forked process, which cannot act for it")
 
 
 if hasattr(os, "register_at_fork"):
@@ -231,16 +231,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def _meet_of(meeting: Meeting) -> Callable[[], int] | None:
-    """Machine code that comes to a meeting and waits a while; None: it cannot be made here."""
+    """Machine code that comes to a barrier and waits for a bounded time. None: code cannot be generated here."""
     if not host.available():
         return None
-    from rlx.driver.transports import shm_meet  # compiles, which only ranks need
+    from rlx.driver.transports import shm_meet  # imports the compiler, which only ranks need
 
     return shm_meet.meet_of(meeting)
 
 
 def meet(m: Meeting, lines: Sequence[Line]) -> int:
-    """What Meeting says, without compiled code."""
+    """rlx_ranks_meet in Python; see Meeting."""
     half, call = m.number % 2 * 4, [m.what, m.offset, m.len, m.detail]
     lines[m.rank].calls[half : half + 4] = call
     lines[m.rank].epoch = m.number
@@ -254,7 +254,7 @@ def meet(m: Meeting, lines: Sequence[Line]) -> int:
 
 
 def layout(num_ranks: int, heap_size: int) -> tuple[int, int, int]:
-    """Where the stages and the heaps begin, and where the file ends; bytes."""
+    """Byte offsets of the stages and of the heaps, and the size of the file."""
     stages = -(-(HEADER_BYTES + num_ranks * LINE_BYTES) // PAGE) * PAGE
     heaps = stages + num_ranks * 2 * STAGE_BYTES
     return stages, heaps, heaps + num_ranks * -(-heap_size // PAGE) * PAGE
@@ -268,7 +268,7 @@ def lines_of(memory: mmap.mmap, num_ranks: int) -> list[Line]:
 
 
 def process(pid: int) -> tuple[str, int]:
-    """Its state (a letter of proc(5), "" if it is no more) and when it began, in ticks since the system did."""
+    """State of a process (a letter of proc(5), "" if it does not exist) and its start time, in clock ticks since boot."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -278,13 +278,13 @@ def process(pid: int) -> tuple[str, int]:
 
 
 def alive(pid: int, started: int) -> bool:
-    """Whether the process of that number is still the one that began then."""
+    """Whether the process with that pid is alive and started at that time."""
     state, began = process(pid)
     return state not in ("", "Z", "X") and began == started
 
 
 def _leave(line: Line, pid: int) -> None:
-    if os.getpid() == pid:  # not a child that was forked and ends
+    if os.getpid() == pid:  # not in a forked child
         line.left = 1
 
 
@@ -293,9 +293,9 @@ def _leave(line: Line, pid: int) -> None:
 
 def path_of(name: str) -> str:
     if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII):
-        raise OptionError(f"the name of a group of ranks is of letters, digits and ._-, got {name!r}")
+        raise OptionError(f"the name of a group of ranks must consist of letters, digits and ._-, got {name!r}")
     if not os.path.isdir(FOLDER):
-        raise TransportError(f"there is no {FOLDER} here, where processes share memory")
+        raise TransportError(f"there is no {FOLDER} here, which the shared memory of ranks needs")
     return os.path.join(FOLDER, f"rlx-{os.getuid()}-{name}")
 
 
@@ -319,7 +319,7 @@ def _opened(path: str, deadline: float) -> int:
             raise
         if found.st_nlink:
             return number
-        os.close(number)  # its name was removed meanwhile
+        os.close(number)  # it was unlinked meanwhile
 
 
 def _unlock(number: int) -> None:
@@ -329,7 +329,7 @@ def _unlock(number: int) -> None:
 
 
 def _locked(number: int) -> bool:
-    import fcntl  # there is none on Windows, where path_of has refused before a file is opened
+    import fcntl  # missing on Windows, where path_of raises before a file is opened
 
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -339,7 +339,7 @@ def _locked(number: int) -> bool:
 
 
 def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -> mmap.mmap:
-    """The locked file's memory, made if nobody is there, with this process as `rank`."""
+    """Map the locked file and register this process as `rank`. The file is made anew if no process that joined it lives."""
     _, _, total = layout(num_ranks, heap_size)
     if not _living(number):
         os.ftruncate(number, 0)
@@ -357,7 +357,7 @@ def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -
     memory = mmap.mmap(number, total)
     lines, (state, began) = lines_of(memory, num_ranks), process(os.getpid())
     if not state:
-        raise TransportError("there is no /proc here, which tells whether other processes live")
+        raise TransportError("there is no /proc here, which is needed to see whether other ranks are alive")
     if lines[rank].pid:
         raise TransportError(f"rank {rank} of {path} is taken already, by process {lines[rank].pid}")
     lines[rank].started = began
@@ -369,7 +369,7 @@ def _joined(number: int, path: str, rank: int, num_ranks: int, heap_size: int) -
 
 def _make(number: int, path: str, total: int, header: Header) -> None:
     try:
-        os.posix_fallocate(number, 0, total)  # now: memory that is not there later would end the process
+        os.posix_fallocate(number, 0, total)  # now: if memory ran out later, SIGBUS would kill the process
     except (OSError, OverflowError) as fault:
         os.unlink(path)
         folder = os.statvfs(FOLDER)
@@ -383,13 +383,13 @@ def _make(number: int, path: str, total: int, header: Header) -> None:
 
 def _sizes(header: Header) -> str:
     return (
-        f"rank {header.refused - 1} gives num_ranks {header.its_ranks} and heap_size {header.its_heap}, "
-        f"who came before it num_ranks {header.num_ranks} and heap_size {header.heap_size}"
+        f"rank {header.refused - 1} passed num_ranks {header.its_ranks} and heap_size {header.its_heap}, "
+        f"the ranks before it num_ranks {header.num_ranks} and heap_size {header.heap_size}"
     )
 
 
 def _living(number: int) -> bool:
-    """Whether a process lives that has joined in this file. Nothing that it says is trusted."""
+    """Whether a process that joined this file is alive. The contents of the file are untrusted."""
     raw = os.pread(number, ctypes.sizeof(Header), 0)
     count = Header.from_buffer_copy(raw).num_ranks if len(raw) == ctypes.sizeof(Header) else 0
     raw = os.pread(number, min(max(count, 0), 1 << 16) * LINE_BYTES, HEADER_BYTES)
@@ -398,20 +398,20 @@ def _living(number: int) -> bool:
 
 
 def _forget(number: int, path: str) -> None:
-    """Remove the name, if it is still this file's."""
+    """Unlink `path`, if it is still this file."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.stat(path), os.fstat(number)):
             os.unlink(path)
 
 
 def remove(name: str) -> None:
-    """The files of ranks that have ended before all had joined, if there are any."""
+    """Remove the files of ranks that ended before all had joined, if there are any."""
     for path in (path_of(name), _list_of(name)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
-# -- ranks that end without joining. Whoever started them lists them in a file, locked while that process lives
+# -- ranks that end without joining. The launcher lists them in a file, which is locked while the launcher lives
 
 
 def _list_of(name: str) -> str:
@@ -419,7 +419,7 @@ def _list_of(name: str) -> str:
 
 
 def list_ended(name: str, rank: int) -> None:
-    """By the process that started the ranks: this one has ended. Ranks that wait for it to join hear of it at once."""
+    """Called by the launcher: this rank has ended. Ranks that wait for it to join are told at once."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     if name not in _lists:
         _lists[name] = os.open(_list_of(name), flags, 0o600)
@@ -431,7 +431,7 @@ _lists: dict[str, int] = {}  # name -> descriptor of the list
 
 
 def _ended(name: str) -> list[int]:
-    """As they ended."""
+    """The ranks listed by list_ended, in order of exit."""
     try:
         with open(_list_of(name), "rb") as f:
             raw = f.read()
@@ -441,10 +441,10 @@ def _ended(name: str) -> list[int]:
 
 
 def _sweep() -> None:
-    """Remove what processes of this user left behind that were killed before all had joined."""
+    """Remove files of this user's processes that were killed before all ranks had joined."""
     for name in os.listdir(FOLDER):
         if name.startswith(f"rlx-{os.getuid()}-"):
-            with contextlib.suppress(OSError):  # another one was faster
+            with contextlib.suppress(OSError):  # another process removed it
                 path = os.path.join(FOLDER, name)
                 number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:

@@ -1,7 +1,7 @@
-"""Meetings of processes in compiled code: the waiting of rlx.driver.transports.shm, whose words it reads and writes.
+"""Barriers of rlx.driver.transports.shm as machine code.
 
-Waiting is bounded spinning, then sched_yield, then a futex that the processes share, for a while; then the caller is told
-whom it waits for, so that it may look whether that one still lives, and may come again.
+A rank waits by bounded spinning, then sched_yield, then a shared futex with a timeout. Then the function returns the rank that is
+missing, so that the caller can check whether it is alive and call again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _native = _functions.native
 
 @_native("i1", m="ptr", line="ptr", number="i64")
 def came(e: MeetingBody, m: V, line: V, number: V) -> None:
-    """Whether the rank of `line` has come to meeting `number`; waits a while for it."""
+    """Whether the rank of `line` has come to barrier `number`, after a bounded wait."""
     there = lambda order: e.cmp("sge", e.get(line, "epoch", order), number)  # noqa: E731
     yes = e.const("i1", True)
     with e.when(there("acquire")):
@@ -45,7 +45,7 @@ def came(e: MeetingBody, m: V, line: V, number: V) -> None:
         e.call(e.get(m, "sched_yield"), "i32")
         with e.when(there("acquire")):
             e.ret(yes)
-    e.change("add", line, "sleepers", 1)  # before the epoch is read: whoever changes it later sees this
+    e.change("add", line, "sleepers", 1)  # before the epoch is read: a rank that changes it later sees this and wakes us
     seen = e.get(line, "epoch", "seq_cst")
     with e.when(e.cmp("slt", seen, number)):
         if e.futex_call:
@@ -57,14 +57,14 @@ def came(e: MeetingBody, m: V, line: V, number: V) -> None:
 
 
 def futex(e: MeetingBody, m: V, line: V, operation: int, value: V, timeout: V) -> None:
-    """On the low half of a rank's epoch (of a little-endian machine)."""
+    """A futex operation on the low half of a rank's epoch (little-endian)."""
     args = e.i64(e.futex_call), e.at(line, "epoch"), e.const("i32", operation), value, timeout, NULL, e.i64(0)
     e.call(e.get(m, "wait"), "i64 (i64, ...)", *args)
 
 
 @_native("i64", m="ptr")
 def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
-    """Come to the meeting that `m` says, and wait a while: 0, 1 or 2 + rank; see Meeting."""
+    """Come to the barrier described by `m` and wait for a bounded time. Returns 0, 1 or 2 + rank; see Meeting."""
     lines, number = e.get(m, "lines"), e.get(m, "number")
     half = e.bin("mul", e.bin("and", number, 1), CALL_BYTES)
     call = [e.get(m, word) for word in WORDS]
@@ -93,7 +93,7 @@ def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
 
 @_native("ptr", self="ptr", unused="ptr")
 def rlx_ranks_meet_py(e: MeetingBody, self: V, unused: V) -> None:
-    """rlx_ranks_meet as a CPython function of no arguments: `self` is an int, the Meeting's address. Other threads go on."""
+    """rlx_ranks_meet as a CPython function without arguments. `self`: an int, the Meeting's address. Releases the GIL."""
     m = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
     code = rlx_ranks_meet(e, m)
@@ -108,22 +108,22 @@ _making = Lock()
 def _made() -> tuple[Library, MethodDef]:
     text = _functions.module_text(lambda: MeetingBody(platform.machine(), futex_call()))
     library = Library([compile_object(text, host_target(1), "ranks", keep=True)], ("rlx_ranks_meet", "rlx_ranks_meet_py"))
-    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), METH_NOARGS, b"Come to a meeting.")
+    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), METH_NOARGS, b"Come to a barrier.")
 
 
 def _library() -> tuple[Library, MethodDef]:
-    """One for the life of the process: built-in functions point to it."""
+    """Made once and kept for the life of the process, because built-in functions point to it."""
     with _making:
         return _made()
 
 
 def meet_address() -> int:
-    """Of rlx_ranks_meet: i64 (ptr meeting)."""
+    """Address of rlx_ranks_meet: i64 (ptr meeting)."""
     return _library()[0].address("rlx_ranks_meet")
 
 
 def meet_of(meeting: Meeting) -> Callable[[], int]:
-    """rlx_ranks_meet for a Meeting, which must outlive the function and is told here how to sleep."""
+    """rlx_ranks_meet for a Meeting, which must outlive the function. Also sets the Meeting's functions for sleeping."""
     libc = ctypes.CDLL(None)
     meeting.wait = address_of(libc.syscall if futex_call() else libc.usleep)
     meeting.sched_yield = address_of(libc.sched_yield)

@@ -1,10 +1,9 @@
-"""Collectives where every rank's heap lies in this process's memory (rlx.driver.transports.shm), as machine code: the steps of a
-plan (rlx.driver.schedule) as a table that is walked without a step of the interpreter, and all_reduce as a built-in function
-that finds the table by what it is passed.
+"""Machine code for collectives over shared memory (rlx.driver.transports.shm). The steps of a plan (rlx.driver.schedule) become a
+table that machine code executes without the interpreter. all_reduce is a built-in function that finds the table by its arguments.
 
-What fits a stage (two of each rank, by turns) is exchanged there and not in the scratch: then one meeting is enough, since who
-fills a stage again has come to another meeting in between. Where a meeting is not over at once, Python settles it
-(ShmTransport.settle: who died, who is late) and the walk goes on behind it.
+Data that fits a stage is exchanged there instead of in the scratch. Each rank has two stages (double buffering), so one barrier
+is enough: it separates reuse. If a barrier does not complete in time, Python handles it (ShmTransport.settle finds ranks that
+died or are late), and execution continues after it.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from rlx.host.functions import NULL, Body, Functions, fields_of
 from rlx.host.jit import Library, compile_object
 from rlx.host.processor import host_target
 
-ENTRIES = 32  # calls of all_reduce that a transport's function remembers
-USABLE = 0x501  # flags of an array: C-contiguous, aligned, writable
+ENTRIES = 32  # calls of all_reduce that the built-in function of a transport remembers
+USABLE = 0x501  # required flags of an array: C-contiguous, aligned, writable
 STAGED = detail_of(staged=1)
 COPY, REDUCE, MEET = 0, 1, 2
 
 
 class Row(ctypes.Structure):
-    """A step. Addresses count from 0, from the array or from the result's array, as `out_from` and `source_from` say (their place
-    in Walk.bases). Of a reduction `source` is a table of `sources` addresses; the one at `own`, if any, is that much into
-    the array: `own_at`."""
+    """A step. `goal_from`, `source_from`: the base of an address, 0 (absolute), 1 (the array) or 2 (the result's array). For a
+    reduction, `source` is a table of `sources` addresses. Entry `own`, if not negative, is set to byte `own_at` of the array."""
 
     _fields_ = [
         ("op", I64), ("goal", I64), ("goal_from", I64), ("source", I64), ("source_from", I64), ("amount", I64), ("sources", I64),
@@ -49,8 +47,8 @@ class Row(ctypes.Structure):
 
 
 class Walk(ctypes.Structure):
-    """The steps of a plan, in two tables where stages are used: for meetings of even and of odd numbers. `next`: the row to
-    go on with."""
+    """The steps of a plan. If stages are used, there are two tables, for barriers with even and with odd numbers. `next`: the row
+    to continue with."""
 
     _fields_ = [
         ("even", P), ("odd", P), ("end", I64), ("next", P), ("until", P), ("zero", P), ("array", P), ("result", P),
@@ -59,14 +57,14 @@ class Walk(ctypes.Structure):
 
 
 class Entry(ctypes.Structure):
-    """A call that is known: what was passed (objects, by address), and its walk."""
+    """A remembered call: its arguments (objects, by address), and its Walk."""
 
     _fields_ = [("buffer", P), ("kind", P), ("descr", P), ("ndim", I64), ("dims", P), ("nbytes", I64), ("walk", P)]
 
 
 class Known(ctypes.Structure):
-    """What the built-in function of a transport looks at. [low, high): the heaps. `busy`: of Collectives; read and written under
-    the GIL."""
+    """The data of a transport's built-in function. [low, high): the heaps. `busy`: the word Collectives.busy; read and written
+    under the GIL."""
 
     _fields_ = [
         ("entries", P), ("known", I64), ("low", P), ("high", P), ("at_meeting", P), ("slow", P), ("settle", P), ("none", P),
@@ -88,7 +86,7 @@ _native = _functions.native
 
 @_native("i64", w="ptr")
 def rlx_ranks_walk(e: WalkBody, w: V) -> None:
-    """Go on from row `next`. 0: done; else what a meeting returned; the rows behind it are next."""
+    """Continue from row `next`. Returns 0 when done, else the result of a barrier; `next` is then the row after it."""
     meeting, until, bases = e.get(w, "meeting"), e.get(w, "until"), e.at(w, "zero")
 
     def based(address: V, base: V) -> V:
@@ -126,9 +124,9 @@ def rlx_ranks_walk(e: WalkBody, w: V) -> None:
 
 @_native("i64", w="ptr", array="ptr", result="ptr")
 def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
-    """Walk from the first row on."""
+    """Execute a plan from the first row."""
     number = e.get(e.get(w, "meeting"), "number")
-    first = e.select(e.cmp("eq", e.bin("and", number, 1), 0), e.get(w, "odd"), e.get(w, "even"))  # the next one counts
+    first = e.select(e.cmp("eq", e.bin("and", number, 1), 0), e.get(w, "odd"), e.get(w, "even"))  # of the next barrier
     e.put(w, "next", first)
     e.put(w, "until", e.gep(first, e.get(w, "end")))
     e.put(w, "array", array)
@@ -138,7 +136,7 @@ def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
 
 @_native("i64", w="ptr")
 def rlx_ranks_go_on(e: WalkBody, w: V) -> None:
-    """Walk on, behind a meeting that has been settled."""
+    """Continue after a barrier that Python has settled."""
     meeting = e.get(w, "meeting")
     e.put(meeting, "shut", e.bin("and", e.get(meeting, "shut"), ~PENDING))
     e.ret(rlx_ranks_walk(e, w))
@@ -146,7 +144,7 @@ def rlx_ranks_go_on(e: WalkBody, w: V) -> None:
 
 @_native("i1", one="ptr", k="ptr", args="ptr")
 def is_known(e: WalkBody, one: V, k: V, args: V) -> None:
-    """Whether (buffer, array, kind) are those of the entry; the array's address may be another."""
+    """Whether (buffer, array, kind) match the entry. The array's address may differ."""
 
     def unless(condition: V) -> None:
         with e.when(e.bin("xor", condition, True)):
@@ -171,7 +169,7 @@ def is_known(e: WalkBody, one: V, k: V, args: V) -> None:
 
 @_native("ptr", self="ptr", args="ptr", count="i64")
 def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
-    """(buffer, array, kind) -> None, as a function of CPython; `self` is an int, the address of a Known."""
+    """(buffer, array, kind) -> None, as a CPython function. `self`: an int, the address of a Known."""
     k = e.python("PyLong_AsVoidPtr", "ptr", self)
     busy = e.get(k, "busy")
     sound = e.cmp("eq", e.bin("or", e.get(e.get(k, "at_meeting"), "shut"), e.load("i64", busy, 8)), 0)
@@ -199,7 +197,8 @@ def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
 
 @_native("ptr", k="ptr", walk="ptr", code="i64")
 def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
-    """Have Python settle the meeting and go on: None, or null where it raised. It may raise before its first line, on Ctrl-C."""
+    """Let Python settle the barrier and finish the call. Returns None, or null if it raised. Ctrl-C may raise before its first
+    line."""
     address = e.python("PyLong_FromVoidPtr", "ptr", walk)
     number = e.python("PyLong_FromLong", "ptr", code)
     args = e.op("ptr", "alloca ptr, i64 2, align 8")
@@ -217,7 +216,7 @@ def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
     e.ret(result)
 
 
-# -- making them ---------------------------------------------------------------------------------------------------
+# -- construction --------------------------------------------------------------------------------------------------
 
 
 Made = tuple[Callable[..., int], Callable[..., int], MethodDef, Library]
@@ -237,26 +236,26 @@ _making = Lock()
 
 
 def _made() -> Made:
-    """rlx_ranks_begin and rlx_ranks_go_on, which let other Python threads go on, and what built-in functions are made of: one of
-    each for the life of the process."""
+    """rlx_ranks_begin and rlx_ranks_go_on (both release the GIL), the definition of all_reduce, and the library. Made once and
+    kept for the life of the process."""
     with _making:
         return _make()
 
 
 def begin_address() -> int:
-    """Of rlx_ranks_begin: i64 (ptr walk, ptr array, ptr result); what it returns other than 0 is for Table.settle."""
+    """Address of rlx_ranks_begin: i64 (ptr walk, ptr array, ptr result). A result other than 0 is passed to Table.settle."""
     return _made()[3].address("rlx_ranks_begin")
 
 
 class Table:
-    """A plan over one transport as rows. Keeps all that they point to."""
+    """A plan over one transport as rows. Keeps alive the memory that they point to."""
 
     def __init__(self, transport: Any, plan: Plan) -> None:
         self.transport, self.plan, self.kept = transport, plan, []
         self.seen: Any = None  # the buffer of the last call
         steps, staged = plan.steps, self._may_be_staged()
         if staged:
-            steps = steps[:-1]  # nobody's scratch was touched
+            steps = steps[:-1]  # no last barrier: the scratch was not used
             plan.call = plan.call._replace(detail=plan.call.detail | STAGED)
         self.steps = steps
         tables = [self._rows(half if staged else None) for half in (0, 1)] if staged else [self._rows(None)] * 2
@@ -317,7 +316,7 @@ def _base(place: Place) -> int:
 
 
 class Remembered:
-    """all_reduce of one transport as a function that knows the calls it was told of; others go to `slow`."""
+    """all_reduce of one transport as a built-in function that recognises remembered calls. All others go to `slow`."""
 
     def __init__(self, transport: Any, slow: Callable[..., Any], busy: ctypes.c_int64) -> None:
         self.entries, self.count = (Entry * ENTRIES)(), 0
@@ -333,7 +332,7 @@ class Remembered:
         self.function = builtin(definition, ctypes.addressof(known), kept)
 
     def remember(self, buffer: Any, kind: Any, array: np.ndarray, table: Table) -> None:
-        """From its second time on: who makes a buffer for each call would drive out all others."""
+        """Remember a call, from its second time on: callers that make a new buffer for each call would evict all others."""
         if table.seen is not buffer:
             table.seen = buffer
             return
@@ -345,7 +344,7 @@ class Remembered:
         entry.dims, entry.nbytes, entry.walk = ctypes.addressof(dims), array.nbytes, table.address
         self.count += 1
         self.known.known = min(self.count, ENTRIES)
-        del last  # only now nothing points to it
+        del last  # only now is it unreferenced
 
     def _settle(self, walk: int, code: int) -> None:
         table = next(kept[0] for kept in self.tables if kept and kept[0].address == walk)
@@ -353,5 +352,5 @@ class Remembered:
 
 
 def remembered(transport: Any, slow: Callable[..., None], busy: ctypes.c_int64) -> Remembered | None:
-    """None: this process's Python or numpy is not one that built-in functions here know."""
+    """The Remembered of a transport. None: generated built-in functions do not support this Python or numpy."""
     return Remembered(transport, slow, busy) if calls.refusal() is None else None
