@@ -1,8 +1,8 @@
-"""Lowering: a fusion group becomes a Kernel. Every element's expression comes from the ops' own declarations.
+"""Lowering: turns a fusion group into a Kernel. The expression of every element comes from the ops' declarations.
 
 A loop group runs *passes* over each row of its space: pass p computes what needs p finished reductions. A value that a
-later pass needs is kept in a row-long Local when computing it again would cost more than a load. A contraction group has
-its pass 0 in the epilogue, where `acc` is at hand, and the later ones, its reductions among them, on finished rows.
+later pass needs is kept in a row-long Local if recomputing it would cost more than a load. A contraction group runs pass 0 in
+the epilogue, which has `acc`, and the later passes, with its reductions, on finished rows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 
-COLUMNS = range(1024, 4097)  # of a run that is summed on its own: some KB of each row, and its sums stay in the first-level cache
-ROWS_AT_ONCE = 4  # from as many parts of the axis, each read in order; rows side by side were up to four times slower
-LEAST_RUN, LEAST_ROWS = 64, 16  # elements of a loop and rows of a contraction that are worth one of their own to skip padding
-MOST_LOADS_AGAIN = 2  # a value made of more loads than this is kept rather than made again
+COLUMNS = range(1024, 4097)  # columns summed per run: a few KB of each row, so that the sums stay in the L1 cache
+ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order; adjacent rows were up to four times slower
+LEAST_RUN, LEAST_ROWS = 64, 16  # minimum elements of a loop, rows of a contraction, for a separate loop that skips padding
+MOST_LOADS_AGAIN = 2  # a value that needs more loads than this is kept, not recomputed
 
 Grid = tuple[tuple[K.Var, int], ...]
 Body = tuple[K.Stmt, ...]
-Coords = Callable[[K.Expr], Sequence[K.Expr]]  # of a column: where it lies in the group's space
+Coords = Callable[[K.Expr], Sequence[K.Expr]]  # column -> its coordinates in the group's space
 
 
 class _Points:
-    """The grid in the making, and its limits."""
+    """The grid being built, and its limits."""
 
     def __init__(self, builder: KernelBuilder) -> None:
         self.b, self.grid = builder, list[tuple[K.Var, int]]()
@@ -50,8 +50,8 @@ class _Points:
         return k.add(first, self.grid[-1][0])
 
     def start(self, axes: Sequence[int], least: int = 1) -> tuple[K.Expr, int, int]:
-        """(flat position that the caller counts on from, how many points, how many of them to an active row: 0 where these axes
-        have none). What lies around the active rows is walked by the grid, if at least `least` points are left."""
+        """(first flat position, number of points, points per active row: 0 if these axes have none). The dims outside the active
+        rows become grid axes if at least `least` points are left."""
         dims, active = self.b.group.dims, self.b.active
         size = math.prod(dims[a] for a in axes)
         if active is None or active.axis not in axes:
@@ -65,7 +65,7 @@ class _Points:
 
 
 class Lowered(NamedTuple):
-    """A kernel and the base values behind its buffers, in argument order."""
+    """A kernel and the base values bound to its buffers, in argument order."""
 
     kernel: K.Kernel
     args: tuple[Value, ...]
@@ -78,7 +78,7 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
     if anchor is None:
         grid, body = _Rows(builder).loops()
     elif exchanged or (facts.is_native(anchor) and not is_claimed_product(anchor, facts)):
-        builder.active = None if exchanged else builder.active  # all of it, on every rank
+        builder.active = None if exchanged else builder.active  # a collective moves the whole operand, on every rank
         grid, body = (), (builder.native(anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:
         builder.open_stores(anchor.results)
@@ -97,11 +97,11 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
 
 
 class _Rows:
-    """Passes over the rows of a group: levels, what each pass computes, what is kept between them."""
+    """The passes over the rows of a group: their levels, their results, and the values kept between them."""
 
     def __init__(self, builder: KernelBuilder, acc: Value | None = None, operand: Group | None = None) -> None:
-        """`acc`: the contraction's result; its reductions wait for pass 1, when the row is finished. `operand`: the group that
-        computes an operand of the contraction, in place of the builder's."""
+        """`acc`: the contraction's result; its reductions run in pass 1, when the row is finished. `operand`: the group that
+        computes an operand of the contraction, instead of the builder's group."""
         self.b, self.group = builder, operand or builder.group
         self.per_row = acc is not None or operand is not None
         self.reductions = self.group.row_reductions()
@@ -112,13 +112,13 @@ class _Rows:
                 self.level[node] = max(here, int(acc is not None)) + 1 if node in self.reductions else here
         self.last = max(self.level[n] for n in [*self.reductions, *(v.node for v in self.group.stores)])
         self.kept: dict[Value, K.Local] = {}
-        self.sums: dict[Value, K.Local] = {}  # of columns, over an axis that is not the last
+        self.sums: dict[Value, K.Local] = {}  # column sums, over an axis that is not the last
         self.plan_kept()
 
     # -- what is kept
 
     def plan_kept(self) -> None:
-        """Choose the values that a later pass reads from a Local instead of computing them again."""
+        """Choose the values that a later pass reads from a Local instead of recomputing them."""
         kept: dict[int, list[Value]] = {}
         for p in range(self.last, -1, -1):
             reduced = [n.inputs[0] for n in self.reductions if self.level[n] == p + 1]
@@ -149,7 +149,7 @@ class _Rows:
         return out
 
     def worth_keeping(self, value: Value) -> bool:
-        """Whether computing the value again costs more than storing and loading it."""
+        """True if recomputing the value costs more than storing and loading it."""
         loads, seen, todo = 0, set(), [value]
         while todo:
             v = todo.pop()
@@ -177,8 +177,8 @@ class _Rows:
         elif all(n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for n in self.group.nodes):
             groups = collapsed(dims, self.accesses())
         else:
-            # an op that computes its operands' coordinates needs each of its own as it is: taking a flat one apart again
-            # would cost a division per element and make the addresses irregular
+            # an op that computes coordinates of its operands needs each result coordinate: recovering them from a flat one
+            # would cost a division per element and make addresses non-affine
             groups = [[a] for a in range(len(dims))]
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
@@ -198,7 +198,7 @@ class _Rows:
         return tuple(points.grid), (*before, *(s for statements in passes for s in statements))
 
     def sums_columns(self, node: Node, columns: int) -> bool:
-        """Whether the node, reduced where it is read, would walk down many columns, each row of which lies in order."""
+        """True if the node is a reduction over rows of many contiguous columns, which is better computed row by row."""
         if node.op.kind is not Kind.REDUCE or node in self.group.absorbed or node in self.reductions or self.reductions:
             return False
         assert node.op.reduce is not None
@@ -211,7 +211,7 @@ class _Rows:
         return in_order and enough and len(axes) == 1 and axes[0] < source.rank - 1
 
     def sum_columns(self, node: Node, columns: int, coords: Coords) -> list[K.Stmt]:
-        """Statements that leave the reduction of each column in a Local; they read row after row."""
+        """Statements that compute the reduction of each column in a Local, reading row by row."""
         assert node.op.reduce is not None
         b, source = self.b, node.inputs[0]
         facts, dims = node.op.reduce(node.attrs, source.shape), source.shape.static
@@ -236,14 +236,14 @@ class _Rows:
             b.memo.clear()
             return K.Loop(column, columns, body, vector=True)
 
-        at_once = ROWS_AT_ONCE if wide == source.dtype.compute else 2 * ROWS_AT_ONCE  # sums in f64 take longer to load and store
+        at_once = ROWS_AT_ONCE if wide == source.dtype.compute else 2 * ROWS_AT_ONCE  # f64 sums cost more loads and stores
         row, (each, rest) = K.Var("rows"), divmod(dims[axis], at_once)
         more = rows(k.add(row, 1), each, at_once)
         last = [rows(k.const(dims[axis] - rest), 1, rest)] if rest else []
         return [rows(ZERO, each, at_once, begins=True), K.Loop(row, each - 1, (more,)), *last]
 
     def one_pass(self, p: int, columns: int, coords: Coords, each: int = 0) -> list[K.Stmt]:
-        """The loop over columns of pass p, `each` of them to an active row, then the row values that its reductions complete."""
+        """The loop over columns of pass p (`each`: columns per active row), then the row values that its reductions complete."""
         reductions = [n for n in self.reductions if self.level[n] == p + 1]
 
         def loop(first: K.Expr, extent: int) -> K.Loop:
@@ -292,7 +292,7 @@ class _Rows:
         element = b.element(value, at(column))
         body, b.block, b.bound = b.block, [], outside
         b.memo.clear()
-        while body and column not in K.walk(body[0]):  # as the check of an index that picks the row
+        while body and column not in K.walk(body[0]):  # for example the range check of an index that selects the row
             before.append(body.pop(0))
         return K.Computed(row, column, element, value.dtype, tuple(before), tuple(body))
 
@@ -348,7 +348,7 @@ class _Rows:
 
 
 def is_claimed_product(node: Node, facts: Facts) -> bool:
-    """Whether the target claims the node as a contraction that others may follow."""
+    """True if the target claims the node as a contraction with an epilogue."""
     return facts.is_native(node) and node.op.product is not None and node.op.name in facts.target.followed
 
 
@@ -356,7 +356,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     """Grid (batch dims, and row dims that share no stride) and the Contract with its epilogue and row passes."""
     facts, (left, right), dims = contraction(anchor), anchor.inputs, anchor.shapes[0].static
     _, layout = b.places.locate(left)
-    # the longest run of trailing row axes that one stride walks; the grid takes the others
+    # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
     apart = 0 if 0 in b.group.operands else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
@@ -441,6 +441,6 @@ def _one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) ->
 
 
 def _stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """The one stride that walks these axes (the innermost with more than one element)."""
+    """The common stride of these axes (that of the innermost with more than one element)."""
     assert _one_stride(layout, dims, axes), f"axes {axes} of {dims} have no common stride in {layout}"
     return next((layout.strides[a] for a in reversed(axes) if dims[a] != 1), 0)

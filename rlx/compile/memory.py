@@ -1,7 +1,7 @@
 """Arena plan: lifetimes of buffers over the steps of one run, in-place sharing, and byte offsets.
 
-Comes in: buffers and steps (commit steps last). Goes out: an ArenaPlan. Knows nothing of graphs; what may share memory
-within a step is told by `pairs`. rlx/compile/check.py judges the result and shares no code with this file.
+Input: buffers and steps (commit steps last). Output: an ArenaPlan. It does not use the graph; `pairs` gives the arguments that
+may share memory within a step. rlx/compile/check.py checks the result and shares no code with this file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Pairs = Callable[[Kernel], AbstractSet[tuple[int, int]]]
 
 
 def no_pairs(kernel: Kernel) -> AbstractSet[tuple[int, int]]:
-    """Nothing shares memory within a step: what a plan uses when the in-place pass is off."""
+    """No pairs: used when the in-place pass is off."""
     return frozenset()
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Moments at which a buffer's bytes matter: `first` to `last`, both included. first > last: never."""
+    """Lifetime of a buffer in steps: `first` to `last`, both included. first > last: never live."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class Lifetime:
 
 @dataclass
 class _Slot:
-    """Buffers that follow each other in one place, each taking over in place from the one before."""
+    """Buffers that share one slot in succession, each written in place over the previous one."""
 
     members: list[int]
     nbytes: int
@@ -47,16 +47,16 @@ class _Slot:
 
 
 def moments(steps: Iterable[Step]) -> list[int]:
-    """When each step runs: those of a group at once."""
+    """The time of each step: steps of a group run at the same time."""
     return list(accumulate((not s.beside for s in steps), initial=-1))[1:]
 
 
 def lifetimes(
     buffers: Iterable[BufferDecl], steps: Sequence[Step], outputs: Collection[int], reuse: bool = True
 ) -> dict[int, Lifetime]:
-    """Lifetime of every buffer with a place in the arena. `outputs`: ids that must last until the next run.
+    """Lifetime of every arena buffer. `outputs`: ids that must live until the next run.
 
-    Inputs live always (-1: written before the first step); with `reuse` off, so does everything else.
+    Inputs are always live (-1: written before the first step); with `reuse` off, so are all other buffers.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -84,10 +84,10 @@ def plan_arena(
     pairs: Pairs = no_pairs,
     reuse: bool = True,
 ) -> ArenaPlan:
-    """Places for all buffers of the regions ARENA, INPUT and OUTPUT. The same arguments give the same plan.
+    """Offsets of all buffers of the regions ARENA, INPUT and OUTPUT. The same arguments give the same plan.
 
     `steps`: those of a run followed by those of its commit. `outputs`: ids of buffers that are outputs. `alignment`: bytes,
-    a power of two. `pairs(kernel)`: (read argument, written argument) that may be one memory, see rlx/ir/overlap.py.
+    a power of two. `pairs(kernel)`: (read argument, written argument) that may share memory, see rlx/ir/overlap.py.
     Offsets are chosen greedily, best fit; the better of two orders (by size; by first use) is kept.
     """
     lives = lifetimes(buffers, steps, outputs, reuse)
@@ -108,7 +108,7 @@ def plan_arena(
 
 
 def _take_overs(decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict[int, Lifetime], pairs: Pairs) -> dict[int, int]:
-    """written buffer -> the buffer whose place it takes: one that dies at the step which first writes it."""
+    """written buffer -> the buffer that it overwrites in place: one whose last use is the step that first writes it."""
     found: dict[int, int] = {}
     when = moments(steps)
     for at, step in zip(when, steps):
@@ -124,7 +124,7 @@ def _take_overs(decls: dict[int, BufferDecl], steps: Sequence[Step], lives: dict
                 if not fits or lives[read].first >= at or not 0 < decls[read].nbytes == decls[written].nbytes:
                     continue
                 allowed = pairs(step.kernel) if allowed is None else allowed
-                # one buffer may stand behind several arguments; each of them must be safe
+                # one buffer may be bound to several arguments; each of them must be safe
                 if all((i, w) in allowed for i, arg in enumerate(step.args) if arg == read):
                     found[written] = read
                     gone.add(read)
@@ -148,8 +148,8 @@ def _slots(decls: dict[int, BufferDecl], lives: dict[int, Lifetime], taken_over:
 
 
 def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]:
-    """Offset of each slot (by its first member), and the bytes needed. Each goes into the tightest gap left by the
-    slots that live at the same time."""
+    """Offset of each slot (by its first member), and the bytes needed. Best fit: each slot goes into the smallest gap between
+    the slots that are live at the same time."""
     offsets: dict[int, int] = {}
     placed = np.zeros((4, len(order)), np.int64)  # start, end (rounded up), first and last moment; by start
     size = count = 0

@@ -1,8 +1,8 @@
-"""Operands of a contraction that are computed in its kernel: which producers may be, and what a target needs to know to decide.
+"""Computed operands of contractions: which producers qualify, and the facts for the target's decision.
 
 A loop group (a norm, a cast, a chain of pointwise ops, a gather of rows) that only the contraction reads can be evaluated where
-the contraction reads its elements, instead of being written to memory by a kernel of its own. Rows may then be computed more
-than once, by every task that takes some of the columns, so the target says where that is quicker (Target.computes).
+the contraction reads its elements, instead of being written to memory by another kernel. Rows may then be computed more than
+once, by every task that has some of the columns, so the target decides when this is faster (Target.computes).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rlx.ir.op import Contraction, Kind
 from rlx.ir.target import Producer
 
 EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
-EXPENSIVE_WORK = 12  # of one such operation, in additions
+EXPENSIVE_WORK = 12  # cost of one expensive operation, in additions
 
 
 def is_expensive(node: Node) -> bool:
-    """Whether one element of a pointwise node takes more than a few instructions, judged by what it lowers to."""
+    """True if one element of a pointwise node lowers to more than a few instructions."""
     return not EXPENSIVE.isdisjoint(_operations(node))
 
 
 def work(node: Node) -> int:
-    """Of one element of a node, in additions; a few where the op does not say."""
+    """Cost of one element of a node, in additions; a small default if the op does not declare it."""
     return sum(EXPENSIVE_WORK if op in EXPENSIVE else 1 for op in _operations(node)) if node.op.scalar else 2
 
 
@@ -37,16 +37,15 @@ def _operations(node: Node) -> list[str]:
 
 
 def computable(value: Value, forms: dict[Node, str], places: Places, walked: tuple[int, ...], side: int) -> bool:
-    """Whether the nodes of a loop group (with their forms) give the operand element by element, in the order of memory.
+    """True if the nodes of a loop group (with their forms) compute the operand element by element, in memory order.
 
-    `walked`: the axes of the operand that a row of it runs along. A left operand may need reductions of rows first, if they are
-    the rows of the group."""
+    `walked`: the axes of the operand along its rows. A left operand may have row reductions, if its rows are the group's rows."""
     base = places.base(value)
     if forms.get(base.node) != "full" or not places.is_row_major(value) or walked != (value.rank - 1,):
         return False
     reductions = [n for n in forms if n.op.kind is Kind.REDUCE]
     if reductions and (side or any(forms[n] == "full" for n in reductions) or value.dims[-1] != base.dims[-1]):
-        return False  # such a one would be computed again for each element
+        return False  # such a node would be recomputed for each element
     read = (v for n in forms if n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for v in n.inputs if v.rank and v.node not in forms)
     return all(places.locate(v)[1].strides[-1] in (0, 1) or v.dims[-1] == 1 for v in read)
 

@@ -16,7 +16,7 @@ from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "beside")  # others are needed
-TUNE_SECONDS = 10.0  # of a compile with tune=True
+TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 
@@ -32,8 +32,8 @@ class CompileOptions:
     `threads`: None: as many as the process may use. `deterministic`: True, as every run of a graph gives the same bits at a given
     number of threads; False is refused, as nothing would be faster for it. `checked`: raise NumericsError where a
     NaN appears. `debug`: guard stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
-    `tune`: True, or how many seconds a compile may spend on trying how kernels are best cut on this machine (see README); or
-    choices made before: a report's `tuning`, its `choices`, or the path of a file of them. Results are the same bits.
+    `tune`: True, or the number of seconds a compile may spend on tuning the tiling of kernels on this machine (see README); or
+    earlier choices: a report's `tuning`, its `choices`, or the path of a file of them. Results are the same bits.
     """
 
     precision: str = "f32"
@@ -74,7 +74,7 @@ class CompileOptions:
             "dump": None if self.dump is None else fspath(self.dump),
             "tune": _tuned(self.tune),
         }
-        vars(self).update(normal)  # frozen for everyone else
+        vars(self).update(normal)  # the record is frozen from here on
 
     def __str__(self) -> str:
         shown = [f"{k}={v!r}" for k, v in vars(self).items() if v != getattr(CompileOptions, k, None)]
@@ -91,12 +91,12 @@ class CompileOptions:
         return replace(self, handles=(*self.handles, handle))
 
     def bind_dims(self, binding: Mapping[str, int] | None = None, **dims: int) -> CompileOptions:
-        """With values for named dims, added to those already given; a later value replaces an earlier one."""
+        """With values for named dims, added to the existing ones; a later value replaces an earlier one."""
         return replace(self, dims={**self.binding, **(binding or {}), **dims})
 
     def bind_extent(self, name: str, upper: int) -> CompileOptions:
-        """With the named dim at its upper bound, and active: CompiledGraph.set_active_extent says how many of its rows hold
-        data in the runs that follow. What is in the others never counts."""
+        """With the named dim bound to its upper bound, and active: CompiledGraph.set_active_extent sets the number of valid rows
+        for the following runs. The contents of the other rows do not affect results."""
         return replace(self, extent=(name, upper))
 
     @property
@@ -106,7 +106,7 @@ class CompileOptions:
 
     @property
     def wants_text(self) -> bool:
-        """Whether someone will read the stages."""
+        """True if the texts of the stages are needed."""
         return self.verbose or self.dump is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Outputs and next states own row-major memory: where one would not, the graph gets a copy."""
+"""Gives every output and next state its own row-major memory, with a copy where needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlx.ir.target import Target
 
 
 def outputs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with a copy of each output and next state that would be a leaf, known before the run, or a window on something
-    else. So of an output that is a state updated in place: the next run changes it."""
+    """`graph` with a copy of each output and next state that is a leaf, is known before the run, or is a view of another value.
+    An output that is a state updated in place is copied too: the next run changes the state."""
     places, static = Places(graph), static_nodes(graph.nodes())
     in_place = {u.result for u in graph.updates}
     copies: dict[Value, Value] = {}

@@ -1,7 +1,7 @@
-"""Packed weights: right operands that are known before a run are kept in the tiles in which they are streamed.
+"""Weight packing: right operands that are known before a run are stored in the tiled layout that their kernel reads.
 
-A table that is looked up in rows and multiplied by (tied embeddings) would stand in memory twice. Where look-ups are all else
-that reads it, they read the tiles too, and the plain table is not kept.
+A table used both for row look-ups and for a matrix product (tied embeddings) would be stored twice. If look-ups are its only
+other readers, they read the packed table too, and the plain table is not kept.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlx.ir.ops.pack import panels
 from rlx.ir.ops.rules import axis_of
 from rlx.ir.target import Target
 
-Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> what stands in its place
+Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
 
 
 def packing(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with packs as the right operands that are packed, and look-ups that read a pack in place of the plain table."""
+    """`graph` with packed right operands, and look-ups that read a packed table instead of the plain one."""
     static = static_nodes(graph.nodes())
     packs = {node: found for node in graph.nodes() if (found := _packed(node, target, static)) is not None}
     made: dict[Hashable, Value] = {}
 
     def shared(packed: Value, right: Value) -> Value:
-        """The pack like `packed` of this operand."""
+        """A pack of this operand in the same layout as `packed`."""
         node = packed.node
         return made.setdefault((node.op, node.attrs, right), keep(node, (right,))[0])
 
@@ -44,7 +44,7 @@ def packing(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _packed(node: Node, target: Target, static: set[Node]) -> Value | None:
-    """The right operand of a contraction, or of a native op that has a form for it, packed."""
+    """The packed right operand of a contraction, or of a claimed op that supports packing."""
     is_native = decide(node, target)[0] == "native"
     if is_native and node.op.name in target.packs:
         return target.packs[node.op.name](node)
@@ -57,7 +57,7 @@ def _packed(node: Node, target: Target, static: set[Node]) -> Value | None:
 
 
 def is_matrix(facts: Contraction) -> bool:
-    """Whether the right operand is [k, n] for all rows of the left one."""
+    """True if the right operand is one matrix [k, n] for all rows of the left one."""
     return not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,)
 
 
@@ -72,7 +72,7 @@ def contraction(node: Node) -> Contraction:
 
 
 def _look_ups(graph: Graph, static: set[Node], packs: Mapping[Node, Value]) -> dict[Node, Remake]:
-    """How nodes are remade that read a pack in place of a param, where that leaves nothing that reads the param."""
+    """Replacements of nodes that can read a pack instead of a param, if no other readers of the param remain."""
     readers: dict[Value, list[Node]] = {}
     for node in graph.nodes():
         for value in dict.fromkeys(node.inputs):
@@ -103,7 +103,7 @@ def _based(value: Value, table: Value) -> bool:
 def _plain_readers(
     value: Value, readers: Mapping[Value, Sequence[Node]], packs: Mapping[Node, Value]
 ) -> Iterator[tuple[Value, Node]]:
-    """(what it reads, node) of everything that needs the value, or a view of it, and not its packed form alone."""
+    """(value read, node) for every reader of the value, or of a view of it, that cannot use the packed form."""
     for node in readers.get(value, ()):
         if node.op.kind is Kind.VIEW:
             for v in node.results:
@@ -115,7 +115,7 @@ def _plain_readers(
 def _out_of(
     packed: Value, value: Value, reader: Node, readers: Mapping[Value, Sequence[Node]], graph: Graph
 ) -> dict[Node, Remake] | None:
-    """How a node that looks up parts of `value` does so in the pack, or the nodes that decode them; None: it cannot."""
+    """The replacement of a node that looks up parts of `value`, or that of its decoding nodes, on the pack; None: impossible."""
     if reader.op is not OPS["gather"] or reader.inputs[0] is not value or value.shape.num_elements == 0:
         return None
     if packed.node.op is pack.op:  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _out_of(
 
 
 def _again(packed: Value, value: Value) -> Value | None:
-    """`value`, which the packed matrix is or is transposed from, as a view of the pack; None: it is neither."""
+    """`value` as a view of the pack, if the packed matrix is `value` or its transpose; else None."""
     out, source = packed, packed.node.inputs[0]
     while source is not value:
         if source.node.op is not OPS["transpose"]:

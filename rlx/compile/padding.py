@@ -1,8 +1,9 @@
-"""Rows that hold no data: which values have them, and what must be done so that they never count.
+"""Padding: finds the values with padding rows, and masks them so that they never affect a result.
 
-One named dim may be bound to its upper bound and stay *active* (CompileOptions.extent): a run says how many of its rows, the
-extent, hold data. Row by row ops need nothing. An op that mixes rows of an active axis gets the rows past the extent replaced
-by what leaves its result alone, or what it needs by its own declaration (OpDef.padded); else it is a CompileError.
+One named dim may be bound to its upper bound and stay *active* (CompileOptions.extent): each run sets the number of valid rows,
+the extent. Ops that work row by row need no change. For an op that mixes rows of an active axis, the rows past the extent are
+replaced by the identity element of its combination, or handled by its own declaration (OpDef.padded); otherwise compilation
+fails with a CompileError.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ Actives = tuple[Active, ...]  # of one value: factors of its axes, outermost fir
 
 
 def active_axes(graph: Graph) -> dict[Value, Active]:
-    """The outermost active axis of each value of a compiled graph that has one: nothing reads its rows past the extent
-    (graph.extent.leaf), so that no kernel need compute them. Other values are needed whole, and so is what was made so
-    (state.valid_rows)."""
+    """The outermost active axis of each value of a compiled graph whose rows past the extent (graph.extent.leaf) are not read,
+    so kernels can skip them. Other values are needed completely, and so are results of state.valid_rows."""
     rows = Rows(graph)
     needed, out = rows.needed(graph), {}
     for value in (v for node in graph.nodes() if node.op is not valid_rows.op for v in node.results):  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def active_axes(graph: Graph) -> dict[Value, Active]:
 
 
 class Rows:
-    """Active axes of the values of a graph, followed from its inputs. `actives[value]` is () or missing where there are none."""
+    """Active axes of the values of a graph, propagated from its inputs. `actives[value]` is () or missing if there are none."""
 
     def __init__(self, graph: Graph) -> None:
         self.actives: dict[Value, Actives] = {} if graph.extent is None else dict(graph.extent.inputs)
@@ -53,7 +53,7 @@ class Rows:
         return self.actives.get(value, ())
 
     def follow(self, node: Node) -> None:
-        """Note the active axes of the node's results."""
+        """Records the active axes of the node's results."""
         if not any(map(self.of, node.inputs)):
             return
         if node.op.kind is Kind.COMPOSITE:
@@ -62,7 +62,7 @@ class Rows:
             self.actives.update((v, self.results(node, v)) for v in node.results)
 
     def through(self, node: Node) -> None:
-        """The same of a composite, by what it is made of."""
+        """The same for a composite, through its decomposition."""
 
         def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
             results = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source).results
@@ -73,8 +73,8 @@ class Rows:
         self.actives.update((v, self.of(w)) for v, w in zip(node.results, made))
 
     def needed(self, graph: Graph) -> set[tuple[Value, Active]]:
-        """Active axes of values whose padding is read all the same: sums that mix it are right because of a mask before them
-        (inside an attention made of smaller ops), and that must have been made from something."""
+        """Active axes of values whose padding must be computed although it does not affect results: a mask before a sum hides
+        it (as in a decomposed attention), but the masked value must still be defined."""
         out: set[tuple[Value, Active]] = set()
         for node in reversed(graph.nodes()):
             mixes = node.op.reduce is not None or node.op.contract is not None
@@ -94,7 +94,7 @@ class Rows:
 
 
 def carried(node: Node, operand: int, active: Active, result: Value) -> Active | None:
-    """Where an active axis of an operand of a core op lies in the result. None: it ends there, or its rows are mixed."""
+    """The active axis of the result for an active axis of an operand of a core op. None: it ends there, or its rows are mixed."""
     op, x = node.op, node.inputs[operand]
     if op.kind is Kind.POINTWISE:
         return active._replace(axis=active.axis + result.rank - x.rank)
@@ -118,7 +118,7 @@ def carried(node: Node, operand: int, active: Active, result: Value) -> Active |
 
 
 def _viewed(node: Node, active: Active, result: Value) -> Active | None:
-    """The same under a view, by where its strides lead: the rows of an operand that lies row-major are `stride` apart."""
+    """The same for a view, from its strides: the rows of a row-major operand are `stride` elements apart."""
     x, out = node.inputs[0].shape.static, result.shape.static
     plain = contiguous_strides(x)
     layout = node.op.strided and node.op.strided(node.attrs, x, out, Layout(plain))
@@ -136,13 +136,13 @@ def _viewed(node: Node, active: Active, result: Value) -> Active | None:
 
 
 def padding(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """A bound graph whose results do not depend on what lies in rows past the extent. CompileError names the node that cannot
-    be had so."""
+    """The bound graph, changed so that its results do not depend on the rows past the extent. CompileError names a node for
+    which this is impossible."""
     return graph if options.extent is None else Padding(graph, *options.extent).run()
 
 
 class Padding(Rows, PaddingPass):
-    """The pass, and what an op's `padded` declaration sees as its first argument."""
+    """The pass, and the first argument of an op's `padded` function."""
 
     def __init__(self, graph: Graph, name: str, upper: int) -> None:
         assert graph.extent is not None and graph.extent.axes is not None
@@ -153,7 +153,7 @@ class Padding(Rows, PaddingPass):
         self.finals: set[Node] = set()
 
     def run(self) -> Graph:
-        if self.upper == 1:  # one row, and a run has at least one
+        if self.upper == 1:  # one row is always valid: a run has at least one
             self.axes = {}
         for leaf in self.graph.leaves():
             self.actives[leaf] = self.leaf(leaf)
@@ -182,7 +182,7 @@ class Padding(Rows, PaddingPass):
         return made
 
     def right(self, node: Node) -> Sequence[Value]:
-        """The results of a node whose operands are right, made right."""
+        """The corrected results of a node whose operands are already corrected."""
         if node in self.finals or not any(map(self.of, node.inputs)):
             self.follow(node)
             return node.results
@@ -203,7 +203,7 @@ class Padding(Rows, PaddingPass):
         return self.core(node)
 
     def inside(self, node: Node, made: tuple[Value, ...]) -> Sequence[Value]:
-        """What an op's `padded` gave, each node of it made right."""
+        """The result of an op's `padded` function, with each of its nodes corrected."""
         part = Graph(node.op.name)
         part.inputs = [v for n in dict.fromkeys([*(v.node for v in node.inputs), self.extent.node]) for v in n.results]
         part.outputs = list(made)
@@ -217,13 +217,13 @@ class Padding(Rows, PaddingPass):
         return part.rebuild(new).outputs
 
     def core(self, node: Node) -> Sequence[Value]:
-        """The results of a core op, operands masked that it combines along an active axis."""
+        """The results of a core op, with operands masked that it combines along an active axis."""
         op, inputs, fill = node.op, list(node.inputs), "0"
         if op.reduce is not None:
             fill = IDENTITIES[op.reduce(node.attrs, inputs[0].shape).op]
         for i, value in enumerate(node.inputs):
             for active in self.of(value):
-                if op.roles[i : i + 1] == "i":  # what lies where an index would need not be one
+                if op.roles[i : i + 1] == "i":  # padding may hold invalid indices
                     inputs[i] = self.mask(inputs[i], active, guard=True)
                     self.actives[inputs[i]] = self.of(value)
                 if all(carried(node, i, active, r) for r in node.results):
@@ -292,5 +292,5 @@ IDENTITIES = {"add": "0", "mul": "1", "max": "least", "min": "greatest", "or": "
 
 
 def _by_position(node: Node) -> bool:
-    """Whether a node without rows among its operands makes them: repeated, or of their own positions alone."""
+    """True if a node whose operands have no rows creates them: by broadcasting, or from positions alone (iota)."""
     return node.op.kind is Kind.VIEW or (node.op.rows is not None and node.op.arity[1] == 0)

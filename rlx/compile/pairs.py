@@ -1,7 +1,7 @@
-"""Complex numbers become pairs: every op on c64 [...] is written over f32 [..., 2], so that no kernel knows of c64.
+"""Rewrites complex ops to pairs: every op on c64 [...] becomes ops on f32 [..., 2], so that kernels need no c64.
 
-Leaves and results keep their dtype, since their bytes are the same: a c64 leaf is read through `view_as_real`, and an output
-or a next state is `view_as_complex` of pairs. What an op is on pairs, it says itself (OpDef.parts).
+Leaves and results keep their dtype, since the bytes are the same: a c64 leaf is read through `view_as_real`, and an output
+or a next state is `view_as_complex` of pairs. Each op declares its form on pairs (OpDef.parts).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FROM_PAIRS, TO_PAIRS = view_as_complex.op, view_as_real.op  # type: ignore[attr-
 
 
 def pairs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with c64 at its leaves and results alone. CompileError: an op takes complex numbers and does not say how."""
+    """`graph` with c64 only at its leaves and results. CompileError: an op with complex operands declares no form on pairs."""
     if not any(v.dtype == c64 for node in graph.nodes() for v in node.results):
         return graph
 
@@ -46,7 +46,7 @@ def pairs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _pairs(value: Value) -> Value:
-    """The f32 [..., 2] that a c64 value is."""
+    """The pairs, f32 [..., 2], of a c64 value."""
     if value.node.op is FROM_PAIRS:
         return value.node.inputs[0]
     if value.node.op is CONSTANT:

@@ -1,13 +1,14 @@
-"""One graph over several ranks: splits are followed from marked leaves; collectives stand where ranks need each other's parts.
+"""Partitions a graph over several ranks: propagates splits from marked leaves, and inserts collectives where ranks need each
+other's data.
 
-In: a graph, and for some leaves the axis that the ranks share. Out: the graph that every rank runs, over its share of each
-leaf. As in GSPMD (Xu et al. 2021) each op's own facts say where a split leads: row by row, summed along it (then ranks have
-contributions, which are combined where they are first needed whole: in a transformer the two all_reduces per layer of Shoeybi
-et al. 2019), or not at all. A composite stays one where its decomposition over one rank's operands is, node for node,
-what the partitioner made of its decomposition over the whole ones; else the parts of it take its place.
+Input: a graph, and for some leaves the split axis. Output: the graph that every rank runs on its shard of each leaf. As in GSPMD
+(Xu et al. 2021), the declaration of an op determines how a split propagates: it carries over to the result, or it is summed over
+(then the result is partial, and is reduced where it is first needed whole: in a transformer these are the two all_reduces per
+layer of Shoeybi et al. 2019), or it ends. A composite is kept if its decomposition on one rank's operands is, node for node, the
+partitioned form of its decomposition on the whole operands; else it is replaced by that partitioned form.
 
-What cannot stay split is gathered and the report says why; but params never are, as they would move at every run: that is a
-CompileError naming the node.
+A value that cannot stay split is gathered, and the report says why. Params are never gathered, as this would move them at every
+run: instead there is a CompileError that names the node.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KINDS = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.ki
 
 
 class Move(NamedTuple):
-    """A collective that was put in. `nbytes`: that each rank sends, at least, in one run; 0: nothing moves."""
+    """An inserted collective. `nbytes`: lower bound of the bytes that each rank sends per run; 0: no data moves."""
 
     what: str
     value: str
@@ -48,8 +49,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """What the partitioner did. `marks`: of leaves and outputs; `inferred`: params split because all that reads them is;
-    `placements`: of each node's results, by node; `gathered`: why a value did not stay split."""
+    """Result of partitioning. `marks`: the marked leaves and outputs; `inferred`: params split because all their readers are;
+    `placements`: placement of each node's results; `gathered`: the reasons why values did not stay split."""
 
     name: str
     ranks: int
@@ -61,7 +62,7 @@ class PartitionReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that each rank sends in one run, at least."""
+        """Lower bound of the bytes that each rank sends per run."""
         return sum(m.nbytes for m in self.moves)
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class PartitionReport:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """`graph`: what every rank runs; its leaves have the dims of one rank's share. `splits`: of leaves, by name."""
+    """`graph`: the graph that every rank runs; its leaves have the dims of one rank's shard. `splits`: of leaves, by name."""
 
     graph: Graph
     ranks: int
@@ -85,22 +86,22 @@ class Partitioned:
     report: PartitionReport
 
     def shard(self, name: str, array: np.ndarray, rank: int) -> np.ndarray:
-        """What `rank` holds of the leaf `name`, given all of it; a view where it is one piece."""
+        """The shard of `rank` of the leaf `name`, from the whole array; a view if it is one piece."""
         if not 0 <= rank < self.ranks:
             raise UnknownRankError(f"rank {rank}; there are {self.ranks}, from 0")
         split = self.splits.get(name)
         return array if split is None else split.share(array, self.ranks, rank)
 
     def shards(self, arrays: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
-        """The same of several leaves."""
+        """The same for several leaves."""
         return {name: self.shard(name, array, rank) for name, array in arrays.items()}
 
 
 def partition(graph: Graph, marks: Mapping[str, int | Split | None], ranks: int) -> Partitioned:
-    """`graph` as each of `ranks` runs it, where they share the marked leaves: {"w1": 1, "w2": 0} says along which axis.
+    """Partitions `graph` over `ranks`. The marks give the split axis of leaves: {"w1": 1, "w2": 0}.
 
-    A marked output stays split, the others are whole on every rank. Handles that are not marked are whole. A node's name marked
-    None: what it gives is made whole at once. The graph itself stays as it was.
+    A marked output stays split; other outputs are replicated. Handles without a mark are replicated. A node's name marked None:
+    its result is made whole at once. The argument is not changed.
 
     OptionError: a mark names nothing, or no axis. CompileError: ranks cannot share an axis equally, or a param would have to
     be gathered at every run; it names the node and says why.
@@ -154,7 +155,7 @@ def _checked(graph: Graph, name: str, mark: Any, ranks: int) -> Split:
 
 
 class Plan(NamedTuple):
-    """An op over parts: where its operands must be, where its results then are, and its attributes for one rank."""
+    """A plan for an op on shards: required placements of operands, resulting placements, and its attributes on one rank."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
@@ -163,9 +164,9 @@ class Plan(NamedTuple):
 
 @dataclass
 class _Partition:
-    """The work on one graph, and what an op's `partitioned` declaration sees as its first argument.
+    """The state of partitioning one graph, and the first argument of an op's `partitioned` function.
 
-    `have`: a value of the whole graph -> the forms in which one rank has it; `home`: the one it was made in."""
+    `have`: a value of the whole graph -> its available placements on one rank; `home`: the placement in which it was made."""
 
     graph: Graph
     marks: Mapping[str, Split]
@@ -218,7 +219,7 @@ class _Partition:
             self.fixed.add(value)
 
     def at(self, value: Value, to: Placement) -> Value:
-        """The value as one rank has it in the placement `to`, by a collective if it must be."""
+        """One rank's part of the value in the placement `to`, made by a collective if necessary."""
         if value.node.op is PARAM and value.name not in self.marks and not isinstance(to, Partial):
             self.asked.setdefault(str(value.name), {})[to] = None
         have = self.have[value]
@@ -229,12 +230,12 @@ class _Partition:
         return have[to]
 
     def split_of(self, value: Value) -> Split | None:
-        """Its split, if that is its home."""
+        """The split of the value, if it was made in one."""
         home = self.home[value]
         return home if isinstance(home, Split) else None
 
     def cost(self, value: Value, to: Placement) -> float:
-        """Bytes that each rank sends to have it so."""
+        """Bytes that each rank sends to get the value in this placement."""
         home, n = self.home[value], self.ranks
         if to in self.have[value] or REPLICATED in self.have[value]:
             return 0
@@ -246,7 +247,7 @@ class _Partition:
         return share if self.direct(home, to) else 2 * share
 
     def direct(self, home: Placement, to: Placement) -> bool:
-        """Whether one collective gives it without the whole on every rank."""
+        """True if one collective makes it without gathering the whole value on every rank."""
         one = isinstance(to, Split) and len(to.parts) == 1
         return one and (isinstance(home, Partial) or (isinstance(home, Split) and len(home.parts) == 1 and home.axis != to.axis))  # type: ignore[union-attr]
 
@@ -280,13 +281,13 @@ class _Partition:
         )
 
     def first(self, size: int) -> Value:
-        """i64 (): where this rank's part begins of an axis of that size."""
+        """i64 (): the start of this rank's part of an axis of this size."""
         return ops.rank_slice(ops.iota(dims=(self.ranks,)), ranks=self.ranks).reshape(()) * (size // self.ranks)
 
     # -- nodes
 
     def follow(self, node: Node) -> None:
-        """Make what one rank computes for the node."""
+        """Build the node's computation on one rank."""
         homes = [self.home[v] for v in node.inputs]
         made: Any = None
         if node.op.kind is Kind.LEAF or all(isinstance(h, Replicated) for h in homes):
@@ -320,7 +321,7 @@ class _Partition:
         return Plan((REPLICATED,) * len(node.inputs), (REPLICATED,) * len(node.shapes), node.attrs)
 
     def core(self, node: Node) -> Plan:
-        """The plan that keeps work split and moves the fewest bytes; all operands whole where there is none."""
+        """The plan that keeps work split and moves the fewest bytes; else the plan with all operands replicated."""
         if node.op.kind is Kind.VIEW and isinstance(self.home[node.inputs[0]], Partial):
             return Plan((self.home[node.inputs[0]],), (self.home[node.inputs[0]],), node.attrs)
         plans, reasons = [], []
@@ -340,7 +341,7 @@ class _Partition:
         return reduced + sum(self.cost(v, p) for v, p in zip(node.inputs, plan.operands))
 
     def plan(self, node: Node, i: int, split: Split) -> Plan | str:
-        """How the node runs on parts of operand i; a text: why it cannot."""
+        """The plan to run the node on parts of operand i; a str: the reason why it is impossible."""
         op, x = node.op, node.inputs[i]
         operands: list[Placement] = [split if v is x else REPLICATED for v in node.inputs]
         results: tuple[Placement | None, ...] = ()
@@ -379,7 +380,7 @@ class _Partition:
     # -- composites
 
     def composite(self, node: Node) -> list[tuple[Value, Placement]]:
-        """By its decomposition; the composite itself over one rank's operands where that is the same."""
+        """A composite through its decomposition; kept as a composite on one rank's operands if that is the same."""
         key = (node.op, node.attrs, *((v.shape, self.home[v]) for v in node.inputs))
         if (plan := self.memory.get(key)) is not None:
             return self.apply(node, plan)
@@ -396,7 +397,7 @@ class _Partition:
         return made if plan is None else self.apply(node, plan)
 
     def kept(self, node: Node, made: Sequence[tuple[Value, Placement]]) -> Plan | None:
-        """The composite over one rank's operands, if it is what was `made`."""
+        """The plan that keeps the composite, on one rank's operands, if that is the same computation as `made`; else None."""
         forms = {local: (v, p) for v in node.inputs for p, local in self.have[v].items()}
         used: dict[Value, set[Placement]] = {v: set() for v in node.inputs}
         for local in _reached([local for local, _ in made], forms):
@@ -418,7 +419,7 @@ class _Partition:
 
 
 def _carried(node: Node, operand: int, split: Split, result: Value, ranks: int) -> Split | None:
-    """Where the parts of an operand of a core op lie in the result. None: it mixes them, or takes them apart."""
+    """The split of the result for a split operand of a core op. None: the op mixes the parts, or divides them differently."""
     x = node.inputs[operand]
     if node.op.kind is not Kind.VIEW or node.op.rows is not None:
         found = carried(node, operand, Active(split.axis, 1, 1, 1), result)
@@ -439,7 +440,7 @@ def _carried(node: Node, operand: int, split: Split, result: Value, ranks: int) 
 
 
 def _beside(node: Node, operand: int, result: Split) -> Placement:
-    """Where another operand must be for that split of the (first) result."""
+    """The required placement of another operand for this split of the (first) result."""
     x = node.inputs[operand]
     for axis, d in enumerate(x.shape.static):
         if d == sum(result.parts) and d != 1:
@@ -460,7 +461,7 @@ def _why(node: Node, operand: int, split: Split, ranks: int) -> str:
 
 
 def _with_dims(attrs: Attrs | None, dims: tuple[DimLike, ...]) -> Attrs | None:
-    """Attributes that are dims are those of the result."""
+    """The attributes with dims replaced by those of the result."""
     return attrs and replace(attrs, **dict.fromkeys(_dim_attributes(attrs), dims))  # type: ignore[type-var]
 
 
@@ -469,7 +470,7 @@ def _dim_attributes(attrs: Attrs | None) -> list[str]:
 
 
 def _same(a: Value, b: Value, seen: set[tuple[Value, Value]]) -> bool:
-    """Whether two values are computed alike from the very same values."""
+    """True if two values are computed by equal nodes from identical values."""
     if a is b or (a, b) in seen:
         return True
     m, n = a.node, b.node
@@ -483,7 +484,7 @@ def _same(a: Value, b: Value, seen: set[tuple[Value, Value]]) -> bool:
 
 
 def _reached(roots: Iterable[Value], ends: Mapping[Value, Any]) -> set[Value]:
-    """Those of `ends` that the roots are made of."""
+    """The values of `ends` on which the roots depend."""
     todo, done, out = list(roots), set(), set()
     while todo:
         if (v := todo.pop()) in ends:

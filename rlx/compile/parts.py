@@ -1,4 +1,4 @@
-"""Collectives on an axis that ranks share part by part: the whole from every rank's share, and a rank's share of the whole."""
+"""Collectives on an axis that is split part by part: gathering all shards, and taking a rank's shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlx.ir.placement import Split
 
 
 def all_parts(x: Value, split: Split, ranks: int) -> Value:
-    """All of it, from one rank's share."""
+    """The whole value, gathered from the shards of all ranks."""
     out, axis = ops.all_gather(x, ranks=ranks, axis=split.axis), split.axis
     lead, tail = out.dims[:axis], out.dims[axis + 1 :]
     if len(split.parts) == 1:
@@ -28,7 +28,7 @@ def all_parts(x: Value, split: Split, ranks: int) -> Value:
 
 
 def own_part(x: Value, split: Split, ranks: int) -> Value:
-    """One rank's share, from all of it."""
+    """This rank's shard of the whole value."""
     axis, lead, tail = split.axis, x.dims[: split.axis], x.dims[split.axis + 1 :]
     if len(split.parts) == 1:
         return ops.rank_slice(x, ranks=ranks, axis=axis)

@@ -1,7 +1,7 @@
-"""The passes in order, and the loop that runs them: each is a pure (graph, target, options) -> Graph, verified after.
+"""The pass pipeline. A pass is a pure function (graph, target, options) -> Graph; its result is verified.
 
-A pass that breaks the graph ends in a VerifyError that names it and shows the graph before and after. The text of every
-stage is kept only where someone asked for it.
+A pass that breaks the graph raises a VerifyError that names the pass and shows the graph before and after. The text of every
+stage is kept only on request.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def run_passes(
     passes: tuple[tuple[str, Pass], ...] = PIPELINE,
     graphs: dict[str, Graph] | None = None,
 ) -> Graph:
-    """`graph` after every pass that `options` leaves on; `graph` itself stays as it was.
+    """The graph after all passes that `options` leaves on; the argument is not changed.
 
-    `trace`, where given, receives the text of the input ("graph") and of each stage by the pass's name; so does
-    the folder `options.dump`. `graphs` receives the graph after each pass. Raises what a pass raises, and VerifyError naming a
-    pass that broke the graph.
+    `trace`, if given, receives the text of the input ("graph") and of each stage by the pass's name; so does the folder
+    `options.dump`. `graphs` receives the graph after each pass. Errors of a pass are raised unchanged; VerifyError names a pass
+    that broke the graph.
     """
     watched = trace is not None or options.wants_text
     stages = trace if trace is not None else {}
@@ -81,10 +81,10 @@ def _check(graph: Graph, sound: set[Node], what: str, before: Graph | None = Non
 
 
 def keep_text(stages: dict[str, str], name: str, graph: str, text: str, options: CompileOptions) -> None:
-    """Note the text of a stage of the graph called `graph`, and write it to the folder that is asked for."""
+    """Record the text of a stage of the graph called `graph`, and write it to the folder options.dump."""
     stages[name] = text
     if options.dump is not None:
-        folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph)[:100]  # a graph's name may hold anything
+        folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph)[:100]  # a graph's name may have any characters
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{file}.{len(stages) - 1:02}.{name}.rlx").write_text(stages[name])

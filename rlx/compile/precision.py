@@ -1,11 +1,10 @@
-"""The precision policy as casts around contractions; everything else, and every input and output, keeps its dtype.
+"""Mixed precision: casts around contractions. All other ops, and all inputs and outputs, keep their dtype.
 
-A contraction of f32 operands gets them in the policy's dtype (an operand that is narrower stays as it is), accumulates in
-f32 as every contraction of narrow operands does, and its result is widened again. Norms, softmax and other reductions stay
-f32. "auto" is bf16 where the target says that it is fast at it, else nothing. A composite with contractions inside
-(attention) is narrowed whole if the target claims the narrow form, kept if it claims only the f32 one, and otherwise
-decomposed so that its parts can be narrowed.
-"int8" is no cast: rlx.compile.int8.
+The f32 operands of a contraction are cast to the policy's dtype (narrower operands are unchanged), accumulation is in f32 as in
+every contraction of narrow operands, and the result is cast back to f32. Norms, softmax and other reductions stay f32. "auto"
+means bf16 if the target is fast at it, else no change. A composite with contractions inside (attention) is narrowed as a whole
+if the target claims the narrow form, kept if it claims only the f32 form, and otherwise decomposed so that its parts can be
+narrowed. "int8" is implemented in rlx.compile.int8.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from rlx.ir.target import Target
 
 
 def precision(graph: Graph, target: Target, options: CompileOptions, notes: list[NodeReport] | None = None) -> Graph:
-    """`graph` under options.precision. CompileError: the target does not have that dtype.
+    """`graph` with options.precision applied. CompileError: the target does not support that dtype.
 
-    `notes` receives the nodes whose dtype the policy changes ("narrowed"), or that it leaves for a stated reason ("kept").
+    `notes` receives the nodes whose dtype changes ("narrowed"), and those that keep it for a stated reason ("kept").
     """
     if options.precision == "int8":
         return in_int8(graph, target, notes)
@@ -62,7 +61,7 @@ def precision(graph: Graph, target: Target, options: CompileOptions, notes: list
 
 
 def _policy(target: Target, options: CompileOptions) -> DType | None:
-    """The dtype that contractions run on; None: as declared."""
+    """The dtype of contraction operands; None: as declared."""
     wanted = options.precision
     if wanted == "auto":
         fast = "bf16" in target.dtypes and any("bf16" in feature for feature in target.features)
@@ -85,7 +84,7 @@ def _on(node: Node, narrow: DType, at: Sequence[int]) -> Node | None:
 
 
 def _widened(slim: Node | None, node: Node) -> Sequence[Value]:
-    """The results of the narrowed node in the dtypes of the node."""
+    """The results of the narrowed node, cast to the dtypes of the original node."""
     assert slim is not None, f"{node} takes no narrow operands"
     return tuple(v if v.dtype == want.dtype else v.astype(want.dtype) for v, want in zip(slim.results, node.shapes))
 

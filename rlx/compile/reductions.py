@@ -1,5 +1,5 @@
-"""Reductions in the form in which they are fast: each over one axis, memory read in order, enough independent parts for all
-threads. Adjacent axes become one; of several, the last is reduced first; what leaves too few results is done in two steps."""
+"""Rewrites reductions to a fast form: over one axis each, with sequential reads and enough parallelism for all threads. Adjacent
+axes are merged; of several axes the last is reduced first; a reduction with too few results is done in two steps."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 
-SPLIT_ELEMENTS = 1 << 17  # fewer are one part: half a megabyte takes as long as a few hand-overs between threads
-PART_ELEMENTS = 1 << 14  # of a part, at the least
-PART_COLUMNS = 4096  # a run of columns that lowering sums on its own
+SPLIT_ELEMENTS = 1 << 17  # below this no split: half a megabyte takes only as long as a few thread synchronizations
+PART_ELEMENTS = 1 << 14  # minimum elements per part
+PART_COLUMNS = 4096  # columns of a run that lowering sums separately
 PARTS_PER_THREAD = 4
-LEAST_ROW = 16  # elements of a last axis that is worth reducing by itself
+LEAST_ROW = 16  # minimum elements of a last axis for a reduction of its own
 
 
 def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with reductions over several axes, or of few results, in steps. Partial sums of narrow floats are f32."""
-    if graph.extent is not None:  # rows that hold no data are skipped along the axes as they are declared
+    """`graph` with reductions over several axes, or with few results, in steps. Partial sums of narrow floats are f32."""
+    if graph.extent is not None:  # padding is skipped along the declared axes, so these must not change
         return graph
     readers: dict[Value, set[Node]] = {}
     for node in graph.nodes():
         for value in node.inputs:
             readers.setdefault(value, set()).add(node)
     outside = set(graph.roots())
-    alone: set[Node] = set()  # new nodes whose old one had one reader
+    alone: set[Node] = set()  # new nodes whose original had one reader
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         kept = keep(node, inputs)
@@ -44,7 +44,7 @@ def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> Value | None:
-    """The result of a reduction in more and simpler nodes; None if it is as it should be."""
+    """The result of a reduction in several simpler nodes; None if it needs no change."""
     assert node.op.reduce is not None
     source, result = node.inputs[0], node.shapes[0]
     dims, axes = source.shape.static, node.op.reduce(node.attrs, source.shape).axes
@@ -60,7 +60,7 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> 
     value = _reshaped(source, _divided(sizes, last, parts), alone)
     if source.dtype != source.dtype.compute:
         value = apply(OPS["cast"], (value,), {"dtype": source.dtype.compute})
-    for i in reversed(todo):  # axes before i are where they were
+    for i in reversed(todo):  # from the back, so that earlier axes keep their numbers
         if i != last and (parts := _parts(value.shape.static, i, threads)) > 1:  # type: ignore[union-attr]
             value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
@@ -71,7 +71,7 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> 
 
 
 def _parts(dims: Sequence[int], axis: int, threads: int) -> int:
-    """Equal parts of this axis to reduce side by side; 1 where the other axes make work enough, or it has no such divisor."""
+    """Number of equal parts of this axis to reduce in parallel; 1 if the other axes give enough work, or no divisor fits."""
     outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
     most = dims[axis] * inner // PART_ELEMENTS
     if threads == 1 or outer * dims[axis] * inner < SPLIT_ELEMENTS:
@@ -81,12 +81,12 @@ def _parts(dims: Sequence[int], axis: int, threads: int) -> int:
 
 
 def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:
-    """The dims with one axis as two, the first of which counts parts."""
+    """The dims with one axis split into two: the number of parts, and the size of a part."""
     return (*dims[:axis], *((parts,) if parts > 1 else ()), dims[axis] // parts, *dims[axis + 1 :])
 
 
 def _reshaped(value: Value, dims: tuple[int, ...], alone: set[Node]) -> Value:
-    """`value` in other dims, pointwise nodes that nothing else reads computed in them, so that they need no memory."""
+    """`value` reshaped, with the reshape moved above pointwise nodes that have no other reader, so that they can be fused."""
     node, own = value.node, value.shape.static
     if own == dims:
         return value

@@ -1,6 +1,6 @@
-"""Where in the arena the values of a user's graph lie, for who asks: passes do not say which node became which.
+"""Arena offsets of the values of a user's graph, computed on request: passes do not record which node became which.
 
-The graph is lowered once more with a tag as the name of each node, which passes keep, and which changes nothing else.
+The graph is lowered again with a tag as the name of each node. Passes keep names, and names change nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rlx.ir.target import Target
 
 
 def slots(graph: Graph, target: Target, options: CompileOptions) -> dict[Value, int]:
-    """Byte offset of each value of `graph` that a run leaves in the arena: row-major, in the dtype that it is computed in. Values
-    that were fused away, folded or merged with others, params and states have none."""
+    """Byte offset of each value of `graph` that a run stores in the arena: row-major, in the dtype in which it is computed.
+    Values that are fused, folded or merged with others, params and states have none."""
     tagged: dict[str, Node] = {}
 
     def tag(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:

@@ -1,7 +1,7 @@
-"""States that are updated where they lie: which assignments need no copy, why the others do, and how a failed run is undone.
+"""In-place updates of states: which assignments need no copy, why the others do, and how a failed run is undone.
 
-`assign(h, v)` is in place when v is h with a part replaced (OpDef.update) and everything else that reads the old h can run
-before. The part that is overwritten is read first, into the arena; if the run then fails, it is put back by the same op.
+`assign(h, v)` is done in place if v is h with a part replaced (OpDef.update) and all other readers of the old h can run first.
+The overwritten part is saved to the arena first; if the run fails, the same op restores it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlx.ir.verify import where
 
 
 def state(graph: Graph, target: Target, options: CompileOptions) -> Graph:
-    """`graph` with the assignments that need no copy as updates in place (Graph.updates). CompileError with the reason for one
-    that was asked to be in place and cannot be."""
+    """`graph` with the assignments that need no copy as in-place updates (Graph.updates). CompileError, with the reason, if the
+    user asked for an in-place update that is impossible."""
     out = graph.rebuild(keep)
-    out.updates = []  # of a graph that was parsed from a later stage: found anew
+    out.updates = []  # a graph parsed from a later stage has some: they are found again
     found = readers(out, {h: v.node for h, v in graph.assigns if v.node.op.update is not None})
-    accepted: dict[Node, Sequence[Node]] = {}  # update -> what runs before it
+    accepted: dict[Node, Sequence[Node]] = {}  # update -> nodes that run before it
     for handle, value in graph.assigns:
         reason = _refusal(graph, handle, value, found.get(value.node, ()), accepted)
         if reason is None:
@@ -54,7 +54,7 @@ def _refusal(
 
 
 def _first_after(nodes: Sequence[Node], goal: Node, accepted: Mapping[Node, Sequence[Node]]) -> Node | None:
-    """The first of `nodes` that is `goal` or needs it, by its operands or by what runs before updates `accepted`."""
+    """The first of `nodes` that is `goal` or depends on it, by operands or by the ordering edges of `accepted` updates."""
     seen: set[Node] = set()
     for first in nodes:
         todo = [first]

@@ -1,7 +1,7 @@
-"""The passes as the functions of an op see them: lowering (rlx.compile.element), padding, partition. And nodes with the
-attributes of one op.
+"""Interfaces of the passes for the functions of an op: lowering (rlx.compile.element), padding and partition. Also nodes typed by
+the attributes of one op.
 
-Ops are declared below the compiler, and so is what they may ask of it: the passes say by inheritance that they offer this.
+Ops are declared in a layer below the compiler, so these interfaces are declared here, and the passes inherit from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parted = Sequence[tuple[Value, Placement]] | str | None  # OpDef.partitioned
 
 
 class Applied(Protocol[Attributes]):
-    """A Node whose attributes are known: those of the op that declares the function."""
+    """A Node whose attributes have a known type: that of the op that declares the function."""
 
     @property
     def op(self) -> OpDef: ...
@@ -45,7 +45,7 @@ class Lowering(Protocol):
 
     @property
     def threads(self) -> int:
-        """That share the points of the grid; no result depends on it."""
+        """Number of threads that share the grid; no result depends on it."""
         ...
 
     def dims(self, value: Value) -> tuple[int, ...]: ...
@@ -55,11 +55,11 @@ class Lowering(Protocol):
         ...
 
     def in_tiles(self, value: Value) -> bool:
-        """Whether the value lies in memory in tiles."""
+        """True if the value is stored in a tiled layout."""
         ...
 
     def stored(self, value: Value, place: Coords) -> Expr:
-        """What lies at a place in the memory of a value in tiles."""
+        """The element at a memory location of a value in a tiled layout."""
         ...
 
     def check(self, ok: Expr, code: int) -> None:
@@ -73,7 +73,7 @@ class Lowering(Protocol):
         ...
 
     def cut(self, axis: int) -> bool:
-        """Whether the extent cuts this axis of the results: points along it are better points of the grid."""
+        """True if the extent limits this axis of the results, which should then be a grid axis."""
         ...
 
 
@@ -91,19 +91,19 @@ class PaddingPass(Protocol):
         ...
 
     def masked(self, value: Value, axis: int, fill: str = "0", guard: bool = False) -> Value:
-        """`value` with what lies past the extent along `axis` replaced by one of state.FILLS."""
+        """`value` with its rows past the extent along `axis` replaced by one of state.FILLS."""
         ...
 
     def final(self, made: Made) -> Made:
-        """The results of a node that is right as it is."""
+        """The results of a node that needs no further change."""
         ...
 
     def valid(self, value: Value, axis: int) -> Value:
-        """bool [size of `axis`]: where it holds data."""
+        """bool [size of `axis`]: True where it holds data."""
         ...
 
     def count(self, value: Value, axes: Iterable[int], dtype: DType) -> Value | None:
-        """How many elements along `axes` hold data, (); None: all, whatever the run."""
+        """Number of valid elements along `axes`, (); None: all, in every run."""
         ...
 
 
@@ -114,17 +114,17 @@ class Partitioning(Protocol):
     def ranks(self) -> int: ...
     @property
     def home(self) -> Mapping[Value, Placement]:
-        """Where each value lies."""
+        """The placement in which each value was made."""
         ...
 
     def at(self, value: Value, to: Placement) -> Value:
-        """The value as one rank has it in the placement `to`, by a collective if it must be."""
+        """One rank's part of the value in the placement `to`, made by a collective if necessary."""
         ...
 
     def split_of(self, value: Value) -> Split | None:
-        """Its split, if that is its home."""
+        """The split of the value, if it was made in one."""
         ...
 
     def first(self, size: int) -> Value:
-        """i64 (): where this rank's part begins of an axis of that size."""
+        """i64 (): the start of this rank's part of an axis of this size."""
         ...
