@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -22,6 +23,7 @@ from rlx.driver import (
     CommandStream,
     Device,
     DeviceArena,
+    HandleStore,
     HostArena,
     Launch,
     Memory,
@@ -35,8 +37,9 @@ from rlx.driver import (
     recording,
 )
 from rlx.driver import device as device_module
-from rlx.driver.buffer import MEMORIES
+from rlx.driver.memory import MEMORIES
 from rlx.errors import (
+    BindingError,
     DeviceUnavailableError,
     InputDTypeError,
     InputShapeError,
@@ -302,27 +305,46 @@ def test_dlpack_of_what_lies_elsewhere_or_is_strided_is_refused():
 # -- buffers in discrete memory
 
 
+@dataclass(frozen=True, eq=False)
+class Away:
+    """A block that the host does not see: a number."""
+
+    address: int
+    nbytes: int
+    data: None = None
+
+
 class Discrete:
-    """A device whose memory the host cannot see: blocks are names, the bytes stay inside."""
+    """A device whose memory the host cannot see: the bytes stay inside."""
 
     host_visible = False
 
     def __init__(self, device: Device) -> None:
         self.device, self.bytes, self.made = device, {}, 0
 
-    def alloc(self, nbytes):
+    def allocate(self, nbytes, alignment=64):
         self.made += 1
-        self.bytes[f"block{self.made}"] = bytearray(b"\xa5" * nbytes)
-        return f"block{self.made}"
+        block = Away(self.made << 20, nbytes)
+        self.bytes[block] = np.zeros(nbytes, np.uint8)
+        return block
 
     def free(self, block):
         del self.bytes[block]
 
-    def copy_in(self, block, source):
-        self.bytes[block][: source.size] = source.tobytes()
+    def copy_in(self, block, source, offset=0):
+        self.bytes[block][offset : offset + source.size] = source
 
-    def copy_out(self, block, into):
-        into[:] = np.frombuffer(self.bytes[block], np.uint8)[: into.size]
+    def copy_out(self, block, into, offset=0):
+        into[:] = self.bytes[block][offset : offset + into.size]
+
+    def copy(self, goal, source):
+        self.bytes[goal][:] = self.bytes[source]
+
+    def freeze(self, blocks):
+        assert all(block in self.bytes for block in blocks)
+
+    def assign(self, goal, source):
+        self.copy(goal, source)
 
 
 @pytest.fixture
@@ -332,6 +354,28 @@ def gpus(monkeypatch):
         assert isinstance(memory, Memory)
         monkeypatch.setitem(MEMORIES, memory.device, memory)
     return memories
+
+
+def test_states_in_discrete_memory_are_read_and_written_by_copies(gpus):
+    store, want = HandleStore(), np.arange(6, dtype=np.float32).reshape(2, 3)
+    (entry,) = store.require([("h", Shape((2, 3), f32))], gpus[0])
+    assert not store.read("h").any() and entry.memory.nbytes == 24
+    store.write("h", want)
+    with pytest.raises(TransferError, match="'h' lies in memory that the host does not see"):
+        entry.array  # noqa: B018
+    (fork,) = store.fork()
+    snapshot = store.snapshot()
+    store.write("h", want + 1)
+    np.testing.assert_array_equal(fork.read("h"), want)
+    np.testing.assert_array_equal(snapshot.states["h"], want)
+    store.rollback()
+    np.testing.assert_array_equal(store.read("h"), want)
+    with pytest.raises(InputShapeError, match=r"handle 'h' is f32\[2,3\], got an array float64\[6\]"):
+        store.write("h", np.zeros(6))
+    with pytest.raises(UnknownNameError, match="no state is called 'g'; there are 'h'"):
+        store.read("g")
+    with pytest.raises(BindingError, match="a store per device"):
+        store.require([("h", Shape((2, 3), f32))], gpus[1])
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16, DTYPES["bool"]], ids=str)

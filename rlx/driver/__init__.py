@@ -2,11 +2,12 @@
 
 from rlx.driver.arena import DeviceArena, HostArena, Slot, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
 from rlx.driver.backend import Artifact, Backend, Executable
-from rlx.driver.buffer import Buffer, HostMemory, Memory, memory_of
+from rlx.driver.buffer import Buffer
 from rlx.driver.collective import ReduceKind, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.launch import connect
+from rlx.driver.memory import HostMemory, Memory, memory_of
 from rlx.driver.params import ParamEntry, ParamStore
 from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport

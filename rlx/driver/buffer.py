@@ -8,62 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from rlx.driver.arena import aligned_bytes
-from rlx.driver.device import TEST_NAMES, Device
+from rlx.driver.device import Device
+from rlx.driver.memory import Block, HostBlock, Memory, memory_of
 from rlx.driver.stream import note
-from rlx.errors import DeviceUnavailableError, InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
+from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.shape import Shape
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """The memory of one device, supplied by its backend. A block is the object that `alloc` returns."""
-
-    device: Device
-    host_visible: bool  # blocks are uint8 arrays of host memory
-
-    def alloc(self, nbytes: int) -> Any: ...
-
-    def free(self, block: Any) -> None: ...
-
-    def copy_in(self, block: Any, source: np.ndarray) -> None:
-        """Copy a contiguous host uint8 array to the block's start; finished when it returns."""
-        ...
-
-    def copy_out(self, block: Any, into: np.ndarray) -> None:
-        """Fill a contiguous host uint8 array from the block's start; finished when it returns."""
-        ...
-
-
-class HostMemory:
-    """Memory of a device that computes in host memory. Blocks are uint8 arrays, freed with their last reference."""
-
-    host_visible = True
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def alloc(self, nbytes: int) -> np.ndarray:
-        return aligned_bytes(nbytes)
-
-    def free(self, block: np.ndarray) -> None:
-        """Does nothing: the block is freed when the last view of it is."""
-
-    def copy_in(self, block: np.ndarray, source: np.ndarray) -> None:
-        block[: source.size] = source
-
-    def copy_out(self, block: np.ndarray, into: np.ndarray) -> None:
-        into[:] = block[: into.size]
-
-
-_HOST_NAMES = ("cpu", *TEST_NAMES)
-# Memories by device. Memories of host devices are made on demand; rlx.backends adds a discrete one when it loads its backend.
-MEMORIES: dict[Device, Memory] = {Device.CPU: HostMemory(Device.CPU)}
 
 _DLPACK_CPU = (1, 0)
 _DLPACK_CODES = {"bf16": 4, "f8e4m3": 10, "f8e5m2": 12}  # types that DLPack knows and numpy does not
@@ -78,10 +32,11 @@ class Buffer:
 
     __slots__ = ("__weakref__", "_block", "_finalizer", "_memory", "device", "dims", "dtype", "is_host", "nbytes", "shape")
 
-    def __init__(self, shape: Shape, memory: Memory, block: Any) -> None:
+    def __init__(self, shape: Shape, memory: Memory, block: Block) -> None:
         self.shape, self.dims, self.dtype, self.nbytes = shape, shape.static, shape.dtype, shape.size_bytes
         self.device, self.is_host = memory.device, memory.host_visible  # is_host: the host can address these bytes
-        self._memory, self._block = memory, block
+        self._memory: Memory = memory
+        self._block: Block | None = block
         self._finalizer = weakref.finalize(self, memory.free, block)
         self._finalizer.atexit = False  # the device may be closed by then, and memory is freed with the process anyway
 
@@ -102,7 +57,7 @@ class Buffer:
             if not array.flags.c_contiguous:
                 found = f"{shape} with byte strides {array.strides}"
                 raise TransferError(f"{found} is not C-contiguous and cannot be shared; pass np.ascontiguousarray(array)")
-            return Buffer(shape, memory, _bytes_of(array))
+            return Buffer(shape, memory, HostBlock(_bytes_of(array)))
         return _allocate(shape, memory, np.ascontiguousarray(array))
 
     @staticmethod
@@ -134,7 +89,7 @@ class Buffer:
         block, device = self._live(), Device.parse(device)
         if device == self.device:
             return self
-        return _allocate(self.shape, memory_of(device), block if self.is_host else self.to_host())
+        return _allocate(self.shape, memory_of(device), block.data if self.is_host else self.to_host())
 
     def to_host(self) -> np.ndarray:
         """A fresh, writable array with the contents. It is always a copy, on every device (`numpy` shares memory)."""
@@ -156,7 +111,7 @@ class Buffer:
 
     def _copy_in(self, array: np.ndarray) -> None:
         block = self._live()
-        if self.is_host and not block.flags.writeable:
+        if block.data is not None and not block.data.flags.writeable:
             raise TransferError(f"{self!r} shares a read-only array and cannot be written")
         self._memory.copy_in(block, _bytes_of(array))
         if not self.is_host:
@@ -167,8 +122,8 @@ class Buffer:
         self._finalizer()
         self._block = None
 
-    def _live(self) -> Any:
-        if self.released:
+    def _live(self) -> Block:
+        if self.released or self._block is None:
             raise TransferError(f"{self!r} was released; its bytes are gone")
         return self._block
 
@@ -177,9 +132,9 @@ class Buffer:
     def numpy(self) -> np.ndarray:
         """The contents as an array that shares the memory. TransferError if the host cannot see it (`to_host` copies)."""
         block = self._live()
-        if not self.is_host:
+        if block.data is None:
             raise TransferError(f"{self!r} is not in host memory; call to_host() for a copy")
-        return block.view(self.dtype.numpy).reshape(self.dims)
+        return block.data.view(self.dtype.numpy).reshape(self.dims)
 
     def memoryview(self) -> memoryview:
         """The contents via the buffer protocol, shared. It has no format letter for bf16 and f8: these appear as unsigned
@@ -214,9 +169,9 @@ class Buffer:
         return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in _DLPACK_CODES else array
 
 
-def _granted(shape: Shape, memory: Memory) -> Any:
+def _granted(shape: Shape, memory: Memory) -> Block:
     try:
-        return memory.alloc(shape.size_bytes)
+        return memory.allocate(shape.size_bytes)
     except (MemoryError, ValueError) as e:  # numpy's ValueError: more than can be addressed
         raise OutOfMemoryError(f"{memory.device} has no room for {shape}, {shape.size_bytes} bytes") from e
 
@@ -226,17 +181,6 @@ def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) 
     if contents is not None:
         out._copy_in(contents)
     return out
-
-
-def memory_of(device: Device | str) -> Memory:
-    """The memory of a device. DeviceUnavailableError if no backend has supplied one."""
-    device = Device.parse(device)
-    if device.name in _HOST_NAMES and device not in MEMORIES:
-        MEMORIES[device] = HostMemory(device)
-    if device not in MEMORIES:
-        usable = ", ".join(map(str, MEMORIES))
-        raise DeviceUnavailableError(f"{device} has no memory here: no backend for it is loaded. Usable: {usable}")
-    return MEMORIES[device]
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

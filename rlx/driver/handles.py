@@ -9,64 +9,35 @@ any executable on it. The store's own methods do not wait for queued runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
+from rlx.driver.memory import Memory
 from rlx.driver.queue import RunQueue
-from rlx.errors import BindingError, InputShapeError, known
+from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known
 from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
 
 
-class StateMemory(Protocol):
-    """Memory for a store, supplied by the backend: an object or module with these functions."""
-
-    def allocate(self, nbytes: int, /) -> Any:
-        """Zeroed memory. Its `address` never changes. `data`: its bytes as a flat uint8 array of the host."""
-        ...
-
-    def freeze(self, regions: Sequence[Any], /) -> None:
-        """Prepare these regions for `assign` without a copy. Their contents and addresses do not change."""
-        ...
-
-    def assign(self, goal: Any, source: Any, /) -> None:
-        """Set `goal` to the current bytes of `source`, of the same size."""
-        ...
-
-
-@dataclass(frozen=True)
-class PlainBytes:
-    data: np.ndarray
-
-    @property
-    def address(self) -> int:
-        return self.data.ctypes.data
-
-
-class PlainMemory:
-    """StateMemory in numpy arrays: forks are copies."""
-
-    def allocate(self, nbytes: int) -> PlainBytes:
-        return PlainBytes(np.zeros(nbytes, np.uint8))
-
-    def freeze(self, regions: Sequence[PlainBytes]) -> None:
-        """Does nothing: this memory is never shared."""
-
-    def assign(self, goal: PlainBytes, source: PlainBytes) -> None:
-        np.copyto(goal.data, source.data)
-
-
 @dataclass(frozen=True, eq=False)
 class HandleEntry:
-    """One state: its shape, its memory, and a writable array over that memory."""
+    """One state: its shape, and its block of the device's memory."""
 
     shape: Shape
     memory: Any
-    array: np.ndarray
+    name: str
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The block as a writable array. TransferError: the host does not see it (HandleStore.read and write copy)."""
+        if self.memory.data is None:
+            raise TransferError(f"state {self.name!r} lies in memory that the host does not see; read or write copies it")
+        return self.memory.data.view(self.shape.dtype.numpy).reshape(self.shape.static)
 
 
 class HandleStore:
@@ -74,13 +45,13 @@ class HandleStore:
 
     def __init__(self) -> None:
         self.entries: dict[str, HandleEntry] = {}
-        self._memory: StateMemory | None = None
+        self._memory: Memory | None = None
         self._last: Snapshot | None = None
         self.queue = RunQueue()  # of runs on these states
         self._torn: set[str] = set()  # states that another thread was writing when this process was forked
         _stores.add(self)
 
-    def require(self, wanted: Iterable[tuple[str, Shape]], memory: StateMemory) -> list[HandleEntry]:
+    def require(self, wanted: Iterable[tuple[str, Shape]], memory: Memory) -> list[HandleEntry]:
         """The entries of these names, in order. Missing ones are allocated in `memory`, zeroed.
 
         InputShapeError: an entry has another shape. BindingError: the store is in another memory. Nothing is allocated then.
@@ -96,8 +67,28 @@ class HandleStore:
         for name, shape in wanted:
             if name not in self.entries:
                 made = memory.allocate(shape.size_bytes)
-                self.entries[name] = HandleEntry(shape, made, made.data.view(shape.dtype.numpy).reshape(shape.static))
+                self.entries[name] = HandleEntry(shape, made, name)
         return [self.entries[name] for name, _ in wanted]
+
+    def read(self, name: str) -> np.ndarray:
+        """A fresh array of what the state holds."""
+        entry, memory = self._entry(name)
+        out = np.empty(entry.shape.static, entry.shape.dtype.numpy)
+        memory.copy_out(entry.memory, out.reshape(-1).view(np.uint8))
+        return out
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Give a state these contents. InputShapeError: the array has another shape or dtype."""
+        entry, memory = self._entry(name)
+        if array.shape != entry.shape.static or array.dtype != entry.shape.dtype.numpy:
+            raise InputShapeError(f"handle {name!r} is {entry.shape}, got an array {array.dtype}{list(array.shape)}")
+        memory.copy_in(entry.memory, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        self.mend([name])
+
+    def _entry(self, name: str) -> tuple[HandleEntry, Memory]:
+        if self._memory is None or name not in self.entries:
+            raise UnknownNameError(f"no state is called {name!r}; there are {known(self.entries)}")
+        return self.entries[name], self._memory
 
     def _in_child(self) -> None:
         """After a fork. Runs of the parent's other threads do not continue in the child, so the states that they were writing are
@@ -214,8 +205,9 @@ class Snapshot:
 
     @property
     def states(self) -> Mapping[str, np.ndarray]:
-        """By handle name, read-only."""
-        views = {name: entry.array.view() for name, entry in self.store.entries.items()}
+        """By handle name, read-only; copies where the host does not see the device's memory."""
+        entries = self.store.entries
+        views = {name: self.store.read(name) if e.memory.data is None else e.array.view() for name, e in entries.items()}
         for view in views.values():
             view.flags.writeable = False
         return views

@@ -113,8 +113,7 @@ class LanguageModel:
     @property
     def position(self) -> int:
         """The number of tokens in the state."""
-        entry = self.handles.entries.get("position")
-        return int(entry.array) if entry else 0
+        return int(self.handles.read("position")) if "position" in self.handles.entries else 0
 
     def step(self, tokens: Any) -> np.ndarray:
         """Process `tokens`, int [n] or [batch, n] with n of at least 1. Returns f32 [batch, vocab], the logits after the last
@@ -162,7 +161,7 @@ class LanguageModel:
         """Reset the state to no tokens."""
         self._answer = None
         if entry := self.handles.entries.get("position"):
-            entry.array[...] = 0
+            self.handles.write("position", np.zeros(entry.shape.static, entry.shape.dtype.numpy))
 
     def use_handles(self, store: HandleStore) -> None:
         """Continue from another state, such as a fork of `handles`. Nothing is copied. BindingError: not a HandleStore, or that
@@ -303,7 +302,7 @@ class Choices:
             return self._chosen()
 
     def _chosen(self) -> int:
-        return int(checked_tokens(self._model.handles.entries["token"].array, self._model.config.vocab_size)[0])
+        return int(checked_tokens(self._model.handles.read("token"), self._model.config.vocab_size)[0])
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:

@@ -78,7 +78,7 @@ class CpuExecutable(Loaded):
         self, code: CpuCode, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
     ) -> None:
         program = code.artifact.program
-        super().__init__(program, params, handles, memory, memory.allocate, code.constants)
+        super().__init__(program, params, handles, memory.MEMORY, memory.allocate, code.constants)
         self._code, self._transport = code, transport
         if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
             self.arena.data[...] = 0

@@ -4,7 +4,7 @@ A region lives as long as there is a reference to it or to a numpy view of it, s
 from `allocate`: a run that does not call it allocates nothing, which `allocations` shows.
 
 Regions can share bytes until they are written, page by page (`freeze`, `assign`): they map one anonymous file privately,
-and the operating system copies a page at the first write to it. This module is the StateMemory of rlx.driver.handles.
+and the operating system copies a page at the first write to it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from rlx.driver.device import Device
+from rlx.driver.memory import ALIGNMENT, HostMemory
 from rlx.forks import Lock
 
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 HUGE_PAGE = 2 << 20  # bytes; regions from this size on ask for huge pages (fewer TLB misses on packed weights)
 PAGE = mmap.PAGESIZE
 OWN_PAGES = 1 << 16  # bytes; regions from this size on have pages of their own, which can be shared
@@ -234,3 +236,19 @@ def _pages(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a system without huge pages rejects the advice; small pages work as well
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
+
+
+class CpuMemory(HostMemory):
+    """rlx.driver.memory.Memory in these regions: snapshots share pages until they are written."""
+
+    def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> Region:
+        return allocate(nbytes, alignment)
+
+    def freeze(self, blocks: Sequence[Any]) -> None:
+        freeze(blocks)
+
+    def assign(self, goal: Any, source: Any) -> None:
+        assign(goal, source)
+
+
+MEMORY = CpuMemory(Device.CPU)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rlx.driver import files
-from rlx.driver.handles import HandleEntry, HandleStore, StateMemory
+from rlx.driver.handles import HandleEntry, HandleStore
+from rlx.driver.memory import ALIGNMENT, Memory
 from rlx.driver.params import ParamStore
 from rlx.errors import InputShapeError, PlanError
 from rlx.ir.program import BufferDecl, Program, Region
 
-ALIGNMENT = 64  # bytes; the least alignment of the arena
 POISON = 0xCB  # byte that fills memory whose contents are undefined
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 PURPOSES = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
@@ -28,7 +28,7 @@ class Loaded:
     `allocate` gives the memory of everything else."""
 
     def __init__(
-        self, program: Program, params: ParamStore, handles: HandleStore, states: StateMemory, allocate: Allocate,
+        self, program: Program, params: ParamStore, handles: HandleStore, states: Memory, allocate: Allocate,
         constants: Mapping[int, Any] | None = None,
     ) -> None:  # fmt: skip
         self.program, self.params, self.handles = program, params, handles

@@ -12,15 +12,17 @@ from types import MappingProxyType
 import numpy as np
 
 from rlx.backends.shared.loaded import POISON, Loaded, check_fits
+from rlx.driver.device import Device
 from rlx.driver.exchange import Exchanges
-from rlx.driver.handles import HandleStore, PlainBytes, PlainMemory
+from rlx.driver.handles import HandleStore
+from rlx.driver.memory import HostBlock, HostMemory
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CollectiveError, IndexRangeError
 from rlx.ir.kernel import STATUS, Check, Kernel, walk
 from rlx.ir.program import Program, Region, Step
 
-STATES = PlainMemory()
+STATES = HostMemory(Device.CPU)
 # a kernel and flat, aligned arrays, one per buffer -> 0, or the code of a failed Check
 RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
 
@@ -124,8 +126,8 @@ class StepwiseExecutable(Loaded):
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
 
 
-def poisoned(nbytes: int, alignment: int) -> PlainBytes:
-    """`nbytes` bytes of poison, aligned."""
+def poisoned(nbytes: int, alignment: int) -> HostBlock:
+    """`nbytes` poisoned bytes, aligned."""
     base = np.full(nbytes + alignment, POISON, np.uint8)
     start = -base.ctypes.data % alignment
-    return PlainBytes(base[start : start + nbytes])
+    return HostBlock(base[start : start + nbytes])
