@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.errors import ParseError
 from rlx.ir.graph import Active
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Kernel, in_kernels
 from rlx.ir.kernel_parse import KernelParser
 from rlx.ir.layout import TiledLayout
 from rlx.ir.program import ArenaPlan, BufferDecl, OutputDecl, Program, Region, Step
@@ -224,6 +224,7 @@ class _Parser(KernelParser):
         if wants.writable != written:
             how = "written: out stands before it" if wants.writable else "only read: no out stands before it"
             self.error(f"argument {n} of {kernel.name} is {how}")
-        if wants.dtype != buffer.shape.dtype or wants.size > buffer.shape.num_elements:
+        dtype, size = in_kernels(buffer.shape.dtype, buffer.shape.num_elements)
+        if wants.dtype != dtype or wants.size > size:
             self.error(f"argument {n} of {kernel.name} is {wants.dtype}[{wants.size}], found %{buffer.id} {buffer.shape}")
 
