@@ -22,7 +22,7 @@ LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How to compile a graph. Bad values raise OptionError when the options are made.
+    """Options of a compile. Bad values raise OptionError when the options are made.
 
     precision: "f32" computes as declared; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
     "auto" does so with bf16 where the target is fast at it. "int8": contractions with weights run on 8-bit integers, scaled per

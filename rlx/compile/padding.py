@@ -244,13 +244,13 @@ class Padding(Rows, PaddingPass):
     # -- offered to ops
 
     def mask(self, value: Value, active: Active, fill: str = "0", guard: bool = False) -> Value:
-        """`value` with what lies past the extent along an active axis replaced by one of state.FILLS; `guard`: see there."""
+        """`value` with its rows past the extent along an active axis replaced by one of state.FILLS; `guard`: see there."""
         self.changes += 1
         facts = {"axis": active.axis, "upper": active.upper, "inner": active.inner, "fill": fill, "guard": guard}
         return self.final(valid_rows(value, self.extent, **facts))
 
     def final(self, made: Made) -> Made:
-        """The results of a node that is right as it is."""
+        """The results of a node that needs no further change."""
         self.finals.add((made[0] if isinstance(made, tuple) else made).node)
         return made
 
@@ -265,14 +265,14 @@ class Padding(Rows, PaddingPass):
         return tuple(a for a in self.of(value) if a.axis == axis)
 
     def valid(self, value: Value, axis: int) -> Value:
-        """bool [size of `axis`]: where it holds data."""
+        """bool [size of `axis`]: True where it holds data."""
         out = constant(np.ones(value.shape.static[axis], np.bool_))
         for active in self.along(value, axis):
             out = valid_rows(out, self.extent, axis=0, upper=active.upper, inner=active.inner)
         return out
 
     def count(self, value: Value, axes: Iterable[int], dtype: DType) -> Value | None:
-        """How many elements along `axes` hold data, (); None: all, whatever the run."""
+        """Number of valid elements along `axes`, (); None: all, in every run."""
         actives = [a for axis in axes for a in self.along(value, axis)]
         if not actives:
             return None

@@ -174,13 +174,13 @@ class _Partition:
     joined: set[str]  # names of nodes whose results are made whole
     have: dict[Value, dict[Placement, Value]] = field(default_factory=dict)
     home: dict[Value, Placement] = field(default_factory=dict)
-    asked: dict[str, dict[Placement, None]] = field(default_factory=dict)  # of params that are not marked: by their readers
-    fixed: set[Value] = field(default_factory=set)  # made of params alone
+    asked: dict[str, dict[Placement, None]] = field(default_factory=dict)  # placements that readers of unmarked params ask for
+    fixed: set[Value] = field(default_factory=set)  # values that depend only on params
     moves: list[Move] = field(default_factory=list)
     placements: list[tuple[str, tuple[Placement, ...]]] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
-    memory: dict[Any, Plan | None] = field(default_factory=dict)  # composites seen before
-    reader: str = ""  # the node of the user's graph that is being done
+    memory: dict[Any, Plan | None] = field(default_factory=dict)  # plans of composites seen before
+    reader: str = ""  # the current node of the user's graph
 
     def run(self) -> Graph:
         g, out = self.graph, Graph(self.graph.name)

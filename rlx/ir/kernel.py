@@ -285,7 +285,7 @@ class Kernel:
 
 
 Grid = tuple[tuple[Var, int], ...]
-Loops = tuple[Grid, tuple[Stmt, ...]]  # of an op with a kernel of its own: the grid, and the body at every point of it
+Loops = tuple[Grid, tuple[Stmt, ...]]  # a whole-op kernel: the grid, and the body at every grid point
 
 
 # -- building expressions ------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Program:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How one node of the user's graph was compiled."""
+    """Report on one node of the user's graph."""
 
     node: str
     op: str
