@@ -1,6 +1,6 @@
-"""Machine code for this process: LLVM IR to code, native functions callable from Python, fast calls, the cache of code on disk.
+"""Machine code for this process: compiling LLVM IR, generated functions callable from Python, fast calls, the disk cache of code.
 
-The driver and the backends stand on this floor; it knows the kernel IR and neither of them.
+The driver and the backends depend on this package. It depends on the kernel IR, but on neither of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 @cache
 def available() -> bool:
-    """Whether code can be generated here: llvmlite is installed. Loads nothing."""
+    """Whether code can be generated here, that is, whether llvmlite is installed. Imports nothing."""
     return find_spec("llvmlite") is not None
 
 

@@ -1,4 +1,4 @@
-"""Built-in functions of CPython made from the addresses of native functions, and what those need of the system. Knows no LLVM."""
+"""Makes built-in functions of CPython from the addresses of generated functions. Does not use LLVM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METH_NOARGS, METH_KEYWORDS, METH_FASTCALL = 4, 2, 0x80  # flags of a MethodDef
 
 
 def futex_call() -> int:
-    """The number of the futex system call, 0 where there is none that we know."""
+    """The number of the futex system call. 0: none, or not known on this platform."""
     return FUTEX_CALL.get(platform.machine(), 0) if sys.platform == "linux" and sys.maxsize > 1 << 32 else 0
 
 
@@ -22,13 +22,13 @@ def address_of(function: Any) -> int:
 
 
 class MethodDef(ctypes.Structure):
-    """PyMethodDef of CPython's stable ABI. It must outlive the functions made of it."""
+    """PyMethodDef of CPython's stable ABI. It must outlive the functions made from it."""
 
     _fields_ = [("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
 
 
 def builtin(definition: MethodDef, itself: Any, module: Any = None) -> Callable[..., Any]:
-    """A built-in function that is given `itself` first. It keeps that and `module` (its __module__), whatever they are."""
+    """A built-in function with `itself` as first argument. It keeps `itself` and `module` (its __module__, any object) alive."""
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
     return make(ctypes.addressof(definition), itself, None if module is None else id(module))

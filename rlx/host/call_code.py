@@ -1,4 +1,4 @@
-"""The machine code of calls (rlx.host.calls): functions on a Call, each written by the function decorated here."""
+"""The machine code of calls (rlx.host.calls): functions on a Call. Each decorated Python function here emits one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlx.host.gate import Gate
 
 
 class CallBody(Body):
-    """Body of a function on a Call."""
+    """The body of a function on a Call."""
 
     fields = fields_of(Gate, Input, Call)
 
@@ -20,7 +20,7 @@ class CallBody(Body):
         return self.load("ptr", self.gep(thing, OB_TYPE), 8)
 
     def refuse(self, condition: V) -> None:
-        """return False where the condition holds"""
+        """return False if the condition holds"""
         with self.when(condition):
             self.ret(self.const("i1", False))
 
@@ -32,12 +32,12 @@ _functions = Functions()
 _native = _functions.native
 
 
-# -- what was passed -----------------------------------------------------------------------------------------------
+# -- checks of arguments -------------------------------------------------------------------------------------------
 
 
 @_native("i1", call="ptr", input="ptr")
 def fits(e: CallBody, call: V, input: V) -> None:
-    """Whether what was given is an array such as the input takes, not in the way of another input."""
+    """Whether the given object is an array of the input's dtype and dims that does not overlap the slots of other inputs."""
     array = e.get(input, "given")
     e.refuse(e.cmp("ne", e.type_of(array), e.get(call, "array_type")))
     e.refuse(e.cmp("ne", e.load("ptr", e.gep(array, DESCR), 8), e.get(input, "descr")))
@@ -59,7 +59,7 @@ def fits(e: CallBody, call: V, input: V) -> None:
 
 @_native("i1", call="ptr")
 def copied_in(e: CallBody, call: V) -> None:
-    """Whether all that was given fits; then it is in the slots."""
+    """Check all given arrays and, if they fit, copy them to the slots. Returns whether they fit."""
     count = e.get(call, "count")
     with e.loop(0, count) as each:
         e.refuse(e.cmp("eq", fits(e, call, e.input(call, each.index)), 0))
@@ -73,7 +73,7 @@ def copied_in(e: CallBody, call: V) -> None:
 
 
 def _each_item(e: CallBody, call: V, items: V, kind: str) -> None:
-    """return whether the list or tuple has an item for each input, which then is given"""
+    """return whether the list or tuple has one item per input; then these are set as `given`"""
     count = e.get(call, "count")
     e.refuse(e.cmp("ne", e.python(f"Py{kind}_Size", "i64", items), count))
     with e.loop(0, count) as each:
@@ -91,7 +91,7 @@ def of_list(e: CallBody, call: V, items: V) -> None:
 
 @_native("ptr", call="ptr", name="ptr")
 def named(e: CallBody, call: V, name: V) -> None:
-    """The input of that name, or null. Most often it is the very object; only plain strings are compared."""
+    """The input of that name, or null. Usually the string objects are identical. Otherwise only plain strings are compared."""
     count = e.get(call, "count")
     with e.loop(0, count) as each:
         input = e.input(call, each.index)
@@ -108,7 +108,7 @@ def named(e: CallBody, call: V, name: V) -> None:
 
 @_native("i1", call="ptr", given="ptr")
 def of_dict(e: CallBody, call: V, given: V) -> None:
-    """No key is hashed or compared by its own methods, which could run any code and free what was given."""
+    """As of_list, for a dict. Keys' own hash and comparison methods are not called: they could run any code and free arrays."""
     count = e.get(call, "count")
     at, key, value = (e.op("ptr", f"alloca {ty}, align 8") for ty in ("i64", "ptr", "ptr"))
     e.refuse(e.cmp("ne", e.type_of(given), e.get(call, "dict_type")))
@@ -127,7 +127,7 @@ def of_dict(e: CallBody, call: V, given: V) -> None:
 
 @_native("void", call="ptr")
 def leave(e: CallBody, call: V) -> None:
-    """Let go of the lock, if we hold one. An exception that is set stays."""
+    """Release the lock, if this call holds one. A pending exception is kept."""
     release = e.get(call, "release")
     with e.when(e.cmp("ne", release, NULL)):
         raised = [e.at(call, name) for name in ("error_type", "error", "trace")]
@@ -142,7 +142,7 @@ def leave(e: CallBody, call: V) -> None:
 
 @_native("i1", call="ptr")
 def enter(e: CallBody, call: V) -> None:
-    """Whether a run can take place now; then we hold the lock, if we need one."""
+    """Whether a run can take place now. If so, this call holds the lock, if it needs one."""
     gate, acquire = e.get(call, "gate"), e.get(call, "acquire")
     locked = e.cmp("ne", acquire, NULL)
     with e.when(locked):
@@ -155,7 +155,7 @@ def enter(e: CallBody, call: V) -> None:
     shut = e.bin("or", e.get(gate, "shut"), e.get(gate, "queued"))
     stale = e.cmp("ne", e.get(gate, "seen"), e.load("i64", e.get(gate, "changes"), 8))
     with e.when(e.bin("or", stale, e.cmp("ne", shut, 0))):
-        with e.when(locked):  # whoever shut it for longer, by a feed, holds no lock
+        with e.when(locked):  # a gate shut by a feed is shut without the lock
             done = e.python("PyObject_CallNoArgs", "ptr", e.get(call, "release"))
             with e.when(e.cmp("ne", done, NULL)):
                 e.python("Py_DecRef", "void", done)
@@ -167,7 +167,7 @@ def enter(e: CallBody, call: V) -> None:
 
 @_native("ptr", call="ptr", status="i32")
 def settled(e: CallBody, call: V, status: V) -> None:
-    """The result of a run with that status; null: an exception is set."""
+    """The result of a run that returned `status`. null: an exception is set."""
     with e.when(e.cmp("ne", status, 0)):
         number = e.python("PyLong_FromLong", "ptr", e.convert("sext", status, "i64"))
         with e.when(e.cmp("eq", number, NULL)):
@@ -186,7 +186,7 @@ def settled(e: CallBody, call: V, status: V) -> None:
 
 @_native("ptr", call="ptr")
 def run(e: CallBody, call: V) -> None:
-    """Run on what is in the slots: the result, or null."""
+    """Run on the contents of the slots. Returns the result, or null with an exception set."""
     gate, walk, table = e.get(call, "gate"), e.get(call, "walk"), e.get(call, "run")
     e.put(gate, "generation", e.bin("add", e.get(gate, "generation"), 1))
     with e.when(e.cmp("ne", e.get(call, "yields"), 0)):
@@ -199,7 +199,7 @@ def run(e: CallBody, call: V) -> None:
 
 @_native("ptr", call="ptr")
 def attempt(e: CallBody, call: V) -> None:
-    """The result of a run on what is given; null: an exception is set; `call` itself: this is not the usual case."""
+    """Run on the given arrays. Returns the result; null: an exception is set; `call` itself: this is not the common case."""
     with e.when(e.cmp("eq", enter(e, call), 0)):
         e.ret(call)
     with e.when(e.cmp("eq", copied_in(e, call), 0)):
@@ -214,7 +214,7 @@ def attempt(e: CallBody, call: V) -> None:
 
 
 def _entry(e: CallBody, self: V, args: V, count: V, names: V, collect: Callable[..., V]) -> None:
-    """One argument by position, which `collect` takes apart."""
+    """A function with one positional argument. `collect`: sets its items as `given`."""
     call = e.python("PyLong_AsVoidPtr", "ptr", self)
     plain = e.bin("and", e.cmp("eq", count, 1), e.cmp("eq", names, NULL))
     with e.when(plain), e.when(collect(e, call, e.load("ptr", args, 8))):
@@ -244,5 +244,5 @@ def rlx_call_bound(e: CallBody, self: V, unused: V) -> None:
 
 
 def module_text() -> str:
-    """All of them as LLVM IR."""
+    """The module of all functions, as LLVM IR."""
     return _functions.module_text(CallBody)

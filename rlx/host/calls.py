@@ -1,14 +1,14 @@
-"""Calls as built-in functions of Python whose body is machine code: what is passed is checked, copied in and run without a
-step of the interpreter.
+"""Built-in functions of Python whose bodies are machine code: they check the arguments, copy them in and run without the
+interpreter.
 
-Each function looks at its Call, a block of words. Whatever is not the usual case goes to the Python function `slow`, with the
-same arguments: it waits, converts, or raises. Nothing is written before it is certain that the run takes place.
+Each function has a Call structure. It handles the common case only. All other cases go to the Python function `slow` with the
+same arguments, which waits, converts or raises. Nothing is written before it is certain that the run takes place.
 
-Only documented interfaces are used: CPython's C API, the type of an object (ob_type), and numpy's PyArrayObject. They hold
-for the versions in SUPPORTED; `refusal` compares them with arrays it knows before the first function is made.
+Only documented interfaces are used: CPython's C API, the type of an object (ob_type), and numpy's PyArrayObject. They hold for
+the versions in SUPPORTED; `refusal` checks them on sample arrays before the first function is made.
 
-The GIL guards the block. A call that keeps it (a short program that cannot fail) needs no lock: Gate.shut says whether
-somebody is inside whom the interpreter interrupted. Others take the executable's lock, if it is free.
+The GIL guards the structure. A call that keeps the GIL (a short program that cannot fail) needs no lock: Gate.shut says whether
+another call was interrupted inside. All other calls take the executable's lock, if it is free.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rlx.host.jit import Library, kept_object
 from rlx.host.processor import host_target
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
-GIL_NS = 20_000  # a run estimated at more lets other Python threads go on; taking the GIL back may wait for them, milliseconds
+GIL_NS = 20_000  # runs estimated to take longer release the GIL; taking it back may wait milliseconds for other threads
 
-FORMS = {"list": "rlx_call_list", "dict": "rlx_call_dict", "none": "rlx_call_bound"}  # what is passed -> function
+FORMS = {"list": "rlx_call_list", "dict": "rlx_call_dict", "none": "rlx_call_bound"}  # form of the argument -> function
 
 
-# -- making them ---------------------------------------------------------------------------------------------------
+# -- construction --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An input of a call: where its bytes go. `fixed`: they lie there already, and must not move."""
+    """An input of a call, and the `address` of its slot. `fixed`: its bytes are there already, and must stay there."""
 
     name: str
     dims: tuple[int, ...]
     dtype: np.dtype
     address: int
-    array: np.ndarray | None = None  # what is bound
+    array: np.ndarray | None = None  # the bound array
     fixed: bool = False
 
 
 class _Kept:
-    """All that a call's block points to; the function holds it in the place of its module's name."""
+    """Keeps alive all objects that a Call points to. The built-in function holds it as its __module__."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -65,7 +65,7 @@ class _Kept:
 
 
 def refusal() -> str | None:
-    """Why there are no calls in machine code here; None: there are. OptionError: the knob RLX_CALLS is neither."""
+    """Why there are no machine code calls in this process. None: there are. OptionError: RLX_CALLS has an invalid value."""
     wanted = knobs.CALLS.get()
     if wanted not in ("native", "python"):
         raise OptionError(f"environment variable {knobs.CALLS.env} is {wanted!r}, expected native or python")
@@ -74,7 +74,7 @@ def refusal() -> str | None:
 
 @cache
 def _unknown() -> str | None:
-    """What of this process's Python or numpy is not as these functions need it."""
+    """Why this process's Python or numpy is not supported. None: both are."""
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in SUPPORTED["python"]:
         return f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]} is not a known Python"
     if "t" in getattr(sys, "abiflags", "") or ctypes.sizeof(P) != 8:
@@ -100,7 +100,7 @@ def _samples() -> list[np.ndarray]:
 
 
 def _is_laid_out(array: np.ndarray) -> bool:
-    """Whether the object's bytes say what its attributes say."""
+    """Whether the fields in the object's memory agree with its attributes."""
     here = id(array)
     word = lambda at: ctypes.c_int64.from_address(here + at).value  # noqa: E731
     half = lambda at: ctypes.c_int32.from_address(here + at).value  # noqa: E731
@@ -119,7 +119,7 @@ _making = Lock()
 
 @cache
 def _made(name: str, form: str, doc: str) -> MethodDef:
-    """For the life of the process: built-in functions point to it. A text of its own per name, for help()."""
+    """Made once and kept for the life of the process, because built-in functions point to it. One per name, for help()."""
     flags = METH_NOARGS if form == "none" else METH_FASTCALL | METH_KEYWORDS
     text = f"{name}({'' if form == 'none' else '$self, inputs, /'})\n--\n\n{doc}"
     return MethodDef(name.encode(), _library().address(FORMS[form]), flags, text.encode())
@@ -128,7 +128,7 @@ def _made(name: str, form: str, doc: str) -> MethodDef:
 @cache
 def _library() -> Library:
     def text() -> str:
-        from rlx.host import call_code  # not needed where its code is kept on disk
+        from rlx.host import call_code  # not needed if its code is in the disk cache
 
         return call_code.module_text()
 
@@ -139,9 +139,9 @@ def make(
     wanted: FastCall, inputs: Sequence[Slot], taken: tuple[int, int], run: int, settle: Callable[[int], None],
     alone: bool, yields: bool, walk: int,
 ) -> Callable[..., Any]:  # fmt: skip
-    """The function. `taken`: first address and end of the memory that slots lie in; `walk`: address of the function
-    `i32 (ptr run)` that performs a run; `run`: its argument, which `settle` keeps alive; `alone`: to hold the lock meanwhile;
-    `yields`: without the GIL."""
+    """Make the function. `taken`: begin and end address of the memory that contains the slots. `walk`: address of the function
+    `i32 (ptr run)` that executes a run. `run`: its argument, which `settle` keeps alive. `alone`: hold the lock during the run.
+    `yields`: release the GIL during the run."""
     rows = (Input * max(1, len(inputs)))()
     kept: list[Any] = [rows, wanted, settle]
     for row, i in zip(rows, inputs):
@@ -161,6 +161,6 @@ def make(
     call.yields, call.true, call.false = yields, id(True), id(False)
     call.array_type, call.list_type, call.tuple_type = id(np.ndarray), id(list), id(tuple)
     call.dict_type, call.str_type = id(dict), id(str)
-    with _making:  # else threads that come together would make several of what must live on
+    with _making:  # else concurrent threads would make several, and each must live for ever
         definition = _made(wanted.name, wanted.form, wanted.doc)
     return builtin(definition, ctypes.addressof(call), _Kept(call, definition, _library(), *kept))

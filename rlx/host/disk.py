@@ -1,9 +1,9 @@
-"""A cache on disk: bytes by key in a folder of this user, for later processes. What the bytes mean, others know.
+"""A cache on disk for later processes: bytes by key, in a folder of this user. The contents are opaque to this module.
 
-An entry is written whole under a name of its own, then renamed, so that a reader sees all of it or nothing, whoever is killed
-meanwhile; it is checked when read, and one that is damaged counts as missing. Compiled code is run, so nothing is read that
-another user could have written. Past `max_bytes` the entries that were not used for longest go. Nothing here raises for what
-is wrong with the disk: it is said once, and things are compiled as if nothing were kept.
+An entry is written under a temporary name and then renamed: readers see all of it or nothing, even if the writer is killed.
+Entries are checked when read; a damaged one counts as missing. Because compiled code is executed, files that another user could
+have written are not read. Above `max_bytes`, the least recently used entries are evicted. Disk errors are not raised: a warning
+is issued once, and the process compiles without the cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlx import knobs
 
 MAGIC, FORMAT = b"rlxcache", 1
 HEADER = struct.Struct("<8sIIQ32s")  # magic, format, 0, bytes of content, sha256 of the entry's name and content
-STALE = 3600  # seconds after which a file half-written is taken for left behind
-LOOK = 16  # the folder is looked through when this process has written 1/16 of the bound since it last was
+STALE = 3600  # seconds after which a half-written file counts as abandoned
+LOOK = 16  # the folder is scanned each time that this process has written 1/16 of `max_bytes`
 FRESH, DAMAGED = "first seen", "damaged entry rebuilt"
 _NAME = re.compile(r"[a-z]+-[0-9a-f]+(-[0-9a-f]+)?")
 _PART = "writing."
@@ -43,13 +43,13 @@ class DiskCache:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
-        self._unseen = -1  # bytes that may be written before the folder is looked through; below 0: look
+        self._unseen = -1  # bytes left to write before the next scan of the folder; below 0: scan
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
 
     def get(self, name: str, use: bool = True) -> tuple[bytes | None, str]:
-        """An entry's content, which counts as its `use`; or None, and why it is not there."""
+        """An entry's content; or None, and the reason of the miss. `use`: mark the entry as recently used."""
         try:
             number = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -73,9 +73,10 @@ class DiskCache:
         return (bytes(content), "") if raw[: HEADER.size] == _header(name, [content]) else (None, DAMAGED)
 
     def put(self, name: str, parts: Sequence[bytes], sync: bool = True) -> None:
-        """Keep an entry, in place of one of that name. Where that cannot be done a warning says so, once per folder.
+        """Store an entry, replacing one of that name. If that fails, a warning is issued, once per folder.
 
-        `sync`: it is on the disk before it has its name. Without, one that a power failure cut short is found to be damaged."""
+        `sync`: flush to disk before renaming. Without it, a power failure may leave a truncated entry, which is detected when
+        read."""
         assert _NAME.fullmatch(name), f"an entry is called kind-hex, not {name!r}"
         temporary = self.path(_PART + os.urandom(12).hex())
         size = HEADER.size + sum(map(len, parts))
@@ -102,11 +103,11 @@ class DiskCache:
             self._unseen = self._trim()
 
     def entries(self) -> list[Entry]:
-        """What is kept, least recently used first."""
+        """All entries, least recently used first."""
         return sorted((e for e in self._files() if _NAME.fullmatch(e.name)), key=lambda e: e.used)
 
     def clear(self) -> int:
-        """Remove every entry, and files that were being written; how many entries there were. OSError: not allowed to."""
+        """Remove all entries and temporary files. Returns the number of entries. OSError: no permission."""
         found = list(self._files())
         for e in found:
             with contextlib.suppress(FileNotFoundError):
@@ -122,7 +123,7 @@ class DiskCache:
                         yield Entry(item.name, found.st_size, found.st_mtime)
 
     def _trim(self) -> int:
-        """Remove what is too much, and files that nobody has written on for long; bytes until it is time to look again."""
+        """Evict entries above `max_bytes` and remove abandoned temporary files. Returns the bytes until the next scan."""
         with contextlib.suppress(OSError):
             kept = sorted(self._files(), key=lambda e: e.used)
             total, now = sum(e.nbytes for e in kept), time.time()
@@ -143,14 +144,14 @@ def _header(name: str, parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def _foreign(found: os.stat_result) -> str:
-    """Why others may have written here; "" if none can."""
+    """Why another user may have written the file; "" if none can."""
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
     return "can be written by other users" if found.st_mode & 0o022 else ""
 
 
 def disk_cache() -> tuple[DiskCache | None, str]:
-    """The cache that the knobs describe; or None, and why there is none."""
+    """The cache configured by the knobs; or None, and the reason."""
     if not knobs.CACHE.get():
         return None, "RLX_CACHE=0"
     if not (folder := knobs.cache_folder()):
@@ -174,7 +175,8 @@ def _opened(folder: str, max_bytes: int) -> tuple[DiskCache | None, str]:
 
 @cache
 def source_digest() -> str:
-    """sha256 of the package's sources that make code of graphs: what another state of them made is not used."""
+    """sha256 of the package's sources that take part in compiling graphs. Part of the keys, so that code of other versions is not
+    used."""
     digest, folders = hashlib.sha256(), [(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")]
     for folder, inside in folders:
         for name in sorted(os.listdir(folder)):

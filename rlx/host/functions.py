@@ -1,4 +1,4 @@
-"""Native functions written in Python: bodies over blocks of words, and the module of LLVM IR that they make."""
+"""Generated functions whose bodies are written in Python with an Emitter, and the LLVM IR module that contains them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlx.host.abi import P
 from rlx.host.emit import Emitter, V
 
 NULL = V("null", "ptr")
-EVERYBODY = V("2147483647", "i32")  # sleepers that a futex wakes
+EVERYBODY = V("2147483647", "i32")  # number of sleepers that FUTEX_WAKE wakes: all
 
 
 def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, int]]:
-    """name -> LLVM type, byte offset, alignment; no two of the structures share a name."""
+    """Field name -> LLVM type, byte offset, alignment. Field names must be unique over all structures."""
     return {
         name: ("ptr" if kind is P else f"i{8 * ctypes.sizeof(kind)}", getattr(structure, name).offset, ctypes.alignment(kind))
         for structure in structures
@@ -23,7 +23,7 @@ def fields_of(*structures: type[ctypes.Structure]) -> dict[str, tuple[str, int, 
 
 
 class Body(Emitter):
-    """The body of one function, for a processor (platform.machine()) and a futex system call (its number; 0: none)."""
+    """The body of one function. `machine`: as platform.machine(). `futex`: number of the futex system call; 0: none."""
 
     fields: Mapping[str, tuple[str, int, int]] = {}  # name -> LLVM type, byte offset, alignment (fields_of)
 
@@ -35,7 +35,7 @@ class Body(Emitter):
         return self.gep(base, self.fields[name][1])
 
     def get(self, base: V, name: str, order: str = "") -> V:
-        """A field of the structure at `base`; atomically if an order is given."""
+        """Load a field of the structure at `base`, atomically if `order` is given."""
         ty, offset, align = self.fields[name]
         place = self.gep(base, offset)
         return self.load_atomic(ty, place, order) if order else self.load(ty, place, align)
@@ -46,30 +46,31 @@ class Body(Emitter):
         self.store_atomic(value, place, order) if order else self.store(value, place, align)
 
     def change(self, op: str, base: V, name: str, by: V | int) -> V:
-        """Atomically; the value before."""
+        """Update a field atomically. Returns the old value."""
         return self.update_atomic(op, self.at(base, name), self.const(self.fields[name][0], by))
 
     def pause(self) -> None:
-        """Leave the core's other thread some room, in a waiting loop."""
+        """The processor's hint for spin loops."""
         if self.machine in ("x86_64", "AMD64"):
             self.intrinsic("x86.sse2.pause", suffix=(), returns="void")
         elif self.machine in ("aarch64", "arm64"):
             self.intrinsic("aarch64.hint", self.const("i32", 1), suffix=(), returns="void")
 
     def python(self, name: str, returns: str, *args: V) -> V:
-        """A call of CPython's C interface."""
+        """A call of CPython's C API."""
         self.declare(f"declare {returns} @{name}({', '.join(a.ty for a in args)})")
         return self.call(name, returns, *args)
 
 
 class Functions:
-    """Native functions of one module, in Python's words."""
+    """The generated functions of one module."""
 
     def __init__(self) -> None:
-        self._texts: list[Callable[[Any], str]] = []  # what gives the text of each
+        self._texts: list[Callable[[Any], str]] = []  # each returns the text of one function
 
     def native(self, returns: str, /, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
-        """Decorator of what writes the body of a native function, given its parameters. Those called rlx_… are exported."""
+        """Decorator for a Python function that emits the body of a generated function, given its parameters. Functions named
+        rlx_… are exported, all others internal."""
 
         def made(write: Callable[..., None]) -> Callable[..., V]:
             name = write.__name__
@@ -87,7 +88,7 @@ class Functions:
         return made
 
     def module_text(self, body: Callable[[], Body]) -> str:
-        """The module as LLVM IR; `body` makes a function's body, empty."""
+        """The module as LLVM IR. `body`: makes an empty function body."""
         bodies = [body() for _ in self._texts]
         functions = [text(e) for text, e in zip(self._texts, bodies)]
         declarations = dict.fromkeys(line for e in bodies for line in e.declarations)

@@ -1,5 +1,5 @@
-"""Calls in machine code, which an Executable may offer besides its protocol (rlx.driver.backend): what they are asked for, and
-the words they share with the runtime."""
+"""Machine code calls, an optional interface of an Executable (rlx.driver.backend): the request for one, and the state that they
+share with the runtime."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 
 
 class Gate(ctypes.Structure):
-    """What the runtime and calls in machine code tell each other about one executable. Guarded by the GIL.
+    """State of one executable that the runtime shares with machine code calls. Guarded by the GIL.
 
-    `lock`: held by whoever runs or changes the executable. As a context, to be entered with the lock held: meanwhile such calls
-    keep away."""
+    `lock`: held while the executable is run or changed. As a context manager, entered with the lock held: no machine code call
+    starts in the meantime."""
 
     _fields_ = [
-        ("generation", ctypes.c_int64),  # runs begun
-        ("shut", ctypes.c_int64),  # not 0: no call may begin
-        ("barred", ctypes.c_int64),  # what `shut` is when nobody is inside; written inside
-        ("queued", ctypes.c_int64),  # not 0: runs are queued, or their error waits
-        ("seen", ctypes.c_int64),  # *changes when all that runs read was last current
-        ("changes", ctypes.c_void_p),  # an i64 of the param store: another one with each param that is set
-        ("owner", ctypes.c_int64),  # the thread inside this context; 0: none
+        ("generation", ctypes.c_int64),  # number of runs started
+        ("shut", ctypes.c_int64),  # not 0: no machine code call may start
+        ("barred", ctypes.c_int64),  # value of `shut` outside of the context; written inside it
+        ("queued", ctypes.c_int64),  # not 0: runs are queued, or their error is pending
+        ("seen", ctypes.c_int64),  # value of *changes when prepared buffers were last up to date
+        ("changes", ctypes.c_void_p),  # an i64 of the param store, which changes with each param that is set
+        ("owner", ctypes.c_int64),  # id of the thread inside the context; 0: none
     ]
 
     __hash__ = object.__hash__  # by identity, for sets
@@ -35,10 +35,10 @@ class Gate(ctypes.Structure):
         self.lock = threading.Lock()
 
     def freed(self) -> bool:
-        """In a forked child: whether another thread held the lock, which is not here; then it is free again."""
+        """In a forked child: release the lock if another thread of the parent held it. Returns whether one did."""
         if not self.lock.locked() or self.owner == threading.get_ident():
             return False
-        self.lock.release()  # and not another one: calls in machine code have this one
+        self.lock.release()  # not replaced: generated functions hold this one
         self.shut, self.owner = self.barred, 0
         return True
 
@@ -51,10 +51,10 @@ class Gate(ctypes.Structure):
 
 @dataclass(frozen=True)
 class FastCall:
-    """A function to be made: it takes what `form` says (the arrays in order, or by name; "none": they are `arrays`), copies
-    them in, runs, and returns `result`, or with `makes` what that then returns.
+    """A request for a generated function. It takes arrays (`form`: "list", in order; "dict", by name; "none", it uses `arrays`),
+    copies them in, runs, and returns `result`, or result() if `makes`.
 
-    Whatever is not the plain case (another type, dims, a strided array, `gate` shut, its lock held) goes to `slow`."""
+    It handles the common case only. Other types or dims, strided arrays, a shut `gate` or a held lock go to `slow`."""
 
     name: str
     doc: str
@@ -68,8 +68,8 @@ class FastCall:
 
 @runtime_checkable
 class FastCalls(Protocol):
-    """An executable that can make its calls in machine code."""
+    """An executable that can generate machine code calls."""
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
-        """The function, which keeps this executable; None: not in this process (another Python, or a knob)."""
+        """The function, which keeps this executable alive. None: not supported in this process (another Python, or a knob)."""
         ...

@@ -1,6 +1,6 @@
-"""LLVM IR text to object code, and object code to addresses. The only user of llvmlite beside target.py.
+"""Compiles LLVM IR text to object code, and loads object code. The only user of llvmlite besides processor.py.
 
-LLVM is loaded when something is compiled: what was compiled before and kept on disk (rlx.host.disk) runs without it.
+LLVM is loaded at the first compile. Code from the disk cache (rlx.host.disk) runs without it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of LLVM's code generator
 
-one_at_a_time = threading.RLock()  # LLVM works for one thread
-if hasattr(os, "register_at_fork"):  # a fork waits for a compile under way: its child would wait for ever for the lock
+one_at_a_time = threading.RLock()  # only one thread at a time may use LLVM
+if hasattr(os, "register_at_fork"):  # a fork waits for a running compile, else the child would wait for the lock for ever
     os.register_at_fork(before=one_at_a_time.acquire, after_in_parent=one_at_a_time.release, after_in_child=one_at_a_time.release)
 
 
@@ -46,7 +46,7 @@ def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
 
 @cache
 def compiler_version() -> str:
-    """llvmlite's, which fixes LLVM's; found without loading it where it is installed as usual."""
+    """The version of llvmlite, which implies that of LLVM. Found without importing it, if it is installed in the usual way."""
     spec = find_spec("llvmlite")
     place = Path(spec.origin).parent.parent if spec and spec.origin else None
     found = [n for n in os.listdir(place) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if place else []
@@ -58,10 +58,10 @@ def compiler_version() -> str:
 
 
 def compile_object(text: str, target: Target, name: str = "", keep: bool = False) -> bytes:
-    """Object code of one module. `name`: the kernel, for errors; else the first function's. `keep`: on disk, for later.
+    """Object code of one module. `name`: the kernel, for errors; default: the first function. `keep`: cache it on disk.
 
-    Code is generated from the text as it stands, without optimiser passes: renderers write IR in its final shape.
-    CompileError: LLVM does not accept the text (a fault of the renderer)."""
+    Code is generated without optimiser passes, because renderers write IR in its final form.
+    CompileError: LLVM does not accept the text (a bug in the renderer)."""
     disk, _ = disk_cache() if keep else (None, "")
     if disk is None:
         return _emit(text, target, name, lambda machine, module: machine.emit_object(module))
@@ -69,8 +69,8 @@ def compile_object(text: str, target: Target, name: str = "", keep: bool = False
 
 
 def kept_object(name: str, text: Callable[[], str], target: Target) -> bytes:
-    """Object code of a module that the package's sources, this Python and `name` determine: kept on disk, where it is found
-    without its text."""
+    """Object code, cached on disk, of a module that is determined by the package's sources, this Python and `name`. A cache hit
+    does not need the module's text."""
     disk, _ = disk_cache()
     make = lambda: compile_object(text(), target, name)  # noqa: E731
     return make() if disk is None else _kept(disk, f"{name} {source_digest()} {sys.version}", target, make)
@@ -82,18 +82,18 @@ def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes
     image, _ = disk.get(key)
     if image is None:
         image = make()
-        disk.put(key, [image], sync=False)  # 6 ms each on a busy disk, and there are many
+        disk.put(key, [image], sync=False)  # a sync takes 6 ms on a busy disk, and there are many entries
     return image
 
 
 def assembly(text: str, target: Target) -> str:
-    """The same code as assembly text, for people and tests."""
+    """The same code as assembly text, for debugging and tests."""
     return _emit(text, target, "", lambda machine, module: machine.emit_assembly(module))
 
 
 def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
     with one_at_a_time:
-        return _emitted(text, target, name, emit)  # a function of its own: the module is freed before the lock is
+        return _emitted(text, target, name, emit)  # a separate function, so that the module is freed before the lock
 
 
 def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
@@ -102,20 +102,20 @@ def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMa
     name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
     machine = _machine(*machine_of(target))
     if illegal := faults(text, target.features):
-        raise CompileError(f"LLVM has no code for kernel {name!r}, a fault of its renderer: {'; '.join(illegal[:3])}")
+        raise CompileError(f"LLVM cannot generate code for kernel {name!r}, a bug in its renderer: {'; '.join(illegal[:3])}")
     try:
-        module = llvm.parse_assembly(text, llvm.create_context())  # its own context: freed with the module
+        module = llvm.parse_assembly(text, llvm.create_context())  # one context per module, freed with it
         module.triple, module.data_layout = machine.triple, str(machine.target_data)
         module.verify()
         return emit(machine, module)
     except RuntimeError as fault:
-        raise CompileError(f"LLVM refused the code of kernel {name!r}: {str(fault).strip()}") from fault
+        raise CompileError(f"LLVM rejected the code of kernel {name!r}: {str(fault).strip()}") from fault
 
 
 class Library:
-    """Object code in memory. Its code stays as long as this object does: whoever keeps an address keeps the Library.
+    """Object code loaded into memory. It is unloaded with this object, so users of an address must keep the Library alive.
 
-    Undefined symbols of the objects (exp, fmod, PyLong_FromLong …) are found in this process, libm among it.
+    Undefined symbols of the objects (exp, fmod, PyLong_FromLong …) are resolved in this process, libm included.
     """
 
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class Library:
         self._symbols = frozenset(symbols)
 
     def address(self, symbol: str) -> int:
-        """The address of an exported symbol; valid while this Library lives."""
+        """The address of an exported symbol. Valid while this Library lives."""
         if symbol not in self._symbols:
             raise CompileError(f"{symbol} is not among the symbols of this library")
         return self._code.address(symbol)
@@ -140,7 +140,7 @@ class Library:
 
 
 class _Linked:
-    """Objects that LLVM's linker has put into memory."""
+    """Objects loaded by LLVM's linker."""
 
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
         import llvmlite.binding as llvm
@@ -151,13 +151,13 @@ class _Linked:
         for symbol in symbols:
             builder.export_symbol(symbol)
         with one_at_a_time:
-            # A linker of its own: a shared one would keep 9 KB of each unloaded library, RuntimeDyld (not JITLink) 10 more.
+            # One linker per library: a shared one would leak 9 KB per unloaded library, RuntimeDyld (not JITLink) 10 more.
             linker = llvm.create_lljit_compiler(_machine(*machine_of(host_target(1))), use_jit_link=True)
             try:
                 self._code = builder.link(linker, "rlx")
             except RuntimeError as fault:
                 raise CompileError(f"cannot link {', '.join(symbols) or 'nothing'}: {str(fault).strip()}") from fault
-        # At exit nothing is unloaded: native threads may still be parked in the code.
+        # Not unloaded at exit: worker threads may still wait inside the code.
         weakref.finalize(self, _unload, self._code, linker).atexit = False
 
     def address(self, symbol: str) -> int:
@@ -172,7 +172,7 @@ def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
 
 
 def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target) -> Library:
-    """A Library of code made for `target`. DeviceUnavailableError: this CPU lacks instructions it uses."""
+    """A Library of code compiled for `target`. DeviceUnavailableError: this CPU lacks instructions that it uses."""
     lacks = missing_features(target)
     if lacks:
         raise DeviceUnavailableError(f"the code needs a CPU with {', '.join(lacks)}, which this one lacks; compile it here")

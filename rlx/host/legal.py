@@ -1,7 +1,7 @@
-"""Constructs on which LLVM's code generator aborts the process, looked for in the text of a module before LLVM gets it.
+"""Finds constructs that make LLVM's code generator abort the process, in the text of a module before LLVM sees it.
 
-LLVM's verifier accepts them, since they are well-formed; instruction selection then ends in an assertion or a fatal error,
-which no exception handler sees. Renderers avoid them by construction; this check names the kernel where one does not.
+LLVM's verifier accepts them, because they are well-formed. Instruction selection then ends in an assertion or a fatal error,
+which no exception handler can catch. Renderers avoid them by construction; if one does not, this check names the kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Instructions of x86 that are called by name, and the features each needs; the first prefix that matches counts.
+# x86 intrinsics and the features that each needs; the first matching prefix counts.
 _X86 = {
     "avx512bf16.cvtneps2bf16.256": ("avx512bf16", "avx512vl"), "avx512bf16.": ("avx512bf16",), "avx512.vpdpbusd": ("avx512vnni",),
     "avx512.": ("avx512f",), "tdpbf16ps": ("amx-tile", "amx-bf16"), "tdpbusd": ("amx-tile", "amx-int8"),
@@ -20,13 +20,13 @@ _BITS_IN_MEMORY = re.compile(
     r"^.*(?:\b(?:load|store) (?:<\d+ x )?i1\b|@llvm\.masked\.(?:load|store|gather|scatter)\.v\d+i1\b).*$", re.M
 )
 _NARROW = re.compile(r"^.*\b(?:bfloat|half)\b.*$", re.M)
-_MOVES = re.compile(r" = bitcast |^declare |@llvm\.x86\.avx512bf16\.")  # all that may be done with vectors of bfloat
+_MOVES = re.compile(r" = bitcast |^declare |@llvm\.x86\.avx512bf16\.")  # the only legal uses of bfloat vectors
 _SCALAR_BFLOAT = re.compile(r"(?<!x )\bbfloat\b")
-_CONVERTS = re.compile(r" = (?:bitcast|fpext|fptrunc|load) ")  # all that may be done with half
+_CONVERTS = re.compile(r" = (?:bitcast|fpext|fptrunc|load) ")  # the only legal uses of half
 
 
 def faults(text: str, features: Sequence[str]) -> list[str]:
-    """What in a module would end the process in LLVM's code generator for a CPU with `features` (of a Target)."""
+    """Constructs in a module that would abort LLVM's code generator for a CPU with `features` (of a Target)."""
     triple = next((f for f in features if f.startswith("triple=")), "triple=")
     out = []
     for found in _CALLED.finditer(text):

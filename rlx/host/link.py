@@ -1,8 +1,8 @@
-"""Object code to code in memory, without a compiler: what a program needs that was compiled before.
+"""Links object code into memory without LLVM, for programs from the disk cache.
 
-In: ELF objects for x86-64 as LLVM writes them for generated kernels (position independent, no data to be written). Out: one
-piece of executable memory. Calls to other libraries go through a table behind the code. Objects of another kind, or with
-what generated kernels do not have, are left to LLVM's linker (rlx.host.jit).
+Input: ELF objects for x86-64 as LLVM writes them for generated kernels (position independent, no writable data). Output: one
+block of executable memory. Calls to other libraries go through a table after the code. Other objects, or those with features
+that generated kernels do not use, are left to LLVM's linker (rlx.host.jit).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SYMBOLS, _RELOCATIONS, _ZEROS = 2, 4, 8  # section types
 _WRITE, _ALLOC = 1, 2  # section flags
 _ABSOLUTE, _RELATIVE, _CALL, _TABLE = {1}, {2}, {4}, {9, 41, 42}  # R_X86_64_64; PC32; PLT32; GOTPCREL and its variants
 _JUMP = b"\xff\x25"  # jmp [rip + what follows]
-_SLOT = 16  # bytes per symbol from outside: its address, then a jump to it
+_SLOT = 16  # bytes per external symbol: its address, then a jump to it
 
 
 class Foreign(Exception):
@@ -38,7 +38,7 @@ class Foreign(Exception):
 
 @dataclass
 class _Object:
-    """`at`: where its sections begin in the image, by index."""
+    """`at`: section index -> offset in the image."""
 
     raw: bytes
     sections: list[tuple[int, ...]]
@@ -47,11 +47,11 @@ class _Object:
 
 
 class Image:
-    """Objects linked into executable memory of this process; it goes back when this is collected, never at exit."""
+    """Objects linked into executable memory of this process. The memory is unmapped with this object, but not at exit."""
 
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
-        """`symbols`: what `address` will be asked for. Foreign: not for this linker. CompileError: an object contradicts itself,
-        or something is not there."""
+        """`symbols`: the symbols for `address`. Foreign: this linker does not support the objects. CompileError: an object is
+        inconsistent, or a symbol is undefined."""
         if sys.platform != "linux" or sys.byteorder != "little":
             raise Foreign("not Linux")
         try:

@@ -1,7 +1,7 @@
-"""Facts of a CPU as a Target: instruction sets, vector width, threads this process may use.
+"""The Target of a CPU: instruction sets, vector width, and the number of threads that this process may use.
 
-The first two features name the LLVM triple and the baseline CPU, the others the instruction sets that generated code may
-use. Code is a function of the Target alone, so an object made on one machine runs on every other with those features.
+The first two features name the LLVM triple and the baseline CPU, the others the instruction sets that generated code may use.
+Code depends on the Target alone, so an object compiled on one machine runs on every other one with those features.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlx.errors import CompileError
 from rlx.ir.target import Target
 
 DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool c64".split())
-# Instruction sets that change what is generated, by LLVM's names; a baseline CPU implies the ones listed with it.
+# Instruction sets that affect generated code, by LLVM's names. A baseline CPU implies those listed with it.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
-AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used where RLX_AMX says so and the system lets this process
+AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used if RLX_AMX is not 0 and the system permits it
 BASELINES = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
-UNLIMITED = 1 << 30  # CPUs, where no quota is set
+UNLIMITED = 1 << 30  # number of CPUs if no quota is set
 
 
 @cache
@@ -41,7 +41,7 @@ def host_features() -> tuple[str, ...]:
 
 
 def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]] | None:
-    """(triple, features by LLVM's names) as the kernel says, which costs nothing; None where it does not say."""
+    """(triple, features by LLVM's names) from /proc/cpuinfo, without loading LLVM. None: it is not available."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not cpuinfo.is_file():
         return None
     with cpuinfo.open() as f:
@@ -53,7 +53,7 @@ def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[st
 
 @cache
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of this machine's CPU, as far as the system says."""
+    """The model of this machine's CPU, if the system reports it, else its architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return named or platform.processor() or platform.machine()
@@ -68,25 +68,25 @@ def _asked_of_llvm() -> tuple[str, frozenset[str]]:
 
 
 def _may_use_tiles() -> bool:
-    """Ask Linux for the registers of AMX, which a process has to before their first use; False: refused, or another system."""
+    """Request permission for AMX registers, which Linux requires before their first use. False: refused, or not Linux."""
     request, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl on x86-64
     return sys.platform == "linux" and ctypes.CDLL(None).syscall(system_call, request, tile_data) == 0
 
 
 def host_target(threads: int | None = None) -> Target:
-    """The CPU of this process. `threads` None: what the knob RLX_THREADS says, else as many as it may use."""
+    """The CPU of this process. `threads` None: the value of RLX_THREADS, else as many as the process may use."""
     return _target(host_features(), threads or knobs.THREADS.get() or available_threads())
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
-    """A CPU that need not be here: `target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))`. An x86-64 level as `cpu`
-    brings its features with it."""
+    """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))`. An x86-64 level as `cpu`
+    implies its features."""
     named = dict.fromkeys((*BASELINES.get(cpu, ()), *features))
     return _target((f"triple={triple}", f"cpu={cpu}", *named), threads)
 
 
 def machine_of(target: Target) -> tuple[str, str, str]:
-    """(triple, cpu, feature string) as LLVM wants them. CompileError: not a CPU target."""
+    """(triple, cpu, feature string) in LLVM's format. CompileError: not a CPU target."""
     facts = dict(f.split("=", 1) for f in target.features if "=" in f)
     if "triple" not in facts or "cpu" not in facts:
         raise CompileError(f"target {target.name!r} with features {target.features} names no triple and cpu: not a CPU target")
@@ -94,7 +94,7 @@ def machine_of(target: Target) -> tuple[str, str, str]:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """What code made for `target` needs and this machine lacks: () where it can run here."""
+    """Features that code for `target` needs and this machine lacks. Empty: it can run here."""
     here = host_features()
     triple, _, _ = machine_of(target)
     other = () if here[0].startswith(f"triple={triple.split('-')[0]}-") else (f"triple={triple}",)
@@ -116,12 +116,12 @@ def usable_cpus() -> int:
 
 
 def available_threads() -> int:
-    """CPUs in this process's affinity mask, but no more than its cgroup quota (rounded up) pays for; at least 1."""
+    """CPUs in this process's affinity mask, but at most its cgroup quota (rounded up); at least 1."""
     return max(1, min(usable_cpus(), cgroup_quota()))
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Whole CPUs that the cgroups (v1 or v2) of this process and their parents grant; UNLIMITED where none limits it."""
+    """CPU quota of this process's cgroups (v1 or v2) and their parents, rounded up to whole CPUs. UNLIMITED: there is none."""
     granted: list[float] = [UNLIMITED]
     try:
         lines = membership.read_text().splitlines()
@@ -138,12 +138,12 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
 
 
 def _quota_of(folder: Path) -> float:
-    """CPUs granted by one cgroup folder: cpu.max ("max 100000" or "150000 100000"), or v1's pair of files."""
+    """CPU quota of one cgroup folder: from cpu.max ("max 100000" or "150000 100000"), or from v1's pair of files."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
-    except (OSError, ValueError):  # the folder is not mounted here, or has no cpu controller
+    except (OSError, ValueError):  # not mounted here, or without a cpu controller
         return UNLIMITED
     return UNLIMITED if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
