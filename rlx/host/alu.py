@@ -1,7 +1,7 @@
-"""Scalar operations of the kernel IR as LLVM instructions, on any number of lanes; conversions between memory and registers.
+"""Scalar operations of the kernel IR as LLVM instructions, on any number of lanes. Also conversions between memory and registers.
 
-Each row of OPS takes (emitter, dtype of the first operand, operands). Integer division and shifts are defined for every
-operand, as rlx.ir.kernel states them; LLVM's are not, so they are guarded here.
+Each entry of OPS takes (emitter, dtype of the first operand, operands). In rlx.ir.kernel, integer division and shifts are defined
+for all operands. In LLVM they are not, so they are guarded here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Emit = Callable[..., V]
 
 
 def memory_type(dtype: DType) -> str:
-    """The LLVM type to load and store with: 16-bit floats travel as i16, which every target can mask, 8-bit ones as i8."""
+    """The LLVM type of loads and stores: i16 for 16-bit floats, because every target can mask it; i8 for 8-bit floats."""
     return "i16" if dtype in (f16, bf16) else "i8" if dtype in (f8e4m3, f8e5m2) else stored(dtype)
 
 
 def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
-    """What was loaded, in its compute type: f16, bf16 and f8 to float, any nonzero byte of a bool to true."""
+    """Convert a loaded value to its compute type: f16, bf16 and f8 to float; a nonzero byte of a bool to true."""
     if dtype in (f8e4m3, f8e5m2):
         return math.f8_value(e, raw, dtype == f8e4m3)
     if dtype == bf16:
@@ -41,7 +41,7 @@ def from_memory(e: Emitter, raw: V, dtype: DType) -> V:
 
 
 def to_memory(e: Emitter, value: V, dtype: DType) -> V:
-    """A value in its compute type as it is stored: rounded to nearest even; bool as 0 or 1."""
+    """Convert a value from its compute type to its type in memory: floats are rounded to nearest even, bool becomes 0 or 1."""
     if dtype in (f8e4m3, f8e5m2):
         return math.f8_bits(e, value, dtype == f8e4m3)
     if dtype == bf16:
@@ -55,26 +55,26 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
 
 
 def rounded(e: Emitter, value: V, dtype: DType) -> V:
-    """A float as it would be after a store to and a load from `dtype`: the same unless that is a narrow one."""
+    """A float rounded as by a store to and a load from `dtype`. Unchanged unless `dtype` is narrow."""
     return from_memory(e, to_memory(e, value, dtype), dtype) if dtype.is_narrow else value
 
 
 def constant(e: Emitter, c: Const, lanes: int) -> V:
-    """A constant of the IR; those of narrow floats are rounded to their type."""
+    """A constant of the IR. Constants of narrow float types are rounded to their type."""
     value = float(c.dtype.numpy.type(c.value)) if c.dtype.is_narrow else c.value
     return e.const(vector(computed(c.dtype), lanes), value)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
 
-# Results of these are representable in a narrow float type if their operands are.
+# If the operands of these are representable in a narrow float type, so is the result.
 EXACT = frozenset({"neg", "abs", "min", "max", "select", "floor", "ceil", "round", "trunc", "bitcast"})
-# Integer operations whose second operand may need a guard: they take it as a number where that is known.
+# Integer operations whose second operand may need a guard. They take it as a Python int if it is constant.
 GUARDED = frozenset({"div", "rem", "shl", "shr", "pow"})
 
 
 def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
-    """The value of `node`, given those of its arguments (all scalar, or all of the same number of lanes)."""
+    """Emit `node`. `args`: the values of its arguments (all scalar, or all with the same number of lanes)."""
     if node.op == "cast":
         return cast(e, args[0], node.args[0].dtype, node.dtype)
     if node.op == "bitcast":
@@ -88,7 +88,7 @@ def emit_alu(e: Emitter, node: Alu, args: list[V]) -> V:
 
 
 def cast(e: Emitter, a: V, source: DType, to: DType) -> V:
-    """Value-preserving where it can be; float to integer truncates and saturates, NaN gives 0; to bool is x != 0."""
+    """Convert between dtypes. Float to integer truncates and saturates, and gives 0 for NaN; to bool is x != 0."""
     ty = computed(to)
     if to.kind == "b":
         return a if source.kind == "b" else e.cmp("une" if source.is_float else "ne", a, 0)
@@ -118,7 +118,7 @@ def bitcast(e: Emitter, a: V, source: DType, to: DType) -> V:
 
 
 def _to_integer(e: Emitter, a: V, to: DType) -> V:
-    """As LLVM's saturating conversion, which takes a vector apart: clamped in the float type, then converted."""
+    """A saturating conversion: clamp in the float type, then convert. LLVM's own would be scalarised for vectors."""
     signed = to.kind == "i"
     span = 1 << (to.bits - signed)
     exact = a.scalar == "double" or to.bits < 32  # else the largest float below span is more than 1 away
@@ -133,7 +133,7 @@ def _to_integer(e: Emitter, a: V, to: DType) -> V:
 
 
 def _to_odd(e: Emitter, a: V) -> V:
-    """double to float, rounded to odd, so that rounding once more to 16 bits is right: inexact results get a last bit of 1."""
+    """double to float, rounded to odd: inexact results get a last bit of 1. Then a second rounding to 16 bits is correct."""
     near = e.convert("fptrunc", a, "float")
     back = e.convert("fpext", near, "double")
     bits = e.convert("bitcast", near, "i32")
@@ -144,14 +144,15 @@ def _to_odd(e: Emitter, a: V) -> V:
 
 
 def _by_kind(*names: str, emit: Callable[[Emitter, str, V, V], V] = Emitter.bin) -> Emit:
-    """An instruction, by the operands: names for floats, signed and unsigned integers, bool; the last for all kinds after."""
+    """An instruction selected by the operands' kind. `names`: for floats, signed integers, unsigned integers, bool; the last one
+    also serves the remaining kinds."""
     table = dict(zip_longest("fiub", names, fillvalue=names[-1]))
     return lambda e, d, a, b: emit(e, table[d.kind], a, b)
 
 
 def _extreme(*predicates: str) -> Emit:
-    """min or max; of floats NaN if either is: x86's instruction gives the second operand for unordered ones. The first one,
-    which is the total so far in a reduction, goes through as little as possible."""
+    """min or max. For floats, NaN if either operand is NaN; x86's instruction returns the second operand if they are unordered.
+    The first operand, which is the accumulator in a reduction, has the shorter dependency chain."""
     compare = _by_kind(*predicates, emit=Emitter.cmp)
 
     def emit(e: Emitter, d: DType, a: V, b: V) -> V:
@@ -164,13 +165,13 @@ def _extreme(*predicates: str) -> Emit:
 
 
 def _is_number(v: V) -> bool:
-    """Whether `v` is a constant, of all lanes, and finite."""
+    """Whether `v` is a finite constant, equal in all lanes."""
     digits = v.text.removeprefix(f"splat({v.scalar} ")
     return digits.startswith("0x") and int(digits[2:5], 16) & 0x7FF != 0x7FF
 
 
 def _rounding(intrinsic: str) -> Emit:
-    """Of floats; integers are already whole."""
+    """A rounding of floats. Integers are unchanged."""
     return lambda e, d, a: e.intrinsic(intrinsic, a) if d.is_float else a
 
 
@@ -185,7 +186,7 @@ def _abs(e: Emitter, d: DType, a: V) -> V:
 
 
 def _divide(of_floats: str, signed: str, unsigned: str, at_minus_one: Emit) -> Emit:
-    """div or rem. Integers: 0 for a zero divisor, `at_minus_one(a)` for a signed -1 (LLVM's would trap on INT_MIN)."""
+    """div or rem. Integers: 0 for a zero divisor; `at_minus_one(a)` for a signed divisor of -1 (LLVM's traps on INT_MIN)."""
 
     def emit(e: Emitter, d: DType, a: V, b: V | int) -> V:
         op = {"f": of_floats, "i": signed}.get(d.kind, unsigned)
@@ -203,7 +204,7 @@ def _divide(of_floats: str, signed: str, unsigned: str, at_minus_one: Emit) -> E
 
 
 def _shift(signed: str, unsigned: str) -> Emit:
-    """By the width or more: all bits gone (a negative number shifted right: -1)."""
+    """A shift. By the width or more it gives 0, or -1 for a negative number shifted right."""
 
     def emit(e: Emitter, d: DType, a: V, b: V | int) -> V:
         op = signed if d.kind == "i" else unsigned
@@ -218,7 +219,7 @@ def _shift(signed: str, unsigned: str) -> Emit:
 
 
 def _integer_pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
-    """By squaring; to a negative power the truncated reciprocal (0 but for 1 and -1)."""
+    """Exponentiation by squaring. A negative power gives the truncated reciprocal, which is 0 except for 1 and -1."""
     if isinstance(b, int) and 1 <= b <= 4:
         square = e.bin("mul", a, a) if b > 1 else a
         return square if b <= 2 else e.bin("mul", square, a if b == 3 else square)
@@ -235,7 +236,7 @@ def _integer_pow(e: Emitter, d: DType, a: V, b: V | int) -> V:
 
 
 def _function(name: str) -> Emit:
-    """An elementary function: our own of floats, libm's of doubles."""
+    """An elementary function: rlx.host.math for floats, libm for doubles."""
     own = getattr(math, name)
     return lambda e, d, *args: math.libm(e, name, *args) if args[0].scalar == "double" else own(e, *args)
 
@@ -264,7 +265,7 @@ OPS: dict[str, Emit] = {
 
 
 def identity(e: Emitter, op: str, dtype: DType, lanes: int) -> V:
-    """What leaves any value as it is under the reduction `op`."""
+    """The identity element of the reduction `op`."""
     span = 1 << (dtype.bits - (dtype.kind == "i"))
     low, high = {"f": (-inf, inf), "i": (-span, span - 1), "u": (0, span - 1), "b": (False, True)}[dtype.kind]
     value = {"add": 0, "or": 0, "mul": 1, "and": -1, "max": low, "min": high}[op]
@@ -272,17 +273,17 @@ def identity(e: Emitter, op: str, dtype: DType, lanes: int) -> V:
 
 
 def combine(e: Emitter, op: str, dtype: DType, a: V, b: V) -> V:
-    """One step of a reduction, unrounded: a sum of f16 or bf16 values is carried in f32."""
+    """One step of a reduction, without rounding: f16 and bf16 values accumulate in f32."""
     return OPS[op](e, dtype, a, b)
 
 
 def best_number(e: Emitter, op: str, a: V, b: V) -> V:
-    """max or min of floats of which the first is a number; where the other is none it stays."""
+    """max or min of floats, where `a` is not NaN. If `b` is NaN, the result is `a`."""
     return e.select(e.cmp("ogt" if op == "max" else "olt", b, a), b, a)
 
 
 def across(e: Emitter, op: str, dtype: DType, v: V, step: Callable[[V, V], V] | None = None) -> V:
-    """The lanes of `v` reduced to a scalar, by `step` or as `combine` does: halves onto halves, always in the same order."""
+    """Reduce the lanes of `v` to a scalar, by `step` (default: `combine`). A tree reduction of halves, in a fixed order."""
     step, lanes = step or partial(combine, e, op, dtype), v.lanes
     while lanes > 1:
         lanes //= 2
@@ -291,8 +292,9 @@ def across(e: Emitter, op: str, dtype: DType, v: V, step: Callable[[V, V], V] | 
 
 
 def prefixes(e: Emitter, op: str, dtype: DType, v: V) -> V:
-    """In each lane the reduction of the lanes up to it, in log2(lanes) steps: the upper half of every group takes in the last
-    lane of the lower one (J. Sklansky, 1960). Other schemes shift all lanes, for which x86 has no single instruction."""
+    """Inclusive prefix reduction of the lanes, in log2(lanes) steps: each step combines the last lane of the lower half of every
+    group with all lanes of its upper half (J. Sklansky, 1960). Other schemes shift all lanes, which x86 cannot do in one
+    instruction."""
     neutral, step = identity(e, op, dtype, v.lanes), 1
     while step < v.lanes:
         lower = e.shuffle(neutral, [v.lanes + (i & -step) - 1 if i & step else i for i in range(v.lanes)], v)

@@ -1,7 +1,7 @@
-"""Emitter: writes textual LLVM IR. SSA names, blocks, structured loops with carried values; nothing about kernels.
+"""Emitter: writes textual LLVM IR. SSA names, blocks, structured loops with carried values; it knows nothing about kernels.
 
-A V is an SSA name or constant with its LLVM type. Text is the boundary to LLVM: parsing it costs less than building
-llvmlite objects, and what is generated can be read as it stands.
+A V is an SSA name or constant with its LLVM type. The interface to LLVM is text, because parsing it takes less time than building
+llvmlite objects, and because the generated code is readable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlx.ir.dtype import DType
 
-LLVM_TYPES = {  # bool as stored; as computed it is i1
+LLVM_TYPES = {  # bool in memory; in registers it is i1
     "index": "i64",
     "f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat",
     "i64": "i64", "i32": "i32", "i16": "i16", "i8": "i8",
@@ -40,7 +40,7 @@ class V:
 
 
 def vector(scalar: str, lanes: int) -> str:
-    """The LLVM type of `lanes` of `scalar`; one lane is the scalar itself."""
+    """The LLVM type of `lanes` lanes of `scalar`; the scalar itself if there is one lane."""
     return scalar if lanes == 1 else f"<{lanes} x {scalar}>"
 
 
@@ -56,7 +56,7 @@ def sanitised(name: str) -> str:
 
 
 class Emitter:
-    """The body of one function. `block` is the label being written; phis name it. `features`: of the Target."""
+    """The body of one function. `block`: label of the current block, for phis. `features`: of the Target."""
 
     def __init__(self, features: Collection[str] = ()) -> None:
         self.lines: list[str] = []
@@ -94,11 +94,11 @@ class Emitter:
     # -- values
 
     def const(self, ty: str, value: V | float | int | bool) -> V:
-        """A constant in every lane of `ty`; what is a V already stays as it is."""
+        """A constant in every lane of `ty`. A V is returned unchanged."""
         if isinstance(value, V):
             return value
         scalar = scalar_of(ty)
-        if scalar in ("double", "float"):  # by its bits, so that no digit is lost
+        if scalar in ("double", "float"):  # as its bit pattern, so that no digit is lost
             value = ctypes.c_float(value).value if scalar == "float" else value  # rounded; infinite where it overflows
             text = f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
         else:
@@ -109,7 +109,7 @@ class Emitter:
         return self.const("i64", value)
 
     def bin(self, op: str, a: V, b: V | float) -> V:
-        """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr …; a number is a constant of a's type."""
+        """fadd, fsub, fmul, fdiv, add, sub, mul, and, or, xor, shl, lshr, ashr … A number `b` becomes a constant of a's type."""
         return self.op(a.ty, f"{op} {a}, {self.const(a.ty, b).text}")
 
     def cmp(self, predicate: str, a: V, b: V | float) -> V:
@@ -126,7 +126,7 @@ class Emitter:
         return self.op(ty, f"{op} {a} to {ty}")
 
     def intrinsic(self, stem: str, *args: V, suffix: Sequence[str] | None = None, returns: str | None = None) -> V:
-        """llvm.<stem>.<suffix>(args); the suffix defaults to the first argument's type, which is also the default result."""
+        """llvm.<stem>.<suffix>(args). The suffix and the result type default to the first argument's type."""
         names = map(sanitised, (args[0].ty,) if suffix is None else suffix)
         return self.external(".".join(["llvm", stem, *names]), returns or args[0].ty, *args)
 
@@ -136,7 +136,7 @@ class Emitter:
         return self.call(name, returns, *args)
 
     def call(self, callee: str | V, returns: str, *args: V) -> V:
-        """A function of this module or a declared symbol, by name, or the one at an address."""
+        """Call a function of this module or a declared symbol by name, or a function by address."""
         name = callee.text if isinstance(callee, V) else "@" + callee
         text = f"call {returns} {name}({', '.join(map(str, args))})"
         if returns == "void":
@@ -148,7 +148,7 @@ class Emitter:
         return self.intrinsic("fma", self.const(b.ty, a), b, self.const(b.ty, c))
 
     def splat(self, a: V, lanes: int) -> V:
-        """A scalar in every lane (lanes 1: itself)."""
+        """A scalar in every lane. The scalar itself if `lanes` is 1."""
         if lanes == 1:
             return a
         ty = vector(a.ty, lanes)
@@ -156,7 +156,7 @@ class Emitter:
         return self.op(ty, f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer")
 
     def shuffle(self, a: V, picks: Sequence[int], b: V | None = None) -> V:
-        """Lanes of `a`, then of `b` (zeros where it is not given), by their numbers."""
+        """Select lanes of the concatenation of `a` and `b` (default: zeros) by index."""
         indices = ", ".join(f"i32 {i}" for i in picks)
         other = b or V("zeroinitializer", a.ty)
         return self.op(f"<{len(picks)} x {a.scalar}>", f"shufflevector {a}, {other}, <{len(picks)} x i32> <{indices}>")
@@ -180,11 +180,11 @@ class Emitter:
         return value
 
     def stream(self, value: V, address: V, align: int) -> None:
-        """Store past the caches, at a multiple of the value's size, `align`. A fence must follow before others may read it."""
+        """Nontemporal store. `align` is the value's size. A fence must follow before other threads may read it."""
         self.declare(STREAMS)
         self.do(f"store {value}, {address}, align {align}, !nontemporal !0")
 
-    # -- memory that threads share; the alignment is the type's size, the order as LLVM names it
+    # -- atomic memory access; aligned to the size of the type; memory orders as LLVM names them
 
     def load_atomic(self, ty: str, address: V, order: str = "seq_cst") -> V:
         return self.op(ty, f"load atomic {ty}, {address} {order}, align {int(ty[1:]) // 8}")
@@ -193,11 +193,11 @@ class Emitter:
         self.do(f"store atomic {value}, {address} {order}, align {int(value.ty[1:]) // 8}")
 
     def update_atomic(self, op: str, address: V, value: V) -> V:
-        """add, sub, xchg …; the value before."""
+        """add, sub, xchg … Returns the old value."""
         return self.op(value.ty, f"atomicrmw {op} {address}, {value} seq_cst")
 
     def exchange_if(self, address: V, old: V, new: V) -> tuple[V, V]:
-        """Store `new` where `old` is: what was found, and an i1: whether it was `old`."""
+        """Compare and swap `old` by `new`. Returns the value found, and an i1: whether it was `old`."""
         pair = self.op(f"{{ {old.ty}, i1 }}", f"cmpxchg {address}, {old}, {new} seq_cst seq_cst")
         return self.op(old.ty, f"extractvalue {pair}, 0"), self.op("i1", f"extractvalue {pair}, 1")
 
@@ -207,7 +207,7 @@ class Emitter:
         self.do(f"ret {value or 'void'}")
 
     def branch(self, label: str) -> None:
-        """Nothing is written where the block has ended already, by a ret or a branch."""
+        """Branch to `label`, unless the block has ended already by a ret or a branch."""
         if not (self.lines and self.lines[-1].startswith(("  br ", "  ret "))):
             self.do(f"br label %{label}")
 
@@ -215,20 +215,21 @@ class Emitter:
         self.do(f"br {c}, label %{yes}, label %{no}")
 
     def phi(self, *ways: tuple[V, str]) -> V:
-        """The value that goes with the block that control came from."""
+        """A phi node. `ways`: (value, label of the predecessor block)."""
         return self.op(ways[0][0].ty, _phi(*ways))
 
     @contextmanager
     def loop(
         self, start: int | V, stop: int | V | None, step: int = 1, carried: Sequence[V] = (), nonempty: bool = False
     ) -> Iterator[Loop]:
-        """for index in range(start, stop, step), i64. `carried`: initial values; the body sets loop.next, one value each;
-        afterwards loop.results holds the last ones. `nonempty`: the caller promises at least one iteration.
+        """for index in range(start, stop, step), i64. `carried`: initial values of loop-carried variables. The body sets
+        loop.next, one value for each. After the loop, loop.results holds the final values. `nonempty`: the caller guarantees at
+        least one iteration. `stop` None: loop for ever, without results.
 
-        A body may leave by a branch to loop.done, if nothing is carried or `stop` is None (for ever; no results)."""
+        The body may branch to loop.done if nothing is carried or `stop` is None."""
         begin, end = self.i64(start), self.i64(stop or 0)
         if isinstance(start, int) and isinstance(stop, int):
-            nonempty = start < stop  # an empty loop still has a body, so that callers need not ask; it is never entered
+            nonempty = start < stop  # if empty, the body is still emitted, but never entered
         head, done, before = self.fresh("loop"), self.fresh("done"), self.block
 
         def enter(at: V, always: bool) -> None:
@@ -273,8 +274,8 @@ def _phi(*ways: tuple[V, str]) -> str:
 
 
 class Loop:
-    """An open loop: `index`, `carried` (this iteration's values), `next` (set by the body), `results` (after it), `done`
-    (the label after it)."""
+    """An open loop: `index`, `carried` (values in this iteration), `next` (set by the body), `results` (valid after the loop),
+    `done` (the label after the loop)."""
 
     def __init__(self, index: V, carried: list[V], done: str) -> None:
         self.index, self.carried, self.done = index, carried, done
@@ -292,6 +293,6 @@ def computed(dtype: DType) -> str:
     return "i1" if dtype.kind == "b" else LLVM_TYPES[dtype.compute.name]
 
 
-STREAMS = "!0 = !{i32 1}"  # among an Emitter's declarations if it stores past the caches
+STREAMS = "!0 = !{i32 1}"  # metadata of nontemporal stores, declared if there are any
 PARAMETERS = "ptr %args, i64 %task, ptr %scratch, ptr %status"  # of a kernel; see Rendered
 ATTRIBUTES = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" "no-builtins" }\n'

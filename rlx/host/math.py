@@ -1,8 +1,8 @@
-"""Elementary functions on any number of lanes, as LLVM IR: f32 by polynomials of our own; f64 is libm's, lane by lane.
+"""Elementary functions on any number of lanes, as LLVM IR: polynomials for f32, and calls of libm, lane by lane, for f64.
 
-How the polynomials were made: on 600 Chebyshev points of the reduced range, least squares in extended precision,
-reweighted (Lawson) until the largest error relative to the function is smallest; then the coefficients were rounded to
-f32 one at a time, lowest power first, and the rest fitted again. Relative error of each polynomial by itself:
+Derivation of the polynomials: least squares in extended precision on 600 Chebyshev points of the reduced range, reweighted
+(Lawson) until the largest relative error is minimal. Then the coefficients were rounded to f32 one at a time, lowest power first,
+with a refit of the rest after each. Relative error of each polynomial alone:
 
     exp    e^r, |r| <= ln2/2, degree 6                      3.1e-9
     expm1  r + r^2 q(r), the same r, q of degree 4          1.4e-8
@@ -11,9 +11,9 @@ f32 one at a time, lowest power first, and the rest fitted again. Relative error
     cos    1 - r^2/2 + r^4 C(r^2)                           1.1e-10
     erf    -expm1(-a R(a)), R = -log(erfc a)/a, degree 7    3.8e-8    0 <= a <= 3.95
 
-With the arithmetic around them every function stays within 4 ulp of f32 over all inputs, denormal ones and results
-included (tests/test_cpu_math.py sweeps them; measured: exp 0.9, log 0.8, sin and cos 1.6, tanh 2.4, erf 2.2, pow 0.5).
-NaN gives NaN, and clamps are written so that NaN passes them. No step converts an out-of-range float to an integer.
+With the surrounding arithmetic, every function is within 4 ulp of f32 for all inputs, including denormal inputs and results
+(tests/test_cpu_math.py sweeps them; measured: exp 0.9, log 0.8, sin and cos 1.6, tanh 2.4, erf 2.2, pow 0.5). NaN gives NaN;
+clamps are written so that they propagate NaN. No step converts an out-of-range float to an integer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LN2_HIGH, LN2_LOW = 0.693359375, -0.00021219444005469057  # the high part has 9 
 SHIFT = 1.5 * 2.0**23  # x + SHIFT has round(x) in its low bits
 SHIFT64 = 1.5 * 2.0**52
 HALF_PI_HIGH, HALF_PI_LOW = 1.5707963267948966, 6.123233995736766e-17
-REDUCIBLE = 2.0**40  # |x| below this is reduced by pi/2 in double without loss; libm takes the rest
+REDUCIBLE = 2.0**40  # smaller |x| are reduced by pi/2 in double without loss; libm handles larger ones
 
 
 # -- conversions ---------------------------------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def bf16_bits(e: Emitter, x: V) -> V:
 
 
 def bf16_bits_by_hardware(e: Emitter, x: V) -> V:
-    """The same for vectors of 8 or 16, by the instruction; subnormals, which it flushes, are done again, which is rare.
+    """bf16_bits for vectors of 8 or 16 lanes by the hardware instruction. It flushes subnormals, so these are recomputed (rare).
 
-    The instruction is called by name: LLVM folds a constant through an fptrunc to bfloat, whose scalar no x86 register holds.
-    """
+    The instruction is called as an intrinsic: LLVM would fold a constant fptrunc to a scalar bfloat, which x86 registers cannot
+    hold."""
     name = f"x86.avx512bf16.cvtneps2bf16.{32 * x.lanes}"
     fast = e.convert("bitcast", e.intrinsic(name, x, suffix=(), returns=f"<{x.lanes} x bfloat>"), "i16")
     subnormal = e.intrinsic("is.fpclass", x, V("144", "i32"), suffix=(x.ty,), returns=f"<{x.lanes} x i1>")
@@ -78,7 +78,7 @@ def f8_value(e: Emitter, raw: V, finite: bool) -> V:
         wide = e.bin("shl", e.convert("zext", raw, "i16"), 8)
         return e.convert("fpext", e.convert("bitcast", wide, "half"), "float")
     wide = e.convert("zext", raw, "i32")
-    size = e.bin("and", wide, 0x7F)  # at the place of an f32's exponent and fraction, 120 powers of two too small
+    size = e.bin("and", wide, 0x7F)  # shifted to the exponent and fraction fields of an f32, it is too small by 2^120
     value = e.bin("fmul", _float(e, e.bin("shl", size, 20)), 2.0**120)
     value = e.select(e.cmp("eq", size, 0x7F), float("nan"), value)
     return _float(e, e.bin("or", _bits(e, value), e.bin("shl", e.bin("and", wide, 0x80), 24)))
@@ -93,7 +93,7 @@ def f8_bits(e: Emitter, x: V, finite: bool) -> V:
     odd = e.bin("and", e.bin("lshr", size, drop), 1)
     nearest = e.bin("add", e.bin("add", size, ((bias - 127) << 23) + (1 << (drop - 1)) - 1), odd)
     normal = e.bin("lshr", nearest, drop)
-    # below the least normal number: an addition whose last bit is the least subnormal's
+    # subnormal results: rounded by an addition whose unit in the last place is the least subnormal
     magic = (127 - bias + drop + 1) << 23
     added = e.bin("fadd", _float(e, size), _float(e, e.const(bits.ty, magic)))
     small = e.bin("sub", _bits(e, added), magic)
@@ -105,7 +105,7 @@ def f8_bits(e: Emitter, x: V, finite: bool) -> V:
     return e.convert("trunc", e.bin("or", out, sign), "i8")
 
 
-# -- pieces --------------------------------------------------------------------------------------------------------
+# -- building blocks -----------------------------------------------------------------------------------------------
 
 
 def _bits(e: Emitter, x: V) -> V:
@@ -146,9 +146,9 @@ def _power_of_two(e: Emitter, n: V) -> V:
 
 
 def _scaled(e: Emitter, x: V, n: V) -> V:
-    """x 2^n of a whole n, rounded once, by AVX-512's instruction: the same as two products, the first of which is exact."""
+    """x 2^n for an integral n, rounded once, by AVX-512's instruction. Equal to two products of which the first is exact."""
     whole, mask = x.lanes * 32, f"i{max(x.lanes, 8)}"
-    rounding = [V("4", "i32")] if whole == 512 else []  # as the control register says
+    rounding = [V("4", "i32")] if whole == 512 else []  # rounding mode of the control register
     return e.external(f"llvm.x86.avx512.mask.scalef.ps.{whole}", x.ty, x, n, V("zeroinitializer", x.ty), V("-1", mask), *rounding)
 
 
@@ -205,7 +205,7 @@ def log(e: Emitter, x: V) -> V:
 
 
 def _sin_or_cos(e: Emitter, x: V, name: str) -> V:
-    """Reduced by multiples of pi/2 in double, on |x|, so that -0 and the sign of sin come out by themselves."""
+    """|x| is reduced by multiples of pi/2 in double. Working on |x| gives the right sign of sin, also for -0."""
     magnitude = e.intrinsic("fabs", x)
     wide = e.convert("fpext", magnitude, "double")
     shifted = e.fma(2 / math.pi, wide, SHIFT64)
@@ -226,7 +226,7 @@ def _sin_or_cos(e: Emitter, x: V, name: str) -> V:
 
 
 def _for_large(e: Emitter, x: V, magnitude: V, out: V, name: str) -> V:
-    """`out`, but libm's answer in lanes where |x| is too large to reduce (inf among them)."""
+    """`out`, with libm's result in the lanes where |x| is too large for the reduction (inf included)."""
     large = e.cmp("oge", magnitude, REDUCIBLE)
     some = large if x.lanes == 1 else e.intrinsic("vector.reduce.or", large, returns="i1")
     before = e.block
@@ -259,12 +259,12 @@ def pow(e: Emitter, x: V, y: V) -> V:
     wide_x, wide_y = e.convert("fpext", e.intrinsic("fabs", x), "double"), e.convert("fpext", y, "double")
     power = _exp2_double(e, e.bin("fmul", wide_y, _log2_double(e, wide_x)))
     out = e.convert("fptrunc", power, "float")
-    whole = e.cmp("oeq", y, e.intrinsic("trunc", y))  # so are infinities
+    whole = e.cmp("oeq", y, e.intrinsic("trunc", y))  # true for infinities
     half = e.bin("fmul", y, 0.5)
     odd = e.bin("and", whole, e.cmp("one", half, e.intrinsic("trunc", half)))
     negative = e.cmp("slt", _bits(e, x), 0)
     fixed = e.bin("or", e.cmp("oeq", e.intrinsic("fabs", x), 1.0), e.cmp("oeq", y, 0.0))
-    out = e.select(fixed, 1.0, out)  # log2 is 0 or y is: 0 times an infinity or a NaN would spoil it
+    out = e.select(fixed, 1.0, out)  # log2 or y is 0: 0 times infinity or NaN would give NaN
     out = e.select(e.bin("and", negative, odd), e.op(x.ty, f"fneg {out}"), out)
     finite_negative = e.bin("and", e.cmp("olt", x, 0.0), e.cmp("ogt", x, -math.inf))
     imaginary = e.bin("and", finite_negative, e.cmp("une", y, e.intrinsic("trunc", y)))
@@ -273,7 +273,7 @@ def pow(e: Emitter, x: V, y: V) -> V:
 
 
 def _log2_double(e: Emitter, x: V) -> V:
-    """log2 of a positive float widened to double (0: -inf), to 2^-40: 2 atanh(s)/ln2 with s = (m-1)/(m+1)."""
+    """log2 of a nonnegative float widened to double (-inf for 0), with error 2^-40: 2 atanh(s)/ln2 with s = (m-1)/(m+1)."""
     n, m = _split(e, x)
     s = e.bin("fdiv", e.bin("fsub", m, 1.0), e.bin("fadd", m, 1.0))
     series = polynomial(e, e.bin("fmul", s, s), [2 / LN2 / (2 * i + 1) for i in range(8, -1, -1)])
@@ -283,7 +283,7 @@ def _log2_double(e: Emitter, x: V) -> V:
 
 
 def _exp2_double(e: Emitter, x: V) -> V:
-    """2^x as a double, right to 2^-38; beyond f32's range 2^-300 or 2^300, which round to 0 and infinity."""
+    """2^x as a double, with error 2^-38. Beyond f32's range it is 2^-300 or 2^300, which round to 0 and infinity."""
     x = _within(e, x, -300.0, 300.0)
     shifted = e.bin("fadd", x, SHIFT64)
     r = e.bin("fsub", x, e.bin("fsub", shifted, SHIFT64))
