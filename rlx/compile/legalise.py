@@ -5,6 +5,7 @@ After these passes every shape is static, the target supports every dtype, and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -62,10 +63,14 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 
 def _check_sizes(graph: Graph) -> None:
-    """CompileError for a value whose addresses do not fit 64 bits. A value without elements is checked by its strides."""
+    """CompileError for a value whose addresses do not fit 64 bits. A value without elements is checked by its strides, and a leaf
+    or result as if dims of 0 were 1, since numpy has no array that is larger then."""
+    outside = {*graph.roots(), *graph.leaves()}
     for node in graph.nodes():
-        for shape in node.shapes:
+        for value, shape in zip(node.results, node.shapes):
             spans = max((shape.size_bytes, *contiguous_strides(shape.static)))
+            if value in outside:
+                spans = max(spans, math.prod(max(d, 1) for d in shape.static) * shape.dtype.itemsize)
             if spans >= 1 << 63 or shape.size_bytes >= 1 << 62:
                 raise CompileError(f"{where(node)}: {shape} spans {spans} bytes, more than any memory")
 

@@ -29,6 +29,18 @@ class Producer:
     work: float
 
 
+def _always(node: Node) -> bool:
+    return True
+
+
+def _never(producer: Producer) -> bool:
+    return False
+
+
+def _unpacked(dtype: str) -> tuple[int, int]:
+    return 0, 1
+
+
 @dataclass(frozen=True)
 class Target:
     """Facts of one device.
@@ -55,6 +67,6 @@ class Target:
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     followed: frozenset[str] = frozenset()
-    follows: Callable[[Node], bool] = field(default=lambda node: True, compare=False)
-    computes: Callable[[Producer], bool] = field(default=lambda producer: False, compare=False)
-    panel: Callable[[str], tuple[int, int]] = field(default=lambda dtype: (0, 1), compare=False)
+    follows: Callable[[Node], bool] = field(default=_always, compare=False)
+    computes: Callable[[Producer], bool] = field(default=_never, compare=False)
+    panel: Callable[[str], tuple[int, int]] = field(default=_unpacked, compare=False)

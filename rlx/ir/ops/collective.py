@@ -23,7 +23,7 @@ from rlx.ir.graph import constant
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import cast, div, equal, where
-from rlx.ir.ops.rules import axis_of, divide
+from rlx.ir.ops.rules import again, axis_of, divide
 from rlx.ir.ops.view import reshape, transpose
 from rlx.ir.shape import DimLike, Shape
 
@@ -133,7 +133,7 @@ def _exchange_rows(attrs: ExchangeAttrs, operand: int, axis: int, x: Shape) -> i
 
 exchange = op(
     "exchange", kind=Kind.COLLECTIVE, infer=_exchange_shape, attrs=ExchangeAttrs, dtypes=ANY, rows=_exchange_rows,
-    collective=_exchanged, reference=_alone(_exchanged),
+    collective=_exchanged, reference=_alone(_exchanged), parts=again,
     samples=(
         Sample(((3, 7),), {"what": "broadcast", "ranks": 1}),
         Sample(((5,),), {"what": "all_gather", "ranks": 1}),
