@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import rlx.ir.ops as table
 from rlx.ir.dtype import DType
-from rlx.ir.op import KINDS, OPS, OpDef, attribute_types
+from rlx.ir.op import KINDS, OpDef, attribute_types
 from rlx.ir.ops import OWN
 
 PAGE = Path(__file__).parent / "ops.md"
@@ -81,8 +81,8 @@ def families() -> Iterator[tuple[str, list[OpDef]]]:
         module = import_module(f"rlx.ir.ops.{found.name}")
         tree = ast.parse(inspect.getsource(module))
         imported = {alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names}
-        here = {name: value.op for name, value in vars(module).items() if hasattr(value, "op") and name not in imported}
-        if ops := [op for op in OPS.values() if op in OWN and op in here.values()]:
+        here = dict.fromkeys(value.op for name, value in vars(module).items() if hasattr(value, "op") and name not in imported)
+        if ops := [op for op in here if op in OWN]:
             yield str(module.__doc__).split("\n\n")[0].replace("\n", " "), ops
 
 
