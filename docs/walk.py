@@ -15,6 +15,11 @@ from rlx.compile import lower
 from rlx.ir.kernel_text import print_kernel
 
 F = np.float32
+STAGES = {  # by name; the others are passes
+    "groups": "nodes that share kernels (rlx.compile.fuse)",
+    "lower": "kernels as lowered, without a schedule (rlx.compile.lower)",
+    "schedule": "the same kernels as the target orders them (Target.schedule)",
+}
 
 
 def show(title: str, text: object, lines: int = 40) -> None:
@@ -47,8 +52,7 @@ def main() -> None:
     program = lower(g, target, rlx.CompileOptions(threads=1, verbose=True))
     for name, text in program.stages.items():
         if name != "graph":
-            after = "nodes that share kernels (rlx.compile.fuse)", f"after the pass {name!r} (rlx.compile.pipeline)"
-            show(f"3. {after[name != 'groups']}", text)
+            show(f"3. {STAGES.get(name, f'after the pass {name!r} (rlx.compile.pipeline)')}", text)
     for phase in ("prepare", "steps", "commit"):
         for step in getattr(program, phase):
             show(f"4. kernel IR of a step of {phase!r} (rlx.compile.lower)", print_kernel(step.kernel))

@@ -15,10 +15,13 @@ from rlx.compile import lower
 from rlx.compile.facts import facts_of
 from rlx.compile.groups import parse_groups, print_groups
 from rlx.compile.lower import lower_group
-from rlx.errors import ParseError
+from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
+from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_parse import parse_kernels
 from rlx.ir.kernel_text import print_kernel
-from rlx.ir.program import Program
+from rlx.ir.program import Program, print_program
+from rlx.ir.target import Target
 
 TARGET = replace(get("ref").target(1), threads=2)
 EVERY = {"ops-f32": 9, "large-ops": 4, "small-encoder": 5, "decoders": 4, "quantised": 4, "extents": 1, "ranks": 3}
@@ -34,17 +37,19 @@ def compiled(name: str) -> Iterator[tuple[str, Program]]:
 @pytest.mark.parametrize("name", EVERY)
 def test_every_stage_reads_back_and_the_last_is_what_is_lowered(name: str) -> None:
     for what, program in compiled(name):
-        *_, last, groups = program.stages
-        assert groups == "groups"
-        for stage, text in program.stages.items():
-            if stage != "groups":
-                assert str(Graph.parse(text)) == text, (what, stage)
+        graphs = [name for name in program.stages if name not in ("groups", "lower", "schedule")]
+        last, rest = graphs[-1], list(program.stages)[len(graphs) :]
+        assert rest in (["groups"], ["groups", "lower", "schedule"])
+        for stage in graphs:
+            assert str(Graph.parse(program.stages[stage])) == program.stages[stage], (what, stage)
+        for stage in rest[1:]:
+            assert "\n".join(map(print_kernel, parse_kernels(program.stages[stage]))) == program.stages[stage], (what, stage)
         graph = Graph.parse(program.stages[last])
         found = parse_groups(program.stages["groups"], graph)
         assert print_groups(found, graph) == program.stages["groups"]
         if program.extent is None:  # which rows hold data is no part of a graph's text
             facts = facts_of(graph, program.target)
-            kernels = [print_kernel(lower_group(group, facts).kernel) for group in found]
+            kernels = [print_kernel(program.target.schedule(lower_group(group, facts).kernel)) for group in found]
             steps = [s for phase in ("prepare", "steps", "abort") for s in program.phases[phase]]
             assert sorted(kernels) == sorted(print_kernel(s.kernel) for s in steps), what
 
@@ -54,6 +59,44 @@ def groups_of(build, **options) -> tuple[str, Graph]:
     g.set_outputs(build(g))
     stages = lower(g, TARGET, rlx.CompileOptions(verbose=True, **options)).stages
     return stages["groups"], Graph.parse(stages["packing"])
+
+
+def counter() -> Graph:
+    """Two kernels, and the copy of a state."""
+    g = Graph("g")
+    total = g.handle(rlx.BufferHandle("total", (3, 4), "f32"))
+    g.assign(total, total + 1.0)
+    g.set_outputs([rlx.sum(g.input("y", (3, 4), "f32"), axis=1)])
+    return g
+
+
+def test_the_target_schedules_every_kernel_and_the_stages_show_those_it_changes() -> None:
+    def schedule(kernel: Kernel) -> Kernel:
+        return replace(kernel, name="of_rows") if kernel.grid else kernel
+
+    def lowered(target: Target) -> Program:
+        return lower(counter(), target, rlx.CompileOptions(verbose=True))
+
+    seen: list[Kernel] = []
+    program = lowered(replace(TARGET, schedule=lambda kernel: seen.append(kernel) or kernel))
+    steps = [s for phase in ("prepare", "steps", "commit", "abort") for s in program.phases[phase]]
+    assert len(seen) == len(steps) and set(seen) == {s.kernel for s in steps}, "every kernel once, copies of states too"
+    assert {"lower", "schedule"}.isdisjoint(program.stages), "nothing changed"
+    gridded = [print_kernel(kernel) for kernel in seen if kernel.grid]
+    assert gridded and len(gridded) < len(seen)
+    program = lowered(replace(TARGET, schedule=schedule))
+    *_, before, after = program.stages
+    assert (before, after) == ("lower", "schedule") and program.stages["lower"] == "\n".join(gridded)
+    assert {k.name for k in parse_kernels(program.stages["schedule"])} == {"of_rows"}
+    assert print_program(program).count("kernel of_rows") == len(gridded), "the program has the scheduled kernels"
+
+
+def test_a_schedule_that_changes_the_arguments_is_refused() -> None:
+    def schedule(kernel: Kernel) -> Kernel:
+        return replace(kernel, buffers=kernel.buffers[:-1])
+
+    with pytest.raises(VerifyError, match="the schedule of target 'ref' changed the arguments of a kernel"):
+        lower(counter(), replace(TARGET, schedule=schedule), rlx.CompileOptions())
 
 
 def test_the_text_says_what_is_where_and_why_nodes_are_apart() -> None:

@@ -1,4 +1,4 @@
-"""Compiles a graph to a Program: passes, fusion, lowering, the memory plan and its check, in this order."""
+"""Compiles a graph to a Program: passes, fusion, lowering, the schedule, the memory plan and its check, in this order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rlx.compile.lower import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
 from rlx.compile.pipeline import keep_text, run_passes
+from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
+from rlx.ir.kernel_text import print_kernel
 from rlx.ir.op import Kind
 from rlx.ir.overlap import may_overlap
 from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, Step
@@ -39,9 +41,14 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Pr
     groups = fuse(facts, alone="fuse" in options.disable, leave_out=tuple(options.disable))
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
-    lowered = {group: lower_group(group, facts) for group in groups}
+    made: dict[Group | Value, Lowered] = {group: lower_group(group, facts) for group in groups}
+    copies = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
+    made |= {handle: Lowered(copy_kernel(handle), (base, handle)) for handle, base in copies}
+    made = _scheduled(made, facts, stages, options)
+    lowered = {group: made[group] for group in groups}
     reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
-    assembler = _Assembler(facts, lowered, options)
+    commit = [x for key, x in made.items() if isinstance(key, Value)]
+    assembler = _Assembler(facts, lowered, commit, options)
     program = assembler.program(graph, stages, reports)
     check_program(program)
     return program, facts, assembler.ids
@@ -50,9 +57,9 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Pr
 class _Assembler:
     """Numbers the buffers, turns kernels into steps, and plans the arena."""
 
-    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], options: CompileOptions) -> None:
-        """`lowered`: the groups in execution order, each with its kernel."""
-        self.facts, self.lowered, self.target, self.options = facts, lowered, facts.target, options
+    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: Sequence[Lowered], options: CompileOptions) -> None:
+        """`lowered`: the groups in execution order, each with its kernel. `commit`: copies of next states into handles."""
+        self.facts, self.lowered, self.commit, self.target, self.options = facts, lowered, commit, facts.target, options
         self.output_bases = {facts.places.base(v) for v in facts.graph.outputs}
         self.ids: dict[Value, int] = {}
         self.buffers: list[BufferDecl] = []
@@ -63,15 +70,14 @@ class _Assembler:
         inputs, params, handles = (tuple(map(self.id, leaves)) for leaves in (graph.inputs, graph.params, graph.handles))
         undo = {u.undo.node: u for u in graph.updates}
         groups = [g for g in self.lowered if g.anchor not in undo]
-        prepare, made = (tuple(self.step(g) for g in groups if g.static is ahead) for ahead in (True, False))
+        prepare, made = (tuple(self.step(self.lowered[g]) for g in groups if g.static is ahead) for ahead in (True, False))
         order = side_by_side(made, 1 if "beside" in self.options.disable else self.target.threads)
         steps = tuple(replace(made[i], beside=beside) for i, beside in order)
-        copied = [(h, v) for h, v in graph.assigns if self.facts.memory(v) is v]
-        commit = tuple(Step(copy_kernel(h), (self.id(places.base(v)), self.id(h))) for h, v in copied)
+        commit = tuple(map(self.step, self.commit))
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
-        abort = tuple((saving[undo[g.anchor].saved], self.step(g)) for g in self.lowered if g.anchor in undo)
+        abort = tuple((saving[undo[g.anchor].saved], self.step(x)) for g, x in self.lowered.items() if g.anchor in undo)
         active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)
         named = zip(graph.output_names, graph.outputs, active, strict=True)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
@@ -108,8 +114,7 @@ class _Assembler:
             return Region.PREPARED
         return Region.OUTPUT if base in self.output_bases else Region.ARENA
 
-    def step(self, group: Group) -> Step:
-        lowered = self.lowered[group]
+    def step(self, lowered: Lowered) -> Step:
         return Step(lowered.kernel, tuple(map(self.id, lowered.args)))
 
     def key(self, node: Node) -> str:
@@ -121,6 +126,24 @@ class _Assembler:
             own += [f"{self.key(v.node)}[{v.index}]" for v in node.inputs]
             self._keys[node] = f"{node.op.name}:{hashlib.sha256('|'.join(own).encode()).hexdigest()[:24]}"
         return self._keys[node]
+
+
+def _scheduled(
+    made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str], options: CompileOptions
+) -> dict[Group | Value, Lowered]:
+    """The kernels as the target orders them. The texts of those that it changes are two stages: "lower" and "schedule"."""
+    out = {key: x._replace(kernel=facts.target.schedule(x.kernel)) for key, x in made.items()}
+    changed = [(made[key].kernel, x.kernel) for key, x in out.items() if x.kernel is not made[key].kernel]
+    for before, after in changed:
+        if after.buffers != before.buffers:
+            raise VerifyError(
+                f"{facts.graph.name}: the schedule of target {facts.target.name!r} changed the arguments of a kernel, which "
+                f"must stay. Before:\n{print_kernel(before)}\nafter:\n{print_kernel(after)}"
+            )
+    if changed and options.wants_text:
+        for name, kernels in zip(("lower", "schedule"), zip(*changed)):
+            keep_text(stages, name, facts.graph.name, "\n".join(map(print_kernel, kernels)), options)
+    return out
 
 
 def copy_kernel(handle: Value) -> K.Kernel:

@@ -22,14 +22,28 @@ B = TypeVar("B", bound=K.Buffer | K.Local)
 
 def parse_kernel(text: str) -> K.Kernel:
     """The kernel that `print_kernel` printed. ParseError, naming the line, for any other text."""
-    if not isinstance(text, str):
-        raise ParseError(f"a kernel's text is a str, got {type(text).__name__}")
-    parser = KernelParser(text.split("\n"))
+    parser = _parser(text)
     kernel = parser.kernel()
     parser.skip_blank()
     if not parser.ended:
         parser.fail("nothing after the kernel")
     return kernel
+
+
+def parse_kernels(text: str) -> list[K.Kernel]:
+    """The kernels of a text with one after another. ParseError, naming the line, for any other text."""
+    parser, kernels = _parser(text), list[K.Kernel]()
+    parser.skip_blank()
+    while not parser.ended:
+        kernels.append(parser.kernel())
+        parser.skip_blank()
+    return kernels
+
+
+def _parser(text: str) -> KernelParser:
+    if not isinstance(text, str):
+        raise ParseError(f"a kernel's text is a str, got {type(text).__name__}")
+    return KernelParser(text.split("\n"))
 
 
 class KernelParser(Tokens):

@@ -10,6 +10,7 @@ from rlx.ir.dtype import DType
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Node, Value
+    from rlx.ir.kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ def _never(producer: Producer) -> bool:
     return False
 
 
+def _as_lowered(kernel: Kernel) -> Kernel:
+    return kernel
+
+
 def _unpacked(dtype: str) -> tuple[int, int]:
     return 0, 1
 
@@ -55,6 +60,8 @@ class Target:
     kernel writes the operand to memory first.
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
     interleaved). For operands of two dtypes, both names: "u8 i8".
+    `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
+    buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """
 
     name: str
@@ -70,3 +77,4 @@ class Target:
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     panel: Callable[[str], tuple[int, int]] = field(default=_unpacked, compare=False)
+    schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)
