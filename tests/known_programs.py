@@ -115,7 +115,7 @@ def small_encoder() -> Iterator[Known]:
         for precision in ("f32", "bf16", "int8"):
             graph = bert.build(config, 3, 24)
             yield f"encoder {precision} on {target}", graph, PLAIN.replace(precision=precision), target
-    for left_out in ("canonicalise", "tidy", "fuse", "inplace", "reuse", "beside"):
+    for left_out in ("canonicalise", "tidy", "fuse", "inplace", "reuse", "concurrent"):
         yield f"encoder without {left_out}", bert.build(config, 3, 24), PLAIN.replace(disable=(left_out,)), WIDE
 
 

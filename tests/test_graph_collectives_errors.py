@@ -279,7 +279,7 @@ def test_a_clone_on_one_rank_is_not_its_original_on_another() -> None:
 
 
 def test_only_runs_that_may_fail_late_meet_once_more() -> None:
-    def meetings(where: str) -> list[int]:
+    def barriers(where: str) -> list[int]:
         transports = local(2)
         compiled = compiled_on(transports, failing(where, 2, False))
         came = [0, 0]
@@ -293,8 +293,8 @@ def test_only_runs_that_may_fail_late_meet_once_more() -> None:
         good(run_all(transports, compiled, [{"x": np.ones((1, 8), np.float32), "i": np.array([0, 1])}] * 2))
         return came
 
-    assert meetings("before") == [1 + 2] * 2  # the beginning, and a collective's two
-    assert meetings("after") == [1 + 2 + 1] * 2
+    assert barriers("before") == [1 + 2] * 2  # the beginning, and a collective's two
+    assert barriers("after") == [1 + 2 + 1] * 2
 
 
 
@@ -361,7 +361,7 @@ def test_a_rank_that_dies_in_a_run(device: str) -> None:
 
 
 def test_a_rank_that_dies_within_a_collective() -> None:
-    """Between two meetings of one run; the step is named."""
+    """Between two barriers of one run; the step is named."""
     transports = local(2)
     compiled = compiled_on(transports, counter(2))
     meet, count = transports[1].barrier, [0]
@@ -380,7 +380,7 @@ def test_a_rank_that_dies_within_a_collective() -> None:
 
 
 def interrupted_here(transport: Any, at: str, in_code: bool, error: type[BaseException]) -> Any:
-    """Rank 0 is interrupted while its run waits for rank 1: in the meeting before the first step, or in the first collective."""
+    """Rank 0 is interrupted while its run waits for rank 1: at the barrier before the first step, or in the first collective."""
     plain = transport if in_code else PutAndGet(transport)
     compiled = rlx.Session("cpu", threads=1, transport=plain).compile(counter(2))
     compiled.run(asked(0, 1))
@@ -510,7 +510,7 @@ def test_ranks_that_run_different_programs() -> None:
                 c.set_param(v.name, np.zeros(v.shape.static, np.float32))
     x = [np.zeros((3 + r, 20), np.float32) for r in range(2)]
     found = together(transports, lambda t: both[t.this_rank.index][t.this_rank.index].run({"x": x[t.this_rank.index]}))
-    assert all(isinstance(e, CallMismatchError) and "the meeting before the first step" in str(e) for e in found)
+    assert all(isinstance(e, CallMismatchError) and "the barrier before the first step" in str(e) for e in found)
 
 
 def test_nothing_keeps_an_executable() -> None:

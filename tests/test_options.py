@@ -54,7 +54,8 @@ def test_chaining_makes_new_options():
     [
         ({"precision": "f8"}, "precision='f8' is not a policy; choose one of 'auto', 'bf16', 'f16', 'f32'"),
         ({"disable": "fuse"}, "a collection of pass names, got 'fuse'"),
-        ({"disable": ("legalise",)}, r"disable=\['legalise'\]: not passes that can be left out; those are 'beside', "),
+        ({"disable": ("legalise",)}, r"disable=\['legalise'\]: not passes that can be left out; those are 'canonicalise', "),
+        ({"disable": ("beside",)}, "not passes that can be left out; .*; 'beside' is now called 'concurrent'"),
         ({"alignment": 32}, "alignment=32: give a power of two of at least 64"),
         ({"alignment": 96}, "power of two"),
         ({"alignment": "64"}, "alignment is a whole number, got '64'"),

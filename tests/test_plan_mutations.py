@@ -249,21 +249,21 @@ def clashes(p: Program) -> bool:
     """Whether a step writes a byte that another one of its group touches."""
     groups: list[list[Step]] = []
     for step in p.steps:
-        groups = [*groups[:-1], [*groups[-1], step]] if step.beside and groups else [*groups, [step]]
+        groups = [*groups[:-1], [*groups[-1], step]] if step.concurrent and groups else [*groups, [step]]
     return any(
         bytes_of(p, a.writes) & bytes_of(p, b.reads | b.writes) for group in groups for a in group for b in group if a is not b
     )
 
 
-def steps_beside(p: Program) -> Iterator[Program]:
+def steps_grouped(p: Program) -> Iterator[Program]:
     for i in range(1, len(p.steps)):
         for last in range(i, min(i + 3, len(p.steps))):
-            yield replace(p, steps=tuple(replace(s, beside=True) if i <= n <= last else s for n, s in enumerate(p.steps)))
+            yield replace(p, steps=tuple(replace(s, concurrent=True) if i <= n <= last else s for n, s in enumerate(p.steps)))
 
 
 def test_a_group_is_refused_where_its_steps_touch_what_one_writes(program):
     for base in (program, branches(1), branches(2)):
-        mutants = list(steps_beside(base))
+        mutants = list(steps_grouped(base))
         assert [bool(program_faults(m)) for m in mutants] == [clashes(m) for m in mutants]
         assert any(map(clashes, mutants))
 
@@ -271,7 +271,7 @@ def test_a_group_is_refused_where_its_steps_touch_what_one_writes(program):
 def test_a_compiled_group_may_not_lose_its_places():
     """Buffers that keep apart because two branches run at once, put onto each other."""
     p = branches(2)
-    assert sum(s.beside for s in p.steps) >= 3 and not any(s.beside for s in branches(1).steps)
+    assert sum(s.concurrent for s in p.steps) >= 3 and not any(s.concurrent for s in branches(1).steps)
     assert program_faults(p) == [] and not clashes(p)
     mutants = [m for mutate in (buffer_onto_another, buffer_shifted, step_moved, argument_replaced) for m in mutate(p)]
     harmful = [m for m in mutants if m.plan.size_bytes >= max_end(m) and clashes(m)]
@@ -281,8 +281,8 @@ def test_a_compiled_group_may_not_lose_its_places():
 def test_only_steps_of_a_run_have_a_step_before_them():
     program = sample_program().program()
     for phase in PHASES:
-        first = replace(getattr(program, phase)[0], beside=True)
-        assert any("is beside the step before" in f for f in program_faults(with_step(program, phase, 0, first)))
+        first = replace(getattr(program, phase)[0], concurrent=True)
+        assert any("only later steps of a run may be" in f for f in program_faults(with_step(program, phase, 0, first)))
 
 
 # -- marks and rules that the mutations above cannot reach -----------------------------------------------------------

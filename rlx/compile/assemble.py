@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlx.compile.check import check_program
-from rlx.compile.concurrent import side_by_side
+from rlx.compile.concurrent import group_concurrent
 from rlx.compile.facts import Facts, facts_of
 from rlx.compile.fuse import fuse
 from rlx.compile.groups import Group, print_groups
@@ -71,8 +71,8 @@ class _Assembler:
         undo = {u.undo.node: u for u in graph.updates}
         groups = [g for g in self.lowered if g.anchor not in undo]
         prepare, made = (tuple(self.step(self.lowered[g]) for g in groups if g.static is ahead) for ahead in (True, False))
-        order = side_by_side(made, 1 if "beside" in self.options.disable else self.target.threads)
-        steps = tuple(replace(made[i], beside=beside) for i, beside in order)
+        order = group_concurrent(made, 1 if "concurrent" in self.options.disable else self.target.threads)
+        steps = tuple(replace(made[i], concurrent=concurrent) for i, concurrent in order)
         commit = tuple(map(self.step, self.commit))
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]

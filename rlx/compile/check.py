@@ -47,8 +47,8 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
         for at, step in enumerate(steps):
             if step.kernel not in facts:
                 facts[step.kernel] = _Facts(step.kernel)
-            if step.beside and (phase != "steps" or not at):
-                bad.append(f"{phase}[{at}] {step.kernel.name}: is beside the step before, and there is none of a run")
+            if step.concurrent and (phase != "steps" or not at):
+                bad.append(f"{phase}[{at}] {step.kernel.name}: only later steps of a run may be concurrent with the step before")
             _check_arguments(f"{phase}[{at}] {step.kernel.name}", phase, step, facts[step.kernel], decls, bad)
     if replay and not bad:  # the replay needs valid offsets and arguments
         _Replay(program, facts, bad).run()
@@ -152,7 +152,7 @@ class _Replay:
     facts: dict[K.Kernel, _Facts]
     bad: list[str]
     written: set[int] = field(default_factory=set)
-    group: list[tuple[str, Step, set[int]]] = field(default_factory=list)  # (where, step, what it reads) of one group so far
+    group: list[tuple[str, Step, set[int]]] = field(default_factory=list)  # (where, step, buffers it reads) of the current group
     proofs: dict[tuple[K.Kernel, int, int], bool] = field(default_factory=dict)  # by kernel, argument read, argument written
 
     def run(self) -> None:
@@ -176,8 +176,8 @@ class _Replay:
                     self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
                 if phase == "prepare" and (both := reads & step.writes):
                     self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
-                self.group = [*self.group, (where, step, reads)] if step.beside else [(where, step, reads)]
-                self.beside(where, step, reads)
+                self.group = [*self.group, (where, step, reads)] if step.concurrent else [(where, step, reads)]
+                self.check_group(where, step, reads)
                 self.step(where, step, reads)
                 if phase == "commit":
                     committed |= step.writes
@@ -188,14 +188,14 @@ class _Replay:
         for id in p.inputs:
             self.expect("at the end", id)
 
-    def beside(self, where: str, step: Step, reads: set[int]) -> None:
+    def check_group(self, where: str, step: Step, reads: set[int]) -> None:
         """No other step of the group accesses bytes that this step writes, or writes bytes that this step reads."""
         for other, its, read in self.group[:-1]:
             clashes = [(a, b) for a in step.writes for b in its.writes | read if self.together(a, b)]
             clashes += [(b, a) for a in reads for b in its.writes if self.together(a, b)]
             if clashes:
                 written, used = min(clashes)
-                self.bad.append(f"{where}: runs beside {other}, and one of them writes %{written} where the other uses %{used}")
+                self.bad.append(f"{where}: concurrent with {other}; one writes %{written}, which overlaps %{used} of the other")
 
     def own(self, id: int) -> None:
         for s in self.segments.get(id, ()):
@@ -225,9 +225,9 @@ class _Replay:
         for w, (written, buffer) in enumerate(zip(step.args, step.kernel.buffers)):
             if not buffer.writable:
                 continue
-            for r, (other, beside) in enumerate(zip(step.args, step.kernel.buffers)):
-                used = r != w and (beside.writable or other in reads)
-                if used and self.together(written, other) and (beside.writable or not self.proved(step, r, w)):
+            for r, (other, second) in enumerate(zip(step.args, step.kernel.buffers)):
+                used = r != w and (second.writable or other in reads)
+                if used and self.together(written, other) and (second.writable or not self.proved(step, r, w)):
                     self.bad.append(f"{where}: writes %{written} over %{other}, which it still uses")
         for id in sorted(writes):
             self.own(id)

@@ -20,7 +20,7 @@ FLOPS_PER_NS, BYTES_PER_NS = 50, 10
 STEPS_PER_THREAD = 4  # bounds the size of a group, so that steps others wait for are not delayed
 
 
-def side_by_side(steps: Sequence[Step], threads: int) -> list[tuple[int, bool]]:
+def group_concurrent(steps: Sequence[Step], threads: int) -> list[tuple[int, bool]]:
     """(step index, True if it joins the group of the previous step), in execution order. Two steps that access the same buffer,
     at least one of them writing, keep their order. With one thread nothing changes."""
     if threads == 1:
@@ -69,4 +69,4 @@ def _is_small(kernel: Kernel) -> bool:
     return operations is not None and operations / FLOPS_PER_NS + nbytes / BYTES_PER_NS < SMALL_NS
 
 
-__all__ = ["side_by_side"]
+__all__ = ["group_concurrent"]

@@ -48,7 +48,7 @@ class _Slot:
 
 def moments(steps: Iterable[Step]) -> list[int]:
     """The time of each step: steps of a group run at the same time."""
-    return list(accumulate((not s.beside for s in steps), initial=-1))[1:]
+    return list(accumulate((not s.concurrent for s in steps), initial=-1))[1:]
 
 
 def lifetimes(
@@ -155,9 +155,9 @@ def _place(order: Sequence[_Slot], alignment: int) -> tuple[dict[int, int], int]
     size = count = 0
     for slot in order:
         starts, ends, first, last = placed[:, :count]
-        beside = np.flatnonzero((first <= slot.life.last) & (last >= slot.life.first))
-        cursors = np.concatenate(([0], np.maximum.accumulate(ends[beside])))  # before each of them, and behind all
-        gaps = starts[beside] - cursors[:-1]
+        live = np.flatnonzero((first <= slot.life.last) & (last >= slot.life.first))
+        cursors = np.concatenate(([0], np.maximum.accumulate(ends[live])))  # before each of them, and behind all
+        gaps = starts[live] - cursors[:-1]
         fits = np.flatnonzero(gaps >= slot.nbytes)
         at = int(cursors[fits[np.argmin(gaps[fits])]] if len(fits) else cursors[-1])
         offsets[slot.members[0]] = at

@@ -15,7 +15,8 @@ from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Choices, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
-OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "beside")  # others are needed
+OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "concurrent")  # others are needed
+RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
@@ -120,7 +121,8 @@ def _pass_names(names: Any) -> tuple[str, ...]:
         raise OptionError(f"disable is a collection of pass names, got {names!r}; choose from {known(OPTIONAL_PASSES)}")
     names = list(names)
     if wrong := [n for n in names if n not in OPTIONAL_PASSES]:
-        raise OptionError(f"disable={wrong}: not passes that can be left out; those are {known(OPTIONAL_PASSES)}")
+        renamed = "".join(f"; {old!r} is now called {new!r}" for old, new in RENAMED_PASSES.items() if old in wrong)
+        raise OptionError(f"disable={wrong}: not passes that can be left out; those are {known(OPTIONAL_PASSES)}{renamed}")
     return tuple(sorted(set(names)))
 
 

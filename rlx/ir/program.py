@@ -54,12 +54,12 @@ class BufferDecl:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel launch. `args[i]` is the buffer bound to kernel.buffers[i], whose `writable` marks outputs. `beside`: the step
-    is in the group of the previous step; steps of a group may run concurrently."""
+    """One kernel launch. `args[i]` is the buffer bound to kernel.buffers[i], whose `writable` marks outputs.
+    `concurrent`: the step is in the group of the previous step; steps of a group may run at the same time."""
 
     kernel: Kernel
     args: tuple[int, ...]
-    beside: bool = False
+    concurrent: bool = False
 
     @cached_property
     def reads(self) -> frozenset[int]:
@@ -207,5 +207,5 @@ def print_program(program: Program, full: bool = True) -> str:
             after = f"after {program.abort[n][0]} " if phase == "abort" else ""
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
             what = _moved(s.kernel) or " ".join(s.kernel.origin)
-            lines.append(f"  {'| ' * s.beside}{after}{labels[s.kernel]}({args})  # {what}".rstrip(" #"))
+            lines.append(f"  {'| ' * s.concurrent}{after}{labels[s.kernel]}({args})  # {what}".rstrip(" #"))
     return "\n".join(lines)

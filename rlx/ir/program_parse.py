@@ -198,7 +198,7 @@ class _Parser(KernelParser):
         return found
 
     def step(self, phase: str) -> tuple[int, Step]:
-        beside, at = self.accept("|"), 0
+        concurrent, at = self.accept("|"), 0
         if phase == "abort":
             self.choose({"after": None}, "after N")
             at = self.count("the step that this one stands after")
@@ -216,7 +216,7 @@ class _Parser(KernelParser):
             args.append(buffer.id)
         if len(args) != len(kernel.buffers):
             self.error(f"{label} takes {len(kernel.buffers)} buffers, found {len(args)}")
-        return at, Step(kernel, tuple(args), beside)
+        return at, Step(kernel, tuple(args), concurrent)
 
     def fits(self, kernel: Kernel, n: int, buffer: BufferDecl, written: bool) -> None:
         """ParseError unless `buffer` may be argument number `n`."""

@@ -179,7 +179,7 @@ def _texts(compressed: bytes) -> dict[str, str]:
 
 def _described(p: Program) -> dict[str, Any]:
     kernels = {kernel: i for i, kernel in enumerate(dict.fromkeys(s.kernel for steps in p.phases.values() for s in steps))}
-    phases = {name: [(kernels[s.kernel], s.args, s.beside) for s in steps] for name, steps in p.phases.items()}
+    phases = {name: [(kernels[s.kernel], s.args, s.concurrent) for s in steps] for name, steps in p.phases.items()}
     return {
         "name": p.name,
         "buffers": [(b.region.value, _shape(b.shape), b.name, b.data is not None, _tiles(b.layout)) for b in p.buffers],
@@ -221,7 +221,7 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
         buffers.append(BufferDecl(i, Region(region), made, _text(name), array, layout or None))
     kernels = [_kernel(*row) for row in d["kernels"]]
     phases = {
-        name: tuple(Step(kernels[_whole(k)], _ids(args), beside is True) for k, args, beside in d["phases"][name])
+        name: tuple(Step(kernels[_whole(k)], _ids(args), concurrent is True) for k, args, concurrent in d["phases"][name])
         for name in _PHASES
     }
     size, alignment, unshared, bound = map(_whole, d["plan"])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair of lines that is prefetched together
 SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
-BEGINNING, AGREEING = "the meeting before the first step", "the meeting behind the last step"
+BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CpuExecutable(Loaded):
         if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
             self.arena.data[...] = 0
         self._tables: WeakSet[_Table] = WeakSet()  # tables that outlive a call
-        shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_beside(code.artifact.coded["steps"]))
+        shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_concurrent(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
@@ -256,21 +256,21 @@ class CpuExecutable(Loaded):
         if exchange:
             function, *addresses = exchange.begin()
             rows.append((function, 0, 1, False))
-        for (step, code), beside in zip(coded, _beside(coded)):
+        for (step, code), concurrent in zip(coded, _concurrent(coded)):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
-            rows.append((function, len(addresses), code.tasks, beside))
+            rows.append((function, len(addresses), code.tasks, concurrent))
             moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self.entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
-        for meeting in (exchange.release(), commits and exchange.agreement()) if exchange else ():
-            if meeting:  # after the steps, in reverse order
+        for barrier in (exchange.release(), commits and exchange.agreement()) if exchange else ():
+            if barrier:  # after the steps, in reverse order
                 kernels.insert(end := len(self.program.steps), None)
-                rows.insert(1 + end, (meeting[0], len(addresses), 1, False))
-                addresses += meeting[1:]
+                rows.insert(1 + end, (barrier[0], len(addresses), 1, False))
+                addresses += barrier[1:]
         surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
         table = _Table(self.program.name, kernels, rows, addresses, surroundings, exchange)
         table.moving = moving
@@ -296,8 +296,8 @@ class _Table:
         self._steps = np.array(rows, np.int64).reshape(-1, 4)  # pool.Step
         after = 0
         for step in self._steps[::-1]:
-            beside, step[3] = step[3], after
-            after = step[2] + after if beside else 0
+            concurrent, step[3] = step[3], after
+            after = step[2] + after if concurrent else 0
         most = self._steps[:, 2:].sum(axis=1).max(initial=0)
         if most > pool.MAX_TASKS:
             raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
@@ -347,11 +347,11 @@ class _Table:
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {name}{origin}; nothing was committed")
 
 
-def _beside(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
+def _concurrent(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
     """For each step, whether it joins the group of the previous step: the compiler's groups, where threads pay off."""
     groups: list[list[Rendered]] = []
     for step, code in coded:
-        groups = [*groups[:-1], [*groups[-1], code]] if step.beside and groups else [*groups, [code]]
+        groups = [*groups[:-1], [*groups[-1], code]] if step.concurrent and groups else [*groups, [code]]
     worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
     return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
 

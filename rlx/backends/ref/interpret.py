@@ -79,7 +79,7 @@ def _volume(body: Sequence[Stmt]) -> int:
     most = 1
     for s in body:
         if isinstance(s, K.Loop):
-            most = max(most, (s.extent if _side_by_side(s) else 1) * _volume(s.body))
+            most = max(most, (s.extent if _vectorisable(s) else 1) * _volume(s.body))
         elif isinstance(s, K.Contract):
             inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
             most = max(most, s.m * inner, s.k * s.n * _volume_of(s.b))
@@ -91,7 +91,7 @@ def _volume_of(o: K.Operand | K.Computed) -> int:
 
 
 @lru_cache(4096)
-def _side_by_side(loop: K.Loop) -> bool:
+def _vectorisable(loop: K.Loop) -> bool:
     """Whether the loop can be vectorised: running each statement for all iterations before the next gives the same result."""
     if loop.carries or loop.vector:
         return not loop.carries
@@ -174,7 +174,7 @@ class _Chunk:
     def loop(self, loop: K.Loop) -> None:
         for c in loop.carries:
             self.env[c.var] = self.value(c.init)
-        if loop.extent and _side_by_side(loop) and self.size * loop.extent * _volume(loop.body) <= 2 * MAX_POINTS:
+        if loop.extent and _vectorisable(loop) and self.size * loop.extent * _volume(loop.body) <= 2 * MAX_POINTS:
             self.spread(loop)
         else:
             self.iterate(loop)
