@@ -84,7 +84,7 @@ GRAPHS = {
 
 
 def offered(graph: rlx.Graph, threads: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Step key -> what there is to choose."""
+    """Step key -> the tuning axes."""
     cpu = get("cpu")
     program = lower(graph, cpu.target(0, threads), CompileOptions())
     kernels = [s.kernel for s in (*program.steps, *program.commit)]
@@ -127,14 +127,14 @@ def test_every_candidate_computes_the_same_bits(unkept, name, threads):
         tolerance = 0.05 if data(graph)["x"].dtype == ml_dtypes.bfloat16 else 2e-5
         np.testing.assert_allclose(usual[0], right, rtol=tolerance, atol=tolerance)
     assert threads == 1 or any(axes.values()), "several threads can always be given other tasks"
-    choices = [{key: {n: v}} for key, found in axes.items() for n, values in found.items() for v in values]
+    tilings = [{key: {n: v}} for key, found in axes.items() for n, values in found.items() for v in values]
     last = {key: {n: values[-1] for n, values in found.items()} for key, found in axes.items() if found}
-    for choice in [*choices, last]:
-        for one, other in zip(usual, outputs(graph, threads, tune=choice)):
-            assert one.tobytes() == other.tobytes(), choice
+    for tiling in [*tilings, last]:
+        for one, other in zip(usual, outputs(graph, threads, tune=tiling)):
+            assert one.tobytes() == other.tobytes(), tiling
 
 
-def test_the_usual_value_comes_first_and_is_the_usual_code(unkept):
+def test_the_default_value_comes_first_and_is_the_default_code(unkept):
     for graph, threads in itertools.product(GRAPHS.values(), (1, 2)):
         first = {key: {n: values[0] for n, values in found.items()} for key, found in offered(graph, threads).items()}
         assert all(len(set(values)) == len(values) > 1 for found in offered(graph, threads).values() for values in found.values())
@@ -153,20 +153,20 @@ def code(graph: rlx.Graph, threads: int = 1, **options) -> tuple[bytes, ...]:
 
 
 class Races:
-    """Stands in for measurements: the time of a choice is what `time` says. `seen`: choices of each race."""
+    """Stands in for measurements: the time of a tiling is what `time` says. `seen`: tilings of each race."""
 
-    def __init__(self, monkeypatch, time=lambda choice: 1.0):
+    def __init__(self, monkeypatch, time=lambda tiling: 1.0):
         self.seen: list[list[dict[str, int]]] = []
         self.time = time
-        monkeypatch.setattr(tune._Trial, "_race", lambda trial, choices, rounds: self.race(choices, rounds))
+        monkeypatch.setattr(tune._Trial, "_race", lambda trial, tilings, rounds: self.race(tilings, rounds))
 
-    def race(self, choices, rounds):
-        self.seen.append([dict(c) for c in choices])
-        return [[self.time(c)] * rounds for c in choices]
+    def race(self, tilings, rounds):
+        self.seen.append([dict(c) for c in tilings])
+        return [[self.time(c)] * rounds for c in tilings]
 
 
-def lower_tiles(choice) -> float:
-    return 1.0 if choice.get("rows", 8) > 5 else 0.9
+def lower_tiles(tiling) -> float:
+    return 1.0 if tiling.get("rows", 8) > 5 else 0.9
 
 
 GRAPH = GRAPHS["two tails"]
@@ -175,9 +175,9 @@ GRAPH = GRAPHS["two tails"]
 def test_what_wins_is_chosen_and_reported(folder, monkeypatch):
     Races(monkeypatch, lower_tiles)
     (step,) = compiled(GRAPH, tune=ENOUGH).report().tuning.steps
-    assert step.how == "measured" and dict(step.choice)["rows"] < dict(step.usual)["rows"] and step.tried >= 3
+    assert step.how == "measured" and dict(step.tiling)["rows"] < dict(step.default)["rows"] and step.tried >= 3
     assert "contract 49x500x91 f32 f32 f32" in step.key and "rows 5 for 8" in str(step)
-    assert (step.usual_ns, step.chosen_ns) == (10**9, 9 * 10**8)
+    assert (step.default_ns, step.tiling_ns) == (10**9, 9 * 10**8)
     assert "rows 5 for 8" in str(compiled(GRAPH, tune=ENOUGH).report())
     assert code(GRAPH, tune=ENOUGH) != code(GRAPH)
 
@@ -186,15 +186,15 @@ def test_what_wins_is_chosen_and_reported(folder, monkeypatch):
 def test_what_gains_less_than_repeating_varies_is_not_chosen(folder, monkeypatch, time):
     Races(monkeypatch, time)
     tuned = compiled(GRAPH, tune=ENOUGH)
-    assert tuned.report().tuning.steps[0].choice == tuned.report().tuning.steps[0].usual
+    assert tuned.report().tuning.steps[0].tiling == tuned.report().tuning.steps[0].default
     assert tuned._executable._code.artifact.objects == code(GRAPH)
 
 
 def test_a_win_must_be_repeated(folder, monkeypatch):
     races = Races(monkeypatch)
-    races.time = lambda choice: lower_tiles(choice) if len(races.seen[-1]) > 2 else 1.0  # of two: the final race
+    races.time = lambda tiling: lower_tiles(tiling) if len(races.seen[-1]) > 2 else 1.0  # of two: the final race
     (step,) = compiled(GRAPH, tune=ENOUGH).report().tuning.steps
-    assert step.choice == step.usual and len(races.seen[-1]) == 2
+    assert step.tiling == step.default and len(races.seen[-1]) == 2
 
 
 def test_a_second_compile_measures_nothing_and_gives_the_same_code(folder, monkeypatch):
@@ -206,11 +206,11 @@ def test_a_second_compile_measures_nothing_and_gives_the_same_code(folder, monke
     for entry in folder.glob("program-*"):
         entry.unlink()
     backend._compiled.cache_clear()
-    races.time = lambda choice: 1.0  # measuring again would choose otherwise
+    races.time = lambda tiling: 1.0  # measuring again would choose otherwise
     again = compiled(GRAPH, tune=ENOUGH)
     assert len(races.seen) == count and again.report().cache.state == "compiled"
     assert [s.how for s in again.report().tuning.steps] == ["kept"]
-    assert again.report().tuning.choices == first.report().tuning.choices
+    assert again.report().tuning.tilings == first.report().tuning.tilings
     assert again._executable._code.artifact.objects == first._executable._code.artifact.objects
 
 
@@ -224,7 +224,7 @@ def unknown_value(entry: Path) -> None:
     disk.disk_cache()[0].put(entry.name, [json.dumps([[["rows", 99]], 1, 1, 1, 9]).encode()])  # type: ignore[union-attr]
 
 
-def no_choice(entry: Path) -> None:
+def no_tiling(entry: Path) -> None:
     disk.disk_cache()[0].put(entry.name, [b'{"rows": [1'])  # type: ignore[union-attr]
 
 
@@ -232,7 +232,7 @@ def too_deep(entry: Path) -> None:
     disk.disk_cache()[0].put(entry.name, [b"[" * 100_000])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_choice, too_deep])
+@pytest.mark.parametrize("spoil", [spoil_bytes, unknown_value, no_tiling, too_deep])
 def test_a_damaged_choice_is_measured_again(folder, monkeypatch, spoil):
     races = Races(monkeypatch, lower_tiles)
     first = compiled(GRAPH, tune=ENOUGH).report().tuning
@@ -257,19 +257,19 @@ def test_choices_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tm
     Races(monkeypatch, lower_tiles)
     made = compiled(GRAPH, tune=ENOUGH)
     report = made.report().tuning
-    report.save(tmp_path / "choices.json")
-    for given in (report, report.choices, str(tmp_path / "choices.json"), tmp_path / "choices.json"):
+    report.save(tmp_path / "tilings.json")
+    for given in (report, report.tilings, str(tmp_path / "tilings.json"), tmp_path / "tilings.json"):
         again = compiled(GRAPH, tune=given)
         assert again._executable._code.artifact.objects == made._executable._code.artifact.objects
-        assert [s.how for s in again.report().tuning.steps] == ["given"] and again.report().tuning.choices == report.choices
-    assert CompileOptions(tune=report) == CompileOptions(tune=report.choices) != CompileOptions(tune=ENOUGH)
-    assert hash(CompileOptions(tune=report)) == hash(CompileOptions(tune=tmp_path / "choices.json"))
-    assert str(CompileOptions(tune=report)) == str(CompileOptions(tune=report.choices)) != str(CompileOptions(tune={}))
+        assert [s.how for s in again.report().tuning.steps] == ["given"] and again.report().tuning.tilings == report.tilings
+    assert CompileOptions(tune=report) == CompileOptions(tune=report.tilings) != CompileOptions(tune=ENOUGH)
+    assert hash(CompileOptions(tune=report)) == hash(CompileOptions(tune=tmp_path / "tilings.json"))
+    assert str(CompileOptions(tune=report)) == str(CompileOptions(tune=report.tilings)) != str(CompileOptions(tune={}))
 
 
-def test_a_budget_that_is_spent_leaves_steps_as_usual(unkept):
+def test_a_budget_that_is_spent_leaves_default_tilings(unkept):
     for step in compiled(GRAPH, tune=1e-9).report().tuning.steps:
-        assert step.how == "not measured: out of time" and not step.choice
+        assert step.how == "not measured: out of time" and not step.tiling
     assert code(GRAPH, tune=1e-9) == code(GRAPH)
 
 
@@ -307,11 +307,11 @@ def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_
     assert in_all > 3
     run, left = races.race, [0]
 
-    def limited(choices, rounds):
+    def limited(tilings, rounds):
         if not left[0]:
             raise tune._OutOfTime
         left[0] -= 1
-        return run(choices, rounds)
+        return run(tilings, rounds)
 
     monkeypatch.setattr(races, "race", limited)
     for done in range(at_once, in_all + at_once, at_once):
@@ -322,10 +322,10 @@ def test_a_compile_that_ran_out_of_time_is_gone_on_with(folder, monkeypatch, at_
             assert "not measured: out of time" in [s.how for s in report.tuning.steps]
             assert (report.cache.state, report.cache.path) == ("off", "") and "the next compile" in report.cache.why
             assert not list(folder.glob("program-*")) and report.cache.why in str(report)
-    assert report.cache.state == "compiled" and report.tuning.choices == want.choices
+    assert report.cache.state == "compiled" and report.tuning.tilings == want.tilings
     assert [s.tried for s in report.tuning.steps] == [s.tried for s in want.steps]
     again = compiled(graph, tune=ENOUGH).report()
-    assert again.cache.state == "cached" and again.tuning.choices == want.choices and len(races.seen) == in_all
+    assert again.cache.state == "cached" and again.tuning.tilings == want.tilings and len(races.seen) == in_all
 
 
 def test_a_budget_that_is_too_small_for_any_race_is_not_spent_again(folder, monkeypatch):
@@ -400,7 +400,7 @@ def test_true_is_a_budget():
 def test_devices_without_choices_say_so(device):
     graph = chain(3, 5)
     tuning = Session(device).compile(graph, CompileOptions(tune=True)).report().tuning
-    assert tuning.why == f"the device {device} has one way to cut each step"
+    assert tuning.why == f"the device {device} has one tiling for each step"
     with pytest.raises(OptionError, match="'chain' has no step 'loops of old'"):
         Session(device).compile(graph, CompileOptions(tune={"loops of old": {"tasks": 2}}))
 
@@ -408,15 +408,15 @@ def test_devices_without_choices_say_so(device):
 @pytest.mark.parametrize(
     "value, says",
     [
-        (-1, "tune=-1: give the seconds to spend, True for 10, or choices"),
+        (-1, "tune=-1: give the seconds to spend, True for 10, or tilings"),
         (float("nan"), "tune=nan: give the seconds"),
         (float("inf"), "tune=inf: give the seconds"),
-        ([1], r"tune maps step keys to choices.*got '\[1\]'"),
-        (None, "tune maps step keys to choices"),
-        ({"step": 3}, "tune maps step keys to choices"),
-        ({"step": {"rows": 2.5}}, "a choice maps names to whole numbers; step 'step' has {'rows': 2.5}"),
-        ({3: {}}, "a choice maps names to whole numbers; step 3 has"),
-        ("no such file", "tune='no such file': cannot read choices from there"),
+        ([1], r"tune maps step keys to tilings.*got '\[1\]'"),
+        (None, "tune maps step keys to tilings"),
+        ({"step": 3}, "tune maps step keys to tilings"),
+        ({"step": {"rows": 2.5}}, "a tiling maps names to whole numbers; step 'step' has {'rows': 2.5}"),
+        ({3: {}}, "a tiling maps names to whole numbers; step 3 has"),
+        ("no such file", "tune='no such file': cannot read tilings from there"),
     ],
 )
 def test_values_without_meaning_are_refused(value, says):
@@ -431,20 +431,20 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize("text", BAD_FILES, ids=range(len(BAD_FILES)))
-def test_files_that_hold_no_choices_are_refused(tmp_path, text):
-    path = tmp_path / "choices"
+def test_files_that_hold_no_tilings_are_refused(tmp_path, text):
+    path = tmp_path / "tilings"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(OptionError, match="cannot read choices from there|is no file of choices, format 1"):
+    with pytest.raises(OptionError, match="cannot read tilings from there|is no file of tilings, format 1"):
         CompileOptions(tune=path)
 
 
-def test_choices_that_do_not_fit_are_refused_by_name(unkept):
+def test_tilings_that_do_not_fit_are_refused_by_name(unkept):
     ((key, axes),) = offered(GRAPH, 1).items()
     others = offered(GRAPH, 2)
     with pytest.raises(OptionError, match=r"'product' has no step 'contract 49x500x91 .*2 threads.*number of threads \(1 here\)"):
         compiled(GRAPH, tune={k: {} for k in others})
-    with pytest.raises(OptionError, match=r"cannot have rows=99; there is rows of '"):
+    with pytest.raises(OptionError, match=r"cannot have rows=99; it offers rows of '"):
         compiled(GRAPH, tune={key: {"rows": 99}})
-    with pytest.raises(OptionError, match="cannot have colour=1; there is"):
+    with pytest.raises(OptionError, match="cannot have colour=1; it offers"):
         compiled(GRAPH, tune={key: {"colour": 1}})
     assert axes["rows"][0] == 8

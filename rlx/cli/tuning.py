@@ -27,8 +27,7 @@ class TuningBar:
             self._bar.start()
             self._task = self._bar.add_task("tuning", total=total)
         if self._bar is not None:
-            what = f"tuning {step.partition(',')[0]}"
-            self._bar.update(self._task, completed=done, description=what)
+            self._bar.update(self._task, completed=done, description=f"tuning {step.partition(',')[0]}")
             if not step:
                 self._bar.stop()
                 self._bar = None

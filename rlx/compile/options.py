@@ -12,7 +12,7 @@ from typing import Any
 from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
 from rlx.ir.keys import UNSEEN, key_facts
-from rlx.ir.tuning import Choices, Tuning
+from rlx.ir.tuning import Tilings, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "concurrent")  # others are needed
@@ -34,7 +34,7 @@ class CompileOptions:
     number of threads; False is refused, as nothing would be faster for it. `checked`: raise NumericsError where a
     NaN appears. `debug`: guard stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
     `tune`: True, or the number of seconds a compile may spend on tuning the tiling of kernels on this machine (see README); or
-    earlier choices: a report's `tuning`, its `choices`, or the path of a file of them. Results are the same bits.
+    earlier tilings: a report's `tuning`, its `tilings`, or the path of a file of them. Results are the same bits.
     """
 
     precision: str = "f32"
@@ -49,7 +49,7 @@ class CompileOptions:
     debug: bool = field(default=False, metadata=UNSEEN)
     verbose: bool = field(default=False, metadata=UNSEEN)
     dump: str | PathLike[str] | None = field(default=None, metadata=UNSEEN)
-    tune: bool | float | Choices | Tuning | Mapping[str, Mapping[str, int]] | str | PathLike[str] = 0.0
+    tune: bool | float | Tilings | Tuning | Mapping[str, Mapping[str, int]] | str | PathLike[str] = 0.0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -150,14 +150,14 @@ def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
     return name, upper
 
 
-def _tuned(tune: Any) -> float | Choices:
-    """Seconds to spend, or choices."""
+def _tuned(tune: Any) -> float | Tilings:
+    """Seconds to spend, or tilings."""
     if isinstance(tune, bool):
         return TUNE_SECONDS * tune
     if not isinstance(tune, (int, float)):
-        return Choices.of(tune)
+        return Tilings.of(tune)
     if not 0 <= tune < inf:
-        raise OptionError(f"tune={tune!r}: give the seconds to spend, True for {TUNE_SECONDS:g}, or choices made before")
+        raise OptionError(f"tune={tune!r}: give the seconds to spend, True for {TUNE_SECONDS:g}, or tilings made before")
     return float(tune)
 
 

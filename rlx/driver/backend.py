@@ -15,7 +15,7 @@ from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
 from rlx.ir.program import Program
 from rlx.ir.target import Target
-from rlx.ir.tuning import Choice
+from rlx.ir.tuning import Tiling
 
 
 @runtime_checkable
@@ -79,8 +79,8 @@ class Tunable(Protocol):
         """The models of the processor and of the compiler: measured times depend on these besides kernel and target."""
         ...
 
-    def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> Artifact:
-        """As Backend.compile. `choices`: by kernel_key, the tiling of each kernel that does not use the default one."""
+    def compile(self, program: Program, tilings: Mapping[str, Tiling] | None = None) -> Artifact:
+        """As Backend.compile. `tilings`: by kernel_key, the tiling of each kernel that does not use the default one."""
         ...
 
 

@@ -100,15 +100,15 @@ class Session:
             if sum(planned_bytes(program).values()) >= ADDRESSES:
                 raise OutOfMemoryError(f"no memory has room for {_room(program)}")
             clock["lower"] = time.perf_counter()
-            place.tuning, choices = tune(self._backend, self.device.index, program, options, self._progress)
+            place.tuning, tilings = tune(self._backend, self.device.index, program, options, self._progress)
             clock |= {"tune": time.perf_counter()} if options.tune else {}
-            how = {"choices": choices} if choices else {}  # only a Tunable takes this argument
+            how = {"tilings": tilings} if tilings else {}  # only a Tunable takes this argument
             artifact = self._backend.compile(program, **how)
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)
             clock["load"] = time.perf_counter()
             if place.tuning.unfinished:
-                place.leave("not all steps are measured: the next compile with this tune= goes on")
+                place.leave("not all steps are measured: the next compile with this tune= continues")
             place.write(artifact, place.tuning)
         program, times = artifact.program, list(clock.values())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}

@@ -269,10 +269,10 @@ def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
 
 def _tuning(why: Any, rows: Sequence[Sequence[Any]]) -> Tuning:
     steps = []
-    for key, how, *pairs, usual_ns, chosen_ns, tried in rows:
-        choice, usual = (tuple((_text(name), _whole(value)) for name, value in pair) for pair in pairs)
-        numbers = _ids((usual_ns, chosen_ns, tried))
-        steps.append(TunedStep(_text(key), _text(how), choice, usual, *numbers))
+    for key, how, *pairs, default_ns, tiling_ns, tried in rows:
+        tiling, default = (tuple((_text(name), _whole(value)) for name, value in pair) for pair in pairs)
+        numbers = _ids((default_ns, tiling_ns, tried))
+        steps.append(TunedStep(_text(key), _text(how), tiling, default, *numbers))
     return Tuning(tuple(steps), _text(why))
 
 

@@ -29,7 +29,7 @@ from rlx.ir.cost import program_work
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import ArenaPlan, BufferDecl, Program, Region, Step
 from rlx.ir.shape import Shape
-from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Choice, Choices, TunedStep, Tuning, step_key
+from rlx.ir.tuning import NO_TIME, NOT_TUNED, TOO_LONG, Tiling, Tilings, TunedStep, Tuning, step_key
 from rlx.runtime.stored import source_digest
 
 MARGIN = 0.03  # fraction of the time that a candidate must save: repeated measurements differ by less
@@ -50,50 +50,50 @@ class _OutOfTime(Exception): ...
 
 def tune(
     backend: Backend, index: int, program: Program, options: CompileOptions, progress: Progress | None = None
-) -> tuple[Tuning, dict[str, Choice]]:
+) -> tuple[Tuning, dict[str, Tiling]]:
     """The tiling of each distinct step of a run, according to `options.tune`; and the same as an argument of Tunable.compile.
 
-    OptionError: a given choice is for a step that is not in the program, or is not available for that step."""
+    OptionError: a given tiling is for a step that is not in the program, or is not available for that step."""
     if not (wanted := options.tune):
         return NOT_TUNED, {}
     if not isinstance(backend, Tunable):
-        if isinstance(wanted, Choices):
+        if isinstance(wanted, Tilings):
             _refuse_unknown(wanted, {}, program)
-        return Tuning(why=f"the device {backend.name} has one way to cut each step"), {}
+        return Tuning(why=f"the device {backend.name} has one tiling for each step"), {}
     steps = {kernel_key(s.kernel): s for s in (*program.steps, *program.commit)}
     keys = {step_key(s.kernel, program.target): text for text, s in steps.items()}
     axes = {key: dict(backend.axes(steps[text].kernel, program.target)) for key, text in keys.items()}
-    if isinstance(wanted, Choices):
+    if isinstance(wanted, Tilings):
         _refuse_unknown(wanted, axes, program)
-        found = [_given(key, axes[key], dict(choice)) for key, choice in wanted.steps]
+        found = [_given(key, axes[key], dict(tiling)) for key, tiling in wanted.steps]
     else:
         found = _Tuner(backend, index, program, options, progress).measured({k: steps[t] for k, t in keys.items()}, axes)
-    return Tuning(tuple(found), ""), {keys[s.key]: dict(s.choice) for s in found if s.choice != s.usual}
+    return Tuning(tuple(found), ""), {keys[s.key]: dict(s.tiling) for s in found if s.tiling != s.default}
 
 
-def _refuse_unknown(given: Choices, axes: Mapping[str, Mapping[str, Sequence[int]]], program: Program) -> None:
+def _refuse_unknown(given: Tilings, axes: Mapping[str, Mapping[str, Sequence[int]]], program: Program) -> None:
     if missing := [key for key, _ in given.steps if key not in axes]:
         raise OptionError(
-            f"tune: {program.name!r} has no step {known(missing)}; choices fit the same graph, options, device and number of "
+            f"tune: {program.name!r} has no step {known(missing)}; tilings fit the same graph, options, device and number of "
             f"threads ({program.target.threads} here). Its steps: {known(axes)}"
         )
-    for key, choice in given.steps:
-        for name, value in choice:
+    for key, tiling in given.steps:
+        for name, value in tiling:
             if value not in axes[key].get(name, ()):
                 offered = ", ".join(f"{n} of {known(values)}" for n, values in axes[key].items()) or "nothing"
-                raise OptionError(f"tune: step {key!r} cannot have {name}={value}; there is {offered} to choose")
+                raise OptionError(f"tune: step {key!r} cannot have {name}={value}; it offers {offered}")
 
 
-def _usual(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def _defaults(axes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     return {name: values[0] for name, values in axes.items()}
 
 
-def _pairs(choice: Choice) -> Pairs:
-    return tuple(sorted(choice.items()))
+def _pairs(tiling: Tiling) -> Pairs:
+    return tuple(sorted(tiling.items()))
 
 
-def _given(key: str, axes: Mapping[str, Sequence[int]], choice: Choice) -> TunedStep:
-    return TunedStep(key, "given", _pairs({**_usual(axes), **choice}), _pairs(_usual(axes)))
+def _given(key: str, axes: Mapping[str, Sequence[int]], tiling: Tiling) -> TunedStep:
+    return TunedStep(key, "given", _pairs({**_defaults(axes), **tiling}), _pairs(_defaults(axes)))
 
 
 class _Tuner:
@@ -106,14 +106,14 @@ class _Tuner:
         self._extent = program.extent, options.extent[1] if options.extent else 0
         self._disk = disk_cache()[0]
         self._advanced, self._variants = False, 0  # whether a race was run; number of variants compiled for races
-        self._progress = progress or (lambda done, total, what: None)
+        self._progress = progress or (lambda done, total, step: None)
         self._clock = time.thread_time if program.target.threads == 1 else time.perf_counter
         used = {a for s in program.steps for a in s.args}
         self._lasting = sum(b.nbytes for b in program.buffers if b.region in LASTING and b.id in used)
 
     def measured(self, steps: Mapping[str, Step], axes: Mapping[str, Mapping[str, Sequence[int]]]) -> list[TunedStep]:
         """All steps in order. Those with the largest share of a run are measured first."""
-        found = {key: TunedStep(key, "one way to cut it") for key in steps if not axes[key]}
+        found = {key: TunedStep(key, "has one tiling") for key in steps if not axes[key]}
         begun = {key: self._kept(key, axes[key]) for key in steps if axes[key]}
         found |= {key: step for key, (step, raced) in begun.items() if raced > len(axes[key])}
         weights = self._weights()
@@ -140,10 +140,10 @@ class _Tuner:
         return False
 
     def keep(self, step: TunedStep, raced: int) -> TunedStep:
-        """Store on disk the result of the first `raced` races. All are done if that is one more than the names in a choice."""
+        """Store on disk the result of the first `raced` races. All are done if that is one more than the names in a tiling."""
         self._advanced = True
         if self._disk is not None:
-            content = json.dumps([step.choice, step.usual_ns, step.chosen_ns, step.tried, raced])
+            content = json.dumps([step.tiling, step.default_ns, step.tiling_ns, step.tried, raced])
             self._disk.put(self._entry(step.key), [content.encode()], sync=False)
         return step
 
@@ -165,12 +165,12 @@ class _Tuner:
         content, _ = self._disk.get(self._entry(key)) if self._disk is not None else (None, "")
         nothing = replace(_given(key, axes, {}), how="kept"), 0
         try:
-            choice, *numbers, raced = json.loads(content or b"")
-            choice = dict(choice)
-            sound = set(choice) == set(axes) and all(type(v) is int and v in axes[n] for n, v in choice.items())
+            tiling, *numbers, raced = json.loads(content or b"")
+            tiling = dict(tiling)
+            sound = set(tiling) == set(axes) and all(type(v) is int and v in axes[n] for n, v in tiling.items())
             if not sound or len(numbers) != 3 or not all(type(n) is int and n >= 0 for n in (*numbers, raced)):
                 return nothing
-            return replace(nothing[0], choice=_pairs(choice), **dict(zip(("usual_ns", "chosen_ns", "tried"), numbers))), raced
+            return replace(nothing[0], tiling=_pairs(tiling), **dict(zip(("default_ns", "tiling_ns", "tried"), numbers))), raced
         except (ValueError, TypeError, RecursionError):
             return nothing
 
@@ -196,7 +196,7 @@ class _Trial:
     def best(self, axes: Mapping[str, Sequence[int]], begun: TunedStep, raced: int) -> TunedStep:
         """Coordinate search: tunes one name at a time, with the best values so far for the others. Continues from `begun`, the
         result of an earlier compile. _OutOfTime: the time budget is spent."""
-        usual, best, tried = _usual(axes), dict(begun.choice), begun.tried
+        default, best, tried = _defaults(axes), dict(begun.tiling), begun.tried
         for at, (name, values) in enumerate(axes.items()):
             if at < raced or self._once <= SHORT:
                 continue
@@ -206,42 +206,42 @@ class _Trial:
             tried += len(rivals) - 1
             if min(ratios) < 1 - MARGIN:
                 best = rivals[ratios.index(min(ratios))]
-            self._made = {_pairs(c): self._made[_pairs(c)] for c in (usual, best) if _pairs(c) in self._made}
-            self._tuner.keep(replace(begun, choice=_pairs(best), tried=tried), at + 1)
-        usual_ns = chosen_ns = 0
-        if best != usual:
-            times = self._race([usual, best], FINAL_ROUNDS)
-            usual_ns, chosen_ns = (round(median(t) * 1e9) for t in times)
-            best = best if _ratio(times[1], times[0]) < 1 - MARGIN else usual
-        made = TunedStep(begun.key, "measured", _pairs(best), _pairs(usual), usual_ns, chosen_ns, tried)
+            self._made = {_pairs(c): self._made[_pairs(c)] for c in (default, best) if _pairs(c) in self._made}
+            self._tuner.keep(replace(begun, tiling=_pairs(best), tried=tried), at + 1)
+        default_ns = tiling_ns = 0
+        if best != default:
+            times = self._race([default, best], FINAL_ROUNDS)
+            default_ns, tiling_ns = (round(median(t) * 1e9) for t in times)
+            best = best if _ratio(times[1], times[0]) < 1 - MARGIN else default
+        made = TunedStep(begun.key, "measured", _pairs(best), _pairs(default), default_ns, tiling_ns, tried)
         return self._tuner.keep(made, len(axes) + 1)
 
-    def _different(self, choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """The choices without duplicates: the first of those that give the same code."""
+    def _different(self, tilings: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+        """The tilings without duplicates: the first of those that give the same code."""
         texts: dict[str, dict[str, int]] = {}
-        for choice in choices:
-            self._variant(_pairs(choice))
-            texts.setdefault(self._made[_pairs(choice)][0], choice)
+        for tiling in tilings:
+            self._variant(_pairs(tiling))
+            texts.setdefault(self._made[_pairs(tiling)][0], tiling)
         return list(texts.values())
 
-    def _variant(self, choice: Pairs) -> Executable:
-        if choice not in self._made:
+    def _variant(self, tiling: Pairs) -> Executable:
+        if tiling not in self._made:
             if time.perf_counter() > self._tuner._deadline:
                 raise _OutOfTime
             backend, kernel, fresh = self._tuner._backend, self._step.kernel, not self._params.entries
-            artifact = backend.compile(self._alone, {kernel_key(kernel): dict(choice)})
+            artifact = backend.compile(self._alone, {kernel_key(kernel): dict(tiling)})
             made = backend.load(artifact, self._params, self._tuner._index)
             self._tuner._variants += 1
             for b in self._alone.buffers:
                 if fresh or b.region is not Region.PARAM:
                     extent, most = self._tuner._extent
                     made.write(b.id, np.full((), most, np.int64) if b.name == f"{extent}" else _filled(b.shape))
-            self._made[choice] = artifact.texts()[kernel.name], made
-        return self._made[choice][1]
+            self._made[tiling] = artifact.texts()[kernel.name], made
+        return self._made[tiling][1]
 
-    def _race(self, choices: Sequence[dict[str, int]], rounds: int) -> list[list[float]]:
-        """Seconds of a step for each choice, by round. Each round measures all choices, and starts with another one."""
-        runs = [self._variant(_pairs(choice)).run_steps for choice in choices]
+    def _race(self, tilings: Sequence[dict[str, int]], rounds: int) -> list[list[float]]:
+        """Seconds of a step for each tiling, by round. Each round measures all tilings, and starts with another one."""
+        runs = [self._variant(_pairs(tiling)).run_steps for tiling in tilings]
         for run in runs:
             run()
         once = max(self._seconds(runs[0], 1), 1e-7)

@@ -23,7 +23,7 @@ from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
-from rlx.ir.tuning import Choice
+from rlx.ir.tuning import Tiling
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.abi import Rendered
@@ -59,15 +59,15 @@ class CpuBackend:
         first = FIRST_COMPILE * (_compiled.cache_info().misses == 0)
         return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
-    def compile(self, program: Program, choices: Mapping[str, Choice] | None = None) -> CpuArtifact:
-        """Object code of every distinct kernel, compiled once per process. `choices`: by kernel_key, see `axes`.
+    def compile(self, program: Program, tilings: Mapping[str, Tiling] | None = None) -> CpuArtifact:
+        """Object code of every distinct kernel, compiled once per process. `tilings`: by kernel_key, see `axes`.
 
         CompileError: LLVM rejects a kernel, which is a bug in the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
         kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
-        chosen = {key: tuple(sorted(choice.items())) for key, choice in (choices or {}).items()}
+        chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
         made = {job: _made_once(job) for job in dict.fromkeys(jobs.values())}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
@@ -122,7 +122,7 @@ class _Job:
 
     key: str
     target: Target
-    choice: tuple[tuple[str, int], ...]
+    tiling: tuple[tuple[str, int], ...]
     kernel: Kernel = field(compare=False)
 
 
@@ -144,7 +144,7 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     if job.kernel.collective:  # the executable supplies its function; the run waits: other threads need the GIL
         return Rendered("", f"; {job.kernel.collective.attrs}\n", 1, work_ns=WAITING_NS), b""
     symbol = f"rlx_{hashlib.sha256(job.key.encode()).hexdigest()[:16]}"
-    code = render(job.kernel, job.target, symbol, dict(job.choice))
+    code = render(job.kernel, job.target, symbol, dict(job.tiling))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
 

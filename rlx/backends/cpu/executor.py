@@ -39,7 +39,7 @@ class ExecutorBody(Body):
     def between_runs(self, ticket: V) -> V:
         return self.cmp("sle", self.tasks_left(ticket), END - BIAS)
 
-    def turn(self, c: V) -> V:
+    def spin(self, c: V) -> V:
         """One iteration of a spin loop: a short pause, then the current generation."""
         self.pause()
         return self.bin("lshr", self.get(c, "ticket", "acquire"), 32)
@@ -161,11 +161,11 @@ def wait(e: ExecutorBody, c: V, tid: V, ticket: V) -> None:
     """Wait until the generation differs from the ticket's; may return early."""
     seen = e.bin("lshr", ticket, 32)
     spins = e.select(e.between_runs(ticket), e.get(c, "idle_spins"), e.get(c, "busy_spins"))
-    with e.loop(0, spins), e.when(e.cmp("ne", e.turn(c), seen)):
+    with e.loop(0, spins), e.when(e.cmp("ne", e.spin(c), seen)):
         e.ret()
     with e.loop(0, e.get(c, "yields")):
         e.call(e.get(c, "sched_yield"), "i32")
-        with e.when(e.cmp("ne", e.turn(c), seen)):
+        with e.when(e.cmp("ne", e.spin(c), seen)):
             e.ret()
     caller = e.cmp("eq", tid, 0)
     with e.when(caller):
@@ -289,9 +289,9 @@ def rlx_stop(e: ExecutorBody, c: V) -> None:
     e.futex(c, WAKE, EVERYBODY)
 
 
-@_native("i64", c="ptr", turns="i64")
-def rlx_spin(e: ExecutorBody, c: V, turns: V) -> None:
+@_native("i64", c="ptr", spins="i64")
+def rlx_spin(e: ExecutorBody, c: V, spins: V) -> None:
     """Iterations of the spin loop, for timing it."""
-    with e.loop(0, turns):
-        e.turn(c)
-    e.ret(turns)
+    with e.loop(0, spins):
+        e.spin(c)
+    e.ret(spins)

@@ -20,13 +20,13 @@ def parts(loop: Loop, lanes: int, scope: Scope) -> list[Part]:
 
     A condition that changes inside a vector is unknown there."""
     n = loop.extent
-    turns = {id(e): _turn(e, loop) for e in distinct(expressions([loop])) if _is_threshold(e, loop.var, scope)}
-    cuts = {cut for cut, _ in turns.values() if 0 < cut < n}
-    if not cuts or len(cuts) > MOST or n < LEAST_VECTORS * lanes * (len(cuts) + 1):
+    switches = {id(e): _switch(e, loop) for e in distinct(expressions([loop])) if _is_threshold(e, loop.var, scope)}
+    splits = {at for at, _ in switches.values() if 0 < at < n}
+    if not splits or len(splits) > MOST or n < LEAST_VECTORS * lanes * (len(splits) + 1):
         return [(0, n, {})]
-    edges = sorted({0, n, *(c // lanes * lanes for c in cuts), *(min(-(-c // lanes) * lanes, n) for c in cuts)})
+    edges = sorted({0, n, *(s // lanes * lanes for s in splits), *(min(-(-s // lanes) * lanes, n) for s in splits)})
     return [
-        (start, stop, {e: first != (cut <= start) for e, (cut, first) in turns.items() if not start < cut < stop})
+        (start, stop, {e: first != (at <= start) for e, (at, first) in switches.items() if not start < at < stop})
         for start, stop in zip(edges, edges[1:])
     ]
 
@@ -38,7 +38,7 @@ def _is_threshold(e: Expr, var: Var, scope: Scope) -> bool:
     return all(a.dtype.is_int and coefficient(a, var) is not None for a in e.args)
 
 
-def _turn(e: Expr, loop: Loop) -> tuple[int, bool]:
+def _switch(e: Expr, loop: Loop) -> tuple[int, bool]:
     """(first iteration at which a threshold condition differs from its initial value, or the extent if none; its value there)."""
     first = _value(e, loop.var, 0)
     return bisect_left(range(loop.extent), True, key=lambda i: _value(e, loop.var, i) != first), bool(first)

@@ -98,8 +98,8 @@ class Pool:
                 return
             self._started = True
             if self.threads <= usable_cpus():  # otherwise spinning would take CPU time from other threads
-                self._control.idle_spins = IDLE_SPIN_US * _turns_per_us()
-                self._control.busy_spins = BUSY_SPIN_US * _turns_per_us()
+                self._control.idle_spins = IDLE_SPIN_US * _spins_per_us()
+                self._control.busy_spins = BUSY_SPIN_US * _spins_per_us()
             cpus = worker_cpus(self.threads - 1)
             self._pins = {cpu for cpu in cpus if cpu is not None}
             for tid, cpu in enumerate(cpus, 1):
@@ -212,13 +212,13 @@ def worker_cpus(count: int) -> Sequence[int | None]:
 
 
 @cache
-def _turns_per_us() -> int:
+def _spins_per_us() -> int:
     """Iterations of the spin loop per microsecond: the best of a few short trials, since other threads may use the CPU."""
     spin = _library().function("rlx_spin", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
     control = allocate(ctypes.sizeof(Control))
-    seconds, turns = [], 500
+    seconds, spins = [], 500
     for _ in range(4):
         start = time.perf_counter()
-        spin(control.address, turns)
+        spin(control.address, spins)
         seconds.append(time.perf_counter() - start)
-    return max(1, round(turns / (min(seconds) * 1e6)))
+    return max(1, round(spins / (min(seconds) * 1e6)))

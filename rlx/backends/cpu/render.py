@@ -15,7 +15,7 @@ from functools import partial, reduce
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, other_tasks
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
 from rlx.backends.cpu.loops import (
     emit_serial_loop,
     emit_statements,
@@ -55,16 +55,16 @@ WEIGHT_NS = 0.35  # one vector operation with its share of loads and stores
 Limits = Sequence[V | None]  # the active extent of each dimension; None: all of it
 
 
-def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
-    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `choice`: see `axes`."""
+def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
+    """The kernel as one LLVM module that defines `symbol` (ABI: rlx.host.emit.Rendered). `tiling`: see `axes`."""
     first = next(iter(kernel.body), None)
     if isinstance(first, Contract) and isinstance(first.b, Operand) and first.b.blocks:
-        return quant.render(kernel, target, symbol, choice)
+        return quant.render(kernel, target, symbol, tiling)
     if isinstance(first, Contract):
-        return contract.render(kernel, target, symbol, choice)
+        return contract.render(kernel, target, symbol, tiling)
     if isinstance(first, Native):
-        return NATIVES[first.op].render(kernel, target, symbol, choice)
-    return _render_loops(kernel, target, symbol, choice)
+        return NATIVES[first.op].render(kernel, target, symbol, tiling)
+    return _render_loops(kernel, target, symbol, tiling)
 
 
 def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
@@ -76,12 +76,12 @@ def axes(kernel: Kernel, target: Target) -> dict[str, tuple[int, ...]]:
         return tiles.axes(kernel, first, target)
     if isinstance(first, Native):
         return NATIVES[first.op].axes(kernel, first, target) if first.op in NATIVES else {}
-    usual = task_count(Space.of(kernel).weight_ns(target), target.threads)
-    others = [n for n in other_tasks(target.threads) if n != usual]
-    return {"tasks": (usual, *others)} if others and 0 not in Space.of(kernel).extents else {}
+    default = task_count(Space.of(kernel).weight_ns(target), target.threads)
+    others = [n for n in other_tasks(target.threads) if n != default]
+    return {"tasks": (default, *others)} if others and 0 not in Space.of(kernel).extents else {}
 
 
-def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int]) -> Rendered:
+def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int]) -> Rendered:
     module, e = Module(), Emitter(target.features)
     pointers = {x: e.gep(SCRATCH, module.reserve(x.size * x.dtype.itemsize)) for x in kernel.locals}
     scope = Scope(e, {**pointers, **argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=target.vector_bytes)
@@ -95,7 +95,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, choice: Mapping[s
     if 0 not in space.extents:
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
-        wanted = choice.get("tasks", task_count(space.weight_ns(target), target.threads))
+        wanted = tiling.get("tasks", task_count(space.weight_ns(target), target.threads))
         tasks = _emit_tasks(space.tiled(kernel, target), scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores

@@ -158,11 +158,11 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
             inside = em.block
         return em.phi((em.const(ty, 0), before), (found, inside)) if value is None else found
     mask, stride = _active(x.guard, scope), _stride(x.index, scope)
-    contiguous, turned = stride in (1, -1), range(scope.lanes - 1, -1, -1)
+    contiguous, backward = stride in (1, -1), range(scope.lanes - 1, -1, -1)
     where = address(x.buffer, x.index, scope.scalar) if contiguous else _addresses(x.buffer, x.index, scope)
     if stride == -1:  # contiguous from the last lane; the lanes are reversed
-        where, mask = em.gep(where, (1 - scope.lanes) * size), mask and em.shuffle(mask, turned)
-        value = value and em.shuffle(value, turned)
+        where, mask = em.gep(where, (1 - scope.lanes) * size), mask and em.shuffle(mask, backward)
+        value = value and em.shuffle(value, backward)
     if contiguous and mask is None:
         if value is not None and x.buffer in scope.streams and stride == 1 and _is_multiple(x.index, scope.lanes, scope):
             em.stream(value, where, size * scope.lanes)
@@ -170,7 +170,7 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
         found = plain(where)
     else:
         found = _masked(where, mask or em.const(vector("i1", scope.lanes), True), contiguous, ty, size, scope, value)
-    return em.shuffle(found, turned) if stride == -1 and value is None else found
+    return em.shuffle(found, backward) if stride == -1 and value is None else found
 
 
 def _masked(where: V, mask: V, contiguous: bool, ty: str, size: int, scope: Scope, value: V | None) -> V:

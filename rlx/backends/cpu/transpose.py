@@ -72,10 +72,10 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
     def tiles(count: int) -> None:
         with e.loop(start, middle, n) as loop, e.loop(0, count * n, n, nonempty=True) as tile:
             row = e.bin("add nsw", first, tile.index)
-            turned = {load: _turned(e, _read(x, load, scope, row, loop.index)) for load in x.loads}
+            transposed = {load: _transposed(e, _read(x, load, scope, row, loop.index)) for load in x.loads}
             for i in range(n):
                 inner = scope.child({x.row: e.bin("add nsw", row, i)}, vector=x.loop.var, base=loop.index, lanes=n)
-                for load, found in turned.items():
+                for load, found in transposed.items():
                     inner.memo[id(load)] = alu.from_memory(e, found[i], load.buffer.dtype)
                 emit_statements(x.loop.body, inner)
         if x.loop.extent % n:
@@ -102,7 +102,7 @@ def _read(x: Crossing, load: Load, scope: Scope, row: V, column: V) -> list[V]:
     return out
 
 
-def _turned(e: Emitter, rows: list[V]) -> list[V]:
+def _transposed(e: Emitter, rows: list[V]) -> list[V]:
     """Transpose a square tile: swap its off-diagonal quarters, then those of each quarter, down to single elements."""
     n = step = len(rows)
     rows = list(rows)

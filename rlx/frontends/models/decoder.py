@@ -130,7 +130,7 @@ class _Network:
         self.states = {s.name: g.handle(s) for s in states}
         self.start = self.states["position"]
         self.positions = self.start + ops.iota(dims=(tokens,), dtype=DTYPES["i32"])  # [tokens]
-        self.turns: dict[Rope, tuple[Value, Value]] = {}
+        self.angles: dict[Rope, tuple[Value, Value]] = {}
 
     # -- pieces with weights
 
@@ -221,7 +221,7 @@ class _Network:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))  # [batch, heads, tokens, size]
         if (rope := c.ropes[i]) is not None:
-            q, k = self.turned(q, rope), self.turned(k, rope)
+            q, k = self.rotated(q, rope), self.rotated(k, rope)
         states = []
         for state, rows in ((self.states[f"k.{i}"], k), (self.states[f"v.{i}"], v)):
             states.append(ops.update_rows(state, rows.astype(state.dtype), self.start, axis=2))
@@ -235,19 +235,19 @@ class _Network:
         how = {"mask": mask, "window": window, "scale": c.attention_scale, "cap": c.attention_cap}
         return ops.attention(q, k, v, self.start, positioned=True, **how)
 
-    def turned(self, x: Value, rope: Rope) -> Value:
+    def rotated(self, x: Value, rope: Rope) -> Value:
         """x [batch, heads, tokens, size] with its first pairs rotated by position times frequency."""
-        if rope not in self.turns:
+        if rope not in self.angles:
             frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
             angle = self.positions.astype("f32").reshape(self.tokens, 1) * self.g.constant(frequencies, "f32")
-            self.turns[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, pairs]
-        cos, sin = self.turns[rope]
+            self.angles[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, pairs]
+        cos, sin = self.angles[rope]
         pairs, (*lead, size) = len(rope.frequencies), x.shape.static
         if self.config.interleaved:
             split = x[..., : 2 * pairs].reshape(*lead, pairs, 2)
             a, b = split[..., 0], split[..., 1]
-            turned = ops.concat(*(t.reshape(*lead, pairs, 1) for t in (a * cos - b * sin, b * cos + a * sin)), axis=-1)
-            out = [turned.reshape(*lead, 2 * pairs)]
+            rotated = ops.concat(*(t.reshape(*lead, pairs, 1) for t in (a * cos - b * sin, b * cos + a * sin)), axis=-1)
+            out = [rotated.reshape(*lead, 2 * pairs)]
         else:
             a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
             out = [a * cos - b * sin, b * cos + a * sin]

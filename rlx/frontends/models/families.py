@@ -123,9 +123,9 @@ def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
             every = _size(c, "sliding_window_pattern", 2 if family == "gemma2" else 6)  # last of a group: full attention
             kinds = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
         elif family in ("qwen2", "qwen3", "smollm3"):
-            first, turned = _number(c, "max_window_layers", 0), _turned(c, family, layers)
+            first, rotary = _number(c, "max_window_layers", 0), _rotary_layers(c, family, layers)
             window = window and c.get("use_sliding_window") is True
-            slides = [window and (not turned[i] if family == "smollm3" else i >= first) for i in range(layers)]
+            slides = [window and (not rotary[i] if family == "smollm3" else i >= first) for i in range(layers)]
             kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
         else:
             kinds = ["sliding_attention" if window and family in ("mistral", "phi3") else "full_attention"] * layers
@@ -152,7 +152,7 @@ def _ropes(c: Mapping[str, Any], family: str, kinds: list[str], size: int) -> tu
     else:
         by_kind = {kind: _object((scaling or rope).get(kind, scaling or rope)) for kind in set(kinds)}
     made = {kind: _rope(c, p, family, size) for kind, p in by_kind.items()}
-    return tuple(made[kind] if on else None for kind, on in zip(kinds, _turned(c, family, len(kinds))))
+    return tuple(made[kind] if on else None for kind, on in zip(kinds, _rotary_layers(c, family, len(kinds))))
 
 
 def _object(x: Any) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def _object(x: Any) -> dict[str, Any]:
     return x
 
 
-def _turned(c: Mapping[str, Any], family: str, layers: int) -> list[Any]:
+def _rotary_layers(c: Mapping[str, Any], family: str, layers: int) -> list[Any]:
     """For each layer, whether it uses rotary positions."""
     skip = _size(c, "no_rope_layer_interval", 4) if family == "smollm3" else layers + 1
-    turned = c.get("no_rope_layers", [(i + 1) % skip for i in range(layers)])
-    if not isinstance(turned, list) or len(turned) != layers:
+    rotary = c.get("no_rope_layers", [(i + 1) % skip for i in range(layers)])
+    if not isinstance(rotary, list) or len(rotary) != layers:
         raise CorruptFileError(f"configuration: no_rope_layers must have {layers} entries")
-    return turned
+    return rotary
 
 
 def _rope(c: Mapping[str, Any], p: Mapping[str, Any], family: str, size: int) -> Rope:
@@ -226,8 +226,8 @@ def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, th
     """(frequencies, scale of cosine and sine): high frequencies stay, low ones are interpolated, with a ramp in between."""
     ends, width = [], 2 * len(f)
     for key, default, rounded in (("beta_fast", 32.0, math.floor), ("beta_slow", 1.0, math.ceil)):
-        turns = _number(p, key, default) or default
-        at = width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        rotations = _number(p, key, default) or default
+        at = width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
         ends.append(rounded(at) if p.get("truncate", True) else at)
     low, high = max(ends[0], 0), min(ends[1], width - 1)
     ramp = np.clip((np.arange(width // 2) - low) / ((high - low) or 0.001), 0, 1)
@@ -274,9 +274,9 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
     if "head_dim" not in c:  # a family's own default is for Hugging Face files
         c["head_dim"] = _size(c, "hidden_size") // _size(c, "num_attention_heads")
     facts: dict[str, Any] = {"norm_offset": 0.0, "biases": biases, "rope_factors": factors, "interleaved": arch == "llama"}
-    if (turned := metadata.get(f"{arch}.rope.dimension_count")) is not None:
+    if (rotary := metadata.get(f"{arch}.rope.dimension_count")) is not None:
         own_size = _size(c, "head_dim")
-        facts["partial_rotary_factor"] = _number({"rope.dimension_count": turned}, "rope.dimension_count", 0) / own_size
+        facts["partial_rotary_factor"] = _number({"rope.dimension_count": rotary}, "rope.dimension_count", 0) / own_size
     for key, allowed in {**REFUSED_GGUF, "attention.value_length": (c["head_dim"],)}.items():
         if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # the value may be an array
             raise ModelError(f"metadata {arch}.{key} = {str(found)[:80]} is not supported")

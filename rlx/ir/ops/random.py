@@ -57,9 +57,9 @@ def _threefry(key: Sequence[Word], counter: Sequence[Word], word: Rule, add: Rul
 def threefry_array(key: Iterable[ArrayLike], counter: Iterable[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
     """Threefry-2x32-20 of pairs of u32 arrays, in numpy."""
     one = [np.asarray(x, np.uint32) for x in (*key, *counter)]
-    turn = lambda x, by: (x << np.uint32(by)) | (x >> np.uint32(32 - by))  # noqa: E731
+    rotate = lambda x, by: (x << np.uint32(by)) | (x >> np.uint32(32 - by))  # noqa: E731
     with np.errstate(over="ignore"):
-        return _threefry(one[:2], one[2:], np.uint32, np.add, np.bitwise_xor, turn)
+        return _threefry(one[:2], one[2:], np.uint32, np.add, np.bitwise_xor, rotate)
 
 
 def seed_key(seed: int) -> np.ndarray:

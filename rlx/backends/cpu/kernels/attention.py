@@ -23,8 +23,8 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
-from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, turn_function
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, distinct, other_tasks
+from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, distinct, other_tasks
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
@@ -73,28 +73,28 @@ def split(node: Node, threads: int) -> Value | None:
     return in_parts(node, parts) if parts > 1 and least[parts] <= 0.8 * least[1] else None
 
 
-def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
+def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e], for some
     masks [b, h, m, n] (dims may be 1), and with a position [] or [b]; all with any strides. The output o [b, h, m, e] must not
     share memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
-    return _Attention(kernel, native, target, choice).written(symbol)
+    return _Attention(kernel, native, target, tiling).written(symbol)
 
 
 def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int, ...]]:
     """Tuning parameters: `vectors` (of query rows in a block), `tasks`. Empty if the time depends on a position in the data."""
-    usual = _Attention(kernel, native, target, NO_CHOICE)
-    if usual.start is not None:
+    default = _Attention(kernel, native, target, DEFAULT_TILING)
+    if default.start is not None:
         return {}
 
-    def cut(choice: Mapping[str, int]) -> tuple[int, int]:
-        made = _Attention(kernel, native, target, choice)
-        made = made if made.narrow or made.dots_apart == usual.dots_apart else usual
+    def tiled(tiling: Mapping[str, int]) -> tuple[int, int]:
+        made = _Attention(kernel, native, target, tiling)
+        made = made if made.narrow or made.dots_apart == default.dots_apart else default
         return 0 if made.narrow else made.vectors, made.tasks()
 
-    own = {"vectors": usual.vectors, "tasks": usual.tasks()}
-    return distinct(own, {"vectors": (1, 2), "tasks": other_tasks(target.threads)}, cut)
+    own = {"vectors": default.vectors, "tasks": default.tasks()}
+    return distinct(own, {"vectors": (1, 2), "tasks": other_tasks(target.threads)}, tiled)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def mask_of(attrs: AttentionAttrs, keys: int) -> Mask:
 
 
 class _Attention(Module):
-    def __init__(self, kernel: Kernel, native: Native, target: Target, choice: Mapping[str, int]) -> None:
+    def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
         super().__init__()
         self.batch, self.heads, self.rows, self.size = native.inputs[0].dims
         _, self.key_heads, self.keys, self.width = native.inputs[2].dims
@@ -158,8 +158,8 @@ class _Attention(Module):
         fits = [n for n in range(1, self.group + 1) if self.group % n == 0 and n * self.rows <= SHARED_ROWS]
         self.shared = max(fits, default=1) if self.narrow else 1
         half_empty = 0 < self.rows % (2 * self.lanes) <= self.lanes  # the last block would be, with blocks of two vectors
-        self.vectors = choice.get("vectors", 1 if half_empty and self.rows < FEW_ROWS else 2)
-        self.wanted = choice.get("tasks", 0)
+        self.vectors = tiling.get("vectors", 1 if half_empty and self.rows < FEW_ROWS else 2)
+        self.wanted = tiling.get("tasks", 0)
         self.tall = self.shared * self.rows if self.narrow else self.vectors * self.lanes  # rows of a block
         self.blocks = 1 if self.narrow else -(-self.rows // self.tall)
         held = (self.registers - 16) // -(-self.size // self.lanes)  # narrow: rows that stay in registers
@@ -329,7 +329,7 @@ class _Attention(Module):
     ) -> None:
         """out[column][row] = start[row, column] * scale"""
         shape = {"height": self.tall, "columns": columns, "side": min(self.lanes, TURN)}
-        body = partial(turn_function, **shape, source=t.layout, to=Layout(f32, self.tall), scale=scale)
+        body = partial(transpose_function, **shape, source=t.layout, to=Layout(f32, self.tall), scale=scale)
         self.call(e, f"turn{t.argument}", body, start, out, rows, first, stop)
 
     def _cleared(self, e: Emitter, tops: V, totals: V, sums: V) -> None:

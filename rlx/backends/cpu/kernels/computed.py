@@ -27,12 +27,12 @@ def computes(target: Target, p: Producer) -> bool:
     elements = p.batch // p.repeats * p.k * (p.n if p.side else p.m)
     if not elements * p.m * p.n or (not p.side and min(p.m, BLOCK_ROWS) * p.k * max(size, 2) > SCRATCH):
         return False  # blocks would have to be lower, and would read the other operand more often
-    cut = _cut(target, p)
-    copies = (cut[0] if p.side else cut[1]) * p.repeats
+    tasks = _tasks(target, p)
+    copies = (tasks[0] if p.side else tasks[1]) * p.repeats
     work = elements * p.work * VECTOR_NS / (target.vector_bytes // 4)
     apart = work / target.threads if work > SHARED_NS else work
     saved = STEP_NS[target.threads > 1] + elements * size * BYTE_NS / target.threads
-    return work * copies / min(target.threads, max(1, cut[2])) <= apart + saved
+    return work * copies / min(target.threads, max(1, tasks[2])) <= apart + saved
 
 
 def follows(node: Node) -> bool:
@@ -41,7 +41,7 @@ def follows(node: Node) -> bool:
     return node.shapes[0].num_elements <= FOLLOWED
 
 
-def _cut(target: Target, p: Producer) -> tuple[int, int, int]:
+def _tasks(target: Target, p: Producer) -> tuple[int, int, int]:
     """(blocks of rows, groups of columns, tasks) of the product with that operand."""
     panel, group = target.panel(p.dtype.name)
     acc = Var("acc", p.dtype.compute)

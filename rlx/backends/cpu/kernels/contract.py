@@ -19,9 +19,9 @@ from rlx.backends.cpu.kernels.tile import (
     Tile,
     stage_rows_function,
     tile_function,
-    turn_function,
+    transpose_function,
 )
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored
@@ -30,17 +30,17 @@ from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
 
 
-def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
+def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """A module for a kernel whose body is one Contract. The order of every sum depends only on the kernel and the target. So
-    do tasks and tiling, except for the tuning parameters in `choice` (see tiles.axes)."""
+    do tasks and tiling, except for the tuning parameters in `tiling` (see tiles.axes)."""
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
-    return _Contraction(kernel, contract, target, choice).written(symbol)
+    return _Contraction(kernel, contract, target, tiling).written(symbol)
 
 
 class _Contraction(Product):
-    def __init__(self, kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> None:
-        super().__init__(kernel, contract, target, plan(kernel, contract, target, choice))
+    def __init__(self, kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> None:
+        super().__init__(kernel, contract, target, plan(kernel, contract, target, tiling))
         p, block_rows = self.plan, self.block_rows
         a, b = contract.a, contract.b
         raw = {2: u16, 4: u8}.get(p.group)  # dtype for moving elements of a group; nothing is computed in it
@@ -158,8 +158,8 @@ class _Contraction(Product):
         if p.stage_b != "columns":
             stage_rows_function(e, b, to, e.i64(k), columns, source, layout, p.lanes)
         elif k:
-            turned = Layout(source.dtype, source.column, source.row)
-            turn_function(e, b, to, e.i64(columns), e.i64(0), e.i64(k), layout.row, k, turned, layout, p.lanes)
+            transposed = Layout(source.dtype, source.column, source.row)
+            transpose_function(e, b, to, e.i64(columns), e.i64(0), e.i64(k), layout.row, k, transposed, layout, p.lanes)
 
 
 

@@ -20,7 +20,7 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
-from rlx.backends.cpu.kernels.tiles import NO_CHOICE, Plan, distinct, kept_locals, other_tasks
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, Plan, distinct, kept_locals, other_tasks
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, vector
@@ -67,30 +67,30 @@ def packs(node: Node) -> Value:
     return pack_quant(node.inputs[1], format=node.attrs.format)  # type: ignore[union-attr, return-value]
 
 
-def render(kernel: Kernel, target: Target, symbol: str, choice: Mapping[str, int] = NO_CHOICE) -> Rendered:
+def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """A module for a kernel whose body is one Contract, whose right operand is quantised blocks in panels."""
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
-    return _made(kernel, contract, target, choice).written(symbol)
+    return _made(kernel, contract, target, tiling).written(symbol)
 
 
 def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[int, ...]]:
     """Tuning parameters: `rows`, the most rows of a tile with VNNI; `tasks`, the number to aim for."""
-    own = {"rows": ROWS, "tasks": _made(kernel, contract, target, NO_CHOICE).wanted}
+    own = {"rows": ROWS, "tasks": _made(kernel, contract, target, DEFAULT_TILING).wanted}
     asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
-    return distinct(own, asked, lambda choice: _made(kernel, contract, target, choice).plan) if contract.m else {}
+    return distinct(own, asked, lambda tiling: _made(kernel, contract, target, tiling).plan) if contract.m else {}
 
 
-def _made(kernel: Kernel, contract: Contract, target: Target, choice: Mapping[str, int]) -> _Product:
+def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> _Product:
     integer = target.vector_bytes == 64 and "avx512vnni" in target.features
-    return (_Integer if integer else _Float)(kernel, contract, target, choice)
+    return (_Integer if integer else _Float)(kernel, contract, target, tiling)
 
 
 class _Product(Product):
     """The base of both variants."""
 
     def __init__(
-        self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int], highest: int, row_bytes: int
+        self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int], highest: int, row_bytes: int
     ) -> None:
         """`highest`: most rows of a tile; `row_bytes`: bytes of scratch per row of a block."""
         assert isinstance(c.b, Operand)
@@ -102,8 +102,8 @@ class _Product(Product):
         row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
         panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
         work = max(panels * self.panel_bytes // TASK_BYTES, c.m * c.n * c.k // GRAIN)
-        usual = 1 if target.threads == 1 else min(work * batch, target.threads * TASKS_PER_THREAD)
-        self.wanted = choice.get("tasks", usual)
+        default = 1 if target.threads == 1 else min(work * batch, target.threads * TASKS_PER_THREAD)
+        self.wanted = tiling.get("tasks", default)
         super().__init__(kernel, c, target, self._cut(c, target, highest, row_bytes, panels, batch))
         self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
 
@@ -197,11 +197,11 @@ class _Integer(_Product):
     point times the sum of the integers, per group. `least`: minus the scaled sum of the integers, per run; multiplied by the
     mins."""
 
-    def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
+    def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
         assert isinstance(c.b, Operand)
         p, turns = PACKINGS[c.b.blocks], c.k // STEP
         row_bytes = c.k + 4 * turns * (1 + STEP // p.group + bool(p.mins))
-        super().__init__(kernel, c, target, choice, choice.get("rows", ROWS), row_bytes)
+        super().__init__(kernel, c, target, tiling, tiling.get("rows", ROWS), row_bytes)
         self.staged = self.plan.row_tiles > DIRECT_TILES and p.low.bits < 8
         self.groups_of_turn = STEP // p.group
         rows = self.block_rows
@@ -375,11 +375,11 @@ class _Integer(_Product):
 class _Float(_Product):
     """The variant that converts weights to f32 one chunk at a time; x is copied to scratch as f32."""
 
-    def __init__(self, kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int]) -> None:
+    def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
         registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
         vectors = PANEL * 4 // target.vector_bytes
         highest = min(8, max(1, (registers - 1 - vectors) // vectors))
-        super().__init__(kernel, c, target, choice, highest, 4 * (c.k + PANEL))
+        super().__init__(kernel, c, target, tiling, highest, 4 * (c.k + PANEL))
         self.chunk = max(self.p.block, min(CHUNK, self.k) // self.p.block * self.p.block)
         self.rows_of_x, self.sums = Layout(f32, self.k), Layout(f32, PANEL)
         self.rows_at = self.reserve(self.block_rows * self.k * 4)

@@ -160,7 +160,7 @@ def stage_rows_function(
             e.store(e.const(stored(to.dtype), 0), to.at(e, copy, 0, column), to.dtype.itemsize)
 
 
-def turn_function(
+def transpose_function(
     e: Emitter, start: V, out: V, rows: V, first: V, stop: V,
     height: int, columns: int, source: Layout, to: Layout, side: int, scale: float = 1.0,
 ) -> None:  # fmt: skip

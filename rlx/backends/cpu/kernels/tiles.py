@@ -32,7 +32,7 @@ GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: prod
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
-NO_CHOICE: Mapping[str, int] = {}
+DEFAULT_TILING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ class Plan:
         return steps
 
 
-def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] = NO_CHOICE) -> Plan:
-    """The tiling of this contraction for this target. `choice` overrides values (see `axes`)."""
+def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] = DEFAULT_TILING) -> Plan:
+    """The tiling of this contraction for this target. `tiling` overrides values (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
     registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
     panel, group = panel_of(c.b)
     while panel % lanes:
         lanes //= 2
-    vectors = panel // lanes or choice.get("vectors", _panel_vectors(c, registers))
+    vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
     matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, group, c.k)
-    highest = choice.get("rows", _highest(vectors, registers, matrix))
+    highest = tiling.get("rows", _highest(vectors, registers, matrix))
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
@@ -111,8 +111,8 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     fit = min(BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
-    wanted = choice.get("tasks", _wanted_tasks(c, batch, target.threads))
-    asked = min(row_tiles, choice.get("blocks", 0))
+    wanted = tiling.get("tasks", _wanted_tasks(c, batch, target.threads))
+    asked = min(row_tiles, tiling.get("blocks", 0))
     if asked and panels and batch:
         blocks = max(asked, blocks if row_bytes else 1)
         groups, batch_groups = 1, batch if blocks > 1 else min(batch, max(wanted, 1))
@@ -120,7 +120,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, choice: Mapping[str, int] 
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
     # Short tiles are memory-bound, and prefetching slows them. With many row tiles only the first one waits for memory.
-    ahead = choice.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
+    ahead = tiling.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
         matrix, bool(ahead),
@@ -132,35 +132,35 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
 
     `rows`: most rows of a tile; `vectors`: of a panel, if b is not packed; `ahead`: whether the next panel is prefetched;
     `tasks`: the number to aim for; `blocks`: split the rows into this many, and the columns not at all (0: as `plan` does)."""
-    usual = plan(kernel, c, target)
-    wanted = _wanted_tasks(c, usual.batch, target.threads)
-    highest = _highest(usual.vectors, usual.registers, usual.matrix)
+    default = plan(kernel, c, target)
+    wanted = _wanted_tasks(c, default.batch, target.threads)
+    highest = _highest(default.vectors, default.registers, default.matrix)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
     if panel_of(c.b)[0]:
-        tile = {"rows": (amx.SIDE,) if usual.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not usual.ahead,)}
-    some = usual.blocks // 2, 2 * usual.blocks, 4 * usual.blocks
+        tile = {"rows": (amx.SIDE,) if default.matrix else range(highest - 1, LOW_ROWS - 1, -1), "ahead": (not default.ahead,)}
+    some = default.blocks // 2, 2 * default.blocks, 4 * default.blocks
     asked = {**tile, "tasks": other_tasks(target.threads), "blocks": {*some, *other_tasks(target.threads)} - {0}}
-    own = {"rows": highest, "vectors": usual.vectors, "ahead": int(usual.ahead), "tasks": wanted, "blocks": 0}
-    order = _order(c, usual)
+    own = {"rows": highest, "vectors": default.vectors, "ahead": int(default.ahead), "tasks": wanted, "blocks": 0}
+    order = _order(c, default)
 
-    def cut(choice: Mapping[str, int]) -> Plan:
-        made = plan(kernel, c, target, choice)
-        one = len(order) == 1 or (made.rows, made.vectors) == (usual.rows, usual.vectors)  # else the order depends on the row
-        return made if one and _order(c, made) == order else usual
+    def tiled(tiling: Mapping[str, int]) -> Plan:
+        made = plan(kernel, c, target, tiling)
+        one = len(order) == 1 or (made.rows, made.vectors) == (default.rows, default.vectors)  # else the order depends on the row
+        return made if one and _order(c, made) == order else default
 
-    return distinct(own, asked, cut) if usual.tasks else {}
+    return distinct(own, asked, tiled) if default.tasks else {}
 
 
 def distinct(
-    own: Mapping[str, int], asked: Mapping[str, Iterable[int]], cut: Callable[[Mapping[str, int]], Hashable]
+    own: Mapping[str, int], asked: Mapping[str, Iterable[int]], tiled: Callable[[Mapping[str, int]], Hashable]
 ) -> dict[str, tuple[int, ...]]:
     """Keep the asked values whose tiling differs from the default and from each other: name -> (the default, *these)."""
     found: dict[str, tuple[int, ...]] = {}
     for name, values in asked.items():
         different: dict[Hashable, int] = {}
         for value in sorted(map(int, values)):
-            different.setdefault(cut({name: value}), value)
-        different.pop(cut(NO_CHOICE), None)
+            different.setdefault(tiled({name: value}), value)
+        different.pop(tiled(DEFAULT_TILING), None)
         if different:
             found[name] = own[name], *different.values()
     return found
