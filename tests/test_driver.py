@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -13,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import HiddenMemory
 
 import rlx.backends as backends
 from rlx import knobs
 from rlx.driver import (
+    Arena,
     Backend,
     Buffer,
     BufferHandle,
@@ -24,7 +25,7 @@ from rlx.driver import (
     Device,
     DeviceArena,
     HandleStore,
-    HostArena,
+    HostMemory,
     Launch,
     Memory,
     SyncStream,
@@ -44,6 +45,7 @@ from rlx.errors import (
     InputDTypeError,
     InputShapeError,
     OptionError,
+    PlanError,
     TransferError,
     UnknownDeviceError,
     UnknownNameError,
@@ -305,51 +307,9 @@ def test_dlpack_of_what_lies_elsewhere_or_is_strided_is_refused():
 # -- buffers in discrete memory
 
 
-@dataclass(frozen=True, eq=False)
-class Away:
-    """A block that the host does not see: a number."""
-
-    address: int
-    nbytes: int
-    data: None = None
-
-
-class Discrete:
-    """A device whose memory the host cannot see: the bytes stay inside."""
-
-    host_visible = False
-
-    def __init__(self, device: Device) -> None:
-        self.device, self.bytes, self.made = device, {}, 0
-
-    def allocate(self, nbytes, alignment=64):
-        self.made += 1
-        block = Away(self.made << 20, nbytes)
-        self.bytes[block] = np.zeros(nbytes, np.uint8)
-        return block
-
-    def free(self, block):
-        del self.bytes[block]
-
-    def copy_in(self, block, source, offset=0):
-        self.bytes[block][offset : offset + source.size] = source
-
-    def copy_out(self, block, into, offset=0):
-        into[:] = self.bytes[block][offset : offset + into.size]
-
-    def copy(self, goal, source):
-        self.bytes[goal][:] = self.bytes[source]
-
-    def freeze(self, blocks):
-        assert all(block in self.bytes for block in blocks)
-
-    def assign(self, goal, source):
-        self.copy(goal, source)
-
-
 @pytest.fixture
 def gpus(monkeypatch):
-    memories = [Discrete(Device.CUDA), Discrete(Device.ROCM)]
+    memories = [HiddenMemory(Device.CUDA), HiddenMemory(Device.ROCM)]
     for memory in memories:
         assert isinstance(memory, Memory)
         monkeypatch.setitem(MEMORIES, memory.device, memory)
@@ -359,7 +319,7 @@ def gpus(monkeypatch):
 def test_states_in_discrete_memory_are_read_and_written_by_copies(gpus):
     store, want = HandleStore(), np.arange(6, dtype=np.float32).reshape(2, 3)
     (entry,) = store.require([("h", Shape((2, 3), f32))], gpus[0])
-    assert not store.read("h").any() and entry.memory.nbytes == 24
+    assert not store.read("h").any() and entry.block.nbytes == 24
     store.write("h", want)
     with pytest.raises(TransferError, match="'h' lies in memory that the host does not see"):
         entry.array  # noqa: B018
@@ -418,16 +378,16 @@ def test_device_bytes_are_never_read_as_host_bytes(gpus):
 def test_discrete_memory_is_given_back(gpus):
     cuda = gpus[0]
     b, c = Buffer.empty((4,), "f32", "cuda"), Buffer.empty((4,), "f32", "cuda")
-    assert len(cuda.bytes) == 2
+    assert len(cuda.live) == 2
     b.release()
     b.release()
-    assert len(cuda.bytes) == 1 and b.released and "released" in repr(b)
+    assert len(cuda.live) == 1 and b.released and "released" in repr(b)
     for use in (b.to_host, b.numpy, lambda: b.to_device("cpu"), lambda: b.write(np.zeros(4, "f4"))):
         with pytest.raises(TransferError, match="was released"):
             use()
     del c
     gc.collect()
-    assert not cuda.bytes
+    assert not cuda.live
 
 
 def test_memory_of_a_device_without_backend():
@@ -534,61 +494,75 @@ def test_convert_is_the_cast_of_the_kernel_ir():
 # -- arena
 
 
-def poisoned(size: int) -> np.ndarray:
-    return np.full(size, 0xA5, np.uint8)
+def arena(kind: str, slots: dict[str, tuple[int, int]], size: int) -> Arena:
+    """Poisoned, in memory that the host sees or does not see."""
+    memory = HostMemory(Device.CPU) if kind == "host" else HiddenMemory(Device.CUDA)
+    made = Arena(memory, slots, size)
+    memory.fill(made.block, 0xA5)
+    return made
 
 
-def test_arena_offsets_and_absent_slots():
-    arena = HostArena({"x": (0, 16), "y": (64, 8)}, 128)
-    assert isinstance(arena, DeviceArena) and arena.size_bytes == 128 and arena.memory.ctypes.data % 64 == 0
-    assert (arena.byte_offset("x"), arena.byte_offset("y"), arena.byte_offset("fused")) == (0, 64, None)
-    assert arena.has_buffer("y") and not arena.has_buffer("fused")
-    for use in (lambda: arena.write_input_f32("fused", f32, [1]), lambda: arena.read_output_f32("fused", f32, 1)):
+def contents(a: Arena) -> np.ndarray:
+    out = np.empty(a.size_bytes, np.uint8)
+    a._memory.copy_out(a.block, out)
+    return out
+
+
+KINDS = pytest.mark.parametrize("kind", ["host", "discrete"])
+
+
+@KINDS
+def test_arena_offsets_and_absent_slots(kind):
+    found = arena(kind, {"x": (0, 16), "y": (64, 8)}, 128)
+    assert isinstance(found, DeviceArena) and found.size_bytes == found.block.nbytes == 128 and found.block.address % 64 == 0
+    assert (found.byte_offset("x"), found.byte_offset("y"), found.byte_offset("fused")) == (0, 64, None)
+    assert found.has_buffer("y") and not found.has_buffer("fused") and found.slot("y").address == found.block.address + 64
+    for use in (lambda: found.write_input_f32("fused", f32, [1]), lambda: found.read_output_f32("fused", f32, 1)):
         with pytest.raises(UnknownNameError, match="'fused' has no slot"):
             use()
-    with pytest.raises(TransferError, match="exceeds the 16-byte arena"):
-        HostArena({"x": (8, 16)}, 16)
-    for memory in (np.zeros(8, np.uint8), np.zeros(16, np.int8), np.frombuffer(bytes(16), np.uint8)):
-        with pytest.raises(TransferError, match="an arena of 16 bytes takes"):
-            HostArena({}, 16, memory)
+    for slot in ((8, 16), (-8, 8), (0, -1)):
+        with pytest.raises(PlanError, match="exceeds the 16-byte arena"):
+            arena(kind, {"x": slot}, 16)
 
 
+@KINDS
 @pytest.mark.parametrize("dtype", SOME, ids=str)
 @pytest.mark.parametrize("extra", [-2, 0, 3, 1000])
-def test_arena_writes_cast_and_stay_inside_the_slot(dtype, extra):
+def test_arena_writes_cast_and_stay_inside_the_slot(kind, dtype, extra):
     count, offset = 5, 7  # an odd offset: slots need not be aligned to their elements
-    memory = poisoned(512)
     nbytes = count * dtype.itemsize + (dtype.itemsize - 1)  # a rest too small for an element stays as it is
-    arena = HostArena({"x": (offset, nbytes)}, 512, memory)
+    a = arena(kind, {"x": (offset, nbytes)}, 512)
     data = np.resize(np.array([1, 2, 0, 3.5, 100], np.float32), count + extra)
-    written = arena.write_input_f32("x", dtype, data)
+    written = a.write_input_f32("x", dtype, data)
     assert written == min(count, data.size)
-    end = offset + written * dtype.itemsize
+    end, memory = offset + written * dtype.itemsize, contents(a)
     assert (memory[:offset] == 0xA5).all() and (memory[end:] == 0xA5).all()
     expected = convert(data[:written], dtype)
     assert memory[offset:end].tobytes() == expected.tobytes()
-    back = arena.read_output_f32("x", dtype, written)
-    assert back.dtype == np.float32 and not np.shares_memory(back, memory)
+    back = a.read_output_f32("x", dtype, written)
+    assert back.dtype == np.float32
     np.testing.assert_array_equal(back, expected.real.astype(np.float32) if dtype.kind == "c" else expected.astype(np.float32))
+    back[...] = 0
+    assert contents(a)[offset:end].tobytes() == expected.tobytes()
     with pytest.raises(TransferError, match="cannot read 6 .* of 'x': its slot has 5"):
-        arena.read_output_f32("x", dtype, count + 1)
+        a.read_output_f32("x", dtype, count + 1)
     with pytest.raises(TransferError):
-        arena.read_output_f32("x", dtype, -1)
+        a.read_output_f32("x", dtype, -1)
 
 
 def test_arena_takes_lists_scalars_and_any_shape():
-    arena = HostArena({"x": (0, 24)}, 24)
-    assert arena.write_input_f32("x", f32, [[1, 2], [3, 4]]) == 4 and arena.write_input_f32("x", f32, 9.0) == 1
-    assert arena.read_output_f32("x", f32, 4).tolist() == [9, 2, 3, 4]
-    assert arena.write_input_f32("x", f32, []) == 0
+    a = arena("host", {"x": (0, 24)}, 24)
+    assert a.write_input_f32("x", f32, [[1, 2], [3, 4]]) == 4 and a.write_input_f32("x", f32, 9.0) == 1
+    assert a.read_output_f32("x", f32, 4).tolist() == [9, 2, 3, 4]
+    assert a.write_input_f32("x", f32, []) == 0
 
 
 @given(st.lists(st.floats(width=32), max_size=40), st.sampled_from([f32, f16, bf16]), st.integers(0, 64))
 @settings(max_examples=100)
 def test_arena_never_touches_its_neighbours(values, dtype, nbytes):
-    memory = poisoned(256)
-    arena = HostArena({"before": (0, 100), "x": (100, nbytes), "after": (100 + nbytes, 50)}, 256, memory)
-    arena.write_input_f32("x", dtype, np.array(values, np.float32))
+    a = arena("host", {"before": (0, 100), "x": (100, nbytes), "after": (100 + nbytes, 50)}, 256)
+    a.write_input_f32("x", dtype, np.array(values, np.float32))
+    memory = contents(a)
     assert (memory[:100] == 0xA5).all() and (memory[100 + nbytes :] == 0xA5).all()
 
 

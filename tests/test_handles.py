@@ -251,7 +251,7 @@ def test_memory_is_shared_until_it_is_written() -> None:
     parent.entries["h"].array[...] = 1
     start = compiled.allocations()
     forks = compiled.fork_handles(4)
-    addresses = [s.entries["h"].memory.address for s in (parent, *forks)]
+    addresses = [s.entries["h"].block.address for s in (parent, *forks)]
     assert len(set(addresses)) == 5
     after = compiled.allocations()
     assert after.native_count - start.native_count >= 5 and abs(after.native_live_bytes - start.native_live_bytes) < 1 << 20
@@ -263,13 +263,13 @@ def test_memory_is_shared_until_it_is_written() -> None:
     deeper = forks[0].fork()[0]
     assert deeper.entries["h"].array[99, 0] == 2 and deeper.entries["h"].array[100, 0] == 1
     assert 100 * 4096 <= smaps(addresses[1])["Private_Dirty"] <= 200 * 4096
-    assert 100 * 4096 <= smaps(deeper.entries["h"].memory.address)["Private_Dirty"] <= 200 * 4096
+    assert 100 * 4096 <= smaps(deeper.entries["h"].block.address)["Private_Dirty"] <= 200 * 4096
     grown = compiled.allocations().native_live_bytes - after.native_live_bytes
     assert 200 * 4096 <= grown <= 400 * 4096
     assert parent.entries["h"].array[0, 0] == forks[1].entries["h"].array[0, 0] == 1
     forks[1].entries["h"].array[::2] = 9  # so much that it is frozen anew, and not copied for each fork
     late = forks[1].fork()[0].entries["h"]
-    assert smaps(late.memory.address)["Private_Dirty"] <= 1 << 20 and late.array[:2, 0].tolist() == [9, 1]
+    assert smaps(late.block.address)["Private_Dirty"] <= 1 << 20 and late.array[:2, 0].tolist() == [9, 1]
 
 
 @SHARED
@@ -277,7 +277,7 @@ def test_an_untouched_state_takes_no_memory_when_forked() -> None:
     compiled = Session("cpu").compile(_named("h", (BIG // 4096, 1024)))
     compiled.handles.entries["h"].array[5] = 1
     (fork,) = compiled.fork_handles(1)
-    file = fork.entries["h"].memory.pages.file
+    file = fork.entries["h"].block.pages.file
     assert os.fstat(file.number).st_blocks * 512 <= 4 << 20  # two huge pages, not 64 MB
     assert fork.entries["h"].array[5, 7] == 1
 
@@ -287,7 +287,7 @@ def test_where_pages_cannot_be_shared_forks_are_copies(monkeypatch: pytest.Monke
     compiled = Session("cpu").compile(_named("h", (64, 1024)))
     compiled.bind_handle("h", np.full((64, 1024), 3, F))
     (fork,) = compiled.fork_handles(1)
-    assert fork.entries["h"].memory.pages.file is None
+    assert fork.entries["h"].block.pages.file is None
     fork.entries["h"].array[0] = 4
     assert compiled.handles.entries["h"].array[0, 0] == 3 and fork.entries["h"].array[1, 0] == 3
 

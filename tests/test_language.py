@@ -224,12 +224,12 @@ def test_decoding_allocates_and_compiles_nothing(tmp_path):
     model.step(TOKENS[0, :9])
     model.step([3])
     compiled = model.executable(1)
-    before, places = compiled.allocations(), {n: e.memory.address for n, e in model.handles.entries.items()}
+    before, places = compiled.allocations(), {n: e.block.address for n, e in model.handles.entries.items()}
     for i in range(1000):
         model.step([i % VOCAB])
     after = compiled.allocations()
     assert (after.native_count, after.native_live_bytes) == (before.native_count, before.native_live_bytes)
-    assert {n: e.memory.address for n, e in model.handles.entries.items()} == places and model.position == 1010
+    assert {n: e.block.address for n, e in model.handles.entries.items()} == places and model.position == 1010
     ids, count = compiled.input_view("tokens"), compiled.input_view("count")
     blocks = sys.getallocatedblocks()
     for _ in range(50):

@@ -1,31 +1,31 @@
 """Devices, buffers, arenas, command streams, collectives, and the interface that a backend implements."""
 
-from rlx.driver.arena import DeviceArena, HostArena, Slot, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
+from rlx.driver.arena import Arena, DeviceArena, bf16_to_f32, convert, f16_to_f32, f32_to_bf16, f32_to_f16
 from rlx.driver.backend import Artifact, Backend, Executable
 from rlx.driver.buffer import Buffer
 from rlx.driver.collective import ReduceKind, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.launch import connect
-from rlx.driver.memory import HostMemory, Memory, memory_of
-from rlx.driver.params import ParamEntry, ParamStore
+from rlx.driver.memory import Block, HostMemory, Memory, memory_of
+from rlx.driver.params import ParamStore
 from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
 from rlx.driver.transports.shm import ShmTransport
 
 from rlx.errors import (  # isort: skip
     BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceUnavailableError, HeapBoundsError,
-    InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, RlxError, TransferError, TransportError,
+    InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, PlanError, RlxError, TransferError, TransportError,
     UnknownDeviceError, UnknownNameError, UnknownRankError,
 )  # fmt: skip
 from rlx.ir.handle import BufferHandle
 
 __all__ = [
-    "Artifact", "Backend", "BindingError", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError", "CommandStream",
-    "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceUnavailableError", "Executable", "HandleStore",
-    "HeapBoundsError", "HostArena", "HostMemory", "InputDTypeError", "InputShapeError", "Launch", "LocalTransport", "Memory",
-    "OptionError", "OutOfMemoryError", "ParamEntry", "ParamStore", "Rank", "ReduceKind", "RlxError", "ShmTransport", "Slot",
-    "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
+    "Arena", "Artifact", "Backend", "BindingError", "Block", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
+    "CommandStream", "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceUnavailableError", "Executable",
+    "HandleStore", "HeapBoundsError", "HostMemory", "InputDTypeError", "InputShapeError", "Launch", "LocalTransport", "Memory",
+    "OptionError", "OutOfMemoryError", "ParamStore", "PlanError", "Rank", "ReduceKind", "RlxError", "ShmTransport", "Snapshot",
+    "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
     "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "all_gather", "all_reduce", "all_to_all", "bf16_to_f32",
     "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

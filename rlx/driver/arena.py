@@ -1,4 +1,4 @@
-"""The arena: one slab that holds the buffers of a run at offsets fixed by the compiler. Also conversions between dtypes.
+"""The arena: one block of memory with the buffers of a run at offsets fixed by the compiler. Also conversions between dtypes.
 
 The interface uses offsets, not views, so that it fits host, unified and discrete memory.
 """
@@ -6,11 +6,12 @@ The interface uses offsets, not views, so that it fits host, unified and discret
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlx.errors import TransferError, UnknownNameError
+from rlx.driver.memory import ALIGNMENT, Block, Memory, bytes_of
+from rlx.errors import PlanError, TransferError, UnknownNameError
 from rlx.ir.dtype import DType, as_dtype, bf16, f32
 from rlx.ir.ops.elementwise import cast_array
 
@@ -19,8 +20,7 @@ from rlx.ir.ops.elementwise import cast_array
 class DeviceArena(Protocol):
     """The interface of every backend's arena. A node is any key that the arena was planned with."""
 
-    @property
-    def size_bytes(self) -> int: ...
+    size_bytes: int
 
     def byte_offset(self, node: Hashable) -> int | None:
         """The byte offset of the node's slot. None: it has none, because it was fused away."""
@@ -38,67 +38,47 @@ class DeviceArena(Protocol):
         ...
 
 
-class Slot(NamedTuple):
-    """A node's location in the arena, in bytes."""
+class Arena:
+    """The DeviceArena of any memory: one block of it. `slots`: node -> (byte offset, bytes).
 
-    offset: int
-    nbytes: int
+    PlanError: a slot exceeds the arena."""
 
-
-class HostArena:
-    """The arena of a device that computes in host memory.
-
-    `slots`: node -> (byte offset, bytes). `memory`: a writable uint8 array to use instead of fresh zeros.
-    """
-
-    def __init__(self, slots: Mapping[Any, tuple[int, int]], size_bytes: int, memory: np.ndarray | None = None) -> None:
-        self._slots = {node: Slot(*place) for node, place in slots.items()}
-        for node, (offset, nbytes) in self._slots.items():
+    def __init__(
+        self, memory: Memory, slots: Mapping[Any, tuple[int, int]], size_bytes: int, alignment: int = ALIGNMENT
+    ) -> None:
+        for node, (offset, nbytes) in slots.items():
             if offset < 0 or nbytes < 0 or offset + nbytes > size_bytes:
-                raise TransferError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, exceeds the {size_bytes}-byte arena")
-        memory = aligned_bytes(size_bytes) if memory is None else memory
-        if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < size_bytes or not memory.flags.writeable:
-            raise TransferError(f"an arena of {size_bytes} bytes takes a writable uint8 array, got {memory.dtype} {memory.shape}")
-        self.memory = memory[:size_bytes]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.memory.size
+                raise PlanError(f"slot {node!r}, bytes {offset} to {offset + nbytes}, exceeds the {size_bytes}-byte arena")
+        self._memory, self._slots, self.size_bytes = memory, dict(slots), size_bytes
+        self.block = memory.allocate(size_bytes, alignment)
 
     def byte_offset(self, node: Hashable) -> int | None:
-        slot = self._slots.get(node)
-        return None if slot is None else slot.offset
+        return self._slots[node][0] if node in self._slots else None
 
     def has_buffer(self, node: Hashable) -> bool:
         return node in self._slots
 
-    def _slot_bytes(self, node: Hashable) -> np.ndarray:
-        slot = self._slots.get(node)
-        if slot is None:
+    def slot(self, node: Hashable) -> Block:
+        """The node's slot. UnknownNameError: it has none."""
+        if node not in self._slots:
             raise UnknownNameError(f"{node!r} has no slot in the arena: it was fused away or belongs to another graph")
-        return self.memory[slot.offset : slot.offset + slot.nbytes]
+        return self.block.part(*self._slots[node])
 
     def write_input_f32(self, node: Hashable, dtype: DType, data: Any) -> int:
-        slot = self._slot_bytes(node)
-        count = min(np.size(data), slot.size // dtype.itemsize)
+        slot = self.slot(node)
+        count = min(np.size(data), slot.nbytes // dtype.itemsize)
         values = np.asarray(data).reshape(-1)[:count].astype(np.float32, copy=False)
-        slot[: count * dtype.itemsize] = convert(values, dtype).view(np.uint8)
+        self._memory.copy_in(slot.part(0, count * dtype.itemsize), bytes_of(convert(values, dtype)))
         return count
 
     def read_output_f32(self, node: Hashable, dtype: DType, n_elements: int) -> np.ndarray:
-        slot = self._slot_bytes(node)
-        nbytes = n_elements * dtype.itemsize
-        if n_elements < 0 or nbytes > slot.size:
-            raise TransferError(f"cannot read {n_elements} {dtype.name} of {node!r}: its slot has {slot.size // dtype.itemsize}")
-        raw = slot[:nbytes].copy()  # slots need not be aligned to their elements
-        return bf16_to_f32(raw.view(np.uint16)) if dtype.name == "bf16" else convert(raw.view(dtype.numpy), f32)
-
-
-def aligned_bytes(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """Zeroed uint8 array. The address of its first byte is a multiple of `alignment`."""
-    raw = np.zeros(nbytes + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + nbytes]
+        slot = self.slot(node)
+        room = slot.nbytes // dtype.itemsize
+        if not 0 <= n_elements <= room:
+            raise TransferError(f"cannot read {n_elements} {dtype.name} of {node!r}: its slot has {room}")
+        raw = np.empty(n_elements, dtype.numpy)
+        self._memory.copy_out(slot.part(0, raw.nbytes), bytes_of(raw))
+        return bf16_to_f32(raw.view(np.uint16)) if dtype.name == "bf16" else convert(raw, f32)
 
 
 # -- elements: the same conversions as the kernel IR's cast, for data on its way between host and arena

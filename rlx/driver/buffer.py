@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.driver.device import Device
-from rlx.driver.memory import Block, HostBlock, Memory, memory_of
+from rlx.driver.memory import Block, HostBlock, Memory, bytes_of, memory_of
 from rlx.driver.stream import note
 from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
 from rlx.ir.dtype import DType, as_dtype
@@ -57,7 +57,7 @@ class Buffer:
             if not array.flags.c_contiguous:
                 found = f"{shape} with byte strides {array.strides}"
                 raise TransferError(f"{found} is not C-contiguous and cannot be shared; pass np.ascontiguousarray(array)")
-            return Buffer(shape, memory, HostBlock(_bytes_of(array)))
+            return Buffer(shape, memory, HostBlock(bytes_of(array)))
         return _allocate(shape, memory, np.ascontiguousarray(array))
 
     @staticmethod
@@ -95,7 +95,7 @@ class Buffer:
         """A fresh, writable array with the contents. It is always a copy, on every device (`numpy` shares memory)."""
         block = self._live()
         out = np.empty(self.dims, self.dtype.numpy)
-        self._memory.copy_out(block, _bytes_of(out))
+        self._memory.copy_out(block, bytes_of(out))
         if not self.is_host:
             note("copy_out", str(self.device), self.nbytes)
         return out
@@ -113,7 +113,7 @@ class Buffer:
         block = self._live()
         if block.data is not None and not block.data.flags.writeable:
             raise TransferError(f"{self!r} shares a read-only array and cannot be written")
-        self._memory.copy_in(block, _bytes_of(array))
+        self._memory.copy_in(block, bytes_of(array))
         if not self.is_host:
             note("copy_in", str(self.device), self.nbytes)
 
@@ -181,11 +181,6 @@ def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) 
     if contents is not None:
         out._copy_in(contents)
     return out
-
-
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """A C-contiguous array's bytes as a flat uint8 array that shares them."""
-    return array.reshape(-1).view(np.uint8)
 
 
 class _Capsule:

@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from rlx.driver.memory import Memory
+from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.queue import RunQueue
 from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known
 from rlx.host.gate import Gate
@@ -29,15 +28,15 @@ class HandleEntry:
     """One state: its shape, and its block of the device's memory."""
 
     shape: Shape
-    memory: Any
+    block: Block
     name: str
 
     @cached_property
     def array(self) -> np.ndarray:
         """The block as a writable array. TransferError: the host does not see it (HandleStore.read and write copy)."""
-        if self.memory.data is None:
+        if self.block.data is None:
             raise TransferError(f"state {self.name!r} lies in memory that the host does not see; read or write copies it")
-        return self.memory.data.view(self.shape.dtype.numpy).reshape(self.shape.static)
+        return self.block.data.view(self.shape.dtype.numpy).reshape(self.shape.static)
 
 
 class HandleStore:
@@ -66,15 +65,14 @@ class HandleStore:
         self._memory = memory
         for name, shape in wanted:
             if name not in self.entries:
-                made = memory.allocate(shape.size_bytes)
-                self.entries[name] = HandleEntry(shape, made, name)
+                self.entries[name] = HandleEntry(shape, memory.allocate(shape.size_bytes), name)
         return [self.entries[name] for name, _ in wanted]
 
     def read(self, name: str) -> np.ndarray:
         """A fresh array of what the state holds."""
         entry, memory = self._entry(name)
         out = np.empty(entry.shape.static, entry.shape.dtype.numpy)
-        memory.copy_out(entry.memory, out.reshape(-1).view(np.uint8))
+        memory.copy_out(entry.block, bytes_of(out))
         return out
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -82,7 +80,7 @@ class HandleStore:
         entry, memory = self._entry(name)
         if array.shape != entry.shape.static or array.dtype != entry.shape.dtype.numpy:
             raise InputShapeError(f"handle {name!r} is {entry.shape}, got an array {array.dtype}{list(array.shape)}")
-        memory.copy_in(entry.memory, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        memory.copy_in(entry.block, bytes_of(np.ascontiguousarray(array)))
         self.mend([name])
 
     def _entry(self, name: str) -> tuple[HandleEntry, Memory]:
@@ -138,7 +136,7 @@ class HandleStore:
             raise BindingError(f"a number of forks is 0 or more, got {k!r}")
         self.check()
         if self._memory is not None and k:
-            self._memory.freeze([e.memory for e in self.entries.values()])
+            self._memory.freeze([e.block for e in self.entries.values()])
         return [self.copy() for _ in range(k)]
 
     def copy(self) -> HandleStore:
@@ -178,7 +176,7 @@ class HandleStore:
     def _take(self, source: HandleStore) -> None:
         if self._memory is not None:
             for name, entry in source.entries.items():
-                self._memory.assign(self.entries[name].memory, entry.memory)
+                self._memory.assign(self.entries[name].block, entry.block)
         self.mend(source.entries)
 
     def __repr__(self) -> str:
@@ -207,7 +205,7 @@ class Snapshot:
     def states(self) -> Mapping[str, np.ndarray]:
         """By handle name, read-only; copies where the host does not see the device's memory."""
         entries = self.store.entries
-        views = {name: self.store.read(name) if e.memory.data is None else e.array.view() for name, e in entries.items()}
+        views = {name: self.store.read(name) if e.block.data is None else e.array.view() for name, e in entries.items()}
         for view in views.values():
             view.flags.writeable = False
         return views

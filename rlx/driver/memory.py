@@ -1,6 +1,6 @@
 """The memory of one device: blocks at fixed addresses, copies into them, out of them and within, and snapshots of them.
 
-One protocol for host and device memory. Buffers, states and the regions of a loaded program are blocks of it.
+One protocol for host and device memory. Buffers, arenas, weights, constants and states are blocks of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rlx.driver.arena import aligned_bytes
+from rlx.driver import files
 from rlx.driver.device import TEST_NAMES, Device
 from rlx.errors import DeviceUnavailableError
 
@@ -19,8 +19,8 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
 
 class Block(Protocol):
-    """`nbytes` bytes at `address` of the device, for the block's life. `data`: the same bytes as a flat uint8 array of the host,
-    None where it does not see them."""
+    """`nbytes` bytes at `address` of the device. `data`: the same bytes as a flat uint8 array of the host, None where it does not
+    see them. The address never changes. The memory lives as long as a reference to the block, to a part of it, or to `data`."""
 
     @property
     def address(self) -> int: ...
@@ -29,10 +29,14 @@ class Block(Protocol):
     @property
     def data(self) -> np.ndarray | None: ...
 
+    def part(self, offset: int, nbytes: int) -> Block:
+        """The bytes [offset, offset + nbytes) as a block over the same memory."""
+        ...
+
 
 @runtime_checkable
 class Memory(Protocol):
-    """Supplied by the backend of a device."""
+    """Supplied by the backend of a device. Where the device has a queue, copies come after the runs enqueued before them."""
 
     device: Device
     host_visible: bool  # whether blocks have `data`
@@ -42,19 +46,24 @@ class Memory(Protocol):
         ...
 
     def free(self, block: Block) -> None:
-        """Give the memory back; the block is not used any more. Host memory goes with the last view of it instead."""
+        """Give the memory back now; the block is not used any more. Host memory that has views is freed with the last of them."""
         ...
 
-    def copy_in(self, block: Block, source: np.ndarray, offset: int = 0) -> None:
-        """Copy a flat uint8 array of the host to the block, from byte `offset` on; finished when it returns."""
+    def copy_in(self, block: Block, source: np.ndarray) -> None:
+        """Copy a flat uint8 array of the host, of the block's size, to the block. `source` may change as soon as this returns. It
+        may be in a mapped file: see rlx.driver.files.copy, also for the error."""
         ...
 
-    def copy_out(self, block: Block, into: np.ndarray, offset: int = 0) -> None:
-        """Fill a flat uint8 array of the host from byte `offset` of the block on; finished when it returns."""
+    def copy_out(self, block: Block, into: np.ndarray) -> None:
+        """Copy the block to a flat uint8 array of the host, of the block's size; finished when it returns."""
         ...
 
     def copy(self, goal: Block, source: Block) -> None:
         """Give `goal` the bytes of `source`, of the same size, on the device."""
+        ...
+
+    def fill(self, block: Block, byte: int) -> None:
+        """Set every byte of the block."""
         ...
 
     def freeze(self, blocks: Sequence[Block]) -> None:
@@ -69,7 +78,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostBlock:
-    """Bytes in host memory; they live as long as the block or a view of `data` does."""
+    """Bytes in host memory."""
 
     data: np.ndarray
 
@@ -81,6 +90,9 @@ class HostBlock:
     def nbytes(self) -> int:
         return self.data.size
 
+    def part(self, offset: int, nbytes: int) -> HostBlock:
+        return HostBlock(self.data[offset : offset + nbytes])
+
 
 class HostMemory:
     """Memory of a device that computes where the host does, in numpy arrays. Snapshots are copies."""
@@ -90,26 +102,41 @@ class HostMemory:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> HostBlock:
+    def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> Any:
         return HostBlock(aligned_bytes(nbytes, alignment))
 
     def free(self, block: Any) -> None:
         """Nothing to do: views of the block that the caller still holds keep it alive."""
 
-    def copy_in(self, block: Any, source: np.ndarray, offset: int = 0) -> None:
-        block.data[offset : offset + source.size] = source
+    def copy_in(self, block: Any, source: np.ndarray) -> None:
+        files.copy(block.data, source)
 
-    def copy_out(self, block: Any, into: np.ndarray, offset: int = 0) -> None:
-        into[:] = block.data[offset : offset + into.size]
+    def copy_out(self, block: Any, into: np.ndarray) -> None:
+        np.copyto(into, block.data)
 
     def copy(self, goal: Any, source: Any) -> None:
         np.copyto(goal.data, source.data)
+
+    def fill(self, block: Any, byte: int) -> None:
+        block.data[...] = byte
 
     def freeze(self, blocks: Sequence[Any]) -> None:
         """Nothing is shared, so nothing needs to be prepared."""
 
     def assign(self, goal: Any, source: Any) -> None:
         self.copy(goal, source)
+
+
+def aligned_bytes(nbytes: int, alignment: int = ALIGNMENT) -> np.ndarray:
+    """Zeroed uint8 array. The address of its first byte is a multiple of `alignment`."""
+    raw = np.zeros(nbytes + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + nbytes]
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous array's bytes as a flat uint8 array that shares them."""
+    return array.reshape(-1).view(np.uint8)
 
 
 _HOST_NAMES = ("cpu", *TEST_NAMES)
@@ -128,4 +155,4 @@ def memory_of(device: Device | str) -> Memory:
     return MEMORIES[device]
 
 
-__all__ = ["ALIGNMENT", "MEMORIES", "Block", "HostBlock", "HostMemory", "Memory", "memory_of"]
+__all__ = ["ALIGNMENT", "MEMORIES", "Block", "HostBlock", "HostMemory", "Memory", "aligned_bytes", "bytes_of", "memory_of"]

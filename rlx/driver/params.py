@@ -12,17 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 from weakref import WeakSet
 
-
-@dataclass
-class ParamEntry:
-    """One buffer: the object that the backend allocated, its address and size."""
-
-    memory: Any
-    address: int
-    nbytes: int
+from rlx.driver.memory import Block
 
 
 @dataclass(eq=False)
@@ -35,7 +27,7 @@ class ParamStore:
     prepared buffers are computed.
     """
 
-    entries: dict[str, ParamEntry] = field(default_factory=dict)
+    entries: dict[str, Block] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
@@ -57,13 +49,11 @@ class ParamStore:
         self.versions[name] = self.versions.get(name, 0) + 1
         self.changes.value = next(self._numbers)
 
-    def get(self, name: str, nbytes: int, allocate: Callable[[int], tuple[Any, int]]) -> ParamEntry:
-        """The entry `name`. If it is missing, it is allocated by `allocate(nbytes) -> (memory, address)`."""
-        entry = self.entries.get(name)
-        if entry is None:
-            memory, address = allocate(nbytes)
-            entry = self.entries[name] = ParamEntry(memory, address, nbytes)
-        return entry
+    def get(self, name: str, nbytes: int, allocate: Callable[[int], Block]) -> Block:
+        """The block `name`. If it is missing, it is made by `allocate(nbytes)`."""
+        if name not in self.entries:
+            self.entries[name] = allocate(nbytes)
+        return self.entries[name]
 
     def nbytes(self) -> int:
         return sum(e.nbytes for e in self.entries.values())

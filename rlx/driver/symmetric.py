@@ -17,8 +17,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rlx.driver.arena import aligned_bytes
 from rlx.driver.barrier import MEET, Call, as_call, mismatch
+from rlx.driver.memory import aligned_bytes
 from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
 
 TIMEOUT = 30.0  # default, in seconds, for each wait for other ranks

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.memory import Region as Memory
+from rlx.backends.cpu.memory import Region as HostRegion
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
@@ -66,7 +66,7 @@ class CpuCode:
         self.library = load([image for image, _ in made], [symbol for _, symbol in made], artifact.program.target)
         scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
         self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        self.constants = constants_of(artifact.program, memory.allocate)
+        self.constants = constants_of(artifact.program, memory.MEMORY)
 
 
 class CpuExecutable(Loaded):
@@ -78,10 +78,10 @@ class CpuExecutable(Loaded):
         self, code: CpuCode, params: ParamStore, handles: HandleStore, transport: SymmetricTransport | None = None
     ) -> None:
         program = code.artifact.program
-        super().__init__(program, params, handles, memory.MEMORY, memory.allocate, code.constants)
+        super().__init__(program, params, handles, memory.MEMORY, code.constants)
         self._code, self._transport = code, transport
         if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
-            self.arena.data[...] = 0
+            memory.MEMORY.fill(self.arena.block, 0)
         self._tables: WeakSet[_Table] = WeakSet()  # tables that outlive a call
         shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_concurrent(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
@@ -100,15 +100,15 @@ class CpuExecutable(Loaded):
         if store is not self.handles:
             super().use_handles(store)
             for table in self._tables:
-                table.move({id: e.memory.address for id, e in self.entries.items()})
+                table.move({id: e.block.address for id, e in self.entries.items()})
 
     def poison(self) -> None:
         """Fill scratch, and the arena except for inputs, with NaN: it shows up if a run reads memory that it did not write."""
         inputs = {i: self.read(i) for i in self.program.inputs}
-        self.arena.data[...] = memory.POISON
-        self._scratch.data[...] = memory.POISON
+        for block in (self.arena.block, self._scratch):
+            memory.MEMORY.fill(block, memory.POISON)
         for i, array in inputs.items():
-            np.copyto(self.view(i), array)
+            self.write(i, array)
 
     def allocations(self) -> dict[str, int]:
         return memory.allocations()
@@ -174,7 +174,7 @@ class CpuExecutable(Loaded):
         ]
         codes = [code for _, code in self._coded("steps", "commit")]
         alone, long = any(c.may_fail for c in codes), sum(c.work_ns for c in codes) > calls.GIL_NS
-        taken = self.arena.address, self.arena.address + self.arena.nbytes
+        taken = self.arena_ptr, self.arena_ptr + self.arena.size_bytes
         return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long, pool.run_address())
 
     def _reads_in_place(self, b: BufferDecl, array: np.ndarray) -> bool:
@@ -206,7 +206,7 @@ class CpuExecutable(Loaded):
     def clone(self) -> CpuExecutable:
         """Shares code, constants and params; owns arena and handles (copied with their current contents)."""
         other = CpuExecutable(self._code, self.params, self.handles.copy(), self._transport)
-        np.copyto(other.arena.data, self.arena.data)
+        memory.MEMORY.copy(other.arena.block, self.arena.block)
         return other
 
     # -- addresses and tables
@@ -223,8 +223,7 @@ class CpuExecutable(Loaded):
             return
         whole = memory.allocate(starts[-1])
         for b, at in zip(new, starts):
-            part = Memory(whole.data[at : at + b.nbytes], whole.address + at, whole.pages)
-            self.params.get(b.name, b.nbytes, lambda _, part=part: (part, part.address))
+            self.params.get(b.name, b.nbytes, partial(whole.part, at))
 
     @cached_property
     def _steps(self) -> _Table:
@@ -244,7 +243,7 @@ class CpuExecutable(Loaded):
         return table
 
     def _table(
-        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: Memory | None = None,
+        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: HostRegion | None = None,
         commits: bool = False,
     ) -> _Table:  # fmt: skip
         """These steps, ready to run. `given`: addresses to use instead, for some buffers. `scratch`: run on one thread, with this
@@ -285,7 +284,7 @@ class _Table:
 
     def __init__(
         self, program: str, kernels: Sequence[Kernel | None], rows: Sequence[tuple[int, int, int, bool]],
-        addresses: Sequence[int], surroundings: tuple[Memory, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
+        addresses: Sequence[int], surroundings: tuple[HostRegion, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
         """`exchange`: keeps the functions of collectives alive. The first row is then their initial barrier, and other rows that
         are not kernels have None in `kernels`."""
@@ -367,6 +366,6 @@ def _aligned(decl: BufferDecl, array: np.ndarray) -> np.ndarray:
     check_fits(decl, array)
     if array.flags.c_contiguous and array.ctypes.data % max(array.itemsize, 1) == 0:
         return array
-    copy = memory.allocate(array.nbytes).view(0, array.shape, array.dtype)
+    copy = memory.allocate(array.nbytes).data.view(array.dtype).reshape(array.shape)
     np.copyto(copy, array)
     return copy

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import math
 import mmap
 import os
 import weakref
@@ -72,9 +71,8 @@ class Region:
     def nbytes(self) -> int:
         return self.data.size
 
-    def view(self, offset: int, dims: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A writable row-major array over the bytes from `offset` on (a multiple of the item size)."""
-        return self.data[offset : offset + math.prod(dims) * dtype.itemsize].view(dtype).reshape(dims)
+    def part(self, offset: int, nbytes: int) -> Region:
+        return Region(self.data[offset : offset + nbytes], self.address + offset, self.pages)
 
 
 def allocate(nbytes: int, alignment: int = ALIGNMENT) -> Region:

@@ -12,13 +12,16 @@ from typing import NoReturn
 
 import numpy as np
 
+from rlx.backends.shared.loaded import Loaded
 from rlx.driver.backend import KernelTexts
+from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
+from rlx.driver.memory import ALIGNMENT, Block
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, Unsupported
 from rlx.ir.dtype import DTYPES
-from rlx.ir.program import Program, Region, Step
+from rlx.ir.program import Program, Step
 from rlx.ir.target import Target
 
 
@@ -58,41 +61,63 @@ class NullBackend:
         return NullExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
 
 
-class NullExecutable:
+@dataclass(frozen=True, eq=False)
+class NullBlock:
+    """A size without bytes."""
+
+    nbytes: int
+    data: None = None
+
+    @property
+    def address(self) -> int:
+        _nothing("an address")
+
+    def part(self, offset: int, nbytes: int) -> NullBlock:
+        return NullBlock(nbytes)
+
+
+class NullMemory:
+    """Memory protocol (rlx.driver.memory). It allocates nothing, and forgets every copy."""
+
+    device, host_visible = Device("null"), False
+
+    def allocate(self, nbytes: int, alignment: int = ALIGNMENT) -> NullBlock:
+        return NullBlock(nbytes)
+
+    def copy_out(self, block: Block, into: np.ndarray) -> None:
+        _nothing("the contents of a buffer")
+
+    def free(self, block: Block) -> None: ...
+    def copy_in(self, block: Block, source: np.ndarray) -> None: ...
+    def copy(self, goal: Block, source: Block) -> None: ...
+    def fill(self, block: Block, byte: int) -> None: ...
+    def freeze(self, blocks: Sequence[Block]) -> None: ...
+    def assign(self, goal: Block, source: Block) -> None: ...
+
+
+def _nothing(what: str) -> NoReturn:
+    raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
+
+
+MEMORY = NullMemory()
+
+
+class NullExecutable(Loaded):
     """Executable protocol (rlx.driver.backend). `launches`: every kernel call so far; `uploads`: bytes written by name."""
 
     def __init__(self, program: Program, params: ParamStore, handles: HandleStore) -> None:
-        self.program, self.params, self.handles = program, params, handles
-        self.decls = {b.id: b for b in program.buffers}
+        super().__init__(program, params, handles, MEMORY)
         self.launches: list[Launch] = []
         self.uploads: list[tuple[str, int]] = []
-        for b in program.buffers:
-            if b.region in (Region.PARAM, Region.PREPARED):
-                params.get(b.name, b.nbytes, lambda nbytes: (None, 0))
+        for b in program.buffers:  # params are in the store from the start
+            self.block(b.id)
 
     def write(self, buffer: int, array: np.ndarray) -> None:
-        decl = self.decls[buffer]
-        assert array.shape == decl.shape.static and array.dtype == decl.shape.dtype.numpy, (decl, array.shape, array.dtype)
-        self.uploads.append((decl.name, array.nbytes))
-
-    def read(self, buffer: int) -> np.ndarray:
-        self._nothing(f"the value of {self.decls[buffer].name!r}")
+        super().write(buffer, array)
+        self.uploads.append((self.decls[buffer].name, array.nbytes))
 
     def copy(self, goal: int, source: int) -> None:
         self.launches.append(Launch("feed", self.decls[goal].name, self.decls[source].nbytes, self.decls[goal].nbytes))
-
-    def view(self, buffer: int) -> np.ndarray | None:
-        return None
-
-    def address(self, buffer: int) -> int:
-        self._nothing(f"the address of {self.decls[buffer].name!r}")
-
-    @property
-    def arena_ptr(self) -> int:
-        self._nothing("the arena's address")
-
-    def _nothing(self, what: str) -> NoReturn:
-        raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         self.uploads += [(self.decls[b].name, array.nbytes) for b, array in (given or {}).items()]
@@ -120,13 +145,7 @@ class NullExecutable:
         self.launches.append(Launch(phase, step.kernel.name, read, written))
 
     def clone(self) -> NullExecutable:
-        return NullExecutable(self.program, self.params, HandleStore())
-
-    def use_handles(self, store: HandleStore) -> None:
-        self.handles = store  # stays empty
-
-    def allocations(self) -> dict[str, int]:
-        return {"count": 0, "live_bytes": 0, "total_bytes": 0}
+        return NullExecutable(self.program, self.params, self.handles.copy())
 
     def memory(self) -> dict[str, int]:
         """Nothing is allocated."""

@@ -1,16 +1,14 @@
-"""The buffers of one program in host memory: regions allocated, every argument resolved to an address."""
+"""The buffers of one program in the memory of a device: regions allocated, every argument resolved to a block."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
-from rlx.driver import files
+from rlx.driver.arena import Arena
 from rlx.driver.handles import HandleEntry, HandleStore
-from rlx.driver.memory import ALIGNMENT, Memory
+from rlx.driver.memory import ALIGNMENT, Block, Memory, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.errors import InputShapeError, PlanError
 from rlx.ir.program import BufferDecl, Program, Region
@@ -19,26 +17,22 @@ POISON = 0xCB  # byte that fills memory whose contents are undefined
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 PURPOSES = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT: "constants", Region.HANDLE: "handles"}
 
-Allocate = Callable[[int, int], Any]  # (bytes, alignment) -> memory with `data` (its bytes, flat uint8) and `address`
-
 
 class Loaded:
     """The part of an Executable (rlx.driver.backend) that holds memory, indexed by the program's buffer ids. This object owns the
-    arena and the handles; constants and params may be shared with other executables. `states` is the memory of handles;
-    `allocate` gives the memory of everything else."""
+    arena and the handles; constants and params may be shared with other executables."""
 
     def __init__(
-        self, program: Program, params: ParamStore, handles: HandleStore, states: Memory, allocate: Allocate,
-        constants: Mapping[int, Any] | None = None,
+        self, program: Program, params: ParamStore, handles: HandleStore, memory: Memory,
+        constants: Mapping[int, Block] | None = None,
     ) -> None:  # fmt: skip
-        self.program, self.params, self.handles = program, params, handles
+        self.program, self.params, self.handles, self.device_memory = program, params, handles, memory
         self.decls = {b.id: b for b in program.buffers}
-        self.arena = allocate(program.plan.size_bytes, max(program.plan.alignment, ALIGNMENT))
-        self.constants = constants_of(program, allocate) if constants is None else constants
-        self._state_memory, self._allocate = states, allocate
+        self.arena = Arena(memory, slots_of(program), program.plan.size_bytes, max(program.plan.alignment, ALIGNMENT))
+        self.constants = constants_of(program, memory) if constants is None else constants
         self._states = {b.id: (b.name, b.shape) for b in program.buffers if b.region is Region.HANDLE}
         self.entries = self._entries_in(handles)
-        self._views: dict[int, np.ndarray] = {}
+        self._blocks: dict[int, Block] = {}  # all but those of handles
 
     def use_handles(self, store: HandleStore) -> None:
         """Use the states in `store` from now on; missing ones are created. InputShapeError: a state in the store has another
@@ -46,62 +40,65 @@ class Loaded:
         self.entries, self.handles = self._entries_in(store), store
 
     def _entries_in(self, store: HandleStore) -> dict[int, HandleEntry]:
-        return dict(zip(self._states, store.require(self._states.values(), self._state_memory)))
+        return dict(zip(self._states, store.require(self._states.values(), self.device_memory)))
 
-    def place(self, buffer: int) -> tuple[Any, int]:
-        """The memory that holds the buffer, and the buffer's byte offset in it."""
-        b = self.decls[buffer]
-        if b.region in IN_ARENA:
-            offset = self.program.plan.offsets.get(b.id, -1)
-            if offset < 0 or offset % b.shape.dtype.itemsize or offset + b.nbytes > self.program.plan.size_bytes:
-                raise PlanError(f"{self.program.name}: buffer {b.name!r} of {b.nbytes} bytes at {offset} is not in the arena")
-            return self.arena, offset
-        if b.id in self.entries:
-            return self.entries[b.id].memory, 0
-        if b.id in self.constants:
-            return self.constants[b.id], 0
-        entry = self.params.get(b.name, b.nbytes, self._allocate_param)
-        if entry.nbytes != b.nbytes:
+    def block(self, buffer: int) -> Block:
+        """The buffer's memory. Params and prepared buffers are allocated here, if the store lacks them."""
+        if buffer in self.entries:
+            return self.entries[buffer].block
+        if buffer not in self._blocks:
+            b = self.decls[buffer]
+            in_arena = self.arena.has_buffer(buffer)
+            self._blocks[buffer] = self.arena.slot(buffer) if in_arena else self.constants.get(buffer) or self._param(b)
+        return self._blocks[buffer]
+
+    def _param(self, b: BufferDecl) -> Block:
+        found = self.params.get(b.name, b.nbytes, self.allocate_param)
+        if found.nbytes != b.nbytes:
             raise InputShapeError(
-                f"{self.program.name}: {b.name!r} is {b.shape} ({b.nbytes} bytes), but the params to share hold {entry.nbytes} "
+                f"{self.program.name}: {b.name!r} is {b.shape} ({b.nbytes} bytes), but the params to share hold {found.nbytes} "
                 "bytes under that name; give this graph a store of its own"
             )
-        return entry.memory, 0
+        return found
 
-    def _allocate_param(self, nbytes: int) -> tuple[Any, int]:
-        made = self._allocate(nbytes, ALIGNMENT)
-        return made, made.address
+    def allocate_param(self, nbytes: int) -> Block:
+        return self.device_memory.allocate(nbytes)
 
     @property
     def arena_ptr(self) -> int:
         """The base address to which the plan's offsets are added."""
-        return self.arena.address
+        return self.arena.block.address
 
     def address(self, buffer: int) -> int:
-        memory, offset = self.place(buffer)
-        return memory.address + offset
+        return self.block(buffer).address
 
-    def view(self, buffer: int) -> np.ndarray:
-        """The buffer's memory as an array of its shape (constants: read-only). A view keeps the memory alive."""
-        if buffer in self.entries:
-            return self.entries[buffer].array
-        if buffer not in self._views:
-            decl, (memory, offset) = self.decls[buffer], self.place(buffer)
-            found = memory.data[offset : offset + decl.nbytes].view(decl.shape.dtype.numpy).reshape(decl.shape.static)
-            found.flags.writeable = decl.region is not Region.CONSTANT
-            self._views[buffer] = found
-        return self._views[buffer]
+    def view(self, buffer: int) -> np.ndarray | None:
+        """The buffer's memory as an array of its shape (constants: read-only); None: the host does not see it."""
+        decl, data = self.decls[buffer], self.block(buffer).data
+        if data is None:
+            return None
+        found = data.view(decl.shape.dtype.numpy).reshape(decl.shape.static)
+        found.flags.writeable = decl.region is not Region.CONSTANT
+        return found
 
     def write(self, buffer: int, array: np.ndarray) -> None:
         """Copy an array of the buffer's shape and dtype into it. InputShapeError: the shape or dtype differs."""
         check_fits(self.decls[buffer], array)
-        files.copy(self.view(buffer), array)
+        self.device_memory.copy_in(self.block(buffer), bytes_of(array))
 
-    def read(self, buffer: int) -> np.ndarray:
-        return self.view(buffer).copy()
+    def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        decl, block = self.decls[buffer], self.block(buffer)
+        out = np.empty(decl.shape.static if count is None else count, decl.shape.dtype.numpy)
+        part = block if count is None else block.part(start * out.itemsize, out.nbytes)
+        self.device_memory.copy_out(part, bytes_of(out))
+        return out
 
     def copy(self, goal: int, source: int) -> None:
-        ctypes.memmove(self.address(goal), self.address(source), self.decls[goal].nbytes)
+        self.device_memory.copy(self.block(goal), self.block(source))
+
+    def allocations(self) -> dict[str, int]:
+        """Zeros, for memory that Python itself counts."""
+        return {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. `params` and `prepared` may be shared with other executables."""
@@ -113,15 +110,27 @@ class Loaded:
         return total
 
 
-def constants_of(program: Program, allocate: Allocate) -> dict[int, Any]:
+def slots_of(program: Program) -> dict[int, tuple[int, int]]:
+    """Buffer -> (byte offset in the arena, bytes). PlanError: a buffer is not in the arena, or is misaligned."""
+    slots, plan = {}, program.plan
+    for b in program.buffers:
+        if b.region in IN_ARENA:
+            offset = plan.offsets.get(b.id, -1)
+            if offset < 0 or offset % b.shape.dtype.itemsize or offset + b.nbytes > plan.size_bytes:
+                raise PlanError(f"{program.name}: buffer {b.name!r} of {b.nbytes} bytes at {offset} is not in the arena")
+            slots[b.id] = offset, b.nbytes
+    return slots
+
+
+def constants_of(program: Program, memory: Memory) -> dict[int, Block]:
     """The constants of a program, in memory. PlanError: a constant has no bytes, or the wrong number."""
     held = {}
     for b in program.buffers:
         if b.region is Region.CONSTANT:
             if b.data is None or b.data.nbytes != b.nbytes:
                 raise PlanError(f"constant {b.name!r} of {b.nbytes} bytes has {'no' if b.data is None else b.data.nbytes}")
-            held[b.id] = made = allocate(b.nbytes, ALIGNMENT)
-            made.data[...] = np.ascontiguousarray(b.data).reshape(-1).view(np.uint8)
+            held[b.id] = memory.allocate(b.nbytes)
+            memory.copy_in(held[b.id], bytes_of(np.ascontiguousarray(b.data)))
     return held
 
 

@@ -1,4 +1,4 @@
-"""An executable in host memory that runs the steps of a program in order, for backends whose purpose is checking.
+"""An executable that runs the steps of a program in order, for backends whose purpose is checking.
 
 Memory with undefined contents (the arena except for inputs, and the outputs) is filled with poison before a run, so that a wrong
 plan or a read before a write gives wrong results. A backend supplies one function, which runs a kernel on arrays.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 
@@ -15,14 +16,14 @@ from rlx.backends.shared.loaded import POISON, Loaded, check_fits
 from rlx.driver.device import Device
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
-from rlx.driver.memory import HostBlock, HostMemory
+from rlx.driver.memory import Block, HostMemory, Memory, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CollectiveError, IndexRangeError
 from rlx.ir.kernel import STATUS, Check, Kernel, walk
 from rlx.ir.program import Program, Region, Step
 
-STATES = HostMemory(Device.CPU)
+HOST = HostMemory(Device.CPU)
 # a kernel and flat, aligned arrays, one per buffer -> 0, or the code of a failed Check
 RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
 
@@ -32,24 +33,26 @@ class StepwiseExecutable(Loaded):
 
     def __init__(
         self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
-        transport: SymmetricTransport | None = None, code_bytes: int = 0,
+        transport: SymmetricTransport | None = None, code_bytes: int = 0, memory: Memory = HOST,
     ) -> None:  # fmt: skip
-        super().__init__(program, params or ParamStore(), handles or HandleStore(), STATES, poisoned)
+        super().__init__(program, params or ParamStore(), handles or HandleStore(), memory)
+        memory.fill(self.arena.block, POISON)
         self.code_bytes, self._run_kernel = code_bytes, run_kernel
         may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
         self.exchanges = Exchanges(program, transport, may_fail)
         for b in program.buffers:  # params are in the store from the start
-            self.address(b.id)
+            self.block(b.id)
 
-    def clone(self) -> StepwiseExecutable:
+    def allocate_param(self, nbytes: int) -> Block:
+        block = super().allocate_param(nbytes)
+        self.device_memory.fill(block, POISON)
+        return block
+
+    def clone(self) -> Self:
         handles, transport = self.handles.copy(), self.exchanges.transport
-        other = StepwiseExecutable(self.program, self._run_kernel, self.params, handles, transport, self.code_bytes)
-        other.arena.data[:] = self.arena.data
+        other = type(self)(self.program, self._run_kernel, self.params, handles, transport, self.code_bytes, self.device_memory)
+        self.device_memory.copy(other.arena.block, self.arena.block)
         return other
-
-    def allocations(self) -> dict[str, int]:
-        """Zeros: numpy allocates through Python, which counts it."""
-        return {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     def memory(self) -> dict[str, int]:
         return super().memory() | {"code": self.code_bytes}
@@ -72,8 +75,7 @@ class StepwiseExecutable(Loaded):
     def run_steps(self) -> None:
         for b in self.program.buffers:
             if b.region in (Region.ARENA, Region.OUTPUT):
-                memory, start = self.place(b.id)
-                memory.data[start : start + b.nbytes] = POISON
+                self.device_memory.fill(self.block(b.id), POISON)
         done = 0
         try:
             self.exchanges.begin()
@@ -117,7 +119,7 @@ class StepwiseExecutable(Loaded):
             self._run(step)
 
     def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
-        arrays = [(given[a] if a in given else self.view(a)).reshape(-1) for a in step.args]
+        arrays = [bytes_of(given[a]) if a in given else self.data(a) for a in step.args]
         arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]
         if step.kernel.collective:
             self.exchanges.perform(step.kernel.collective, *arrays)
@@ -125,9 +127,8 @@ class StepwiseExecutable(Loaded):
             where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
 
-
-def poisoned(nbytes: int, alignment: int) -> HostBlock:
-    """`nbytes` poisoned bytes, aligned."""
-    base = np.full(nbytes + alignment, POISON, np.uint8)
-    start = -base.ctypes.data % alignment
-    return HostBlock(base[start : start + nbytes])
+    def data(self, buffer: int) -> np.ndarray:
+        """The buffer's bytes, flat, for `run_kernel`."""
+        data = self.block(buffer).data
+        assert data is not None
+        return data
