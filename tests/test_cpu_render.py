@@ -550,7 +550,7 @@ def test_contractions_stand_alone() -> None:
     y = Buffer("y", f32, 4, True)
     operand = Operand(a, const(0), 2, 1)
     contract = Contract(i, j, 2, 2, 2, operand, operand, acc, (Store(y, flat((i, 2), (j, 1)), acc),))
-    with pytest.raises(CompileError, match="a Contract stands alone"):
+    with pytest.raises(CompileError, match="a Contract must be a kernel's only statement"):
         render(Kernel("nested", (a, y), (), (), (Loop(Var("n"), 5, (contract,)),)), host_target(1), "f")
 
 

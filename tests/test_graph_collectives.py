@@ -398,7 +398,7 @@ def test_the_judge_of_plans_knows_them() -> None:
     part = replace(view, dims=(view.dims[0] - 1, *view.dims[1:]))
     for wrong in ({"inputs": (part,)}, {"inputs": (replace(view, strides=(1, 3)),)}, {"inputs": (replace(view, offset=1),)},
                   {"attrs": replace(op.attrs, what="all_gather")}):  # type: ignore[union-attr]  # fmt: skip
-        assert "is not from one whole buffer to another" in faults(**wrong)
+        assert "must read one whole buffer and write another" in faults(**wrong)
     one = replace(program, steps=(*program.steps[:at], replace(step, args=(step.args[0],) * 2), *program.steps[at + 1 :]))
     assert program_faults(one)
 

@@ -122,7 +122,7 @@ def test_the_text_says_what_is_where_and_why_nodes_are_apart() -> None:
         (("groups g", "group g"), "line 1: expected groups NAME"),
         (("full %", "fool %"), "line 3: expected prepared, group, or one of operand, absorbed, full"),
         (("full %1", "full %99"), "line 3: the graph has no node %99"),
-        (("stores %1", "stores %0"), "%0 is no result of"),
+        (("stores %1", "stores %0"), "%0 is not a result of"),
         (("group (4, 6)", "group (4, true)"), "the dims of a group are a tuple of integers"),
         (("full %1 stores %1", "full %1 stores %1 %1"), "line 3: expected"),
     ],

@@ -125,7 +125,7 @@ def test_only_contractions_by_weights_change():
     found = precision(g, TARGETS["host"], INT8, notes)
     assert [n.op.name for n in found.nodes() if n.op.name.endswith("matmul")].count("int8_matmul") == 1
     assert [r.how for r in notes] == ["narrowed"] + ["kept"] * 5
-    assert {r.why for r in notes[1:2]} == {"its right operand is no weight"}
+    assert {r.why for r in notes[1:2]} == {"its right operand is not a weight"}
 
 
 def test_an_attention_layer_keeps_its_attention():

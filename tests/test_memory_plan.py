@@ -415,7 +415,7 @@ def test_a_fault_is_a_plan_error_that_shows_the_program():
     x, t, out = m.buffer(Region.INPUT), m.buffer(Region.ARENA), m.buffer(Region.OUTPUT)
     m.step(pointwise(2), x, t, out)
     m.output(out)
-    with pytest.raises(PlanError, match=r"(?s)'small' for ref has a bad plan:.*%1 is read and nothing wrote it.*program small"):
+    with pytest.raises(PlanError, match=r"(?s)'small' for ref has a bad plan:.*%1 is read before it is written.*program small"):
         check_program(m.program())
 
 

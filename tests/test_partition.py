@@ -150,11 +150,11 @@ def mlp(width: int = 8) -> Graph:
 
 def test_one_all_reduce_for_two_matrices_and_the_bias_with_the_first() -> None:
     p = rlx.partition(mlp(), {"w1": 1, "w2": 0}, 2)
-    assert [m.what for m in p.report.moves] == ["all_reduce"] and p.report.nbytes == 4 * 6 * 8
+    assert [m.op for m in p.report.moves] == ["all_reduce"] and p.report.nbytes == 4 * 6 * 8
     assert p.report.inferred == {"b1": Split(0, (8,))} and set(p.splits) == {"w1", "w2", "b1"}
     assert {v.name: v.dims for v in p.graph.leaves()} == {"x": (4, 6), "w1": (6, 4), "b1": (4,), "w2": (4, 6), "b2": (6,)}
     text = str(p.report)
-    assert "each sends 192 bytes per run" in text and "split(0), as what reads it: 'b1'" in text
+    assert "each sends 192 bytes per run" in text and "split(0), inferred from their readers: 'b1'" in text
     assert re.search(r"all_reduce of matmul f64\[4,6\] for add\(f64.4,6., f64.4,6.\) made at .*test_partition.py:\d+: 192", text)
     held = dict(p.report.placements)
     assert any(k.startswith("matmul") and v == (Partial("sum"),) for k, v in held.items())
@@ -165,7 +165,7 @@ def test_one_all_reduce_for_two_matrices_and_the_bias_with_the_first() -> None:
 
 def test_a_split_batch_needs_nothing_but_its_outputs() -> None:
     p = rlx.partition(mlp(), {"x": 0}, 2)
-    assert [(m.what, m.reader) for m in p.report.moves] == [("all_gather", "the output 'output0'")]
+    assert [(m.op, m.reader) for m in p.report.moves] == [("all_gather", "the output 'output0'")]
     assert not rlx.partition(mlp(), {"x": 0, "output0": 0}, 2).report.moves
     g = mlp()
     assert [n.op.name for n in p.graph.nodes()][:-1] == [n.op.name for n in g.nodes()]
@@ -197,7 +197,7 @@ def test_heads_are_split_and_attention_stays_one_node(heads: int, shared: int, r
     given[0]["at"] = np.array(5, np.int32)
     want, following = evaluate(g, *given)
     found, states, p = run_ranks(g, {"w": parts, "o": 0, "k": 1, "v": 1}, ranks, *given)
-    assert [m.what for m in p.report.moves] == ["all_reduce"] and p.graph.in_place == {"k", "v"}
+    assert [m.op for m in p.report.moves] == ["all_reduce"] and p.graph.in_place == {"k", "v"}
     assert {"attention", "rope", "rms_norm"} <= {n.op.name for n in p.graph.nodes()}
     np.testing.assert_allclose(found[0], want[0], atol=1e-12)
     for name in "kv":
@@ -225,7 +225,7 @@ def test_refusals_name_the_node_and_the_reason() -> None:
     with pytest.raises(CompileError, match=why):
         partition(g, {"w": 0}, 2)
     g.set_outputs([w])
-    with pytest.raises(CompileError, match="the output .*'w' .* lies on the ranks as split"):
+    with pytest.raises(CompileError, match="the output .*'w' .* is placed as split"):
         partition(g, {"w": 0}, 2)
     g = Graph("g")
     g.set_outputs([-g.input("x", ("n", 2), "f64")])
@@ -260,7 +260,7 @@ def test_contributions_wanted_split_are_scattered(axis: int) -> None:
     x, w = g.input("x", (4, 6), "f64"), g.param("w", (6, 8), "f64")
     g.set_outputs([x @ w], names=["y"])
     p = partition(g, {"x": 1, "w": 0, "y": axis}, 2)
-    assert [m.what for m in p.report.moves] == ["reduce_scatter"] and p.report.nbytes == 4 * 8 * 8 // 2
+    assert [m.op for m in p.report.moves] == ["reduce_scatter"] and p.report.nbytes == 4 * 8 * 8 // 2
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(4, 6)), rng.normal(size=(6, 8))
     both = evaluate_ranks(p.graph, [p.shards({"x": a}, r) for r in range(2)], [p.shards({"w": b}, r) for r in range(2)])
@@ -272,7 +272,7 @@ def test_a_split_changes_its_axis_without_the_whole() -> None:
     x, y = g.input("x", (4, 6), "f64"), g.input("y", (4, 6), "f64")
     g.set_outputs([x + y], names=["z"])
     p = partition(g, {"x": 0, "y": 1, "z": 0}, 2)
-    assert [(m.what, m.nbytes) for m in p.report.moves] == [("all_to_all", 4 * 6 * 8 // 4)]
+    assert [(m.op, m.nbytes) for m in p.report.moves] == [("all_to_all", 4 * 6 * 8 // 4)]
     a, b = np.arange(24.0).reshape(4, 6), np.ones((4, 6))
     both = evaluate_ranks(p.graph, [p.shards({"x": a, "y": b}, r) for r in range(2)])
     np.testing.assert_array_equal(np.concatenate([z for (z,), _ in both]), a + b)

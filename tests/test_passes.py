@@ -538,7 +538,7 @@ def test_a_pass_that_breaks_the_graph_is_named_with_both_texts():
     g = Graph("g")
     g.set_outputs([ops.exp(g.input("x", (2,), "f32"))])
     with pytest.raises(
-        VerifyError, match=r"(?s)pass 'odd' broke the graph.*shape rule says.*before:.*f32\[2\]\n  return.*after:.*f32\[7\]"
+        VerifyError, match=r"(?s)pass 'odd' broke the graph.*shape rule gives.*before:.*f32\[2\]\n  return.*after:.*f32\[7\]"
     ):
         run_passes(g, TARGET, OPTIONS, passes=(("odd", break_it),))
 

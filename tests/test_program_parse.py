@@ -91,10 +91,10 @@ BAD = [
     ("arena ", "arena -", "the arena's size is at least 0"),
     ("active (0, 1, 16, 1)", "active (0, 1)", "active rows are (axis, outer, upper, inner), found 2 numbers"),
     ("  copy(", "  copies(", "no kernel is called copies; there are"),
-    ("copy@2(out ", "copy@2(", "argument 0 of copy is written: out stands before it"),
+    ("copy@2(out ", "copy@2(", "argument 0 of copy is written: write out before it"),
     ("copy@2(", "copy@7(", "no kernel is called copy@7"),
     ("prepare:", "prepared:", "expected prepare:"),
-    ("after 5", "after 70", "a step of abort stands after step 70 of"),
+    ("after 5", "after 70", "a step of abort is after step 70 of"),
     ("cast(", "cats(", "no scalar op is called 'cats'"),
 ]
 
@@ -114,7 +114,7 @@ def test_constants_of_many_numbers_are_given_by_digest() -> None:
     with pytest.raises(ParseError, match=r"line \d+: the constant of digest [0-9a-f]{16}… is not given"):
         parse_program(text, program.target)
     wrong = {digest: data + 1 for digest, data in given.items()}
-    with pytest.raises(ParseError, match=r"line \d+: the constant given for digest .* is another one than the f32\[8,4\]"):
+    with pytest.raises(ParseError, match=r"line \d+: the constant given for digest .* differs from the f32\[8,4\]"):
         parse_program(text, program.target, wrong)
     with pytest.raises(ParseError, match="is a str, got NoneType"):
         parse_program(None, program.target)  # type: ignore[arg-type]

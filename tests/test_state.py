@@ -117,9 +117,9 @@ def refused(build) -> rlx.Graph:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda g, s, r, a: s + 1.0, "not from an op that replaces a part"),
-        (lambda g, s, r, a: rlx.update_rows(s * 2.0, r, a), "not of the handle itself"),
-        (lambda g, s, r, a: rlx.update_rows(s, s[:2], a), "from the old state itself"),
+        (lambda g, s, r, a: s + 1.0, "not from an op that updates a part"),
+        (lambda g, s, r, a: rlx.update_rows(s * 2.0, r, a), "not the handle"),
+        (lambda g, s, r, a: rlx.update_rows(s, s[:2], a), "from the old state"),
     ],
 )
 def test_what_cannot_be_done_in_place_says_why(build, reason: str) -> None:
@@ -134,7 +134,7 @@ def test_a_reader_that_needs_the_new_state_too_is_a_reason() -> None:
     new = rlx.update_rows(state, row, at)
     g.assign(state, new, in_place=True)
     g.set_outputs([new - state])
-    with pytest.raises(CompileError, match="reads the old state, but needs the new one first"):
+    with pytest.raises(CompileError, match="reads the old state, but depends on the new state"):
         rlx.Session("ref").compile(g)
     again = rlx.Graph.parse(str(g).replace(" in place", ""))
     compiled = rlx.Session("cpu").compile(again)  # a copy makes it right
@@ -216,7 +216,7 @@ def test_the_verifier_names_a_wrong_update() -> None:
 
     assert not faults(with_updates())
     assert "is not what the handle is assigned" in broken(result=lambda u: u.undo)
-    assert "does not put" in broken(undo=lambda u: u.result)
+    assert "does not restore" in broken(undo=lambda u: u.result)
     g = with_updates()
     g.updates *= 2
     assert "updated twice" in "; ".join(faults(g))
@@ -227,4 +227,4 @@ def test_the_verifier_names_a_wrong_update() -> None:
     saved = rlx.take_rows(b, at, count=1)
     new_b = dict(one.assigns)[b]
     one.updates.append(Update(b, new_b, saved, rlx.update_rows(new_b, saved, at)))
-    assert "but needs the new one first" in "; ".join(faults(one))
+    assert "but depends on the new state" in "; ".join(faults(one))

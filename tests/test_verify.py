@@ -95,7 +95,7 @@ def clear(g: Graph) -> None:
 
 # what breaks the sound graph -> part of the fault
 BROKEN = {
-    "shape": (put("t_scale", OTHER), "is f32[9], its shape rule says f32[2,3]"),
+    "shape": (put("t_scale", OTHER), "is f32[9], its shape rule gives f32[2,3]"),
     "dtype": (put("t_scale", Shape((2, 3), i32)), "is i32[2,3]"),
     "results": (put("t_scale", X, X), "is f32[2,3], f32[2,3]"),
     "arity": (put("t_two", X, X, attrs=None), "t_two takes 2 operands, got 1"),
@@ -106,11 +106,11 @@ BROKEN = {
     "attribute literal": (put("t_scale", X, attrs=ScaleAttrs(1.0, (), "c")), "found 'c'"),  # type: ignore[arg-type]
     "rule trips": (put("t_axis", X), "its shape rule fails: tuple index out"),
     "foreign op": (put(_row("t_scale", infer=lambda attrs, x: x), X), "not the op table's entry"),
-    "undeclared leaf": (put("t_scale", X, inputs=lambda g: (ghost(INPUT),)), "declares no such input: 'ghost'"),
+    "undeclared leaf": (put("t_scale", X, inputs=lambda g: (ghost(INPUT),)), "does not declare input 'ghost'"),
     "cycle": (cycle, "depends on its own result"),
-    "operand index": (put("t_scale", X, inputs=lambda g: (Value(g.inputs[0].node, 1),)), "operand 0 is no result"),
+    "operand index": (put("t_scale", X, inputs=lambda g: (Value(g.inputs[0].node, 1),)), "operand 0 is not the result"),
     "constant": (writable_constant, "read-only"),
-    "output index": (lambda g: g.outputs.__setitem__(0, Value(g.inputs[0].node, 3)), "output 0 is no result"),
+    "output index": (lambda g: g.outputs.__setitem__(0, Value(g.inputs[0].node, 3)), "output 0 is not the result"),
     "output names": (lambda g: g.output_names.__setitem__(0, "y"), "two outputs have the name 'y'"),
     "output name": (lambda g: g.output_names.__setitem__(0, ""), "output 0's name"),
     "name count": (lambda g: g.output_names.pop(), "3 outputs have 2 names"),
@@ -118,14 +118,14 @@ BROKEN = {
     "leaf names": (leaf("params", PARAM, "x"), "input and param have the same name 'x'"),
     "leaf name": (leaf("inputs", INPUT, ""), "must be a non-empty string"),
     "leaf shape": (leaf("inputs", INPUT, "z", OTHER), "is f32[9]"),
-    "leaf group": (lambda g: g.inputs.append(g.params[0]), "stands among the inputs but is no input"),
+    "leaf group": (lambda g: g.inputs.append(g.params[0]), "is listed with the inputs but is not one"),
     "assign shape": (
         lambda g: g.assigns.__setitem__(0, (g.handles[0], g.params[0])),
         "'h' is f32[2,3], its next value is f32[4]",
     ),
     "assign twice": (lambda g: g.assigns.append(g.assigns[0]), "assigned twice"),
-    "assign input": (lambda g: g.assigns.append((g.inputs[0], g.inputs[0])), "which is no declared handle"),
-    "assign ghost": (lambda g: g.assigns.append((ghost(HANDLE), g.inputs[0])), "which is no declared handle"),
+    "assign input": (lambda g: g.assigns.append((g.inputs[0], g.inputs[0])), "which is not a declared handle"),
+    "assign ghost": (lambda g: g.assigns.append((ghost(HANDLE), g.inputs[0])), "which is not a declared handle"),
     "assign index": (lambda g: g.assigns.__setitem__(0, (g.handles[0], Value(g.inputs[0].node, 2))), "is assigned"),
 }
 
@@ -147,11 +147,11 @@ def test_each_broken_rule_is_named(name):
 def test_what_is_no_value_is_named_too(wrong):
     g = sound()
     g.outputs[0] = wrong
-    assert any("output 0 is no result of a node" in fault for fault in faults(g))
+    assert any("output 0 is not the result of a node" in fault for fault in faults(g))
     assert g.inputs[0].node in g.nodes() and "return y" not in str(g) and "%?" in str(g)
     g = sound()
     put("t_scale", X, inputs=lambda g: (wrong,))(g)
-    assert any("operand 0 is no result of a node" in fault for fault in faults(g))
+    assert any("operand 0 is not the result of a node" in fault for fault in faults(g))
 
 
 def test_all_faults_are_reported_with_the_line_that_made_them():

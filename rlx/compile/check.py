@@ -40,7 +40,7 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
     if len(decls) != len(program.buffers):
         bad.append("two buffers have one id")
     _check_signature(program, decls, bad)
-    _check_places(program, decls, bad)
+    _check_offsets(program, decls, bad)
     facts: dict[K.Kernel, _Facts] = {}
     _check_updates(program, bad)
     for phase, steps in program.phases.items():
@@ -64,9 +64,9 @@ def _check_updates(program: Program, bad: list[str]) -> None:
         for id in sorted(step.writes & handles):
             saved, back = undo.get(id, (i, step))
             if saved >= i or not program.steps[saved].writes & back.reads:
-                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id} in place, and nothing saved before can put it back")
+                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id} in place, and no abort step can restore it")
             if id in committed or sum(id in s.writes for s in program.steps) > 1:
-                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id}, which is written elsewhere too")
+                bad.append(f"steps[{i}] {step.kernel.name}: writes %{id}, which another step writes too")
 
 
 def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
@@ -87,19 +87,19 @@ def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[s
             bad.append(f"output {out.name!r} is {out.shape}, its buffer %{b.id} is {b.shape}")
 
 
-def _check_places(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+def _check_offsets(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
     plan = program.plan
     if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
         bad.append(f"alignment {plan.alignment} is not a power of two")
         return
-    strangers = plan.offsets.keys() - {b.id for b in program.buffers if b.region in IN_ARENA}
-    bad.extend(f"%{id} has a place in the arena and is not an arena buffer" for id in sorted(strangers))
+    extra = plan.offsets.keys() - {b.id for b in program.buffers if b.region in IN_ARENA}
+    bad.extend(f"%{id} has an offset in the arena and is not an arena buffer" for id in sorted(extra))
     for b in program.buffers:
         if b.region not in IN_ARENA:
             continue
         at = plan.offsets.get(b.id)
         if at is None:
-            bad.append(f"%{b.id} {b.region.value} has no place in the arena")
+            bad.append(f"%{b.id} {b.region.value} has no offset in the arena")
         elif at < 0 or at + b.nbytes > plan.size_bytes:
             bad.append(f"%{b.id} at {at}..{at + b.nbytes} is outside the arena of {plan.size_bytes} bytes")
         elif at % plan.alignment:
@@ -112,8 +112,8 @@ def _check_arguments(where: str, phase: str, step: Step, facts: _Facts, decls: d
         bad.append(f"{where}: {len(step.args)} arguments for {len(kernel.buffers)} buffers")
         return
     if (op := kernel.collective) and not _is_contiguous(op):
-        bad.append(f"{where}: {op.attrs} is not from one whole buffer to another of the size that gives")
-    bad.extend(f"{where}: touches {name!r}, which is not among its buffers" for name in facts.strangers)
+        bad.append(f"{where}: {op.attrs} must read one whole buffer and write another of the resulting size")
+    bad.extend(f"{where}: accesses {name!r}, which is not among its buffers" for name in facts.undeclared)
     for arg, b in zip(step.args, kernel.buffers):
         decl = decls.get(arg)
         if decl is None:
@@ -159,9 +159,9 @@ class _Replay:
         p = self.program
         self.written = {b.id for b in p.buffers if b.region in GIVEN}
         self.nbytes = {b.id: b.nbytes for b in p.buffers}
-        places = {id: (at, at + self.nbytes[id]) for id, at in p.plan.offsets.items()}
-        edges = sorted({edge for place in places.values() for edge in place})
-        self.segments = {id: range(bisect_left(edges, a), bisect_left(edges, b)) for id, (a, b) in places.items()}
+        ranges = {id: (at, at + self.nbytes[id]) for id, at in p.plan.offsets.items()}
+        edges = sorted({edge for ends in ranges.values() for edge in ends})
+        self.segments = {id: range(bisect_left(edges, a), bisect_left(edges, b)) for id, (a, b) in ranges.items()}
         self.owner: list[int | None] = [None] * len(edges)
         for id in p.inputs:
             if any(self.owner[s] is not None for s in self.segments[id]):
@@ -173,9 +173,9 @@ class _Replay:
                 where = f"{phase}[{at}] {step.kernel.name}"
                 reads = self.reads(step)
                 if phase == "commit" and (stale := committed & reads):
-                    self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old one")
+                    self.bad.append(f"{where}: reads the next state of %{min(stale)}; within a run a handle keeps its old state")
                 if phase == "prepare" and (both := reads & step.writes):
-                    self.bad.append(f"{where}: writes %{min(both)} from itself, so it cannot be run again")
+                    self.bad.append(f"{where}: computes %{min(both)} from itself, so it cannot run again")
                 self.group = [*self.group, (where, step, reads)] if step.concurrent else [(where, step, reads)]
                 self.check_group(where, step, reads)
                 self.step(where, step, reads)
@@ -206,7 +206,7 @@ class _Replay:
         if not self.nbytes[id]:
             return
         if id not in self.written:
-            self.bad.append(f"{where}: %{id} is read and nothing wrote it")
+            self.bad.append(f"{where}: %{id} is read before it is written")
         lost = next((o for s in self.segments.get(id, ()) if (o := self.owner[s]) != id), None)
         if lost is not None and id in self.written:
             self.bad.append(f"{where}: %{id} was overwritten by %{lost}")
@@ -261,7 +261,7 @@ class _Facts:
         self.accesses = accesses(kernel)
         self.loaded = frozenset(a.buffer for a in self.accesses if not a.stores)
         self.stored = frozenset(a.buffer for a in self.accesses if a.stores)
-        self.strangers = sorted(b.name for b in (self.loaded | self.stored) - {*kernel.buffers, *kernel.locals})
+        self.undeclared = sorted(b.name for b in (self.loaded | self.stored) - {*kernel.buffers, *kernel.locals})
 
 
 def _overwrites_after_reading(facts: _Facts, r: int, w: int) -> bool:

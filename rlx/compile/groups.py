@@ -135,7 +135,7 @@ class _Parser(Tokens):
     def member(self, group: Group, form: str) -> None:
         node = self.node()
         if node in group.forms:
-            self.error(f"{node!r} stands twice in its group")
+            self.error(f"{node!r} is twice in its group")
         group.forms[node] = "full" if form == "absorbed" else form
         if form == "absorbed":
             group.absorbed.add(node)
@@ -143,7 +143,7 @@ class _Parser(Tokens):
             for _ in self.items(""):
                 ref, _, index = self.next("ref", "a result of the node").partition(".")
                 if self.nodes.get(ref) is not node or int(index or 0) >= len(node.shapes):
-                    self.error(f"{ref} is no result of {node!r}")
+                    self.error(f"{ref} is not a result of {node!r}")
                 group.stores[Value(node, int(index or 0))] = None
 
     def node(self) -> Node:

@@ -51,10 +51,10 @@ def in_int8(graph: Graph, target: Target, notes: list[NodeReport] | None = None)
             return node.results if claim and claim(node) is None else expand(node, new)
         if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or known_before(inputs[0]):
             return node.results
-        why = "" if known_before(inputs[1]) else "its right operand is no weight"
+        why = "" if known_before(inputs[1]) else "its right operand is not a weight"
         depth = inputs[0].shape.dims[-1] if inputs[0].rank else 0
         if not why and not (is_matrix(contraction(node)) and isinstance(depth, int) and 0 < depth < MOST_DEPTH):
-            why = "its weights are no matrix, or not of a depth that sums of 32 bits allow"
+            why = "its weights are not a matrix, or too deep for sums in 32 bits"
         if notes is not None:
             notes.append(NodeReport(node.name or "", node.op.name, "kept" if why else "narrowed", "", why or "8-bit integers"))
         return node.results if why else (_product(*inputs),)

@@ -41,7 +41,7 @@ KINDS = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.ki
 class Move(NamedTuple):
     """An inserted collective. `nbytes`: lower bound of the bytes that each rank sends per run; 0: no data moves."""
 
-    what: str
+    op: str
     value: str
     reader: str
     nbytes: int
@@ -67,12 +67,12 @@ class PartitionReport:
 
     def __str__(self) -> str:
         lines = [f"{self.name} over {self.ranks} ranks: each sends {self.nbytes} bytes per run"]
-        for splits, how in ((self.marks, ""), (self.inferred, ", as what reads it")):
+        for splits, how in ((self.marks, ""), (self.inferred, ", inferred from their readers")):
             for split in dict.fromkeys(splits.values()):
                 lines.append(f"  {split}{how}: {known(n for n, s in splits.items() if s == split)}")
         for move, times in Counter(self.moves).items():
-            what = move.what + (f" ({times} times)" if times > 1 else "")
-            lines.append(f"  {what} of {move.value} for {move.reader}: {times * move.nbytes} bytes")
+            count = f" ({times} times)" if times > 1 else ""
+            lines.append(f"  {move.op}{count} of {move.value} for {move.reader}: {times * move.nbytes} bytes")
         return "\n".join([*lines, *(f"  {why}" for why in self.gathered)])
 
 
@@ -209,7 +209,7 @@ class _Partition:
         out.set_outputs(outputs, g.output_names)
         return out
 
-    # -- what there is
+    # -- values and their copies
 
     def put(self, value: Value, local: Value, placement: Placement) -> None:
         assert local.shape == value.shape.with_dims(self.dims(value, placement)), f"{value!r} {placement} is {local!r}"
@@ -269,15 +269,15 @@ class _Partition:
         assert isinstance(home, Split)
         return self.note("all_gather", value, nbytes, all_parts(local, home, n))
 
-    def note(self, what: str, value: Value, nbytes: int, made: Value) -> Value:
-        self.moves.append(Move(what, f"{value.name or value.node.op.name} {value.shape}", self.reader, nbytes))
+    def note(self, op: str, value: Value, nbytes: int, made: Value) -> Value:
+        self.moves.append(Move(op, f"{value.name or value.node.op.name} {value.shape}", self.reader, nbytes))
         return made
 
     def refusal(self, value: Value, why: str) -> CompileError:
         shown = f"{value.name!r} ({value.shape})" if value.name else f"{value.shape}, made of params,"
         return CompileError(
-            f"graph {self.graph.name!r}: {self.reader}: {why}, and {shown} lies on the ranks as {self.home[value]}; params "
-            "are not gathered at every run. Split it along another axis, or leave it whole"
+            f"graph {self.graph.name!r}: {self.reader}: {why}, and {shown} is placed as {self.home[value]}; params "
+            "are not gathered at every run. Split it along another axis, or replicate it"
         )
 
     def first(self, size: int) -> Value:
@@ -330,10 +330,10 @@ class _Partition:
                 plan = self.plan(node, i, split)
                 (reasons if isinstance(plan, str) else plans).append(plan)
         if not plans:
-            return self.whole(node, "; ".join(dict.fromkeys(reasons)) or "it needs contributions combined")
+            return self.whole(node, "; ".join(dict.fromkeys(reasons)) or "it needs the combined value")
         best = min(plans, key=lambda p: self.total(node, p))
         if self.total(node, best) == math.inf:
-            self.whole(node, "operands are split along axes that do not meet")
+            self.whole(node, "operands are split along axes that do not correspond")
         return best
 
     def total(self, node: Node, plan: Plan) -> float:
@@ -353,13 +353,13 @@ class _Partition:
                 results = (Partial("sum"),)
         elif op.reduce is not None and split.axis in (facts := op.reduce(node.attrs, x.shape)).axes:
             if facts.op not in KINDS:
-                return f"ranks cannot combine by {facts.op}"
+                return f"ranks cannot combine values by {facts.op}"
             results = (Partial(KINDS[facts.op]),)
         if not results:
             results = tuple(_carried(node, i, split, r, self.ranks) for r in node.results)
             if not all(results):
-                return _why(node, i, split, self.ranks)
-            operands = [split if j == i else _beside(node, j, results[0]) for j in range(len(node.inputs))]  # type: ignore[arg-type]
+                return _mixing(node, i, split, self.ranks)
+            operands = [split if j == i else _other_operand(node, j, results[0]) for j in range(len(node.inputs))]  # type: ignore[arg-type]
         return self.sound(node, operands, results)  # type: ignore[arg-type]
 
     def sound(self, node: Node, operands: Sequence[Placement], results: Sequence[Placement]) -> Plan | str:
@@ -371,7 +371,7 @@ class _Partition:
             found = node.op.result_shapes(attrs, tuple(v.shape.with_dims(d) for v, d in zip(node.inputs, here)))
         except GraphError as e:
             return f"not over parts ({e})"
-        return Plan(tuple(operands), tuple(results), attrs) if found == want else "its attributes fit the whole operand alone"
+        return Plan(tuple(operands), tuple(results), attrs) if found == want else "its attributes fit the whole operand only"
 
     def dims(self, value: Value, placement: Placement) -> tuple[int, ...]:
         dims = value.shape.static
@@ -385,7 +385,7 @@ class _Partition:
         if (plan := self.memory.get(key)) is not None:
             return self.apply(node, plan)
         if node.op.decompose is None:
-            return self.apply(node, self.whole(node, "nothing says what it is made of"))
+            return self.apply(node, self.whole(node, "it has no decomposition"))
 
         def new(inner: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
             results = Node(inner.op, inputs, inner.attrs, inner.shapes, inner.name, inner.source).results
@@ -439,7 +439,7 @@ def _carried(node: Node, operand: int, split: Split, result: Value, ranks: int) 
     return Split(found.axis, (result.shape.static[found.axis] // found.outer,) * found.outer)
 
 
-def _beside(node: Node, operand: int, result: Split) -> Placement:
+def _other_operand(node: Node, operand: int, result: Split) -> Placement:
     """The required placement of another operand for this split of the (first) result."""
     x = node.inputs[operand]
     for axis, d in enumerate(x.shape.static):
@@ -450,14 +450,14 @@ def _beside(node: Node, operand: int, result: Split) -> Placement:
     return REPLICATED
 
 
-def _why(node: Node, operand: int, split: Split, ranks: int) -> str:
+def _mixing(node: Node, operand: int, split: Split, ranks: int) -> str:
     x, result = node.inputs[operand], node.results[0]
     if node.op.kind is Kind.VIEW:
         for d in result.shape.static:
             if d % ranks and 1 < d < x.shape.static[split.axis] and not x.shape.static[split.axis] % d:
                 return f"{ranks} ranks cannot share the dim of {d} in its result equally ({d % ranks} left over)"
         return f"the ranks' parts of axis {split.axis} of {x.shape} are not equal parts of a dim of {result.shape}"
-    return f"it mixes what lies along axis {split.axis} of operand {operand} ({x.shape})"
+    return f"it combines elements along axis {split.axis} of operand {operand} ({x.shape})"
 
 
 def _with_dims(attrs: Attrs | None, dims: tuple[DimLike, ...]) -> Attrs | None:

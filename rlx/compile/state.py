@@ -42,15 +42,15 @@ def _refusal(
     """Why the next state needs memory of its own, or None. `before`: nodes that read the old state."""
     node = value.node
     if node.op.update is None:
-        return f"its next value comes from {where(node)}, not from an op that replaces a part of it (update_rows)"
+        return f"its next value comes from {where(node)}, not from an op that updates a part of it (update_rows)"
     if node.inputs[0] is not handle:
-        return f"{where(node)} replaces a part of {node.inputs[0]!r}, not of the handle itself"
+        return f"{where(node)} updates {node.inputs[0]!r}, not the handle"
     if sum(v is value for _, v in graph.assigns) > 1:
-        return "its next value is also another handle's"
+        return "its next value is assigned to another handle too"
     if any(v is handle or (v.node in before and v.node.op.kind is Kind.VIEW) for v in node.inputs[1:]):
-        return f"{where(node)} takes its new rows from the old state itself"
+        return f"{where(node)} computes its new rows from the old state"
     late = _first_after(before, node, accepted)
-    return None if late is None else f"{where(late)} reads the old state, but needs the new one first"
+    return None if late is None else f"{where(late)} reads the old state, but depends on the new state"
 
 
 def _first_after(nodes: Sequence[Node], goal: Node, accepted: Mapping[Node, Sequence[Node]]) -> Node | None:

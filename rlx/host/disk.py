@@ -58,7 +58,7 @@ class DiskCache:
             return None, f"cannot be read: {e.strerror}"
         try:
             found = os.fstat(number)
-            why = _foreign(found) if stat.S_ISREG(found.st_mode) else "is no file"
+            why = _foreign(found) if stat.S_ISREG(found.st_mode) else "is not a regular file"
             if why:
                 return None, f"not trusted: {self.path(name)} {why}"
             with open(number, "rb", closefd=False) as f:
@@ -155,7 +155,7 @@ def disk_cache() -> tuple[DiskCache | None, str]:
     if not knobs.CACHE.get():
         return None, "RLX_CACHE=0"
     if not (folder := knobs.cache_folder()):
-        return None, "there is no home folder, and RLX_CACHE_DIR names none"
+        return None, "there is no home folder, and RLX_CACHE_DIR is not set"
     return _opened(os.path.abspath(folder), max(knobs.CACHE_MB.get(), 0) << 20)
 
 

@@ -28,7 +28,7 @@ _X86_64, _RELOCATABLE = 62, 1
 _SYMBOLS, _RELOCATIONS, _ZEROS = 2, 4, 8  # section types
 _WRITE, _ALLOC = 1, 2  # section flags
 _ABSOLUTE, _RELATIVE, _CALL, _TABLE = {1}, {2}, {4}, {9, 41, 42}  # R_X86_64_64; PC32; PLT32; GOTPCREL and its variants
-_JUMP = b"\xff\x25"  # jmp [rip + what follows]
+_JUMP = b"\xff\x25"  # jmp [rip + offset]
 _SLOT = 16  # bytes per external symbol: its address, then a jump to it
 
 
@@ -102,9 +102,9 @@ class Image:
 
     def _relocate(self, o: _Object, section: tuple[int, ...], image: bytearray) -> None:
         start, room = o.at[section[7]], o.sections[section[7]][5]
-        for offset, what, addend in _rows(_RELOCATION, o.raw, section):
-            name, _, s, value = o.symbols[what >> 32]
-            kind = what & 0xFFFFFFFF
+        for offset, info, addend in _rows(_RELOCATION, o.raw, section):
+            name, _, s, value = o.symbols[info >> 32]
+            kind = info & 0xFFFFFFFF
             width = 8 if kind in _ABSOLUTE else 4
             if offset + width > room:
                 raise IndexError("a relocation beyond its section")

@@ -401,7 +401,7 @@ def walk(root: Any) -> Iterator[Any]:
 
 @cache
 def _inner(kind: type) -> tuple[str, ...] | None:
-    """The fields of a record type that can hold other records; None for a type that is no record."""
+    """The fields of a record type that can hold other records; None for other types."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
     plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")

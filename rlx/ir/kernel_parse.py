@@ -145,7 +145,7 @@ class KernelParser(Tokens):
         """VAR < COUNT"""
         var = self.bind(what)
         self.expect("<")
-        return var, self.count(f"how many {what}s there are")
+        return var, self.count(f"the number of {what}s")
 
     # -- names
 
@@ -224,7 +224,7 @@ class KernelParser(Tokens):
                 raise ValueError
             return K.Const(float(text), dtype)
         except (KeyError, ValueError, OverflowError):
-            self.error(f"{text[:60]} is no {dtype}")
+            self.error(f"{text[:60]} is not of dtype {dtype}")
 
     def scalar(self) -> K.Alu:
         """OP(ARGUMENTS) or OP(ARGUMENTS):DTYPE"""
@@ -234,7 +234,7 @@ class KernelParser(Tokens):
         self.expect("(")
         self.levels += 1
         if self.levels > LEVELS:
-            self.error(f"more than {LEVELS} ops within each other: give a name to some of them")
+            self.error(f"ops nested more than {LEVELS} deep: give a name to some of them")
         args = tuple(self.expr() for _ in self.items(")"))
         self.levels -= 1
         if len(args) != K.SCALAR_OPS[op]:
@@ -245,7 +245,7 @@ class KernelParser(Tokens):
         wrong |= len({a.dtype for a in like}) > 1
         wrong |= op not in ("cast", "bitcast") and dtype != (bool_ if op in K.COMPARISONS else like[0].dtype)
         if wrong:
-            self.error(f"{op} of {', '.join(str(a.dtype) for a in args)} gives no {dtype}")
+            self.error(f"{op} of {', '.join(str(a.dtype) for a in args)} does not give {dtype}")
         return K.Alu(op, args, dtype)
 
     def value(self, dtype: DType, what: str) -> K.Expr:
@@ -295,7 +295,7 @@ class KernelParser(Tokens):
             else:
                 found.append(self.stmt(depth))
         if self.depth > depth:
-            self.error(f"the line is indented by {self.depth} steps, {depth} are meant")
+            self.error(f"the line is indented by {self.depth} steps, expected {depth}")
         return tuple(found)
 
     def limit(self) -> K.Limit:
@@ -303,7 +303,7 @@ class KernelParser(Tokens):
         name = self.next("word", "a variable")
         if name not in self.vars:
             if name in self.buffers or name in self.temps:
-                self.error(f"{name} is no variable")
+                self.error(f"{name} is not a variable")
             self.vars[name], self.unbound[name] = K.Var(name), self.number
         self.expect("<")
         made = K.Limit(self.vars[name], self.index())
@@ -328,7 +328,7 @@ class KernelParser(Tokens):
         return K.Let(var, self.value(var.dtype, f"the value of {var.name}"))
 
     def check(self) -> K.Check:
-        ok = self.value(bool_, "what is checked")
+        ok = self.value(bool_, "the condition")
         self.choose({"else": None}, "else CODE")
         code = self.count("the error's code")
         if code not in K.STATUS:
@@ -349,7 +349,7 @@ class KernelParser(Tokens):
 
     def loop(self, depth: int) -> K.Loop:
         if depth > LEVELS:
-            self.error(f"more than {LEVELS} loops within each other")
+            self.error(f"loops nested more than {LEVELS} deep")
         vector = self.accept("vector")
         self.choose({"for": None}, "for")
         var, extent = self.counted("iteration")
@@ -376,7 +376,7 @@ class KernelParser(Tokens):
 
     def block_of_temps(self, depth: int) -> None:
         if found := self.block(depth, ends=("reduce", "next")):
-            self.error(f"a {type(found[0]).__name__} stands between the reductions and carries that end a loop")
+            self.error(f"a {type(found[0]).__name__} is between the reductions and carries at the end of a loop")
 
     def reductions(self, depth: int) -> Iterator[K.Reduce]:
         while self.depth == depth and self.accept("reduce"):

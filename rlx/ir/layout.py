@@ -107,7 +107,7 @@ class TiledLayout:
 
     def viewed(self, layout: Layout, dims: tuple[int, ...]) -> TiledLayout | None:
         """The tiled layout of a view that only permutes axes: `layout` is that of the view (of `dims`) of a row-major tensor of
-        `shape`. None: the view is no permutation."""
+        `shape`. None: the view is not a permutation."""
         plain = contiguous_strides(self.shape)
         if layout.offset or len(dims) != len(self.shape) or 0 in dims:
             return None

@@ -65,7 +65,7 @@ def _unpickled(
     source: str | None,
 ) -> Node:
     if name not in OPS:
-        raise GraphError(f"the graph was made with the op {name!r}, which nothing here declares; import what declares it first")
+        raise GraphError(f"the graph was made with the op {name!r}, which is not in the op table; import its module first")
     return Node(OPS[name], tuple(Value(node, index) for node, index in inputs), attrs, shapes, label, source)
 
 
@@ -209,7 +209,7 @@ def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[No
     """(nodes, node on a cycle or None). The nodes are `known`, then the others that the Values among `roots` depend on, operands
     before users.
 
-    Roots and operands that are no Values are skipped: the verifier reports them.
+    Roots and operands that are not Values are skipped: the verifier reports them.
     """
     done: dict[Node, None] = dict.fromkeys(known)
     open_: set[Node] = set()
@@ -349,7 +349,7 @@ def constant(data: Any, dtype: DType | str | None = None, name: str | None = Non
 def apply(
     op: OpDef, operands: Sequence[Any], attrs: dict[str, Any], *, shape: Any = None, name: str | None = None
 ) -> Value | tuple[Value, ...]:
-    """Makes a node of `op`. Operands that are no Values become constants: i64 for an index, bool for a condition (OpDef.roles),
+    """Makes a node of `op`. Operands that are not Values become constants: i64 for an index, bool for a condition (OpDef.roles),
     else in the dtype of the first Value among the operands of the op's dtype.
 
     `shape`, where given, is compared with the inferred one (dims alone, or a Shape; a tuple of them for several results).

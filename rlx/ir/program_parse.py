@@ -72,7 +72,7 @@ class _Parser(KernelParser):
         *others, undone = phases
         prepare, steps, commit = (tuple(step for _, step in phase) for phase in others)
         if wrong := [at for at, _ in undone if not 0 <= at < len(steps)]:
-            self.error(f"a step of abort stands after step {wrong[0]} of {len(steps)}")
+            self.error(f"a step of abort is after step {wrong[0]} of {len(steps)}")
         plan = ArenaPlan(self.offsets, *sizes)
         return Program(
             name, self.target, tuple(self.decls), prepare, steps, commit, inputs, params, handles, tuple(outputs), plan,
@@ -122,7 +122,7 @@ class _Parser(KernelParser):
         if found is None:
             self.error(f"the constant of digest {digest[:16]}… is not given")
         if found.dtype != shape.dtype.numpy or found.shape != shape.static or digest_of(found) != digest:
-            self.error(f"the constant given for digest {digest[:16]}… is another one than the {shape} of the text")
+            self.error(f"the constant given for digest {digest[:16]}… differs from the {shape} of the text")
         return found
 
     def tiles(self) -> TiledLayout:
@@ -142,7 +142,7 @@ class _Parser(KernelParser):
             self.error(f"tiles have axes of [{', '.join(map(str, dims))}] and steps of at least 1, found {parts}")
         return TiledLayout(dims, parts, cell)
 
-    # -- what stands for buffers
+    # -- references to buffers
 
     def buffer(self) -> BufferDecl:
         ref = self.next("ref", "a buffer (%N)")
@@ -201,10 +201,10 @@ class _Parser(KernelParser):
         concurrent, at = self.accept("|"), 0
         if phase == "abort":
             self.choose({"after": None}, "after N")
-            at = self.count("the step that this one stands after")
+            at = self.count("the number of a step")
         label = name_text(self.name("a kernel's name"))
         if self.accept("@"):
-            label += f"@{self.count('which kernel of that name')}"
+            label += f"@{self.count('the number among kernels of that name')}"
         if label not in self.kernels:
             self.error(f"no kernel is called {label}; there are {', '.join(self.kernels) or 'none'}")
         kernel, args = self.kernels[label], []
@@ -222,7 +222,7 @@ class _Parser(KernelParser):
         """ParseError unless `buffer` may be argument number `n`."""
         wants = kernel.buffers[n]
         if wants.writable != written:
-            how = "written: out stands before it" if wants.writable else "only read: no out stands before it"
+            how = "written: write out before it" if wants.writable else "only read: it has no out before it"
             self.error(f"argument {n} of {kernel.name} is {how}")
         dtype, size = in_kernels(buffer.shape.dtype, buffer.shape.num_elements)
         if wants.dtype != dtype or wants.size > size:

@@ -166,9 +166,9 @@ class Tokens:
         try:
             return json.loads(self.next("string", expected))
         except ValueError as e:
-            self.error(f"{self.tokens[self.at - 1][1][:60]} is no JSON string: {e}")
+            self.error(f"{self.tokens[self.at - 1][1][:60]} is not a JSON string: {e}")
 
-    # -- what stands inside a statement
+    # -- parts of statements
 
     def dim(self) -> DimLike:
         factor, names = 1, []
@@ -217,7 +217,7 @@ class Tokens:
         """NAME=VALUE, added to `given`."""
         name = self.next("word", expected)
         if name in given:
-            self.error(f"attribute {name} stands twice")
+            self.error(f"attribute {name} is given twice")
         self.expect("=")
         given[name] = self.attribute()
 
@@ -252,4 +252,4 @@ class Tokens:
                 raise OverflowError
             return number.tobytes()
         except (KeyError, ValueError, OverflowError):
-            self.error(f"{text[:60]} is no {dtype.name}")
+            self.error(f"{text[:60]} is not of dtype {dtype.name}")

@@ -42,18 +42,18 @@ def update_faults(graph: Building) -> Iterator[str]:
     """Broken rules of the updates of a graph whose nodes are sound, one sentence each."""
     seen, assigns = set[Value](), set(graph.assigns)
     for u in graph.updates:
-        what = f"update of {u.handle.name!r}"
+        update = f"update of {u.handle.name!r}"
         if u.handle in seen:
-            yield f"{what}: it is updated twice"
+            yield f"{update}: it is updated twice"
         seen.add(u.handle)
         if (u.handle, u.result) not in assigns:
-            yield f"{what}: {u.result!r} is not what the handle is assigned"
+            yield f"{update}: {u.result!r} is not the assigned value of the handle"
         if u.result.node.op.update is None or u.result.node.inputs[0] is not u.handle:
-            yield f"{what}: {u.result!r} does not replace a part of the handle"
+            yield f"{update}: {u.result!r} does not replace a part of the handle"
         elif u.undo.node.op is not u.result.node.op or not same_values(u.undo.node.inputs[:2], (u.result, u.saved)):
-            yield f"{what}: {u.undo!r} does not put {u.saved!r} back"
+            yield f"{update}: {u.undo!r} does not restore {u.saved!r}"
     if graph.updates and (late := _cyclic(graph)) is not None:
-        yield f"{late!r} reads a state that is updated in place, but needs the new one first"
+        yield f"{late!r} reads a state that is updated in place, but depends on the new state"
 
 
 def _cyclic(graph: Building) -> Node | None:

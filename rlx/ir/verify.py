@@ -55,7 +55,7 @@ def _leaf_faults(graph: Building) -> Iterator[str]:
     for op, group in ((INPUT, graph.inputs), (PARAM, graph.params), (HANDLE, graph.handles)):
         for leaf in group:
             if not isinstance(leaf, Value) or leaf.node.op is not op or leaf.index != 0:
-                yield f"{leaf!r} stands among the {op.name}s but is no {op.name}"
+                yield f"{leaf!r} is listed with the {op.name}s but is not one"
                 continue
             if not isinstance(leaf.name, str) or not leaf.name:
                 yield f"an {op.name}'s name must be a non-empty string, found {leaf.name!r}"
@@ -78,13 +78,13 @@ def _result_faults(graph: Building) -> Iterator[str]:
         names |= {name} if isinstance(name, str) else set()
     for i, out in enumerate(graph.outputs):
         if not _in_range(out):
-            yield f"output {i} is no result of a node: {out!r}"
+            yield f"output {i} is not the result of a node: {out!r}"
     seen, handles = set[Value](), set(graph.handles)
     for handle, value in graph.assigns:
         if handle not in handles:
-            yield f"assign to {handle!r}, which is no declared handle"
+            yield f"assign to {handle!r}, which is not a declared handle"
         elif not _in_range(value):
-            yield f"handle {handle.name!r} is assigned {value!r}, which is no result of a node"
+            yield f"handle {handle.name!r} is assigned {value!r}, which is not the result of a node"
         elif value.shape != handle.shape:
             yield f"handle {handle.name!r} is {handle.shape}, its next value is {value.shape}"
         if handle in seen:
@@ -98,10 +98,10 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
         yield "its op is not the op table's entry of that name"
         return
     if op.kind is Kind.LEAF and op is not CONSTANT and node not in declared:
-        yield f"used, but the graph declares no such {op.name}: {node.name!r}"
+        yield f"used, but the graph does not declare {op.name} {node.name!r}"
     broken = [i for i, v in enumerate(node.inputs) if not _in_range(v)]
     for i in broken:
-        yield f"operand {i} is no result of a node: {node.inputs[i]!r}"
+        yield f"operand {i} is not the result of a node: {node.inputs[i]!r}"
     wrong = op.attribute_faults(node.attrs)
     if isinstance(node.attrs, ConstantAttrs) and not wrong and not node.attrs.is_frozen:
         wrong = ["a constant's data is a read-only C-contiguous array"]
@@ -110,8 +110,8 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
         return
     try:
         inferred = op.result_shapes(node.attrs, tuple(v.shape for v in node.inputs))
-    except Exception as e:  # noqa: BLE001  a rule may trip over anything in a broken node: the verifier reports it and goes on
+    except Exception as e:  # noqa: BLE001  a shape rule may raise anything for a broken node: the verifier reports it
         yield f"its shape rule fails: {e or type(e).__name__}"
         return
     if inferred != node.shapes:
-        yield f"is {', '.join(map(str, node.shapes))}, its shape rule says {', '.join(map(str, inferred))}"
+        yield f"is {', '.join(map(str, node.shapes))}, its shape rule gives {', '.join(map(str, inferred))}"

@@ -44,10 +44,10 @@ class StepBody(Body):
 _functions = Functions()
 
 
-@_functions.native("void", block="ptr", what="i64", status="ptr")
-def ask(e: Body, block: V, what: V, status: V) -> None:
+@_functions.native("void", block="ptr", function="i64", status="ptr")
+def ask(e: Body, block: V, function: V, status: V) -> None:
     e.put(block, "failed", 1)
-    e.call(e.get(block, "answer"), "void", what)
+    e.call(e.get(block, "answer"), "void", function)
     with e.when(e.cmp("ne", e.get(block, "failed"), 0)):
         e.store(e.const("i32", FAILED), status, 4)
 

@@ -134,7 +134,7 @@ class CpuExecutable(Loaded):
             self._settle(self._steps, status)
 
     def run_abort(self) -> None:
-        """Put back what the steps changed in handles, and tell the other ranks."""
+        """Restore the handles that the steps changed, and notify the other ranks."""
         if self._exchange:
             self._exchange.exchanges.give_up()
         self._undo(len(self.program.steps))

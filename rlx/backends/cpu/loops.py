@@ -47,7 +47,7 @@ def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
         elif isinstance(s, Loop):
             emit_loop(s, scope)
         else:
-            raise CompileError(f"a {type(s).__name__} stands alone in a kernel's body; no loop or epilogue can hold it")
+            raise CompileError(f"a {type(s).__name__} must be a kernel's only statement; loops and epilogues cannot contain it")
     return held
 
 

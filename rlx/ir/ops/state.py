@@ -147,7 +147,7 @@ def _valid_shape(attrs: ValidRowsAttrs, x: Shape, extent: Shape) -> Shape:
     _position(extent)
     size = static_dim(x.dims[axis_of(attrs.axis, x.rank)], "valid_rows")
     if attrs.inner < 1 or attrs.upper < 0 or size % (max(attrs.upper, 1) * attrs.inner):
-        raise AttributeValueError(f"a dim of {size} is no multiple of {attrs.upper} rows of {attrs.inner}")
+        raise AttributeValueError(f"a dim of {size} is not a multiple of {attrs.upper} rows of {attrs.inner}")
     return x
 
 
