@@ -215,7 +215,7 @@ def test_the_verifier_names_a_wrong_update() -> None:
         return "; ".join(faults(g))
 
     assert not faults(with_updates())
-    assert "is not what the handle is assigned" in broken(result=lambda u: u.undo)
+    assert "is not the assigned value of the handle" in broken(result=lambda u: u.undo)
     assert "does not restore" in broken(undo=lambda u: u.result)
     g = with_updates()
     g.updates *= 2
