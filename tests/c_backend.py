@@ -21,6 +21,7 @@ import numpy as np
 from rlx.backends.shared.c_dialect import FLAGS, C
 from rlx.backends.shared.c_style import render
 from rlx.backends.shared.codes import Codes
+from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.stepwise import StepwiseExecutable
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -74,7 +75,7 @@ class CBackend:
     def target(self, index: int = 0, threads: int | None = None) -> Target:
         if index:
             raise DeviceUnavailableError(f"there is no c:{index}; there is c:0")
-        return Target(name="c", dtypes=frozenset(DTYPES), features=(str(compiler()),))
+        return Target(name="c", dtypes=frozenset(DTYPES), features=(str(compiler()),), schedule=long_sums)
 
     def process_bytes(self) -> int:
         return 0

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
-from rlx.compile.long_sums import in_f64
 from rlx.ir import kernel as K
 from rlx.ir.contexts import Lowering
-from rlx.ir.dtype import DType, f64, index_
+from rlx.ir.dtype import DType, index_
 from rlx.ir.graph import CONSTANT, Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
@@ -167,14 +166,12 @@ class KernelBuilder(Lowering):
         kept, self.block = self.block, []
         value = self.element(source, at)
         inner, self.block = self.block, kept
-        length, dtype = math.prod(dims[axis] for axis in facts.axes), value.dtype
         for axis in reversed(facts.axes):
-            value = k.cast(value, f64) if in_f64(facts.op, dtype, length) else value
             result = K.Var("sum", value.dtype)
             loop = K.Loop(loop_vars[axis], dims[axis], tuple(inner), reduces=(K.Reduce(result, facts.op, value),))
             inner, value = [loop], result
         self.block += inner
-        return k.cast(value, dtype)
+        return value
 
 
 # -- addresses -----------------------------------------------------------------------------------------------------

@@ -15,18 +15,14 @@ from typing import NamedTuple
 from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
-from rlx.compile.long_sums import in_blocks, in_f64
 from rlx.compile.operands import is_expensive
 from rlx.compile.packing import contraction
 from rlx.ir import kernel as K
-from rlx.ir.dtype import f64
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 
-COLUMNS = range(1024, 4097)  # columns summed per run: a few KB of each row, so that the sums stay in the L1 cache
-ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order; adjacent rows were up to four times slower
 LEAST_RUN, LEAST_ROWS = 64, 16  # minimum elements of a loop, rows of a contraction, for a separate loop that skips padding
 MOST_LOADS_AGAIN = 2  # a value that needs more loads than this is kept, not recomputed
 
@@ -112,7 +108,6 @@ class _Rows:
                 self.level[node] = max(here, int(acc is not None)) + 1 if node in self.reductions else here
         self.last = max(self.level[n] for n in [*self.reductions, *(v.node for v in self.group.stores)])
         self.kept: dict[Value, K.Local] = {}
-        self.sums: dict[Value, K.Local] = {}  # column sums, over an axis that is not the last
         self.plan_kept()
 
     # -- what is kept
@@ -183,88 +178,22 @@ class _Rows:
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
         first, columns, each = points.start(groups[-1], LEAST_RUN)
-        summed = [n for n in self.group.nodes if self.sums_columns(n, columns)] if not self.b.active else []
-        if summed and columns > COLUMNS[-1]:
-            runs = next((n for n in range(-(-columns // COLUMNS[-1]), columns // COLUMNS[0] + 1) if columns % n == 0), 1)
-            columns //= runs
-            points.grid.append((K.Var("run"), runs))
-            first = k.add(first, k.mul(points.grid[-1][0], columns))
 
         def coords(column: K.Expr) -> list[K.Expr]:
             return [c for g, v in zip(groups, [*row, k.add(first, column)]) for c in split(v, [dims[a] for a in g])]
 
-        before = [s for n in summed for s in self.sum_columns(n, columns, coords)]
         passes = (self.one_pass(p, columns, coords, each) for p in range(self.last + 1))
-        return tuple(points.grid), (*before, *(s for statements in passes for s in statements))
-
-    def sums_columns(self, node: Node, columns: int) -> bool:
-        """True if the node is a reduction over rows of many contiguous columns, which is better computed row by row."""
-        if node.op.kind is not Kind.REDUCE or node in self.group.absorbed or node in self.reductions or self.reductions:
-            return False
-        assert node.op.reduce is not None
-        source = node.inputs[0]
-        axes = node.op.reduce(node.attrs, source.shape).axes
-        if not axes:
-            return False
-        in_order = source.node in self.group.forms or self.b.places.locate(source)[1].strides[-1] == 1
-        enough = columns >= LEAST_RUN and source.shape.static[axes[0]] >= 2 * ROWS_AT_ONCE
-        return in_order and enough and len(axes) == 1 and axes[0] < source.rank - 1
-
-    def sum_columns(self, node: Node, columns: int, coords: Coords) -> list[K.Stmt]:
-        """Statements that compute the reduction of each column in a Local, reading row by row."""
-        assert node.op.reduce is not None
-        b, source = self.b, node.inputs[0]
-        facts, dims = node.op.reduce(node.attrs, source.shape), source.shape.static
-        (axis,) = facts.axes
-        wide = f64 if self.is_long_sum(node, dims[axis]) else source.dtype.compute
-        total = self.sums[node.results[0]] = b.local(wide, columns)
-
-        def combined(parts: list[K.Expr]) -> K.Expr:
-            while len(parts) > 1:
-                parts = [K.alu(facts.op, *parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
-            return parts[0]
-
-        def rows(first: K.Expr, apart: int, count: int, begins: bool = False) -> K.Loop:
-            column, b.block = K.Var("c"), []
-            at = coords(column)
-            behind = at[axis + facts.keepdims :]
-            parts = [b.element(source, (*at[:axis], k.add(first, n * apart), *behind)) for n in range(count)]
-            if wide != source.dtype.compute:
-                parts = [k.cast(combined(parts), wide)]
-            parts += [] if begins else [K.Load(total, column)]
-            body, b.block = (*b.block, K.Store(total, column, combined(parts))), []
-            b.memo.clear()
-            return K.Loop(column, columns, body, vector=True)
-
-        at_once = ROWS_AT_ONCE if wide == source.dtype.compute else 2 * ROWS_AT_ONCE  # f64 sums cost more loads and stores
-        row, (each, rest) = K.Var("rows"), divmod(dims[axis], at_once)
-        more = rows(k.add(row, 1), each, at_once)
-        last = [rows(k.const(dims[axis] - rest), 1, rest)] if rest else []
-        return [rows(ZERO, each, at_once, begins=True), K.Loop(row, each - 1, (more,)), *last]
+        return tuple(points.grid), tuple(s for statements in passes for s in statements)
 
     def one_pass(self, p: int, columns: int, coords: Coords, each: int = 0) -> list[K.Stmt]:
         """The loop over columns of pass p (`each`: columns per active row), then the row values that its reductions complete."""
-        reductions = [n for n in self.reductions if self.level[n] == p + 1]
-
-        def loop(first: K.Expr, extent: int) -> K.Loop:
-            column = K.Var("c")
-            if each:
-                self.b.limit(column, each)
-            position = k.add(first, column)
-            body, reduces = self.pass_body(p, coords(position), position, reductions)
-            return K.Loop(column, extent, tuple(body), vector=True, reduces=tuple(reduces))
-
-        if not each and any(self.is_long_sum(n, columns) for n in reductions):
-            made, results = in_blocks(loop, columns)
-        else:
-            whole = loop(ZERO, columns)
-            made, results = [whole] if whole.body or whole.reduces else [], [r.result for r in whole.reduces]
-        self.b.bound.update((node.results[0], r) for node, r in zip(reductions, results))
-        return [*made, *self.row_values(p + 1, coords)]
-
-    def is_long_sum(self, node: Node, length: int) -> bool:
-        assert node.op.reduce is not None
-        return in_f64(node.op.reduce(node.attrs, node.inputs[0].shape).op, node.inputs[0].dtype.compute, length)
+        reductions, column = [n for n in self.reductions if self.level[n] == p + 1], K.Var("c")
+        if each:
+            self.b.limit(column, each)
+        body, reduces = self.pass_body(p, coords(column), column, reductions)
+        loop = K.Loop(column, columns, tuple(body), vector=True, reduces=tuple(reduces))
+        self.b.bound.update((node.results[0], r.result) for node, r in zip(reductions, reduces))
+        return [*([loop] if body or reduces else []), *self.row_values(p + 1, coords)]
 
     def pass_body(
         self, p: int, at: Sequence[K.Expr], column: K.Expr, reductions: Sequence[Node] = ()
@@ -272,7 +201,6 @@ class _Rows:
         """Statements and reductions of one pass at coordinates `at`."""
         b, outside = self.b, dict(self.b.bound)
         b.bound.update((v, K.Load(x, column)) for v, x in self.kept.items() if self.level[v.node] < p)
-        b.bound.update((v, k.cast(K.Load(x, column), v.dtype.compute)) for v, x in self.sums.items())
         b.block = []
         b.memo.clear()
         reduces = [self.reduce_of(n, at) for n in reductions]

@@ -106,7 +106,9 @@ Expr = Const | Var | Load | Alu
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduce:
     """Over one loop: result = combine(value of every iteration), from the identity of `op`
-    (add, mul, max, min, and, or). `result` is readable after the loop. max and min let NaN through."""
+    (add, mul, max, min, and, or). `result` is readable after the loop. max and min let NaN through.
+
+    The order in which values are combined is left to the schedule and the renderer; for one kernel it is always the same."""
 
     result: Var
     op: str

@@ -8,6 +8,7 @@ from functools import partial
 
 from rlx.host import processor
 from rlx.ir.dtype import DTYPES, product
+from rlx.ir.kernel import Kernel
 from rlx.ir.target import Target
 
 
@@ -27,13 +28,19 @@ def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[
 
 def host_target(threads: int | None = None) -> Target:
     """The CPU of this process. `threads` None: the knob RLX_THREADS, else the number of CPUs it may use."""
-    return _with_panels(processor.host_target(threads))
+    return _of_cpu(processor.host_target(threads))
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
     """Any CPU, also for cross-compilation; as rlx.host.processor.target_for."""
-    return _with_panels(processor.target_for(triple, cpu, features, threads))
+    return _of_cpu(processor.target_for(triple, cpu, features, threads))
 
 
-def _with_panels(target: Target) -> Target:
-    return replace(target, panel=partial(panel_of, target.vector_bytes, target.features))
+def _of_cpu(target: Target) -> Target:
+    return replace(target, panel=partial(panel_of, target.vector_bytes, target.features), schedule=_schedule)
+
+
+def _schedule(kernel: Kernel) -> Kernel:
+    from rlx.backends.cpu.schedule import schedule  # not needed where compiled programs come from the cache
+
+    return schedule(kernel)

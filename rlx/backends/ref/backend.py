@@ -8,6 +8,7 @@ packs contraction operands into panels of three columns and runs claimed ops who
 from __future__ import annotations
 
 from rlx.backends.ref.interpret import run_kernel
+from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.stepwise import StepwiseExecutable
 from rlx.driver.backend import KernelTexts
 from rlx.driver.handles import HandleStore
@@ -43,6 +44,7 @@ class RefBackend:
             natives=NATIVES if index else {},
             computes=lambda producer: True,
             panel=lambda dtype: panel,
+            schedule=long_sums,
         )
 
     def process_bytes(self) -> int:

@@ -1,0 +1,105 @@
+"""Schedule of the CPU: reductions of columns read memory row by row, and long sums are in blocks.
+
+A plain kernel reduces each column on its own. Here all columns of a run are reduced together, in a Local of totals, so that each
+row is read in order; runs are grid points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rlx.backends.shared.long_sums import in_f64, long_sums
+from rlx.backends.shared.nest import renamed, substitute
+from rlx.ir import kernel as K
+from rlx.ir.dtype import f64
+from rlx.ir.kernel import Check, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+
+COLUMNS = range(1024, 4097)  # columns summed per run: a few KB of each row, so that the sums stay in the L1 cache
+LEAST_COLUMNS = 64
+ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order; adjacent rows were up to four times slower
+
+
+def schedule(kernel: Kernel) -> Kernel:
+    """The kernel in the order in which the CPU runs it."""
+    return long_sums(column_walks(kernel))
+
+
+def column_walks(kernel: Kernel) -> Kernel:
+    """A kernel that reduces columns, row by row instead of column by column."""
+    loop, *others = kernel.body or (None,)
+    if others or not isinstance(loop, Loop) or not loop.vector or loop.reduces or any(x.var is loop.var for x in kernel.limits):
+        return kernel
+    walked = [s for s in loop.body if isinstance(s, Loop) and walks(s, loop)]
+    if not walked:
+        return kernel
+    runs, columns, column, grid = _runs(loop.extent), loop.extent, Var("c"), kernel.grid
+    at: Callable[[Expr], Expr] = lambda c: c  # noqa: E731
+    if runs > 1:
+        run, columns = Var("run"), columns // runs
+        grid, at = (*grid, (run, runs)), lambda c: k.add(k.mul(run, columns), c)
+    totals: dict[Var, Local] = {}
+    made: list[Stmt] = []
+    for number, inner in enumerate(walked, len(kernel.locals)):
+        reduce = inner.reduces[0]
+        wide = f64 if in_f64(reduce.op, reduce.result.dtype, inner.extent) else reduce.result.dtype
+        totals[reduce.result] = total = Local(f"l{number}", wide, columns)
+        made += walk_of(inner, loop.var, columns, at, total)
+    here: dict[Var, Expr] = {v: k.cast(Load(x, column), v.dtype) for v, x in totals.items()}
+    rest = substitute(tuple(s for s in loop.body if s not in walked), {loop.var: at(column), **here})
+    made.append(replace(loop, var=column, extent=columns, body=rest))
+    return replace(kernel, locals=(*kernel.locals, *totals.values()), grid=grid, body=tuple(made))
+
+
+def _runs(columns: int) -> int:
+    """The number of equal runs of so many columns."""
+    if columns <= COLUMNS[-1]:
+        return 1
+    return next((n for n in range(-(-columns // COLUMNS[-1]), columns // COLUMNS[0] + 1) if columns % n == 0), 1)
+
+
+def walks(inner: Loop, around: Loop) -> bool:
+    """True if this reduction, of one column in each iteration of the loop around it, is better computed row by row."""
+    if inner.vector or inner.carries or len(inner.reduces) != 1 or inner.reduces[0].op not in K.RUNNING:
+        return False
+    large = around.extent >= LEAST_COLUMNS and inner.extent >= 2 * ROWS_AT_ONCE
+    if not large or not all(isinstance(s, Let | Check) for s in inner.body):
+        return False
+    parts, others = list(walk(inner)), renamed(around.body).keys() - renamed(inner).keys()
+    loads, stored = [x for x in parts if isinstance(x, Load)], {x.buffer for x in walk(around.body) if isinstance(x, Store)}
+    if not others.isdisjoint(x for x in parts if isinstance(x, Var)) or any(x.buffer in stored for x in loads):
+        return False  # it needs what the rest of the iteration computes
+    return any(coefficient(x.index, around.var) == 1 for x in loads)
+
+
+def walk_of(inner: Loop, column: Var, columns: int, at: Callable[[Expr], Expr], total: Local) -> list[Stmt]:
+    """The reduction `inner` of each column in the elements of `total`, a few rows at a time."""
+    (reduce,) = inner.reduces
+    wide, narrow = total.dtype, reduce.result.dtype
+
+    def combined(parts: list[Expr]) -> Expr:
+        while len(parts) > 1:
+            parts = [alu(reduce.op, *parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
+        return parts[0]
+
+    def rows(first: Expr, apart: int, count: int, begins: bool = False) -> Loop:
+        here, body, parts = Var("c"), list[Stmt](), list[Expr]()
+        element = substitute((inner.body, reduce.value), {column: at(here)})
+        for n in range(count):
+            new = {**renamed(inner.body), inner.var: k.add(first, n * apart)}
+            statements, value = substitute(element, new)
+            body += [s for s in statements if s not in body]
+            parts.append(value)
+        if wide != narrow:
+            parts = [k.cast(combined(parts), wide)]
+        parts += [] if begins else [Load(total, here)]
+        return Loop(here, columns, (*body, Store(total, here, combined(parts))), vector=True)
+
+    at_once = ROWS_AT_ONCE if wide == narrow else 2 * ROWS_AT_ONCE  # f64 sums cost more loads and stores
+    row, (each, rest) = Var("rows"), divmod(inner.extent, at_once)
+    more = rows(k.add(row, 1), each, at_once)
+    last = [rows(const(inner.extent - rest), 1, rest)] if rest else []
+    return [rows(const(0), each, at_once, begins=True), Loop(row, each - 1, (more,)), *last]
+
+
+__all__ = ["column_walks", "schedule"]
