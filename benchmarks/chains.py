@@ -81,8 +81,8 @@ def cases() -> list[Case]:
     for dims in ((256, 256), (1024, 1024), (1000, 1001), (4096, 4096)):
         size = "x".join(map(str, dims))
         for name, axis in (("sum", (1,)), ("sum", (0,)), ("sum", (0, 1)), ("max", (1,)), ("max", (0,)), ("mean", (0, 1))):
-            what = {(1,): "last", (0,): "first", (0, 1): "all"}[axis]
-            out.append(Case(f"{name} {what} {size}", lambda m, x, n=name, a=axis: m.reduce(n, x, a), (dims,)))
+            label = {(1,): "last", (0,): "first", (0, 1): "all"}[axis]
+            out.append(Case(f"{name} {label} {size}", lambda m, x, n=name, a=axis: m.reduce(n, x, a), (dims,)))
     out.append(Case("sum last 4096x4096", lambda m, x: m.reduce("sum", x, (1,)), ((4096, 4096),), "bf16"))
     out.append(Case("sum first 4096x4096", lambda m, x: m.reduce("sum", x, (0,)), ((4096, 4096),), "bf16"))
     out.append(Case("sum all 4096x4096", lambda m, x: m.reduce("sum", x, (0, 1)), ((4096, 4096),), "bf16"))
@@ -90,9 +90,9 @@ def cases() -> list[Case]:
     out.append(Case("sum first, last 64x128x512", lambda m, x: m.reduce("sum", x, (0, 2)), ((64, 128, 512),)))
     out.append(Case("sum all 16 M", lambda m, x: m.reduce("sum", x, (0,)), ((1 << 24,),)))
     for dims, axis in (((256, 256), 1), ((1024, 1024), 1), ((1024, 1024), 0), ((1000, 1001), 1)):
-        what = f"{'last' if axis else 'first'} {dims[0]}x{dims[1]}"
-        out.append(Case(f"argmax {what}", lambda m, x, axis=axis: m.argmax(x, axis), (dims,)))
-        out.append(Case(f"cumsum {what}", lambda m, x, axis=axis: m.cumsum(x, axis), (dims,)))
+        label = f"{'last' if axis else 'first'} {dims[0]}x{dims[1]}"
+        out.append(Case(f"argmax {label}", lambda m, x, axis=axis: m.argmax(x, axis), (dims,)))
+        out.append(Case(f"cumsum {label}", lambda m, x, axis=axis: m.cumsum(x, axis), (dims,)))
     for n in (256, 1024, 4096):
         out.append(Case(f"transpose {n}x{n}", lambda m, x: m.transpose(x, (1, 0)), ((n, n),)))
     out.append(Case("transpose heads 8x128x12x64", lambda m, x: m.transpose(x, (0, 2, 1, 3)), ((8, 128, 12, 64),)))

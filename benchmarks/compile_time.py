@@ -81,8 +81,8 @@ def main() -> None:
             program = lower(g, target, rlx.CompileOptions(threads=2))
             seconds = time.process_time() - begin
             gc.enable()
-            what = f"| {build.__name__.replace('_', ' ')} | {nodes} | {len(program.steps)} |"
-            line = f"{what} {seconds:.2f} | {1000 * seconds / nodes:.2f} |"
+            label = f"| {build.__name__.replace('_', ' ')} | {nodes} | {len(program.steps)} |"
+            line = f"{label} {seconds:.2f} | {1000 * seconds / nodes:.2f} |"
             if given.code:
                 with rlx.knobs.override(RLX_CACHE=0):
                     backend.compile(program)

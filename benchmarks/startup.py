@@ -197,8 +197,8 @@ def _row(engine: str, runs: dict[str, list[dict[str, Any]]]) -> str:
     if engine == "rlx, from its cache" and any(run["compiler"] for run in found):
         raise SystemExit("a start from the cache loaded the compiler")
     cells = []
-    for what in ("import", "first", "weights"):
-        times = [run[what] * 1e3 for run in found if what in run]
+    for phase in ("import", "first", "weights"):
+        times = [run[phase] * 1e3 for run in found if phase in run]
         cells.append(f"{statistics.median(times):.0f} ({min(times):.0f})" if times else "")
     peak, size = statistics.median(run["peak"] for run in found), install_bytes(ENGINES[engine][2])
     return f"| {engine} | {' | '.join(cells)} | {peak / 1e6:.0f} | {size / 1e6:.0f} |"

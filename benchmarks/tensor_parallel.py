@@ -51,20 +51,20 @@ def answering(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
     weights = args.weights if args.weights in ("f32", "bf16") else None
     session, options = rlx.Session(transport=connect(timeout=600)), rlx.CompileOptions(threads=1)
     model: Any = load(path, weights=weights, capacity=256, session=session, options=options)
-    choices = model.choices(Sampling(), 0)
-    choices.first(PROMPT)
-    tokens = [choices.first(SHORT), choices.next()]
+    decoding = model.decoding(Sampling(), 0)
+    decoding.first(PROMPT)
+    tokens = [decoding.first(SHORT), decoding.next()]
     report = "" if model.ranks == 1 else str(model.partitioned(model.whole_graph(1, steps=())).report).splitlines()[0]
     memory = model.memory(len(PROMPT), ())
 
-    def turn(what: str) -> dict[str, Any]:
+    def turn(command: str) -> dict[str, Any]:
         seconds = []
-        for _ in range(args.turn if what == "answer" else 1):
+        for _ in range(args.turn if command == "answer" else 1):
             begun = time.perf_counter()
-            if what == "answer":
-                tokens.append(choices.next())
+            if command == "answer":
+                tokens.append(decoding.next())
             else:
-                choices.first(PROMPT)
+                decoding.first(PROMPT)
             seconds.append(time.perf_counter() - begun)
         return {"seconds": seconds, "tokens": tokens, "read": model.checkpoint.nbytes, "report": report, "memory": memory}
 
@@ -77,7 +77,7 @@ def reading(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
 
     calls = [read_calls(cores) for cores in (1, args.ranks)]
 
-    def turn(what: str) -> dict[str, Any]:
+    def turn(command: str) -> dict[str, Any]:
         rates = []
         for call, nbytes in calls:
             begun = time.perf_counter()
@@ -91,8 +91,8 @@ def reading(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
 class Worker:
     """A process connected by two pipes. It reports when it is ready, and answers each line with the result of a turn."""
 
-    def __init__(self, what: str, rank: int, **environment: object) -> None:
-        command = [sys.executable, *sys.argv, "--worker", what, "--rank", str(rank)]
+    def __init__(self, command: str, rank: int, **environment: object) -> None:
+        command = [sys.executable, *sys.argv, "--worker", command, "--rank", str(rank)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=knobs.environment(OMP_NUM_THREADS=1, **environment), **pipes)
         assert self.process.stdin and self.process.stdout
@@ -102,8 +102,8 @@ class Worker:
         if self.stdout.readline() != "ready\n":
             raise SystemExit("a worker did not start")
 
-    def ask(self, what: str) -> None:
-        print(what, file=self.stdin, flush=True)
+    def ask(self, command: str) -> None:
+        print(command, file=self.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         return json.loads(self.stdout.readline())
@@ -113,8 +113,8 @@ def serve(args: argparse.Namespace) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     turn = (answering if args.worker == "answer" else reading)(args)
     print("ready", file=answers, flush=True)
-    for what in sys.stdin:
-        print(json.dumps(turn(what.strip())), file=answers, flush=True)
+    for command in sys.stdin:
+        print(json.dumps(turn(command.strip())), file=answers, flush=True)
 
 
 def measure(args: argparse.Namespace) -> list[str]:
@@ -130,11 +130,11 @@ def measure(args: argparse.Namespace) -> list[str]:
             input("ready; press Enter to measure\n")
         rates, alone, shared, prompts = [], [], [], ([], [])
         turns = [*["answer"] * -(-(args.tokens - 2) // args.turn), *["prompt"] * 7]
-        for what in turns:
-            answers = what == "answer"
+        for command in turns:
+            answers = command == "answer"
             for group, out in (([limits], rates), ([one], alone), (ranks, shared)) if answers else zip(([one], ranks), prompts):
                 for worker in group:
-                    worker.ask(what)
+                    worker.ask(command)
                 out.append([worker.answer() for worker in group])
         for worker in (*ranks, one, limits):
             worker.stdin.close()

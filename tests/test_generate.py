@@ -13,7 +13,7 @@ from counting import check_allocates_nothing
 
 from rlx.errors import BindingError, ModelError, NumericsError, OptionError
 from rlx.frontends.beams import beam_search
-from rlx.frontends.generate import Generator, HostChoices, StopStrings, TextDecoder, prepare, render_chat
+from rlx.frontends.generate import Generator, HostDecoding, StopStrings, TextDecoder, prepare, render_chat
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.sampling import Sampling
 
@@ -328,7 +328,7 @@ def test_tokens_chosen_on_the_device_are_those_chosen_from_logits(model, given):
     how = Sampling(**given)
     for length in (5, 41):
         prompt = [int(i) for i in np.random.default_rng(length).integers(2, 290, length)]
-        host, device = HostChoices(model, how, 11), model.choices(how, 11)
+        host, device = HostDecoding(model, how, 11), model.decoding(how, 11)
         want = [host.first(prompt), *(host.next() for _ in range(40))]
         assert [device.first(prompt), *(device.next() for _ in range(40))] == want
         assert model.position == length + 40 and len(set(want)) > 5 * ("temperature" in given)
@@ -339,22 +339,22 @@ def test_tokens_chosen_on_the_device_are_those_chosen_from_logits(model, given):
 def test_a_step_has_no_inputs_and_allocates_nothing(model):
     """The token stays on the device: an i32 is all that a step gives, and what the next one takes. No executable is made."""
     how = Sampling(temperature=1.5, top_k=40, repetition_penalty=1.1)
-    choices = model.choices(how, 3)
-    choices.first([5, 6, 7])
+    decoding = model.decoding(how, 3)
+    decoding.first([5, 6, 7])
     compiled, executables = model.executable(1, how.steps), len(model._compiled)
     program = compiled.program()
     assert program.inputs == () and [(o.name, str(o.shape)) for o in program.outputs] == [("token", "i32[1]")]
     for _ in range(3):
-        token = choices.next()
+        token = decoding.next()
         assert compiled.outputs_view()[0].numpy().tolist() == compiled.read_handle("token").tolist() == [token]
-    check_allocates_nothing(compiled, choices.next, 200)
+    check_allocates_nothing(compiled, decoding.next, 200)
     assert len(model._compiled) == executables and model.position == 206
 
 
 def test_what_was_seen_and_drawn_is_part_of_the_state(model):
     how = Sampling(temperature=1.5, repetition_penalty=1.3)
-    choices = model.choices(how, 8)
-    choices.first([5, 6, 7])
+    decoding = model.decoding(how, 8)
+    decoding.first([5, 6, 7])
     compiled = model.executable(1, how.steps)
 
     def run(steps: int) -> list[int]:

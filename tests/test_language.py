@@ -175,8 +175,8 @@ def test_greedy_tokens_are_the_same_for_200_steps(family, tmp_path):
     name, _, _ = family
     network = make(name, tmp_path, seed={"gemma": 3, "gemma2": 2}.get(name, 4), gain=4.0)
     model, prompt = load(tmp_path, capacity=208), TOKENS[0, :8].tolist()
-    choices = model.choices(Sampling(), seed=0)
-    found = [choices.first(prompt), *(choices.next() for _ in range(199))]
+    decoding = model.decoding(Sampling(), seed=0)
+    found = [decoding.first(prompt), *(decoding.next() for _ in range(199))]
     scores = logits(network, np.array([prompt + found]))[0, 7:-1]
     second, first = np.sort(scores, axis=-1)[:, -2:].T
     assert ((first - second) / np.abs(scores).max(axis=-1)).min() > 2 * CLOSE and len(set(found)) >= 10

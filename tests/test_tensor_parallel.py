@@ -45,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def chosen(model: LanguageModel, steps: int, seed: int = 0, **how: Any) -> list[int]:
     """The tokens of an answer to the prompt, chosen in the graph."""
-    choices = model.choices(Sampling(**how), seed)
-    return [choices.first(PROMPT), *(choices.next() for _ in range(steps - 1))]
+    decoding = model.decoding(Sampling(**how), seed)
+    return [decoding.first(PROMPT), *(decoding.next() for _ in range(steps - 1))]
 
 
 def answers(path: Path, steps: int, ranks: int = 1, **how: Any) -> list[tuple[np.ndarray, list[int], LanguageModel]]:
@@ -135,8 +135,8 @@ def test_every_rank_draws_the_same(folder: Any) -> None:
 def test_ranks_that_disagree(folder: Any) -> None:
     def run(transport: Any) -> None:
         model = LanguageModel(folder("llama"), capacity=64, options=ONE, transport=transport)
-        choices = model.choices(Sampling(), 0)
-        choices.first(PROMPT if transport.this_rank.index else PROMPT[1:])
+        decoding = model.decoding(Sampling(), 0)
+        decoding.first(PROMPT if transport.this_rank.index else PROMPT[1:])
 
     with pytest.raises(CallMismatchError, match="disagree"):
         on_ranks(2, run)

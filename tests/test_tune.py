@@ -244,7 +244,7 @@ def test_a_damaged_choice_is_measured_again(folder, monkeypatch, spoil):
     assert compiled(GRAPH, tune=ENOUGH).report().tuning == first and len(races.seen) == 2 * count
 
 
-def test_choices_of_another_machine_are_not_used(folder, monkeypatch):
+def test_tilings_of_another_machine_are_not_used(folder, monkeypatch):
     races = Races(monkeypatch)
     compiled(GRAPH, tune=ENOUGH)
     count = len(races.seen)
@@ -253,7 +253,7 @@ def test_choices_of_another_machine_are_not_used(folder, monkeypatch):
     assert len(races.seen) == 2 * count
 
 
-def test_choices_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tmp_path):
+def test_tilings_travel_in_a_report_a_mapping_and_a_file(folder, monkeypatch, tmp_path):
     Races(monkeypatch, lower_tiles)
     made = compiled(GRAPH, tune=ENOUGH)
     report = made.report().tuning
@@ -397,7 +397,7 @@ def test_true_is_a_budget():
 
 
 @pytest.mark.parametrize("device", ["ref", "null"])
-def test_devices_without_choices_say_so(device):
+def test_devices_without_tilings_say_so(device):
     graph = chain(3, 5)
     tuning = Session(device).compile(graph, CompileOptions(tune=True)).report().tuning
     assert tuning.why == f"the device {device} has one tiling for each step"

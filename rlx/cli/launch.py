@@ -41,12 +41,12 @@ def launch(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that other ranks get to end after one has failed.")] = 10.0,
 ) -> None:
     """Start a script as several ranks on this machine that work together (rlx.driver.connect)."""
-    what, *args = command
-    if module and PathFinder.find_spec(what.partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        raise RlxError(f"there is no module {what}")
-    if not module and not Path(what).exists():
-        raise RlxError(f"there is no script {what}")
-    program = [sys.executable, *(["-m"] if module else []), what, *args]
+    script, *args = command
+    if module and PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        raise RlxError(f"there is no module {script}")
+    if not module and not Path(script).exists():
+        raise RlxError(f"there is no script {script}")
+    program = [sys.executable, *(["-m"] if module else []), script, *args]
     with guard(job := f"{os.getpid()}-{secrets.token_hex(4)}"):
         raise typer.Exit(Launched(program, ranks, job, prefix).wait(timeout))
 

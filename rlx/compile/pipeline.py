@@ -74,10 +74,10 @@ def run_passes(
     return graph
 
 
-def _check(graph: Graph, sound: set[Node], what: str, before: Graph | None = None) -> None:
+def _check(graph: Graph, sound: set[Node], label: str, before: Graph | None = None) -> None:
     if bad := faults(graph, sound):
         shown = "" if before is None else f"\nbefore:\n{before}\nafter:\n{graph}"
-        raise VerifyError(f"{graph.name}: {what}:\n  " + "\n  ".join(bad) + shown)
+        raise VerifyError(f"{graph.name}: {label}:\n  " + "\n  ".join(bad) + shown)
 
 
 def keep_text(stages: dict[str, str], name: str, graph: str, text: str, options: CompileOptions) -> None:

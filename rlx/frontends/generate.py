@@ -46,21 +46,21 @@ class Model(Protocol):
     def reset(self) -> None: ...
 
 
-class Choices(Protocol):
-    """The tokens of one answer."""
+class Decoding(Protocol):
+    """The decoding of one answer, token by token."""
 
     def first(self, prompt: Sequence[int], /) -> int: ...  # the token after the prompt; the state then holds only the prompt
     def next(self) -> int: ...  # the next token
 
 
 @runtime_checkable
-class ChoosingModel(Protocol):
+class SamplingModel(Protocol):
     """A model that samples on its own device, like LanguageModel."""
 
-    def choices(self, how: Sampling, seed: int, /) -> Choices: ...
+    def decoding(self, how: Sampling, seed: int, /) -> Decoding: ...
 
 
-class HostChoices:
+class HostDecoding:
     """Samples on the host, from the logits that a model's `step` returns."""
 
     def __init__(self, model: Model, how: Sampling, seed: int) -> None:
@@ -146,8 +146,8 @@ class Generator:
         if not all(isinstance(i, (int, np.integer)) for i in self.ends):
             raise OptionError(f"ends are token ids, got {ends!r:.80}")
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
-        on_device = isinstance(model, ChoosingModel)
-        self._choices: Choices = (model.choices if on_device else partial(HostChoices, model))(self.how, self.seed)
+        on_device = isinstance(model, SamplingModel)
+        self._decoding: Decoding = (model.decoding if on_device else partial(HostDecoding, model))(self.how, self.seed)
         self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
         self._decoder = TextDecoder(model.codec, self.prompt)
         self.tokens: list[int] = []
@@ -173,7 +173,7 @@ class Generator:
         if self.finish is not None:
             return None
         begun = time.perf_counter()
-        token = self._next() if self.stats.new_tokens else self._choices.first(self.prompt)
+        token = self._next() if self.stats.new_tokens else self._decoding.first(self.prompt)
         self._count(time.perf_counter() - begun)
         if token in self.ends:
             return self._token(token, self._decoder.rest(), "end")
@@ -186,7 +186,7 @@ class Generator:
         want, found = len(self.prompt) + len(self.tokens) - 1, self.model.position
         if want != found:
             raise BindingError(f"the model holds {found} tokens, this answer needs {want}: it was run or reset in between")
-        return self._choices.next()
+        return self._decoding.next()
 
     def _count(self, spent: float) -> None:
         self.stats.new_tokens += 1

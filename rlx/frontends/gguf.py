@@ -102,17 +102,17 @@ class _Head:
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.at = path, data, 4  # after the magic
 
-    def corrupt(self, what: str) -> CorruptFileError:
-        return CorruptFileError(f"{self.path}: {what} (near byte {self.at}); the file is damaged or cut short")
+    def corrupt(self, label: str) -> CorruptFileError:
+        return CorruptFileError(f"{self.path}: {label} (near byte {self.at}); the file is damaged or cut short")
 
-    def room(self, count: int, each: int, what: str) -> None:
+    def room(self, count: int, each: int, label: str) -> None:
         """Check that `count` items of at least `each` bytes fit in the rest of the file."""
         if count * each > len(self.data) - self.at:
-            raise self.corrupt(f"{count} {what} need at least {count * each} bytes, {len(self.data) - self.at} are left")
+            raise self.corrupt(f"{count} {label} need at least {count * each} bytes, {len(self.data) - self.at} are left")
 
-    def array(self, dtype: str, count: int, what: str) -> np.ndarray:
+    def array(self, dtype: str, count: int, label: str) -> np.ndarray:
         host = np.dtype(dtype)
-        self.room(count, host.itemsize, what)
+        self.room(count, host.itemsize, label)
         found = np.frombuffer(self.data, host, count, self.at)
         self.at += found.nbytes
         return found
@@ -120,39 +120,39 @@ class _Head:
     def number(self, dtype: str) -> Any:
         return self.array(dtype, 1, "numbers")[0].item()
 
-    def string(self, what: str) -> str:
+    def string(self, label: str) -> str:
         start = self.at + 8
         end = start + int.from_bytes(self.data[self.at : start], "little")
         if end > len(self.data):
-            raise self.corrupt(f"{end - start} bytes of {what} are needed, {max(len(self.data) - start, 0)} are left")
+            raise self.corrupt(f"{end - start} bytes of {label} are needed, {max(len(self.data) - start, 0)} are left")
         self.at = end
         try:
             return str(self.data[start:end], "utf-8")
         except UnicodeDecodeError as e:
-            raise self.corrupt(f"{what} is not UTF-8: {e.reason} at its byte {e.start}") from None
+            raise self.corrupt(f"{label} is not UTF-8: {e.reason} at its byte {e.start}") from None
 
-    def value(self, kind: int, what: str, nesting: int = 0) -> Any:
+    def value(self, kind: int, label: str, nesting: int = 0) -> Any:
         """A scalar, a string, or an array."""
         if kind == _STRING:
-            return self.string(what)
+            return self.string(label)
         if kind == _ARRAY and nesting < _MAX_NESTING:
             inner, count = self.number("<u4"), self.number("<u8")
             if inner not in (_STRING, _ARRAY):
-                return self.scalars(inner, count, what)
-            self.room(count, 8 if inner == _STRING else 12, f"entries of {what}")
+                return self.scalars(inner, count, label)
+            self.room(count, 8 if inner == _STRING else 12, f"entries of {label}")
             if inner == _STRING:
-                return [self.string(what) for _ in range(count)]
-            return [self.value(inner, what, nesting + 1) for _ in range(count)]
-        return self.scalars(kind, 1, what)[0].item()
+                return [self.string(label) for _ in range(count)]
+            return [self.value(inner, label, nesting + 1) for _ in range(count)]
+        return self.scalars(kind, 1, label)[0].item()
 
-    def scalars(self, kind: int, count: int, what: str) -> np.ndarray:
+    def scalars(self, kind: int, count: int, label: str) -> np.ndarray:
         if kind not in _SCALARS:
-            raise self.corrupt(f"{what} is of the unknown type {kind}")
-        found = self.array(_SCALARS[kind], count, f"values of {what}")
+            raise self.corrupt(f"{label} is of the unknown type {kind}")
+        found = self.array(_SCALARS[kind], count, f"values of {label}")
         if kind != _BOOL:
             return found
         if found.max(initial=0) > 1:
-            raise self.corrupt(f"{what} holds a bool that is {found.max()}")
+            raise self.corrupt(f"{label} holds a bool that is {found.max()}")
         return found.view(np.bool_)
 
 

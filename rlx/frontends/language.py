@@ -90,7 +90,7 @@ class LanguageModel:
             self.splits = self.partitioned(self.whole_graph(1)).splits
         self._compiled: dict[tuple[int, Steps], CompiledGraph] = {}
         self._codec: TextCodec | None = None
-        self._answer: Choices | None = None  # the answer that owns the state
+        self._answer: Decoding | None = None  # the answer that owns the state
         self._lock = Lock()
 
     @property
@@ -149,13 +149,13 @@ class LanguageModel:
                     compiled.run_slots((ids, valid))
         yield compiled
 
-    def choices(self, how: Sampling, seed: int) -> Choices:
-        """The tokens of one answer, sampled on the device."""
-        return Choices(self, how, seed)
+    def decoding(self, how: Sampling, seed: int) -> Decoding:
+        """The decoding of one answer, sampled on the device."""
+        return Decoding(self, how, seed)
 
-    def agreed(self, seed: int, *what: object) -> int:
-        """Rank 0's seed. CallMismatchError: the ranks pass different `what`, the description of their next call."""
-        return seed if self.transport is None else agreed(self.transport, seed, *what)
+    def agreed(self, seed: int, *call: object) -> int:
+        """Rank 0's seed. CallMismatchError: the ranks pass a different `call`, the description of their next operation."""
+        return seed if self.transport is None else agreed(self.transport, seed, *call)
 
     def reset(self) -> None:
         """Reset the state to no tokens."""
@@ -269,9 +269,9 @@ class LanguageModel:
         return chunk.astype(np.int32)
 
 
-class Choices:
-    """The tokens of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first is
-    a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
+class Decoding:
+    """The decoding of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first
+    is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
 
     def __init__(self, model: LanguageModel, how: Sampling, seed: int) -> None:
         self._model, self._how, self._steps, self._seed = model, how, how.steps, seed
@@ -288,7 +288,7 @@ class Choices:
                 compiled.bind_handle(name, array)
             next(runs)
             model._answer = self
-            return self._chosen()
+            return self._token_read()
 
     def next(self) -> int:
         """The next token. BindingError: the model was run or reset by other code in between."""
@@ -299,9 +299,9 @@ class Choices:
             compiled = model.executable(1, self._steps)
             with model.seconds.spent("decode"):
                 compiled.run_slots(())
-            return self._chosen()
+            return self._token_read()
 
-    def _chosen(self) -> int:
+    def _token_read(self) -> int:
         return int(checked_tokens(self._model.handles.read("token"), self._model.config.vocab_size)[0])
 
 

@@ -26,9 +26,9 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
     ModelError: heads, the MLP's width, or the blocks of a quantised row do not divide equally among the ranks.
     """
     heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    for what, found in (("num_attention_heads", heads), ("intermediate_size", config.intermediate_size)):
+    for label, found in (("num_attention_heads", heads), ("intermediate_size", config.intermediate_size)):
         if found % ranks:
-            raise ModelError(f"{ranks} ranks cannot share {what}={found} equally: {found % ranks} would be left over")
+            raise ModelError(f"{ranks} ranks cannot share {label}={found} equally: {found % ranks} would be left over")
     if shared % ranks and shared > 1:
         raise ModelError(f"{ranks} ranks cannot share num_key_value_heads={shared} equally: {shared % ranks} would be left over")
     own = not shared % ranks  # else there is one key head, which every rank computes

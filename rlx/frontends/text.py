@@ -68,9 +68,9 @@ def _check_ids(path: Path, tokenizer: Any) -> None:
     if LARGE not in path.read_bytes().translate(_DIGITS):
         return
     ids = [(f"token {token!r}", id) for token, id in tokenizer.get_vocab(with_added_tokens=True).items()]
-    for what, id in [*ids, *(("a token around every text", id) for id in tokenizer.encode("").ids)]:
+    for label, id in [*ids, *(("a token around every text", id) for id in tokenizer.encode("").ids)]:
         if id >= IDS:
-            raise CorruptFileError(f"{path}: {what} has the id {id}; ids are below {IDS}")
+            raise CorruptFileError(f"{path}: {label} has the id {id}; ids are below {IDS}")
 
 
 def checked(text: object, name: str) -> str:

@@ -89,13 +89,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _parse(text: bytes, what: str, kind: type, hook: Callable[..., Any] | None = None) -> Any:
+def _parse(text: bytes, label: str, kind: type, hook: Callable[..., Any] | None = None) -> Any:
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=hook)
     except (ValueError, RecursionError) as e:
-        raise CorruptFileError(f"{what} is not valid JSON ({e})") from None
+        raise CorruptFileError(f"{label} is not valid JSON ({e})") from None
     if not isinstance(parsed, kind):
-        raise CorruptFileError(f"{what} must be a JSON {'object' if kind is dict else 'list'}, got {type(parsed).__name__}")
+        raise CorruptFileError(f"{label} must be a JSON {'object' if kind is dict else 'list'}, got {type(parsed).__name__}")
     return parsed
 
 

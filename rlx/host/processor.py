@@ -143,7 +143,7 @@ def _quota_of(folder: Path) -> float:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
     except (OSError, ValueError):  # not mounted here, or without a cpu controller
         return UNLIMITED
     return UNLIMITED if quota == "max" or int(quota) <= 0 else int(quota) / int(period)

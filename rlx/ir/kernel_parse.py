@@ -141,23 +141,23 @@ class KernelParser(Tokens):
         self.expect("]")
         return made
 
-    def counted(self, what: str) -> tuple[K.Var, int]:
+    def counted(self, label: str) -> tuple[K.Var, int]:
         """VAR < COUNT"""
-        var = self.bind(what)
+        var = self.bind(label)
         self.expect("<")
-        return var, self.count(f"the number of {what}s")
+        return var, self.count(f"the number of {label}s")
 
     # -- names
 
-    def unused(self, what: str) -> str:
-        name = self.next("word", what)
+    def unused(self, label: str) -> str:
+        name = self.next("word", label)
         if any(name in taken for taken in (self.vars, self.buffers, self.temps, self.computed)):
             self.error(f"the name {name} is taken")
         return name
 
-    def bind(self, what: str) -> K.Var:
+    def bind(self, label: str) -> K.Var:
         """NAME or NAME:DTYPE, a variable that is bound here. Sibling loops may use the same variable."""
-        name = self.next("word", what) if self.text in self.vars else self.unused(what)
+        name = self.next("word", label) if self.text in self.vars else self.unused(label)
         dtype = self.dtype() if self.accept(":") else PLAIN
         var = self.vars.setdefault(name, K.Var(name, dtype))
         if var.dtype != dtype:
@@ -168,16 +168,16 @@ class KernelParser(Tokens):
     def dtype(self) -> DType:
         return self.choose({**DTYPES, "index": index_}, "a dtype")
 
-    def integer(self, what: str) -> int:
-        text = self.next("number", what)
+    def integer(self, label: str) -> int:
+        text = self.next("number", label)
         if not text.lstrip("-").isdigit() or len(text) > 40:
-            self.error(f"{what} is an integer, found {text[:60]!r}")
+            self.error(f"{label} is an integer, found {text[:60]!r}")
         return int(text)
 
-    def count(self, what: str) -> int:
-        value = self.integer(what)
+    def count(self, label: str) -> int:
+        value = self.integer(label)
         if value < 0:
-            self.error(f"{what} is at least 0, found {value}")
+            self.error(f"{label} is at least 0, found {value}")
         return value
 
     def memory(self) -> K.Buffer | K.Local:
@@ -248,11 +248,11 @@ class KernelParser(Tokens):
             self.error(f"{op} of {', '.join(str(a.dtype) for a in args)} does not give {dtype}")
         return K.Alu(op, args, dtype)
 
-    def value(self, dtype: DType, what: str) -> K.Expr:
+    def value(self, dtype: DType, label: str) -> K.Expr:
         """An expression of this dtype."""
         found = self.expr()
         if found.dtype != dtype:
-            self.error(f"{what} is {dtype}, found {found.dtype}")
+            self.error(f"{label} is {dtype}, found {found.dtype}")
         return found
 
     def index(self) -> K.Expr:

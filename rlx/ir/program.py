@@ -27,7 +27,7 @@ class Region(Enum):
     """Owner and lifetime of a buffer's bytes."""
 
     ARENA = "arena"  # planned; valid between its first write and last read within one run
-    INPUT = "input"  # in the arena, never shared: keeps what the caller wrote
+    INPUT = "input"  # in the arena, never shared: keeps the data that the caller wrote
     OUTPUT = "output"  # in the arena, never shared once written: valid until the next run
     PARAM = "param"  # as the user set it
     PREPARED = "prepared"  # computed from params by `prepare`
@@ -206,6 +206,6 @@ def print_program(program: Program, full: bool = True) -> str:
         for n, s in enumerate(steps):
             after = f"after {program.abort[n][0]} " if phase == "abort" else ""
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
-            what = _moved(s.kernel) or " ".join(s.kernel.origin)
-            lines.append(f"  {'| ' * s.concurrent}{after}{labels[s.kernel]}({args})  # {what}".rstrip(" #"))
+            note = _moved(s.kernel) or " ".join(s.kernel.origin)
+            lines.append(f"  {'| ' * s.concurrent}{after}{labels[s.kernel]}({args})  # {note}".rstrip(" #"))
     return "\n".join(lines)

@@ -125,9 +125,9 @@ class _Parser(Tokens, Generic[G]):
             self.error(f"expected {'return' if self.graph else 'graph NAME'}, found the end of the text")
         return self.graph
 
-    def undeclared(self, what: str, name: str) -> NoReturn:
+    def undeclared(self, label: str, name: str) -> NoReturn:
         declared = known(v.name for v in self.graph.leaves()) if self.graph else "none"
-        self.error(f"no {what} {name!r} is declared above; declared: {declared}")
+        self.error(f"no {label} {name!r} is declared above; declared: {declared}")
 
     def value(self) -> Value:
         text = self.next("ref", "a value (%name, %N or %N.I)")

@@ -14,11 +14,11 @@ from rlx.driver.barrier import AGREE, Call
 from rlx.driver.exchange import at_end
 
 
-def agreed(transport: SymmetricTransport, number: int, *what: object) -> int:
-    """Rank 0's `number`, 0 … 2^64 - 1, on every rank. `what` describes the operation that follows. CallMismatchError, on every
+def agreed(transport: SymmetricTransport, number: int, *call: object) -> int:
+    """Rank 0's `number`, 0 … 2^64 - 1, on every rank. `call` describes the operation that follows. CallMismatchError, on every
     rank: its repr is not equal on all ranks. HeapBoundsError: the heap has fewer than 8 bytes."""
     scratch = at_end(transport, 8, "an agreement takes")
-    digest = hashlib.sha256(repr(what).encode()).digest()
+    digest = hashlib.sha256(repr(call).encode()).digest()
     transport.barrier(Call(AGREE, detail=int.from_bytes(digest[:7], "little")))
     found = np.array([number], np.uint64)
     broadcast(transport, scratch, found, Rank(0))

@@ -16,23 +16,23 @@ from rlx.ir.shape import Shape
 T = TypeVar("T")
 
 
-def fits(what: str, array: object, shape: Shape) -> np.ndarray:
+def fits(label: str, array: object, shape: Shape) -> np.ndarray:
     """`array` as an ndarray of exactly this dtype and these dims. The error says what was expected and what was found."""
     try:
         found = array if isinstance(array, np.ndarray) else np.asarray(array)
     except (ValueError, TypeError, RuntimeError) as e:  # ragged lists; tensors that refuse to be numpy arrays
-        raise InputDTypeError(f"{what} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
+        raise InputDTypeError(f"{label} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
     if found.dtype != shape.dtype.numpy:
-        raise InputDTypeError(f"{what} is {shape}; got dtype {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
+        raise InputDTypeError(f"{label} is {shape}; got {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")
     if found.shape != shape.static:
-        raise InputShapeError(f"{what} is {shape}; got dims {list(found.shape)}")
+        raise InputShapeError(f"{label} is {shape}; got dims {list(found.shape)}")
     return found
 
 
-def named(what: str, name: object) -> str:
+def named(label: str, name: object) -> str:
     """`name`, checked to be a string."""
     if not isinstance(name, str):
-        raise UnknownNameError(f"the name of a {what} must be a string, got {name!r}")
+        raise UnknownNameError(f"the name of a {label} must be a string, got {name!r}")
     return name
 
 
@@ -43,27 +43,27 @@ def each(wanted: str, given: Iterable[T]) -> list[T]:
     return list(given)
 
 
-def by_name(what: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
     """Named arrays in declaration order. All must be given, no others, each with the declared shape and dtype."""
     if not isinstance(given, Mapping):
-        raise BindingError(f"{what}s are given by name, {{name: array}}; got {type(given).__name__}")
+        raise BindingError(f"{label}s are given by name, {{name: array}}; got {type(given).__name__}")
     names = [d.name for d in decls]
     if unknown := [n for n in given if n not in names]:
-        raise UnknownNameError(f"no {what} is called {known(unknown)}; there are {known(names)}")
+        raise UnknownNameError(f"no {label} is called {known(unknown)}; there are {known(names)}")
     if missing := [n for n in names if n not in given]:
-        raise MissingInputError(f"{what} {known(missing)} missing; given: {known(given)}")
-    return [fits(f"{what} {d.name!r}", given[d.name], d.shape) for d in decls]
+        raise MissingInputError(f"{label} {known(missing)} missing; given: {known(given)}")
+    return [fits(f"{label} {d.name!r}", given[d.name], d.shape) for d in decls]
 
 
-def by_position(what: str, given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+def by_position(label: str, given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
     """Arrays given in declaration order, checked as by_name does."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise BindingError(f"{what}s by position are a sequence of arrays; got {type(given).__name__}")
+        raise BindingError(f"{label}s by position are a sequence of arrays; got {type(given).__name__}")
     if len(given) != len(decls):
         wanted = ", ".join(f"{d.name!r} {d.shape}" for d in decls)
         error = MissingInputError if len(given) < len(decls) else BindingError
-        raise error(f"{len(decls)} {what}s ({wanted or 'none'}), got {len(given)}")
-    return [fits(f"{what} {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
+        raise error(f"{len(decls)} {label}s ({wanted or 'none'}), got {len(given)}")
+    return [fits(f"{label} {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
 
 
 def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.ndarray:
@@ -78,15 +78,15 @@ def shaped(array: np.ndarray, shape: Shape) -> np.ndarray:
     return (array if array.dtype == shape.dtype.numpy else array.reshape(-1).view(shape.dtype.numpy)).reshape(shape.static)
 
 
-def from_bytes(what: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
+def from_bytes(label: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
     """Raw little-endian bytes of `dtype` as an array of `shape`. The dtypes and sizes must be equal."""
     given = as_dtype(dtype)
     if given != shape.dtype:
-        raise InputDTypeError(f"{what} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")
+        raise InputDTypeError(f"{label} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")
     try:
         view = memoryview(data)
     except TypeError:
-        raise InputDTypeError(f"{what} is {shape}; got {type(data).__name__}, which has no bytes") from None
+        raise InputDTypeError(f"{label} is {shape}; got {type(data).__name__}, which has no bytes") from None
     if view.nbytes != shape.size_bytes:
-        raise InputShapeError(f"{what} is {shape}, {shape.size_bytes} bytes; got {view.nbytes}")
+        raise InputShapeError(f"{label} is {shape}, {shape.size_bytes} bytes; got {view.nbytes}")
     return np.frombuffer(view, shape.dtype.numpy).reshape(shape.static)

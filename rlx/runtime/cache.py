@@ -134,7 +134,7 @@ def _differences(old: Key, new: Key) -> list[str]:
     ]
     changes += [f"{name}: {a} -> {b}" for name, a, b in zip(("device", "threads"), old[2:4], new[2:4]) if a != b]
     stores = zip(("store of params", "store of handles", "transport"), old[4:], new[4:])
-    return changes + [f"another {what}" for what, a, b in stores if a != b]
+    return changes + [f"another {label}" for label, a, b in stores if a != b]
 
 
 def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:

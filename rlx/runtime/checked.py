@@ -18,9 +18,9 @@ def check_numbers(executable: Executable, rows: int | None) -> None:
         source, handle = step.args
         decl = program.buffers[handle]
         named.append((f"the next state of handle {decl.name!r}", source, decl.shape, ()))
-    for what, buffer, shape, active in named:
+    for label, buffer, shape, active in named:
         array = shaped(executable.read(buffer), shape)
         array = array if rows is None else filled_rows(array, active, rows)
         numbers = array.astype(np.float32) if shape.dtype.is_float else array
         if shape.dtype.kind in "fc" and (count := int(np.isnan(numbers).sum())):
-            raise NumericsError(f"{program.name}: {what} has {count} NaN of {array.size} elements; no state was changed")
+            raise NumericsError(f"{program.name}: {label} has {count} NaN of {array.size} elements; no state was changed")

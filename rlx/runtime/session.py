@@ -23,7 +23,7 @@ from rlx.ir.program import Program
 from rlx.ir.verify import where
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
-from rlx.runtime.stored import ADDRESSES, Place
+from rlx.runtime.stored import ADDRESSES, CacheEntry
 from rlx.runtime.tune import Progress, tune
 from rlx.runtime.weights import planned_bytes
 
@@ -90,8 +90,8 @@ class Session:
     ) -> CompiledGraph:
         clock = {"": time.perf_counter()}  # phase -> when it ended
         target = self._backend.target(self.device.index, options.threads or self.threads)
-        place = Place(self._backend, graph, target, options)
-        kept = self._kept(place, params, handles)
+        entry = CacheEntry(self._backend, graph, target, options)
+        kept = self._cached(entry, params, handles)
         clock["look up"] = time.perf_counter()
         if kept is not None:
             artifact, executable = kept
@@ -100,16 +100,16 @@ class Session:
             if sum(planned_bytes(program).values()) >= ADDRESSES:
                 raise OutOfMemoryError(f"no memory has room for {_room(program)}")
             clock["lower"] = time.perf_counter()
-            place.tuning, tilings = tune(self._backend, self.device.index, program, options, self._progress)
+            entry.tuning, tilings = tune(self._backend, self.device.index, program, options, self._progress)
             clock |= {"tune": time.perf_counter()} if options.tune else {}
             how = {"tilings": tilings} if tilings else {}  # only a Tunable takes this argument
             artifact = self._backend.compile(program, **how)
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)
             clock["load"] = time.perf_counter()
-            if place.tuning.unfinished:
-                place.leave("not all steps are measured: the next compile with this tune= continues")
-            place.write(artifact, place.tuning)
+            if entry.tuning.unfinished:
+                entry.disable("not all steps are measured: the next compile with this tune= continues")
+            entry.write(artifact, entry.tuning)
         program, times = artifact.program, list(clock.values())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
@@ -117,24 +117,24 @@ class Session:
         texts = Texts(artifact.texts)
         report = CompileReport(
             program.name, str(self.device), program.nodes, kernels, steps, seconds, texts, program.stages,
-            place.note(cached=kept is not None), place.tuning, place.work or partial(program_work, program),
+            entry.note(cached=kept is not None), entry.tuning, entry.work or partial(program_work, program),
         )  # fmt: skip
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:
                 print(*shown, sep="\n")
         return CompiledGraph(executable, self.device, options, report, cache(partial(slots, graph, target, options)))
 
-    def _kept(
-        self, place: Place, params: ParamStore | None, handles: HandleStore | None
+    def _cached(
+        self, entry: CacheEntry, params: ParamStore | None, handles: HandleStore | None
     ) -> tuple[Artifact, Executable] | None:
         """Load what an earlier compile stored on disk. None: there is no entry, or it is damaged."""
         collects = gc.isenabled()
         gc.disable()  # loading makes little garbage, and collection would take a tenth of the time
         try:
-            artifact = place.read()
+            artifact = entry.read()
             return None if artifact is None else (artifact, self._load(artifact, params, handles))
         except (CompileError, OutOfMemoryError):
-            return place.refuse()
+            return entry.discard()
         finally:
             if collects:
                 gc.enable()
@@ -148,7 +148,7 @@ class Session:
 
 
 def _room(program: Program) -> str:
-    sizes = ", ".join(f"{what} {nbytes}" for what, nbytes in planned_bytes(program).items() if nbytes)
+    sizes = ", ".join(f"{region} {nbytes}" for region, nbytes in planned_bytes(program).items() if nbytes)
     return f"graph {program.name!r} (bytes: {sizes})"
 
 

@@ -42,7 +42,7 @@ NEIGHBOURS = 8  # entries of the same graph that are compared to find the reason
 _LENGTH = 4  # bytes of the field that holds the head's length
 
 
-class Place:
+class CacheEntry:
     """The disk cache entry of one compile, and the reason of a miss."""
 
     def __init__(self, backend: Backend, graph: Graph, target: Target, options: CompileOptions) -> None:
@@ -52,11 +52,11 @@ class Place:
         self.work: Callable[[], ProgramWork] | None = None  # of the program read from the cache
         self.tuning = NOT_TUNED  # of the program read from the cache
         if not isinstance(backend, Storable):
-            self.leave(f"the device {backend.name} makes no code to keep")
+            self.disable(f"the device {backend.name} generates no code to store")
         elif self._disk is not None and options.wants_text:
-            self.leave("the graph after each pass is asked for, which needs a compile")
+            self.disable("the text of each stage is requested, which needs a compile")
         elif self._disk is not None and (others := sorted({n.op.name for n in graph.nodes() if n.op not in OWN})):
-            self.leave(f"what {known(others)} computes is declared outside this package, and no key can tell")
+            self.disable(f"{known(others)} is declared outside this package, so no cache key can cover it")
         elif self._disk is not None:
             self._given = given_to_compile(backend, graph, target, options)
             key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).hexdigest()
@@ -73,17 +73,17 @@ class Place:
         try:
             given, artifact, work, tuning = unpack(content, self._backend, self._target)  # type: ignore[arg-type]
             if given != self._given:
-                raise CorruptFileError("the entry is another compile's")
+                raise CorruptFileError("the entry belongs to another compile")
             self.work, self.tuning = (lambda: work), tuning
             return artifact
         except CorruptFileError:
-            return self.refuse()
+            return self.discard()
 
-    def refuse(self) -> None:
+    def discard(self) -> None:
         """The entry cannot be loaded: compile again."""
         self._why, self.work = DAMAGED, None
 
-    def leave(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         """Do not store this compile."""
         self._disk, self._why = None, why if self._disk is not None else self._why
         self.name = self._path = ""
@@ -114,7 +114,7 @@ class Place:
 def given_to_compile(backend: Storable, graph: Graph, target: Target, options: CompileOptions) -> dict[str, str]:
     """Everything that determines the code, as text. The key of an entry is a hash of it."""
     names = "\n".join(f"{n.name}" for n in graph.nodes())  # not in the fingerprint, but shown in reports
-    facts = {f"{what} {k}": v for what, record in (("option", options), ("target", target)) for k, v in key_facts(record).items()}
+    facts = {f"{kind} {k}": v for kind, record in (("option", options), ("target", target)) for k, v in key_facts(record).items()}
     facts |= {"rlx": source_digest()}
     facts |= {"graph": graph.fingerprint(), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
     return {**facts, "compiler": backend.compiler(), "format": str(FORMAT)}

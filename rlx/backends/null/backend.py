@@ -95,8 +95,8 @@ class NullMemory:
     def assign(self, goal: Block, source: Block) -> None: ...
 
 
-def _nothing(what: str) -> NoReturn:
-    raise Unsupported(f"the null device computes nothing, so {what} cannot be had; compile for another device")
+def _nothing(label: str) -> NoReturn:
+    raise Unsupported(f"the null device computes nothing, so {label} cannot be had; compile for another device")
 
 
 MEMORY = NullMemory()

@@ -317,7 +317,7 @@ class _Chunk:
         if isinstance(e.buffer, Buffer) and (owner := self.owners.get(e.buffer)) is not None:
             foreign = (owner[at] != -1) & (owner[at] != self.point)
             if (foreign if guard is None else foreign & guard).any():
-                self.broken(f"one grid point reads what another wrote in {e.buffer.name}")
+                self.broken(f"one grid point reads an element that another wrote in {e.buffer.name}")
         return out if guard is None else np.where(guard, out, np.zeros((), out.dtype))
 
     # -- memory
@@ -347,5 +347,5 @@ class _Chunk:
             at = np.broadcast_to(index, outside.shape)[outside].flat[0]
             self.broken(f"{does} {buffer.name}[{at}], which has {buffer.size} elements")
 
-    def broken(self, what: str) -> NoReturn:
-        raise VerifyError(f"kernel {self.kernel.name!r} {what}:\n{self.kernel}")
+    def broken(self, rule: str) -> NoReturn:
+        raise VerifyError(f"kernel {self.kernel.name!r} {rule}:\n{self.kernel}")

@@ -43,9 +43,9 @@ def same(attrs: object, x: Shape, *_: Shape) -> Shape:
     return x
 
 
-def integer(what: str, s: Shape) -> None:
+def integer(label: str, s: Shape) -> None:
     if not s.dtype.is_int:
-        raise DTypeError(f"{what} must be integers, got {s.dtype}; cast them: x.astype('i64')")
+        raise DTypeError(f"{label} must be integers, got {s.dtype}; cast them: x.astype('i64')")
 
 
 def axis_of(axis: int, rank: int) -> int:
@@ -76,19 +76,19 @@ def lines(dims: Sequence[int], axis: int) -> tuple[Grid, Callable[[Expr | None],
     return grid, lambda position: (*outer, *(() if position is None else (position,)), *inner)
 
 
-def held(number: int | float, dtype: DType, what: str) -> int | float:
+def held(number: int | float, dtype: DType, label: str) -> int | float:
     """`number` as an element of `dtype`: rounded for floats; for integers exact, else a DTypeError."""
     if not dtype.is_int:
         return float(number) if abs(number) <= MAX_FLOAT or not isinstance(number, int) else math.copysign(math.inf, number)
     limits = np.iinfo(dtype.numpy)
     if number != number or abs(number) == math.inf or int(number) != number or not limits.min <= number <= limits.max:
-        raise DTypeError(f"the {what} {number} does not fit {dtype} ({limits.min} … {limits.max})")
+        raise DTypeError(f"the {label} {number} does not fit {dtype} ({limits.min} … {limits.max})")
     return int(number)
 
 
-def static_dim(d: DimLike, what: str) -> int:
+def static_dim(d: DimLike, label: str) -> int:
     if not isinstance(d, int):
-        raise ShapeError(f"{what} needs a known size, the dim is {d}; bind it first")
+        raise ShapeError(f"{label} needs a known size, the dim is {d}; bind it first")
     return d
 
 
