@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import rlx
 from rlx import knobs
 from rlx.errors import DTypeError
-from rlx.ir.dtype import as_dtype
+from rlx.ir.dtype import as_dtype, index_
 from rlx.ir.graph import Graph, Value
 
 F8 = ("f8e4m3", "f8e5m2")
@@ -41,6 +43,12 @@ def same(found: np.ndarray, want: np.ndarray) -> None:
 
 
 # -- 8 bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*rlx.DTYPES.values(), index_], ids=repr)
+def test_copies_of_a_dtype_are_the_same_object(dtype: rlx.DType) -> None:
+    """Dtypes are compared by identity."""
+    assert copy.copy(dtype) is copy.deepcopy(dtype) is pickle.loads(pickle.dumps(dtype)) is dtype
 
 
 @pytest.mark.parametrize("device", DEVICES)

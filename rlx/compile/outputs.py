@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlx.compile.layout import Places, static_nodes
 from rlx.compile.options import CompileOptions
 from rlx.compile.pairs import FROM_PAIRS
-from rlx.ir.graph import Graph, Value, keep
+from rlx.ir.graph import Graph, Value
 from rlx.ir.op import Kind
 from rlx.ir.ops import copy, view_as_complex
 from rlx.ir.target import Target
@@ -29,7 +29,7 @@ def outputs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
             copies[value] = copy(value)  # type: ignore[assignment]
         return copies[value]
 
-    out = graph.rebuild(keep)
+    out = graph.copy()
     out.outputs = [own(v, True) for v in graph.outputs]
     out.assigns = [(h, own(v, False)) for h, v in graph.assigns]
     return out

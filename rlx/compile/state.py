@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
 from rlx.ir.building import Update
-from rlx.ir.graph import Graph, Node, Value, keep
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.ops import take_rows, update_rows
 from rlx.ir.target import Target
@@ -22,7 +22,7 @@ from rlx.ir.verify import where
 def state(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     """`graph` with the assignments that need no copy as in-place updates (Graph.updates). CompileError, with the reason, if the
     user asked for an in-place update that is impossible."""
-    out = graph.rebuild(keep)
+    out = graph.copy()
     out.updates = []  # a graph parsed from a later stage has some: they are found again
     found = readers(out, {h: v.node for h, v in graph.assigns if v.node.op.update is not None})
     accepted: dict[Node, Sequence[Node]] = {}  # update -> nodes that run before it

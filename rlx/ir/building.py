@@ -182,16 +182,21 @@ class Building:
         """
         done: dict[Value, Value] = {v: v for v in self.leaves()}
         for node in self.nodes():
-            if node.results[0] in done:
-                continue
-            made = new(node, tuple(done[v] for v in node.inputs))
-            for old, value in zip(node.results, made, strict=True):
-                done[old] = value
+            results = node.results
+            if results[0] not in done:
+                done.update(zip(results, new(node, tuple([done[v] for v in node.inputs])), strict=True))
+        out = self.copy(name)
+        out.outputs, out.assigns = [done[v] for v in self.outputs], [(h, done[v]) for h, v in self.assigns]
+        out.updates = [u.renamed(done) for u in self.updates]
+        return out
+
+    def copy(self, name: str | None = None) -> Self:
+        """A new graph of the same nodes, with lists of its own."""
         out = type(self)(name or self.name)
         out.inputs, out.params, out.handles = list(self.inputs), list(self.params), list(self.handles)
-        out.outputs, out.output_names = [done[v] for v in self.outputs], list(self.output_names)
-        out.assigns, out.in_place = [(h, done[v]) for h, v in self.assigns], set(self.in_place)
-        out.updates, out.extent = [u.renamed(done) for u in self.updates], self.extent
+        out.outputs, out.output_names = list(self.outputs), list(self.output_names)
+        out.assigns, out.in_place = list(self.assigns), set(self.in_place)
+        out.updates, out.extent = list(self.updates), self.extent
         return out
 
 

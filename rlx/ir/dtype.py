@@ -13,9 +13,9 @@ import numpy as np
 from rlx.errors import DTypeError, known
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
-    """One element type. `kind`: 'f' float, 'i' signed, 'u' unsigned, 'b' bool, 'c' complex."""
+    """One element type. `kind`: 'f' float, 'i' signed, 'u' unsigned, 'b' bool, 'c' complex. One object each."""
 
     name: str
     bits: int
@@ -23,6 +23,15 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __copy__(self) -> DType:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DType:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _of_name, (self.name,)
 
     @property
     def itemsize(self) -> int:
@@ -84,6 +93,10 @@ _FLOATS = {  # bits of exponent and fraction
 }  # fmt: skip
 _BY_NUMPY = {np.dtype(v): DTYPES[k] for k, v in _NUMPY.items() if k in DTYPES}
 _BY_NUMPY_NAME = {v: DTYPES[k] for k, v in _ML_DTYPES.items()}
+
+
+def _of_name(name: str) -> DType:
+    return index_ if name == index_.name else DTYPES[name]
 
 
 def as_dtype(x: DType | str | np.dtype | type | None) -> DType:

@@ -390,24 +390,27 @@ def coefficient(e: Expr, var: Var) -> int | None:
 
 def walk(root: Any) -> Iterator[Any]:
     """All statements and expressions in a statement, an expression or a tuple of them, itself included; shared ones once."""
-    todo, seen = [root], set()
+    todo, seen = [root], set[int]()
     while todo:
         x = todo.pop()
         if isinstance(x, tuple):
             todo += x
-        elif (inner := _inner(type(x))) is not None and id(x) not in seen:  # of the records above
+        elif id(x) not in seen and (inner := _inner(type(x))) is not None:  # of the records above
             seen.add(id(x))
             yield x
-            todo += [getattr(x, name) for name in inner]
+            if inner:
+                todo += inner(x)
 
 
 @cache
-def _inner(kind: type) -> tuple[str, ...] | None:
-    """The fields of a record type that can hold other records; None for other types."""
+def _inner(kind: type) -> Callable[[object], tuple[object, ...]] | tuple[()] | None:
+    """A function from a record of this type to the values of those fields that can hold other records; () if there are no such
+    fields; None for other types."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
     plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")
-    return tuple(f.name for f in fields(kind) if f.type not in plain)
+    names = [f.name for f in fields(kind) if f.type not in plain]
+    return operator.attrgetter(names[0], *names) if names else ()  # the first one twice, so that it always gives a tuple
 
 
 def expressions(stmts: Iterable[Stmt]) -> Iterator[Expr]:

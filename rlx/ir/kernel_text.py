@@ -18,8 +18,6 @@ equal kernels.
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Iterator
 from math import isnan
 
 from rlx.ir import kernel as K
@@ -48,8 +46,10 @@ class _Printer:
         self.written: dict[int, tuple[str, int]] = {}  # by id: the text of an expression, and its nesting depth
         self.lines: list[str] = []
         self.temps = 0
-        uses = Counter(e for x in K.walk((kernel.body, kernel.limits)) for e in _operands(x))
-        self.shared = {e for e, n in uses.items() if n > 1}
+        used, self.shared = set[K.Expr](), set[K.Expr]()
+        for x in K.walk((kernel.body, kernel.limits)):
+            for e in _operands(x):
+                (self.shared if e in used else used).add(e)
 
     def text(self) -> str:
         k = self.kernel
@@ -80,22 +80,22 @@ class _Printer:
 
     def expr(self, e: K.Expr, depth: int) -> str:
         """The text of `e`, after lines for the subexpressions that get a name. Not recursive, because chains may be long."""
-        todo = [(e, False)]
+        todo, written = [e], self.written
         while todo:
-            x, ready = todo.pop()
-            if id(x) in self.written or isinstance(x, (K.Const, K.Var)):
-                continue
-            if ready:
-                self.write(x, depth)
+            x = todo[-1]
+            if id(x) in written or isinstance(x, (K.Const, K.Var)):
+                todo.pop()
+            elif waiting := [part for part in _operands(x) if id(part) not in written and type(part) not in _NAMED]:
+                waiting.reverse()
+                todo += waiting
             else:
-                todo.append((x, True))
-                todo += [(part, False) for part in reversed(list(_operands(x)))]
+                self.write(x, depth)
         return self.known(e)[0]
 
     def known(self, e: K.Expr) -> tuple[str, int]:
         """The text of an expression that is already written, and its nesting depth."""
         if isinstance(e, K.Const):
-            return const_text(e.value) + ("" if e.dtype == PLAIN else f":{e.dtype}"), 0
+            return const_text(e.value) + ("" if e.dtype is PLAIN else f":{e.dtype.name}"), 0
         return (self.name(e, "v"), 0) if isinstance(e, K.Var) else self.written[id(e)]
 
     def write(self, e: K.Load | K.Alu, depth: int) -> None:
@@ -106,8 +106,8 @@ class _Printer:
         else:
             args = [self.known(a) for a in e.args]
             levels = 1 + max(n for _, n in args)
-            text = f"{e.op}({', '.join(t for t, _ in args)})" + ("" if e.dtype == PLAIN else f":{e.dtype}")
-        if isinstance(e, K.Load) or e.dtype != PLAIN or e in self.shared or levels == LEVELS:
+            text = f"{e.op}({', '.join([t for t, _ in args])})" + ("" if e.dtype is PLAIN else f":{e.dtype.name}")
+        if isinstance(e, K.Load) or e.dtype is not PLAIN or e in self.shared or levels == LEVELS:
             self.line(depth, f"t{self.temps} = {text}")
             text, levels = f"t{self.temps}", 0
             self.temps += 1
@@ -172,26 +172,23 @@ class _Printer:
         return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}{strides}{panels}]"
 
 
-def _operands(x: object) -> Iterator[K.Expr]:
+_NAMED = (K.Const, K.Var)
+
+
+def _operands(x: object) -> tuple[K.Expr, ...]:
     """The direct subexpressions of a record, with repetitions."""
     if isinstance(x, K.Alu):
-        yield from x.args
-    elif isinstance(x, (K.Load, K.Store)):
-        yield x.index
-        if isinstance(x, K.Store):
-            yield x.value
-        if x.guard is not None:
-            yield x.guard
-    elif isinstance(x, K.Carry):
-        yield from (x.init, x.next)
-    elif isinstance(x, (K.Reduce, K.Let, K.Computed)):
-        yield x.value
-    elif isinstance(x, K.Check):
-        yield x.ok
-    elif isinstance(x, K.Limit):
-        yield x.count
-    elif isinstance(x, K.Operand):
-        yield x.offset
+        return x.args
+    if isinstance(x, (K.Load, K.Store)):
+        guard = () if x.guard is None else (x.guard,)
+        return (x.index, *guard) if isinstance(x, K.Load) else (x.index, x.value, *guard)
+    if isinstance(x, K.Carry):
+        return x.init, x.next
+    if isinstance(x, (K.Reduce, K.Let, K.Computed)):
+        return (x.value,)
+    if isinstance(x, K.Check):
+        return (x.ok,)
+    return (x.count,) if isinstance(x, K.Limit) else (x.offset,) if isinstance(x, K.Operand) else ()
 
 
 def const_text(value: int | float | bool) -> str:

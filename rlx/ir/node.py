@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from threading import Lock
 from typing import Any, NoReturn
 from weakref import ref
@@ -43,7 +44,7 @@ class Node:
 
     @property
     def results(self) -> tuple[Value, ...]:
-        return tuple(Value(self, i) for i in range(len(self.shapes)))
+        return (Value(self, 0),) if len(self.shapes) == 1 else tuple(Value(self, i) for i in range(len(self.shapes)))
 
     def __copy__(self) -> Node:
         return self
@@ -212,29 +213,32 @@ def postorder(roots: Iterable[Any], known: Iterable[Node] = ()) -> tuple[list[No
     Roots and operands that are not Values are skipped: the verifier reports them.
     """
     done: dict[Node, None] = dict.fromkeys(known)
-    open_: set[Node] = set()
+    open_: set[Node] = set()  # on the path from the root: their operands are on the stack above them
     cycle = None
     for root in roots:
-        stack = [(root.node, iter(root.node.inputs))] if isinstance(root, Value) and root.node not in done else []
+        stack = [root.node] if isinstance(root, Value) else []
         while stack:
-            node, todo = stack[-1]
-            open_.add(node)
-            for v in todo:
-                if not isinstance(v, Value) or v.node in done:
-                    continue
-                if v.node not in open_:
-                    stack.append((v.node, iter(v.node.inputs)))
-                    break
-                cycle = cycle or v.node
-            else:
-                stack.pop()
+            node = stack[-1]
+            if node in open_ or node in done:
+                open_.discard(stack.pop())
                 done[node] = None
+                continue
+            waiting = [v.node for v in node.inputs if isinstance(v, Value) and v.node not in done]
+            if not waiting:
+                done[stack.pop()] = None
+                continue
+            open_.add(node)
+            if not open_.isdisjoint(waiting):
+                cycle = cycle or next(n for n in waiting if n in open_)
+                waiting = [n for n in waiting if n not in open_]
+            waiting.reverse()
+            stack += waiting
     return list(done), cycle
 
 
 def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
     """True if both hold the same values in the same order."""
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _call(name: str, *operands: Any, **attrs: Any) -> Value:

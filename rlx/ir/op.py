@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -76,20 +77,30 @@ _LOOSE: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: Any) -> bool:
     """True if a value fits an annotation (int, float, bool, a class, tuple, union, Literal, Any)."""
+    return _checker(hint)(value)
+
+
+@cache
+def _checker(hint: Any) -> Callable[[object], bool]:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return True
+        return lambda value: True
     if origin is Literal:
-        return any(type(value) is type(a) and value == a for a in args)
+        return lambda value: any(type(value) is type(a) and value == a for a in args)
     if origin in (Union, UnionType):
-        return any(fits(value, a) for a in args)
+        ways = [_checker(a) for a in args]
+        return lambda value: any(fits(value) for fits in ways)
+    if origin is tuple and args[1:] == (...,):
+        each = _checker(args[0])
+        return lambda value: isinstance(value, tuple) and all(map(each, value))
     if origin is tuple:
-        each = args[:1] * len(value) if isinstance(value, tuple) and args[1:] == (...,) else args
-        return isinstance(value, tuple) and len(value) == len(each) and all(map(fits, value, each))
-    number = {int: Integral, float: Real}.get(hint)
-    return isinstance(value, number or hint) and not (number and isinstance(value, (bool, np.bool_)))
+        parts = [_checker(a) for a in args]
+        return lambda value: isinstance(value, tuple) and len(value) == len(parts) and all(f(x) for f, x in zip(parts, value))
+    if (number := {int: Integral, float: Real}.get(hint)) is not None:
+        return lambda value: type(value) is hint or (isinstance(value, number) and not isinstance(value, (bool, np.bool_)))
+    return lambda value: isinstance(value, hint)
 
 
 @dataclass(frozen=True)

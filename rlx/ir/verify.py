@@ -31,7 +31,7 @@ def faults(graph: Building, sound: set[Node] | None = None) -> list[str]:
         out.append(f"{where(cycle)} depends on its own result")
     declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
     for node in nodes:
-        if sound is None or node not in sound or (node.op.kind is Kind.LEAF and node.op is not CONSTANT):
+        if sound is None or node not in sound or (node.op.kind is Kind.LEAF and node.op is not CONSTANT and node not in declared):
             found = [f"{where(node)}: {fault}" for fault in _node_faults(node, declared)]
             out += found
             if sound is not None and not found:

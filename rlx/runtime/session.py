@@ -70,7 +70,13 @@ class Session:
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
         _check_ranks(graph, self.transport)
-        return self._build(graph, options, params, handles)
+        collects = gc.isenabled()
+        gc.disable()  # a compile makes little garbage, and collection would take a tenth of the time
+        try:
+            return self._build(graph, options, params, handles)
+        finally:
+            if collects:
+                gc.enable()
 
     def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
         """The memory plan that an executable would have, without its code and scratch. Allocates no memory for it."""
@@ -128,16 +134,11 @@ class Session:
         self, entry: CacheEntry, params: ParamStore | None, handles: HandleStore | None
     ) -> tuple[Artifact, Executable] | None:
         """Load what an earlier compile stored on disk. None: there is no entry, or it is damaged."""
-        collects = gc.isenabled()
-        gc.disable()  # loading makes little garbage, and collection would take a tenth of the time
         try:
             artifact = entry.read()
             return None if artifact is None else (artifact, self._load(artifact, params, handles))
         except (CompileError, OutOfMemoryError):
             return entry.discard()
-        finally:
-            if collects:
-                gc.enable()
 
     def _load(self, artifact: Artifact, params: ParamStore | None, handles: HandleStore | None) -> Executable:
         try:
