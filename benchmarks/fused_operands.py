@@ -1,6 +1,7 @@
-"""Contractions with computed operands, and products with packed weights that have an epilogue: one kernel against several.
+"""Contractions with computed operands, and claimed ops (products with packed weights, attention) with an epilogue: one kernel
+against several.
 
-    python benchmarks/fused_operands.py [--threads 1 2] [--seconds 2] [--cases norm cast gather gated dequant block] [--force]
+    python benchmarks/fused_operands.py [--threads 1 2] [--seconds 2] [--cases norm … attention] [--force]
 
 Each pair is the same graph compiled twice, normally and with the fusion disabled ("operands": of producers into a product,
 "followers": of an epilogue into a claimed op). The two run alternately. `kernels` counts the steps of both. With --force every
@@ -33,7 +34,8 @@ from rlx.ir.ops import dequant_matmul
 from rlx.ir.quant import FORMATS
 
 ROWS, DEPTHS = (1, 16, 128, 512), (384, 1024, 4096)
-FORMATS_MEASURED, QUANTISED_ROWS = ("q8_0", "q4_k"), (1, 16, 128)
+FORMATS_MEASURED, QUANTISED_ROWS = ("q8_0", "q4_k", "int8"), (1, 16, 128)
+WIDTH, HEAD_DIMS, CHUNKS = 768, (32, 64, 128), ((1, 128), (1, 1024), (128, 128), (512, 512))  # queries, keys
 Made = tuple[str, Graph, str]  # name, graph, the fusion disabled in the other form
 
 
@@ -84,12 +86,31 @@ def block(rows: int, d: int, form: str) -> Graph:
     return g
 
 
+def attended(rows: int, keys: int, d: int, follower: str) -> Graph:
+    """Attention of WIDTH / d heads, its result as [rows, WIDTH], and what follows it."""
+    g = rlx.Graph("attended")
+
+    def heads(name: str, n: int) -> Value:
+        return g.input(name, (1, n, WIDTH), rlx.f32).reshape((1, n, WIDTH // d, d)).transpose(0, 2, 1, 3)
+
+    out = rlx.attention(heads("q", rows), heads("k", keys), heads("v", keys), mask="causal")
+    out = out.transpose(0, 2, 1, 3).reshape((1, rows, WIDTH))
+    r = None if follower == "cast" else g.input("r", (1, rows, WIDTH), rlx.f32)
+    g.set_outputs([out.astype("bf16") if r is None else out + r if follower == "residual" else out * rlx.sigmoid(r)])
+    return g
+
+
 def cases(names: list[str]) -> Iterator[Made]:
     before: dict[str, Callable[[int, int], Graph]] = {"norm": norm, "cast": cast, "gather": gather, "gated": gated}
     for name in names:
         for rows in ROWS if name in before else ():
             for d in DEPTHS:
                 yield f"{name} {rows} x {d}", before[name](rows, d), "operands"
+        for rows, keys in CHUNKS if name == "attention" else ():
+            for d in HEAD_DIMS:
+                for follower in ("cast", "residual", "gate"):
+                    graph = attended(rows, keys, d, follower)
+                    yield f"attention {rows} x {keys}, heads of {d}, {follower}", graph, "followers"
         for form in FORMATS_MEASURED if name == "dequant" else ():
             for rows in QUANTISED_ROWS:
                 yield f"silu(dequant {form} + b) + r, {rows} x 4096", dequant(rows, 4096, form), "followers"
@@ -150,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
-    parser.add_argument("--cases", nargs="+", default=["norm", "cast", "gather", "gated", "dequant", "block"])
+    parser.add_argument("--cases", nargs="+", default=["norm", "cast", "gather", "gated", "dequant", "block", "attention"])
     parser.add_argument("--force", action="store_true")
     args = parser.parse_args()
     if args.force:

@@ -57,6 +57,13 @@ def attend(g: Graph, dims: tuple, keys: int = 0) -> Value:
     return ops.attention(q, k, v)
 
 
+def joined(g: Graph, dims) -> Value:
+    """The heads side by side, and a gate on them."""
+    batch, heads, rows, size = dims
+    whole = (batch, rows, heads * size)
+    return attend(g, dims).transpose(0, 2, 1, 3).reshape(whole) * ops.sigmoid(g.input("gate", whole, "f32"))
+
+
 def encoder(g: Graph, batch, length) -> Value:
     config = bert.BertConfig(50, 32, 1, 2, 64, 64)
     made = bert.build(config, batch, length)
@@ -96,6 +103,8 @@ MODELS = {
     "attention, few rows": Model(lambda g: attend(g, (2, 4, N, 16)), 6),
     "attention, other keys": Model(lambda g: attend(g, (1, 2, N, 16), 45), 70),
     "attention, batch": Model(lambda g: attend(g, (N, 2, 20, 16)), 9),
+    "attention, followed": Model(lambda g: joined(g, (2, 4, N, 16)), 70),
+    "attention, batch, followed": Model(lambda g: joined(g, (N, 2, 20, 16)), 9),
     "int8": Model(lambda g: quantised(g, "int8"), 37),
     "q8_0": Model(lambda g: quantised(g, "q8_0"), 37),
     "encoder": Model(lambda g: encoder(g, 1, N), 64),

@@ -1,4 +1,4 @@
-"""Contractions that compute their operands: which producers join, and the same bits as with a kernel of their own."""
+"""Contractions that compute their operands, and claimed ops with an epilogue: which nodes join, and the same bits as apart."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rlx.ir.dtype import bf16, f32
 from rlx.ir.graph import Graph, Value
 from rlx.ir.kernel import Computed, Contract
 from rlx.ir.ops import dequant_matmul
+from rlx.ir.overlap import may_overlap
 from rlx.ir.quant import FORMATS
 from rlx.ir.target import Producer
 
@@ -252,3 +253,109 @@ def test_a_claimed_product_takes_what_follows_and_what_comes_before(rows):
         other, more = result(g, given, threads=threads, disable=disable)
         assert len(more) > 1 or not disable
         np.testing.assert_array_equal(one, other)
+
+
+# -- what follows a claimed op -------------------------------------------------------------------------------------
+
+
+def attention(g: Graph, rows: int = 5, keys: int = 5, heads: tuple[int, int] = (3, 3), size: int = 24) -> Value:
+    q = g.input("q", (2, heads[0], rows, size), "f32")
+    return rlx.attention(q, *(g.input(n, (2, heads[1], keys, size), "f32") for n in "kv"), mask="causal")
+
+
+def side_by_side(y: Value) -> Value:
+    batch, heads, rows, size = y.shape.static
+    return y.transpose(0, 2, 1, 3).reshape((batch, rows, heads * size))
+
+
+def gated(g: Graph, y: Value) -> Value:
+    """The other factor is computed in a group of its own before it joins."""
+    return y * rlx.sigmoid(g.input("r", y.shape.static, "f32") + g.param("s", y.shape.static[-1:], "f32"))
+
+
+BEHIND: dict[str, Build] = {
+    "at its own coordinates": lambda g: rlx.exp(attention(g)),
+    "cast": lambda g: side_by_side(attention(g, 70, 70, size=20)).astype("bf16").astype("f32"),
+    "residual": lambda g: (y := side_by_side(attention(g, 40, 41, size=7))) + g.input("r", y.shape.static, "f32"),
+    "gate": lambda g: gated(g, side_by_side(attention(g, 33, 33))),
+    "one token": lambda g: gated(g, side_by_side(attention(g, 1, 33, (4, 2), 16))),
+    "a few tokens, wide heads": lambda g: gated(g, side_by_side(attention(g, 3, 33, (2, 1), 200))),
+    "merged rows": lambda g: rlx.relu(attention(g).transpose(0, 2, 1, 3).reshape(10, 72)),
+    "twice the same view": lambda g: (y := side_by_side(attention(g))) * 2.0 + rlx.exp(y),
+}
+
+
+def epilogues(kernels: list[K.Kernel]) -> int:
+    return sum(isinstance(s, K.Native) and len(s.epilogue) > 0 for x in kernels for s in x.body)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_attention_and_what_follows_it_are_one_kernel_with_the_same_bits(name):
+    g = made(BEHIND[name])
+    given = values(g)
+    reference, _ = result(g, given, "ref")
+    for device, options in (("cpu", {"threads": 1}), ("cpu", {"threads": 3}), ("ref", {})):
+        compiled = rlx.Session(rlx.Device(device, int(device == "ref")))
+        found = []
+        for off in ((), ("followers",)):
+            out = compiled.compile(g, rlx.CompileOptions(disable=off, **options))
+            for p in g.params:
+                out.set_param(p.node.name, given[p.node.name])
+            kernels = [s.kernel for s in out.program().steps]
+            assert (len(kernels), epilogues(kernels)) == ((2, 0) if off else (1, 1))
+            found.append(out.run({i.node.name: given[i.node.name] for i in g.inputs})[0])
+        np.testing.assert_array_equal(found[0], found[1])
+        np.testing.assert_allclose(found[0], reference, rtol=1e-2 if name == "cast" else 1e-5, atol=1e-5)
+
+
+def behind_apart() -> dict[str, Build]:
+    def split(g: Graph) -> Value:
+        return rlx.exp(attention(g).reshape(2, 3, 5, 4, 6).transpose(0, 1, 3, 2, 4))
+
+    def turned(g: Graph) -> Value:
+        return rlx.exp(attention(g).transpose(0, 1, 3, 2))
+
+    def two_views(g: Graph) -> Value:
+        y = attention(g, heads=(5, 5))
+        return y * y.transpose(0, 2, 1, 3)
+
+    def reduced(g: Graph) -> Value:
+        return rlx.sum(attention(g), axis=-1)
+
+    def sliced(g: Graph) -> Value:
+        return rlx.exp(attention(g)[:, 1:])
+
+    return {f.__name__: f for f in (split, turned, two_views, reduced, sliced)}
+
+
+@pytest.mark.parametrize("name", behind_apart())
+def test_what_reads_attention_in_another_order_has_a_kernel_of_its_own(name):
+    g = made(behind_apart()[name])
+    given = values(g)
+    found, kernels = result(g, given, threads=1)
+    assert epilogues(kernels) == 0 and len(kernels) == 2
+    np.testing.assert_allclose(found, result(g, given, "ref")[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_view_and_the_plain_result_of_attention_are_not_mixed():
+    """Both have the same dims, but not the same order."""
+    g = Graph("g")
+    y = attention(g, heads=(5, 5))
+    g.set_outputs([rlx.exp(y.transpose(0, 2, 1, 3)), y * 2.0])
+    given = values(g)
+    for device in (rlx.Device.CPU, rlx.Device("ref", 1)):
+        compiled = rlx.Session(device).compile(g)
+        kernels = [s.kernel for s in compiled.program().steps]
+        turned, plain = compiled.run(given)
+        assert epilogues(kernels) == 1
+        np.testing.assert_allclose(turned, np.exp(plain.transpose(0, 2, 1, 3) / 2), rtol=1e-5)
+
+
+def test_the_result_of_an_epilogue_may_overwrite_what_it_adds_but_no_operand():
+    g = Graph("g")
+    q, r = (g.input(n, (1, 2, 5, 8), "f32") for n in "qr")
+    g.set_outputs([rlx.attention(q, q, q) + r])
+    program = lower(g, get("ref").target(1), rlx.CompileOptions())
+    (step,) = program.steps
+    added, out = (step.args.index(id) for id in (program.inputs[1], program.outputs[0].buffer))
+    assert may_overlap(step.kernel) == {(added, out)}

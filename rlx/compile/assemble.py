@@ -162,9 +162,10 @@ def _reports(decided: Sequence[Decision], facts: Facts, lowered: dict[Group, Low
         return NodeReport(node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}", node.op.name, how, kernel, why)
 
     out = [report(d.node, d.how, why=d.why) for d in decided if d.how == "decomposed"]
+    views = {n: None for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed}
     for group, (kernel, _) in lowered.items():
         native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
-        how = "prepared" if group.static else native
-        out += [report(node, how, kernel.name, facts.claims[node] or group.why * (i == 0)) for i, node in enumerate(group.nodes)]
-    views = (n for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed)
+        for i, node in enumerate(n for n in group.nodes if n not in views):
+            how = "prepared" if group.static else native if node is group.anchor else "lowered"
+            out.append(report(node, how, kernel.name, facts.claims[node] or group.why * (i == 0)))
     return (*out, *(report(node, "view") for node in views))

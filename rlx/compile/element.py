@@ -120,19 +120,23 @@ class KernelBuilder(Lowering):
         return K.Store(self.buffer(value, writable=True), index(layout, dims, coords), what, guard)
 
     def native(self, node: Node) -> K.Native:
+        """The claimed op or collective; its epilogue is empty."""
+
         def view(value: Value) -> K.View:
             if (tiles := self.places.tiles.get(value)) is not None:
                 return K.View(self.buffer(self.places.base(value)), tiles.dims, tiles.strides)
             base, layout = self.places.locate(value)
             return K.View(self.buffer(base), value.shape.static, layout.strides, layout.offset)
 
-        inputs = tuple(map(view, node.inputs))
-        self.open_stores(node.results)
-        axes: tuple[K.Var, ...] = ()
-        if self.active and self.active.outer == 1:
-            axes = tuple(K.Var("n") for _ in node.shapes[0].dims)
-            self.limit(axes[self.active.axis], self.active.inner)
-        return K.Native(node.op.name, node.attrs, inputs, tuple(map(view, node.results)), axes)
+        inputs, result, alone = tuple(map(view, node.inputs)), node.results[0], len(self.group.forms) == 1
+        self.open_stores(node.results if alone else self.group.stores)
+        axes, active = tuple((K.Var("n"), d) for d in result.shape.static), self.active and self.facts.active.get(result)
+        if active and active.outer == 1:
+            self.limit(axes[active.axis][0], active.inner)
+        elif alone:
+            axes = ()
+        outputs, acc = (tuple(map(view, node.results)), None) if alone else ((), K.Var("acc", result.dtype.compute))
+        return K.Native(node.op.name, node.attrs, inputs, outputs, axes, acc)
 
     def _element(self, value: Value, coords: tuple[K.Expr, ...]) -> K.Expr:
         node = value.node

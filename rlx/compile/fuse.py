@@ -67,7 +67,7 @@ class _Fuser:
                 self.place(node)
         ordered = self.ordered()
         for group in ordered:
-            made = [v for n in group.nodes if n not in group.absorbed for v in n.results]
+            made = [v for n in group.nodes if n not in group.absorbed and not self.is_alias(n) for v in n.results]
             group.stores = dict.fromkeys(v for v in made if self.is_stored(v, group))
         return [g for g in ordered if g.stores]
 
@@ -97,8 +97,7 @@ class _Fuser:
     def place(self, node: Node) -> None:
         if self.facts.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
             group = self.start(node, node.shapes[0].static, anchor=node)
-            claimed = self.facts.is_native(node)
-            if self.computes and not group.static and (node.op.name in self.followed if claimed else self.is_open(group)):
+            if self.computes and not group.static and self.is_product(node):
                 self.absorb_operands(group, node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
@@ -140,6 +139,11 @@ class _Fuser:
             return anchor.op.name in self.followed and self.target.follows(anchor)
         return anchor is None or anchor.op.kind is Kind.CONTRACT
 
+    def is_product(self, node: Node) -> bool:
+        """True if the node is computed as a Contract."""
+        claimed_product = node.op.product is not None and node.op.name in self.followed
+        return claimed_product if self.facts.is_native(node) else node.op.kind is Kind.CONTRACT
+
     def reduces_rows(self, node: Node) -> bool:
         """True if the node reduces only the last axis."""
         assert node.op.reduce is not None
@@ -156,15 +160,31 @@ class _Fuser:
             self.start(node, value.shape.static, form=form).why = self.why_apart(node)
 
     def place_pointwise(self, node: Node) -> None:
-        """A pointwise node joins the latest group that computes one of its operands, if possible."""
-        found = {group for value in node.inputs if (group := self.group_of.get(value.node)) and self.takes(group, node)}
-        for group in sorted(found, key=lambda g: g.number, reverse=True):
-            form = self.fitting_form(group, node)
-            if form and self.acyclic(group, node):
+        """A pointwise node joins a group that computes one of its operands, if possible: the latest one that has an anchor (it
+        can take over loops, but not the reverse), or else the latest one."""
+        found = {group for value in node.inputs if (group := self.producer(value)) and self.takes(group, node)}
+        for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
+            view = self.first_view(group, node)
+            form = "full" if view is not None else self.fitting_form(group, node)
+            if form and self.acyclic(group, node, view):
+                if view is not None:
+                    group.dims, group.forms = view.shape.static, dict.fromkeys(group.forms, "viewed")
+                    self.add(group, view.node, "full")
                 self.add(group, node, form)
                 self.merge_siblings(group, node)
                 return
         self.start(node, node.shapes[0].static).why = self.why_apart(node)
+
+    def first_view(self, group: Group, node: Node) -> Value | None:
+        """The view of a claimed op's result that its first follower reads, if the epilogue can run in the space of the view: its
+        axes consist of whole axes of the result, the last one in the same place."""
+        read = {value for value in node.inputs if self.producer(value) is group}
+        (view,), anchor = read if len(read) == 1 else (None,), group.anchor
+        if view is None or anchor is None or len(group.forms) > 1 or self.is_product(anchor) or not self.is_alias(view.node):
+            return None
+        merged = self.places.merged(view) or [[]]
+        fits = (anchor.shapes[0].rank - 1, 1) in merged[-1] and view.shape.static == node.shapes[0].static
+        return view if fits else None
 
     def why_apart(self, node: Node) -> str:
         """Why a node did not join the latest kernel that computes one of its operands; "": there is no such kernel."""
@@ -185,6 +205,8 @@ class _Fuser:
         """The form in which a pointwise node fits the group's space, or None."""
         dims = node.shapes[0].static
         own = {group.forms[v.node] for v in node.inputs if v.node in group.forms}
+        if "viewed" in own:
+            return None
         if "dropped" in own:
             return "dropped" if own == {"dropped"} and dims == group.dims[:-1] else None
         if dims == group.dims and (own != {"row"} or group.dims[-1:] == (1,) or self.rows_allowed(group)):
@@ -192,17 +214,17 @@ class _Fuser:
         return "row" if own == {"row"} and dims == (*group.dims[:-1], 1) else None
 
     def rows_allowed(self, group: Group) -> bool:
-        """True if a thread may process whole rows: always without a contraction, else if there are enough rows."""
-        if group.anchor is None:
-            return True
+        """True if a thread may process whole rows: always in loops, in a contraction if there are enough rows."""
+        if group.anchor is None or not self.is_product(group.anchor):
+            return group.anchor is None
         enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS_PER_THREAD * self.target.threads
         return enough and len(contraction(group.anchor).b_columns) == 1 and group.dims[-1] <= MAX_ROW_COLUMNS
 
-    def acyclic(self, group: Group, node: Node) -> bool:
-        """True if no operand from outside the group depends on the group."""
+    def acyclic(self, group: Group, node: Node, view: Value | None = None) -> bool:
+        """True if no operand from outside the group depends on the group. `view`: one that is read element by element."""
         for value in self.operands(node):
             producer = self.producer(value)
-            if producer is group and value.node not in group.forms:
+            if producer is group and value.node not in group.forms and value is not view:
                 return False  # read through a view: other elements than the current one
             if producer is not None and producer is not group and self.reaches(producer, group):
                 return False

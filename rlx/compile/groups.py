@@ -27,13 +27,14 @@ from rlx.ir.op import Kind
 from rlx.ir.text import references
 from rlx.ir.tokens import Tokens, attribute_text, name_text
 
-FORMS = ("full", "row", "dropped")
+FORMS = ("full", "row", "dropped", "viewed")
 
 
 @dataclass(eq=False)
 class Group:
     """Nodes of one kernel. `forms`: how each node's result maps to the space `dims`: "full", "row" (last dim 1),
-    "dropped" (last dim gone). `absorbed` nodes are recomputed at whatever coordinates they are read. `static`: it runs when
+    "dropped" (last dim gone); "viewed" for a claimed op if the space is that of a view of its result, which is among the nodes
+    then. `absorbed` nodes are recomputed at whatever coordinates they are read. `static`: it runs when
     params are set. `why`: why its first node is not in the kernel that computes an operand of it."""
 
     dims: tuple[int, ...]

@@ -7,6 +7,7 @@ one. Buffers are row-major unless another order of the same dims makes a later r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value
@@ -61,6 +62,20 @@ class Places:
     def memory(self, base: Value) -> tuple[int, ...]:
         """Dims of the buffer that holds a base value."""
         return self.tiles[base].dims if base in self.tiles else base.shape.static
+
+    def merged(self, view: Value) -> list[list[tuple[int, int]]] | None:
+        """For each axis of a view, the axes of its base that it consists of, with their factors: the coordinate is the sum of
+        coordinate * factor. None: an axis is not made of whole axes of the base, or not all elements are seen."""
+        base, layout = self.locate(view)
+        own, dims, out = self.locate(base)[1].strides, base.shape.static, []
+        if layout.offset or base.shape.num_elements != view.shape.num_elements:
+            return None
+        for d, s in zip(view.shape.static, layout.strides):
+            inside = [a for a, n in enumerate(dims) if n != 1 and d != 1 and 0 < s <= own[a] < s * d and own[a] % s == 0]
+            if math.prod(dims[a] for a in inside) != d:
+                return None
+            out.append([(a, own[a] // s) for a in inside])
+        return out
 
     def is_row_major(self, value: Value) -> bool:
         """True if the value has the same elements in the same order as the base's buffer."""

@@ -75,7 +75,7 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
         grid, body = _Rows(builder).loops()
     elif exchanged or (facts.is_native(anchor) and not is_claimed_product(anchor, facts)):
         builder.active = None if exchanged else builder.active  # a collective moves the whole operand, on every rank
-        grid, body = (), (builder.native(anchor),)
+        grid, body = (), (_native(builder, anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:
         builder.open_stores(anchor.results)
         write = anchor.op.kernel or anchor.op.update
@@ -270,6 +270,21 @@ class _Rows:
                 cut = len(dims) - 1 if self.reductions and dims and not dropped else len(dims)
                 out.append((dims[:cut], strides[:cut]))
         return out
+
+
+def _native(b: KernelBuilder, anchor: Node) -> K.Native:
+    """A claimed op or collective, with the other nodes of the group as its epilogue."""
+    made, result = b.native(anchor), anchor.results[0]
+    if made.acc is None:
+        return made
+    seen = next((n.results[0] for n in b.group.forms if n.op.kind is Kind.VIEW and n not in b.places.computed), result)
+    merged, axes = b.places.merged(seen), [v for v, _ in made.axes]
+    assert merged is not None, f"{seen} splits axes of {result}"
+    b.bound |= {result: made.acc, seen: made.acc}
+    epilogue, _ = _Rows(b, result).pass_body(0, [K.linear((axes[a], n) for a, n in part) for part in merged], axes[-1])
+    if seen is not result and result in b.group.stores:
+        epilogue.append(b.store_value(result, axes, made.acc))
+    return replace(made, epilogue=tuple(epilogue))
 
 
 # -- contractions --------------------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from rlx.ir.kernel import (
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store. `path`: child indices from the body down to the statement; `loops`: (variable, extent) of the
-    enclosing loops, one per level of the path but the last (a Contract's i and j count as loops). `index` None: unknown."""
+    """One load or store. `path`: child indices from the body down to the statement; `loops`: (variable, extent) of the enclosing
+    loops, one per level of the path but the last (a Contract's i and j, and a Native's axes, count as loops). `index` None:
+    unknown."""
 
     buffer: Buffer | Local
     stores: bool
@@ -67,6 +68,7 @@ def accesses(kernel: Kernel) -> list[Access]:
                 block(s.rows, here, row, 1)
             else:
                 found.extend(Access(v.buffer, v in s.outputs, None, here, loops) for v in s.inputs + s.outputs)
+                block(s.epilogue, (*here, *(0 for _ in s.axes[1:])), (*loops, *s.axes))
 
     def operand(o: Operand | Computed, dims: tuple[int, int], here: tuple[int, ...], loops: tuple[tuple[Var, int], ...]) -> None:
         if isinstance(o, Operand):

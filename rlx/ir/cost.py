@@ -158,7 +158,7 @@ def flops(kernel: Kernel) -> int | None:
         if isinstance(s, Native):
             if (count := OPS[s.op].flops) is None:
                 return None
-            counts.append(count([v.dims for v in s.inputs], [v.dims for v in s.outputs]))
+            counts.append(count([v.dims for v in s.inputs], s.results) + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
     return math.prod(n for _, n in kernel.grid) * sum(counts)
 
 

@@ -247,13 +247,25 @@ class View:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Native:
-    """A whole op computed by a kernel of the backend (Target.natives), or a collective on contiguous operands."""
+    """A whole op computed by a kernel of the backend (Target.natives), or a collective on contiguous operands.
+
+    `axes`: the coordinates of the first result, with their extents, where the kernel has limits or an epilogue. If `acc` is
+    given, the first result is not in `outputs`: instead, the statements `epilogue` run once for each of its elements, when it is
+    complete (they read `acc`, the element, and the axes)."""
 
     op: str
     attrs: Attrs | None
     inputs: tuple[View, ...]
     outputs: tuple[View, ...]
-    axes: tuple[Var, ...] = ()  # the coordinates of the first output, where the kernel has limits
+    axes: tuple[tuple[Var, int], ...] = ()
+    acc: Var | None = None
+    epilogue: tuple[Stmt, ...] = ()
+
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """The dims of the results."""
+        first = (tuple(n for _, n in self.axes),) if self.acc else ()
+        return (*first, *(v.dims for v in self.outputs))
 
 
 Stmt = Let | Store | Loop | Check | Contract | Native

@@ -311,13 +311,15 @@ class KernelParser(Tokens):
         return made
 
     def stmt(self, depth: int) -> K.Stmt:
-        words = {"let": self.let, "check": self.check, "native": self.native}
+        words = {"let": self.let, "check": self.check}
         if self.kind == "word" and self.following == "[":
             return self.store()
         if self.text in ("vector", "for"):
             return self.loop(depth)
         if self.text == "contract":
             return self.contract(depth)
+        if self.accept("native"):
+            return self.native(depth)
         made = self.choose(words, "a statement: NAME = …, BUFFER[INDEX] = …, let, check, for, contract or native")()
         self.advance()
         return made
@@ -457,19 +459,20 @@ class KernelParser(Tokens):
         self.expect(",")
         return first, self.integer("an integer")
 
-    def native(self) -> K.Native:
+    def native(self, depth: int) -> K.Native:
         op = self.name("an op's name")
         self.expect("(")
         given: dict[str, object] = {}
         for _ in self.items(")"):
             self.named_attribute(given)
         outputs, axes = self.views(), []
-        if self.accept("at"):
-            axes.append(self.bind("a coordinate"))
-            while self.accept(","):
-                axes.append(self.bind("a coordinate"))
+        while self.accept("," if axes else "at"):
+            axes.append(self.counted("a coordinate"))
+        acc = self.bind("the element's variable") if axes and self.accept(":") else None
         self.expect("=")
-        return K.Native(op, self.attributes(op, given), self.views(), outputs, tuple(axes))
+        made, inputs = self.attributes(op, given), self.views()
+        self.advance()
+        return K.Native(op, made, inputs, outputs, tuple(axes), acc, self.block(depth + 1) if acc else ())
 
     def attributes(self, op: str, given: dict[str, object]) -> Attrs | None:
         if op not in OPS:
@@ -481,10 +484,8 @@ class KernelParser(Tokens):
 
     def views(self) -> tuple[K.View, ...]:
         found: list[K.View] = []
-        while self.kind == "word" and self.text != "at":
+        while (not found or self.accept(",")) and self.kind == "word" and self.text != "at":
             found.append(self.view())
-            if not self.accept(","):
-                break
         return tuple(found)
 
     def view(self) -> K.View:

@@ -138,8 +138,12 @@ class _Printer:
                 self.block(s.rows, depth + 1)
         else:
             outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
-            axes = f" at {', '.join(self.var(v, 'i') for v in s.axes)}" if s.axes else ""
-            self.line(depth, f"native {name_text(s.op)}({', '.join(attribute_texts(s.attrs))}) {outputs}{axes} = {inputs}")
+            axes = ", ".join(f"{self.var(v, 'i')} < {n}" for v, n in s.axes)
+            axes = f" at {axes}" if axes else ""
+            axes += f": {self.var(s.acc, 'acc')}" if s.acc else ""
+            head = f"native {name_text(s.op)}({', '.join(attribute_texts(s.attrs))})"
+            self.line(depth, " ".join(filter(None, (head, outputs + axes if outputs else axes.strip(), "=", inputs))))
+            self.block(s.epilogue, depth + 1)
 
     def loop(self, s: K.Loop, depth: int) -> None:
         inits = [self.expr(c.init, depth) for c in s.carries]

@@ -54,7 +54,7 @@ class Target:
     the whole node, else the reason why not; other ops are decomposed or lowered to loops.
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form that its kernel reads.
     `splits`: op name -> split(node): a claimed node as smaller ops, if those give more parallelism for `threads`; or None.
-    `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result, and on finished rows);
+    `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
     `follows(node)`: True if the epilogue is faster for this node than a separate kernel.
     `computes(producer)`: True if a contraction is faster when it computes this operand where it reads it than when another
     kernel writes the operand to memory first.

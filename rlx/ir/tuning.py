@@ -37,7 +37,7 @@ def step_key(kernel: Kernel, target: Target) -> str:
         batch = prod(extent for _, extent in kernel.grid)
         step = f"contract {f'{batch} x ' if batch > 1 else ''}{first.m}x{first.n}x{first.k} {a} {b} {acc}"
     elif isinstance(first, Native):
-        step = f"{first.op} {' '.join('x'.join(map(str, v.dims)) for v in (*first.outputs, *first.inputs))}"
+        step = f"{first.op} {' '.join('x'.join(map(str, dims)) for dims in (*first.results, *(v.dims for v in first.inputs)))}"
     else:
         step = f"loops {' '.join(f'{b.dtype}[{b.size}]' for b in kernel.buffers)}"
     given = repr((key_facts(target), kernel_key(kernel)))

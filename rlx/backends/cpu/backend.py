@@ -199,5 +199,5 @@ def _packed_weights(node: Node) -> Value:
     return quant.packs(node)
 
 
-FOLLOWED = frozenset({"dequant_matmul"})
+FOLLOWED = frozenset({"attention", "dequant_matmul"})
 NATIVES = {"attention": _claim_attention, "attention_parts": _claim_attention, "dequant_matmul": _claim_dequant_matmul}

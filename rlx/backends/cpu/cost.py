@@ -26,5 +26,5 @@ def estimated_ns(kernel: Kernel, target: Target) -> int:
             return round(moved + points * s.m * s.n * s.k * MULTIPLY_NS)
         if isinstance(s, Native):  # each element of the largest output depends on a row of some input
             rows = max((max(v.dims, default=1) for v in s.inputs), default=1)
-            return round(moved + max(math.prod(v.dims) for v in s.outputs) * rows * MULTIPLY_NS)
+            return round(moved + max(map(math.prod, s.results)) * rows * MULTIPLY_NS)
     return round(max(moved, Space.of(kernel).weight_ns(target)))

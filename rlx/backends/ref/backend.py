@@ -42,6 +42,7 @@ class RefBackend:
             features=(f"panel={panel}",),
             alignment=ALIGNMENT,
             natives=NATIVES if index else {},
+            followed=frozenset(NATIVES),
             computes=lambda producer: True,
             panel=lambda dtype: panel,
             schedule=long_sums,

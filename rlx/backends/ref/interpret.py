@@ -63,9 +63,10 @@ def _limited(kernel: Kernel, memory: dict[Buffer, np.ndarray]) -> tuple[Kernel, 
         if isinstance(s, K.Contract):
             return replace(s, m=min(s.m, counts.get(s.i, s.m)))
         if isinstance(s, K.Native) and s.axes:
-            first, *others = s.outputs
-            dims = tuple(min(n, counts.get(v, n)) for v, n in zip(s.axes, first.dims, strict=True))
-            return replace(s, outputs=(replace(first, dims=dims), *others))
+            axes, views = tuple((v, min(n, counts.get(v, n))) for v, n in s.axes), s.outputs
+            if s.acc is None:
+                views = (replace(views[0], dims=tuple(n for _, n in axes)), *views[1:])
+            return replace(s, outputs=views, axes=axes)
         return s
 
     if counts:
@@ -83,6 +84,8 @@ def _volume(body: Sequence[Stmt]) -> int:
         elif isinstance(s, K.Contract):
             inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
             most = max(most, s.m * inner, s.k * s.n * _volume_of(s.b))
+        elif isinstance(s, K.Native):
+            most = max(most, math.prod(n for _, n in s.axes) * _volume(s.epilogue))
     return most
 
 
@@ -110,6 +113,8 @@ def _depth(body: Sequence[Stmt]) -> int:
             most = max(most, 2 + _depth(s.epilogue), 1 + _depth(s.rows))
             for o in (s.a, s.b):
                 most = max(most, 1 + _depth(o.before), 2 + _depth(o.body)) if isinstance(o, K.Computed) else most
+        elif isinstance(s, K.Native):
+            most = max(most, len(s.axes) + _depth(s.epilogue))
     return most
 
 
@@ -250,9 +255,17 @@ class _Chunk:
 
     def native(self, s: K.Native) -> None:
         inputs = [self.window(v) for v in s.inputs]
-        results = OPS[s.op].reference(s.attrs, *inputs)
-        for view, result in zip(s.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+        found = OPS[s.op].reference(s.attrs, *inputs)
+        results = list(found if isinstance(found, tuple) else (found,))
+        if s.acc:
+            dims = [n for _, n in s.axes]
+            first = np.asarray(results.pop(0))[tuple(map(slice, dims))].astype(s.acc.dtype.numpy)
+            self.env[s.acc] = first.reshape((1, *dims, *(1,) * (self.rank - 1 - len(dims))))
+            self.env |= {v: self.along(np.arange(n), axis) for axis, (v, n) in enumerate(s.axes, 1)}
+        for view, result in zip(s.outputs, results, strict=True):
             self.window(view)[...] = np.asarray(result)[tuple(map(slice, view.dims))].astype(view.buffer.dtype.numpy)
+        with self.scope(len(s.axes), math.prod(n for _, n in s.axes)):
+            self.block(s.epilogue)
 
     def window(self, v: K.View) -> np.ndarray:
         """The strided view as a numpy array on the buffer's own memory."""

@@ -14,7 +14,7 @@ time depends on the number of keys seen, not on the capacity. A single query row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +22,12 @@ from functools import partial
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention_parts as parts
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
-from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, share, step
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, TASK, Module, axis_limits, divided, outside, share, step
+from rlx.backends.cpu.kernels.product import emit_epilogue
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, distinct, other_tasks
+from rlx.backends.cpu.loops import hoist
+from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
@@ -43,6 +46,7 @@ FEW_ROWS = 128  # from this many rows on, a half-empty last block does not justi
 GRAIN = 1 << 18  # multiply-adds; smaller tasks are not worth handing to another thread
 TASKS_PER_THREAD = 4
 AHEAD_BYTES = 1 << 18  # keys and values of the next head, up to this size, are prefetched
+UNROLLED = 8  # vectors of a head: up to this many, an epilogue is unrolled
 MOST_PARTS = 16  # most parts into which the keys of a head are split
 LEAST_KEYS = 512  # fewest keys in a part, when the cache is full
 
@@ -75,8 +79,8 @@ def split(node: Node, threads: int) -> Value | None:
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
     """A module for a kernel whose body is one Native attention: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e], for some
-    masks [b, h, m, n] (dims may be 1), and with a position [] or [b]; all with any strides. The output o [b, h, m, e] must not
-    share memory with them."""
+    masks [b, h, m, n] (dims may be 1), and with a position [] or [b]; all with any strides. The output o [b, h, m, e], or the
+    buffers that the epilogue writes, must not share memory with them."""
     (native,) = kernel.body
     assert isinstance(native, Native), f"kernel {kernel.name} is no native op"
     return _Attention(kernel, native, target, tiling).written(symbol)
@@ -140,13 +144,14 @@ class _Attention(Module):
         self.limits = partial(axis_limits, kernel, native)
         self.q, self.k, self.v = (_tensor(kernel, v) for v in native.inputs[:3])
         assert isinstance(native.attrs, AttentionAttrs)
-        self.parts, (out, *logs) = 1, native.outputs
+        self.buffers, self.axes = kernel.buffers, [v for v, _ in native.axes]
+        self.acc, self.epilogue = native.acc, native.epilogue
+        self.parts, outs, logs = 1, native.outputs[:1], native.outputs[1:]
         if isinstance(native.attrs, PartsAttrs):
-            self.parts, nbytes = native.attrs.parts, out.buffer.dtype.itemsize
-            self.part_bytes = out.strides[0] * nbytes, logs[0].strides[0] * nbytes
-            out = replace(out, dims=out.dims[1:], strides=out.strides[1:])
+            self.parts, self.part_bytes = native.attrs.parts, [v.strides[0] * v.buffer.dtype.itemsize for v in native.outputs]
+            outs = [replace(x, dims=x.dims[1:], strides=x.strides[1:]) for x in outs]
             logs = [replace(x, dims=(*x.dims[1:], 1), strides=(*x.strides[1:], 0)) for x in logs]
-        self.o, self.logs = _tensor(kernel, out), [_tensor(kernel, x) for x in logs]
+        self.outs, self.logs = ([_tensor(kernel, x) for x in views] for views in (outs, logs))  # no outs with an epilogue
         self.mask = mask_of(native.attrs, self.keys)
         self.m, self.start = (v and _tensor(kernel, v) for v in native.attrs.split(native.inputs[3:]))
         self.scale, self.cap = native.attrs.scale or self.size**-0.5, native.attrs.cap
@@ -225,6 +230,7 @@ class _Attention(Module):
             items = e.bin("mul", e.bin("mul", batches or e.i64(self.batch), self.heads // self.shared), blocks)
             items = e.bin("mul", items, self.parts)
             start, stop = share(e, TASK, items, tasks)
+            scope = self.acc and outside(e, self.buffers, self.lanes * F32)
             with e.loop(start, stop) as item:
                 part, rest = divided(e, item.index, self.parts)
                 block, rest = divided(e, rest, blocks)
@@ -232,10 +238,9 @@ class _Attention(Module):
                 head = e.bin("mul", head, e.i64(self.shared))
                 _, key_head = divided(e, head, self.group)
                 row0 = e.bin("mul", block, e.i64(self.tall))
-                q, o = (t.at(e, batch, head, row0) for t in (self.q, self.o))
-                logs = [t.at(e, batch, head, row0) for t in self.logs]
-                if logs:
-                    o, logs[0] = (step(e, at, part, nbytes) for at, nbytes in zip((o, *logs), self.part_bytes))
+                q, *outs = (t.at(e, batch, head, row0) for t in (self.q, *self.outs, *self.logs))
+                if self.logs:
+                    outs = [step(e, at, part, nbytes) for at, nbytes in zip(outs, self.part_bytes)]
                 k, v = (t.at(e, batch, key_head) for t in (self.k, self.v))
                 m = self.m.at(e, batch, head, row0) if self.m else V("null", "ptr")
                 first = self._first_position(e, batch)
@@ -243,7 +248,17 @@ class _Attention(Module):
                 rows = e.intrinsic("smin", e.i64(min(self.rows, self.tall)), e.bin("sub", asked, row0))
                 if self.ahead:
                     self._fetched(e, item.index, block)
-                self._block(e, q, k, v, o, m, e.bin("add", first, row0), rows, end, part, logs)
+                row = e.bin("add", first, row0)
+                stats, totals, sums = self._block(e, q, k, v, m, row, rows, end, part)
+                with e.loop(0, self.shared) as near:
+                    first = e.bin("mul", near.index, e.i64(self.rows))
+                    own = self.sums.at(e, sums, first), step(e, totals, first, F32)
+                    if scope:
+                        at = scope.child(dict(zip(self.axes, (batch, e.bin("add", head, near.index)))))
+                        self._epilogue(at, *own, row0, rows)
+                    for name, t, at in zip(("finish", "logs"), (*self.outs, *self.logs), outs):
+                        given = own if name == "finish" else (step(e, stats, first, F32), own[1])
+                        self.call(e, name, self._write(name, t), *given, t.head(e, at, near.index), rows)
         return self.rendered(e, symbol, tasks)
 
     def _fetched(self, e: Emitter, item: V, block: V) -> None:
@@ -268,11 +283,10 @@ class _Attention(Module):
             e.store_atomic(V(str(INDEX_OUT_OF_RANGE), "i32"), STATUS, "monotonic")
         return inside
 
-    def _block(
-        self, e: Emitter, q: V, k: V, v: V, o: V, m: V, row0: V, rows: V, end: V, part: V, logs: list[V]
-    ) -> None:
+    def _block(self, e: Emitter, q: V, k: V, v: V, m: V, row0: V, rows: V, end: V, part: V) -> tuple[V, V, V]:
         """`rows` rows of one query head, or all rows of the heads that share a key head; the first row is at key position row0,
-        and no row sees key `end` or later. Pointers are to the first row, k and v to key 0."""
+        and no row sees key `end` or later. Pointers are to the first row, k and v to key 0. Returns the addresses of the highest
+        scores, the sums of weights and the sums of weighted values."""
         query, scores, mask, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
         totals, factors = (e.gep(stats, n * self.tall * F32) for n in (1, 2))
         if self.narrow:
@@ -300,14 +314,29 @@ class _Attention(Module):
                 softmax = partial(parts.softmax_wide_function, rows=self.tall, first=self.once)
                 self.call(e, "softmax", softmax, scores, stats, keys)
                 self._weighted(e, *product, rows=rows, hidden=hidden)
-        finish = partial(parts.finish_function, source=self.sums, to=self.o.layout, columns=self.width, lanes=self.lanes)
-        with e.loop(0, self.shared) as head:
-            first = e.bin("mul", head.index, e.i64(self.rows))
-            own = self.sums.at(e, sums, first), step(e, totals, first, F32), self.o.head(e, o, head.index), rows
-            self.call(e, "finish", finish, *own)
-            for t, at in zip(self.logs, logs):
-                body = partial(parts.logs_function, to=t.layout)
-                self.call(e, "logs", body, step(e, stats, first, F32), own[1], t.head(e, at, head.index), rows)
+        return stats, totals, sums
+
+    def _write(self, name: str, t: Tensor) -> Callable[..., None]:
+        """The function that writes the results of a head: sums over totals, or the logs of the sums of exponentials."""
+        if name == "logs":
+            return partial(parts.logs_function, to=t.layout)
+        return partial(parts.finish_function, source=self.sums, to=t.layout, columns=self.width, lanes=self.lanes)
+
+    def _epilogue(self, scope: Scope, sums: V, totals: V, row0: V, rows: V) -> None:
+        """The epilogue of the results of a head, whose coordinates `scope` has, from row0 on."""
+        e, (*_, row, column), acc = scope.e, self.axes, self.acc
+        assert acc is not None
+        hoist(self.epilogue, scope)
+        with e.loop(0, rows) as at:
+            here, line = scope.child({row: e.bin("add", row0, at.index)}), self.sums.at(e, sums, at.index)
+            hoist(self.epilogue, here)
+            share = parts.share_of(e, totals, at.index, self.lanes)
+
+            def element(c: V) -> V:
+                return e.bin("fmul", e.load(share.ty, step(e, line, c, F32), F32), share)
+
+            unrolled = self.width <= UNROLLED * self.lanes
+            emit_epilogue(self.epilogue, here, acc, column, element, self.width, self.lanes, e.i64(0), unrolled)
 
     @contextmanager
     def _key_blocks(self, e: Emitter, low: V, high: V, part: V) -> Iterator[tuple[V, V]]:

@@ -265,14 +265,18 @@ def finite_function(e: Emitter, values: V, keys: V, source: Layout, columns: int
     return e.intrinsic("vector.reduce.and", e.cmp("oeq", total, zero), returns="i1")
 
 
+def share_of(e: Emitter, totals: V, row: V, lanes: int) -> V:
+    """1 / totals[row] in every lane, zero for a row that saw no key."""
+    zero, total = e.const("float", 0.0), e.load("float", step(e, totals, row, F32), F32)
+    return e.splat(e.select(e.cmp("oeq", total, zero), zero, e.bin("fdiv", e.const("float", 1.0), total)), lanes)
+
+
 def finish_function(
     e: Emitter, sums: V, totals: V, out: V, rows: V, source: Layout, to: Layout, columns: int, lanes: int
 ) -> None:
     """out[row, column] = sums[row, column] / totals[row], zero for a row that saw no key."""
-    zero, one = e.const("float", 0.0), e.const("float", 1.0)
     with e.loop(0, rows) as at:
-        total = e.load("float", step(e, totals, at.index, F32), F32)
-        share = e.splat(e.select(e.cmp("oeq", total, zero), zero, e.bin("fdiv", one, total)), lanes)
+        share = share_of(e, totals, at.index, lanes)
         row, line = source.at(e, sums, at.index), to.at(e, out, at.index)
         for c in range(0, columns, lanes):
             value = e.bin("fmul", e.load(share.ty, source.at(e, row, 0, c), F32), share)

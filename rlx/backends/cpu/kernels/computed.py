@@ -38,7 +38,7 @@ def computes(target: Target, p: Producer) -> bool:
 def follows(node: Node) -> bool:
     """Whether the epilogue of a product with quantised weights is faster than a separate kernel. A separate kernel streams whole
     rows. Panels of PANEL columns touch two cache lines of each row, which measured 2 to 5% slower for many long rows."""
-    return node.shapes[0].num_elements <= FOLLOWED
+    return node.op.product is None or node.shapes[0].num_elements <= FOLLOWED
 
 
 def _tasks(target: Target, p: Producer) -> tuple[int, int, int]:

@@ -17,13 +17,17 @@ def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
     return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
+def outside(e: Emitter, buffers: Sequence[Buffer], vector_bytes: int) -> Scope:
+    """The scope of a kernel's body, outside of all loops."""
+    return Scope(e, {**argument_pointers(e, buffers)}, STATUS, vector_bytes=vector_bytes)
+
+
 def axis_limits(kernel: Kernel, native: Native, e: Emitter) -> list[V | None]:
-    """The active extent of each axis of the first output under the kernel's limits; None: all of it."""
-    dims = native.outputs[0].dims
+    """The active extent of each axis of the first result under the kernel's limits; None: all of it."""
     if not kernel.limits:
-        return [None] * len(dims)
-    scope = Scope(e, {**argument_pointers(e, kernel.buffers)}, STATUS, vector_bytes=0)
-    return [limit_of(v, n, kernel, scope) for v, n in zip(native.axes, dims, strict=True)]
+        return [None] * len(native.results[0])
+    scope = outside(e, kernel.buffers, 0)
+    return [limit_of(v, n, kernel, scope) for v, n in native.axes]
 
 
 class Module:

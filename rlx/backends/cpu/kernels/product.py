@@ -3,7 +3,7 @@ operands; the epilogue of finished sums, and the statements that run per finishe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from rlx.backends.cpu.abi import Rendered
@@ -13,7 +13,7 @@ from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Stmt, Store, k
+from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Local, Loop, Operand, Stmt, Store, Var, k
 from rlx.ir.target import Target
 
 
@@ -133,23 +133,40 @@ class Product(Module):
             hoist(c.epilogue, at_row)
             line = step(e, sums, rows.index, (pitch or vectors * lanes) * size)
 
-            def epilogue(column: V, valid: int) -> None:
-                acc = e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
-                mask = lane_mask(lanes, valid) if valid else None
-                j = e.bin("add", j0, column)
-                emit_statements(c.epilogue, at_row.child({c.acc: acc}, vector=c.j, base=j, lanes=lanes, mask=mask))
+            def summed(column: V) -> V:
+                return e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
 
-            if whole:
-                with e.loop(0, whole * lanes, lanes) as columns:
-                    epilogue(columns.index, 0)
-            if tail:
-                epilogue(e.i64(whole * lanes), tail)
+            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, whole * lanes + tail, lanes, j0)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""
         inside = e.bin("sub", row, i0)
         parts: dict[Buffer | Local, V] = {x: step(e, scope.pointers[x], inside, x.size * x.dtype.itemsize) for x in self.kept}
         return scope.child({self.c.i: row}, pointers=parts)
+
+
+def emit_epilogue(
+    stmts: tuple[Stmt, ...], scope: Scope, acc: Var, j: Var, element: Callable[[V], V], columns: int, lanes: int, j0: V,
+    unroll: bool = False,
+) -> None:  # fmt: skip
+    """The statements for `columns` elements of a row, from j0 on, in vectors; the last one may be masked. `element`: the vector
+    from a column (relative to j0) on."""
+    e, whole, tail = scope.e, columns - columns % lanes, columns % lanes
+
+    def vectors(column: V, valid: int) -> None:
+        value = element(column)
+        mask = lane_mask(lanes, valid) if valid else None
+        base = e.bin("add", j0, column)
+        emit_statements(stmts, scope.child({acc: value}, vector=j, base=base, lanes=lanes, mask=mask))
+
+    if unroll:
+        for column in range(0, whole, lanes):
+            vectors(e.i64(column), 0)
+    elif whole:
+        with e.loop(0, whole, lanes) as at:
+            vectors(at.index, 0)
+    if tail:
+        vectors(e.i64(whole), tail)
 
 
 def row_statements(a: Computed, line: Local, depth: int) -> tuple[Stmt, ...]:
