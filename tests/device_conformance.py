@@ -202,6 +202,39 @@ def check_feeds(device: str) -> None:
     np.testing.assert_array_equal(compiled.read_handle("h"), [3, 3, 3])
 
 
+def check_queue(device: str) -> None:
+    """Queued runs keep their order and their outputs. One that fails cancels those behind it, on every executable of the store;
+    the error says which one it was, where a result is first needed, and the states are as the run before it left them."""
+    two, one = (rlx.Session(device).compile(log_graph(n)) for n in (2, 1))
+    one.use_handles(two.handles)
+
+    def inputs(tokens: int, seed: int, pick: int = 0) -> dict[str, np.ndarray]:
+        return {"new": normal(seed, 2, tokens, 5), "pick": np.array([0, pick, 1], np.int32)}
+
+    states: dict[str, np.ndarray] = {}
+    for found, seed in zip(two.run_pipelined([inputs(2, seed) for seed in (0, 1)]), (0, 1), strict=True):
+        outputs, states = evaluate(log_graph(2), inputs(2, seed), {}, states)
+        for a, b in zip(found, outputs, strict=True):
+            close(a, b, f"queued run {seed}")
+    outputs, states = evaluate(log_graph(1), inputs(1, 2), {}, states)
+    one.commit_no_wait(inputs(1, 2))
+    close(one.read_output_row(1, 3, 5), outputs[1].reshape(-1, 5)[3], "a row of an output")
+    (total,) = one.run_read_outputs(inputs(1, 3), [2])
+    outputs, states = evaluate(log_graph(1), inputs(1, 3), {}, states)
+    close(total, outputs[2], "one of the outputs")
+    for compiled, given in ((one, inputs(1, 4)), (two, inputs(2, 5, pick=9)), (one, inputs(1, 6))):
+        compiled.commit_no_wait(given)
+    _, states = evaluate(log_graph(1), inputs(1, 4), {}, states)
+    try:
+        one.sync_pending()
+    except IndexRangeError as e:
+        assert "queued run 1 of 3" in str(e) and "the 1 behind it were not run" in str(e), e
+    else:
+        raise AssertionError("index 9 of 9 rows was not refused")
+    for name, want in states.items():
+        np.testing.assert_array_equal(two.read_handle(name), want, name)
+
+
 # -- lengths -------------------------------------------------------------------------------------------------------
 
 
@@ -266,13 +299,16 @@ def check_collective(device: str, name: str, ranks: int = 3) -> None:
                 collectives.same(a, b, f"{text} of {ranks} ranks on {device}")
 
 
+MEMORY_CHECKS = (check_weights, check_states, check_feeds, check_queue)
+
+
 # -- all of it -----------------------------------------------------------------------------------------------------
 
 
 def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every check, by a name to report."""
     yield from ((f"op {name}", lambda name=name: check_op(device, name)) for name in NAMES)
-    yield from ((what.__name__[6:], lambda what=what: what(device)) for what in (check_weights, check_states, check_feeds))
+    yield from ((what.__name__[6:], lambda what=what: what(device)) for what in MEMORY_CHECKS)
     yield from ((f"length, {name}", lambda name=name: check_length(device, name)) for name in LENGTHS)
     yield from ((f"ranks, {name}", lambda name=name: check_collective(device, name)) for name in collectives.NAMES)
 

@@ -207,8 +207,9 @@ def test_errors_of_other_kinds(monkeypatch):
 def test_a_full_queue_makes_the_caller_wait():
     queue, go, done = RunQueue(), threading.Event(), []
     for i in range(DEPTH):  # the first one is under way, or will be
-        queue.submit(lambda i=i: (go.wait(), done.append(i)))
-    one_more = threading.Thread(target=lambda: queue.submit(lambda: done.append(DEPTH)))
+        queue.record("run", lambda i=i: (go.wait(), done.append(i)))
+        queue.submit()
+    one_more = threading.Thread(target=lambda: (queue.record("run", lambda: done.append(DEPTH)), queue.submit()))
     one_more.start()
     assert not queue._room.acquire(blocking=False) and one_more.is_alive() and not done
     go.set()

@@ -9,7 +9,7 @@ from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.launch import connect
 from rlx.driver.memory import Block, HostMemory, Memory, memory_of
 from rlx.driver.params import ParamStore
-from rlx.driver.stream import CommandStream, Launch, SyncStream, recording
+from rlx.driver.stream import CommandStream, Launch, Pending, SyncStream, recording
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer, SymmetricHeap, SymmetricTransport
 from rlx.driver.transports.shm import ShmTransport
 
@@ -24,8 +24,8 @@ __all__ = [
     "Arena", "Artifact", "Backend", "BindingError", "Block", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
     "CommandStream", "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceUnavailableError", "Executable",
     "HandleStore", "HeapBoundsError", "HostMemory", "InputDTypeError", "InputShapeError", "Launch", "LocalTransport", "Memory",
-    "OptionError", "OutOfMemoryError", "ParamStore", "PlanError", "Rank", "ReduceKind", "RlxError", "ShmTransport", "Snapshot",
-    "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
+    "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank", "ReduceKind", "RlxError", "ShmTransport",
+    "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
     "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "all_gather", "all_reduce", "all_to_all", "bf16_to_f32",
     "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

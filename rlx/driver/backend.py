@@ -10,6 +10,7 @@ import numpy as np
 
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
+from rlx.driver.stream import Pending
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
@@ -111,6 +112,7 @@ class Executable(Protocol):
     program: Program
     params: ParamStore
     handles: HandleStore
+    asynchronous: bool  # whether `run` may return before the run is finished
 
     def use_handles(self, store: HandleStore) -> None:
         """Run on the states of `store` from now on. States that it lacks are allocated, zeroed. Allocates nothing else and
@@ -120,19 +122,24 @@ class Executable(Protocol):
         ...
 
     def write(self, buffer: int, array: np.ndarray) -> None:
-        """Copy a C-contiguous host array of the buffer's shape and dtype into it."""
+        """Copy a C-contiguous host array of the buffer's shape and dtype into it. The array may change once this has returned."""
         ...
 
-    def read(self, buffer: int) -> np.ndarray:
-        """A fresh host array with the buffer's contents."""
+    def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        """A fresh host array with the buffer's contents. With `count`: only that many elements, from element `start` on, flat."""
+        ...
+
+    def read_later(self, buffers: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """Begin to copy these buffers to the host, as they are after the runs so far. The function waits for the copies and
+        returns fresh arrays."""
         ...
 
     def copy(self, goal: int, source: int) -> None:
-        """Copy buffer `source` to buffer `goal`, of the same size, on the device."""
+        """Copy buffer `source` to buffer `goal`, of the same size, on the device. Cancelled behind a run that fails."""
         ...
 
     def view(self, buffer: int) -> np.ndarray | None:
-        """The buffer's own memory as a writable array, or None if the host cannot see it."""
+        """The buffer's own memory as a writable array. None, for every buffer, if the host cannot see the device's memory."""
         ...
 
     @property
@@ -150,13 +157,17 @@ class Executable(Protocol):
         prepare steps at the same time."""
         ...
 
-    def run(self) -> None:
+    def run(self) -> Pending | None:
         """All steps, then commit. IndexRangeError: a Check failed. CollectiveError: a collective failed. After either error every
-        state is as it was before the run."""
+        state is as it was before the run.
+
+        None: the run is finished. If the executable is `asynchronous`, the run may be under way: the Pending raises its error.
+        Later commands are executed in order. Runs on the same states that begin behind a run that fails, before `wait` has raised
+        its error, are cancelled: they change no state, and their `wait` raises as well."""
         ...
 
     def run_steps(self) -> None:
-        """The steps without the commit; raises as run does."""
+        """The steps without the commit, finished when it returns; raises as run does."""
         ...
 
     def run_commit(self) -> None:

@@ -11,11 +11,24 @@ from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
+class Pending(Protocol):
+    """A run that the device has accepted. Its status arrives later."""
+
+    def done(self) -> bool:
+        """Whether the status is known. Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the status. Raises the error of the run."""
+        ...
+
+
+@runtime_checkable
 class CommandStream(Protocol):
     """An ordered queue of commands of one device, used from one thread."""
 
     def record(self, name: str, command: Callable[[], object]) -> None:
-        """Append a command to the next submission. `name` is for traces."""
+        """Append a command to the next submission. `name` is for traces. A command that returns a Pending ends with it."""
         ...
 
     def submit(self) -> None:

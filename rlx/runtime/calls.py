@@ -75,7 +75,7 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
             raise BindingError(f"the array bound to input {decl.name!r} is in another input's slot, which each call overwrites")
     core, run_slots = graph._core or graph, type(graph).run_slots
     outputs = None
-    if not graph.options.debug and not graph._staged:
+    if not graph.options.debug and graph._visible:
         outputs = tuple(v.view() for v in graph._output_views)
         for view in outputs:
             view.flags.writeable = False

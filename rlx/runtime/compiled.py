@@ -20,6 +20,7 @@ from rlx.driver.backend import Executable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
+from rlx.driver.stream import Pending
 from rlx.errors import (
     BindingError,
     DuplicateNameError,
@@ -59,10 +60,15 @@ class CompiledGraph:
         self._inputs = tuple(program.buffers[id] for id in program.inputs if id != program.extent)
         self._handles = {program.buffers[id].name: program.buffers[id] for id in program.handles}
         self._slots = tuple((program.plan.offsets[o.buffer], o.shape.num_elements) for o in program.outputs)
-        self._input_views = tuple(self._host_view(b.id) for b in self._inputs)
-        self._output_views = tuple(shaped(self._host_view(o.buffer), o.shape) for o in program.outputs)
-        self._staged = tuple((b.id, v) for b, v in zip(self._inputs, self._input_views) if executable.view(b.id) is None)
-        self._fast = tuple((v, v.dtype, v.shape, v.base) for v in self._input_views)
+        # None where the host does not see the device's memory
+        self._input_views = tuple(executable.view(b.id) for b in self._inputs)
+        views = [executable.view(o.buffer) for o in program.outputs]
+        self._output_views = tuple(None if v is None else shaped(v, o.shape) for v, o in zip(views, program.outputs))
+        self._visible = all(v is not None for v in (*self._input_views, *views))
+        self._staging: dict[str, np.ndarray] = {}  # arrays that input_view returns, if not `_visible`
+        shapes = [b.shape for b in self._inputs]
+        bases = [self if v is None else v.base for v in self._input_views]  # `self`: the base of no array
+        self._fast = tuple((v, s.dtype.numpy, s.static, base) for v, s, base in zip(self._input_views, shapes, bases))
         self._beginning = Beginning(executable)  # context manager around the checks of a run's inputs
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = self._gate.lock
@@ -73,11 +79,6 @@ class CompiledGraph:
             vars(core).update(vars(self))
             self._core = core
         self._set_extent(None)
-
-    def _host_view(self, buffer: int) -> np.ndarray:
-        """The buffer's own memory, or a staging array if the host cannot see it."""
-        view, shape = self._executable.view(buffer), self._program.buffers[buffer].shape
-        return np.empty(shape.static, shape.dtype.numpy) if view is None else view
 
     # -- params
 
@@ -124,7 +125,7 @@ class CompiledGraph:
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
-            return copies(self._current_outputs())
+            return self._read(range(len(self._program.outputs)))
 
     def run_read_outputs(self, inputs: Mapping[str, np.ndarray], indices: Iterable[int] | None) -> list[np.ndarray]:
         """Run once. Returns fresh arrays of the outputs `indices`, or of all outputs if it is None."""
@@ -135,8 +136,7 @@ class CompiledGraph:
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
-            views = self._current_outputs()
-            return [views[i].copy() for i in wanted]
+            return self._read(wanted)
 
     @in_machine_code("dict", lambda self: partial(list, self._raw()), makes=True)
     def run_raw(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
@@ -151,8 +151,11 @@ class CompiledGraph:
         return [(self._executable.address(o.buffer), o.shape.num_elements) for o in self._program.outputs]
 
     def outputs_view(self) -> list[OutputView]:
-        """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites."""
-        self._drain()
+        """The outputs of the last run in place, as array-likes (numpy, DLPack) that the next run overwrites. Where the host does
+        not see the device's memory, an output is copied when its contents are first asked for."""
+        if not self._executable.asynchronous:
+            self._drain()
+        self._check_has_run()
         return [OutputView(self, i) for i in range(len(self._program.outputs))]
 
     @in_machine_code("list", lambda self: self._slots)
@@ -161,7 +164,8 @@ class CompiledGraph:
 
         The machine code version allocates nothing, not even a Python object. The Python version (RLX_CALLS=python, or an unknown
         Python) makes about a dozen objects, all freed when it returns, and no arrays. An input that is the array returned by
-        `input_view` is not copied.
+        `input_view` is not copied. On an asynchronous device the run may still be under way: what reads its results waits, and
+        raises its error.
         """
         at, ours = 0, False
         try:  # no context manager, for the reason given in _ready
@@ -181,15 +185,20 @@ class CompiledGraph:
             raise
         if ours:
             inputs = self._apart(inputs)
-        self._drain()
+        if not self._executable.asynchronous or self.handles.queue.failed:
+            self._drain()
         with self._lock, self._gate:
             self._ready()
-            at = 0
-            for view, _, _, _ in self._fast:
-                if inputs[at] is not view:
-                    np.copyto(view, inputs[at])
-                at += 1
-            self._execute()
+            if self._visible:
+                at = 0
+                for view, _, _, _ in self._fast:
+                    if inputs[at] is not view:
+                        np.copyto(view, inputs[at])  # type: ignore[arg-type]
+                    at += 1
+            else:
+                self._copy_in(inputs)
+            if (later := self._execute()) is not None:
+                self.handles.queue.at_once(lambda: later)
         return self._slots
 
     def bound(self, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -> Callable[[], tuple[Any, ...]]:
@@ -220,10 +229,12 @@ class CompiledGraph:
         return self._executable.arena_ptr
 
     def input_view(self, name: str) -> np.ndarray:
-        """The input's own slot, writable: fill it, pass it to run_slots, and nothing is copied."""
+        """The input's own slot, writable: fill it, pass it to run_slots, and nothing is copied. Where the host does not see the
+        device's memory: an array of the host, always the same, which each run copies to the device."""
         for decl, view in zip(self._inputs, self._input_views):
             if decl.name == name:
-                return view
+                empty = np.zeros(decl.shape.static, decl.shape.dtype.numpy) if view is None else view
+                return self._staging.setdefault(name, empty)
         raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
 
     def byte_offset(self, node: Value | Node) -> int | None:
@@ -240,13 +251,18 @@ class CompiledGraph:
         return self.byte_offset(node) is not None
 
     def read_output_row(self, output: int, row: int, row_inner: int) -> np.ndarray:
-        """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, flattened, as a fresh array."""
+        """Elements [row * row_inner, (row + 1) * row_inner) of an output of the last run, flattened, as a fresh array. Nothing
+        else is read from the device."""
         self._drain()
-        flat = self._current_outputs()[self._output_index(output)].reshape(-1)
+        self._check_has_run()
+        found = self._program.outputs[self._output_index(output)]
         whole = isinstance(row, (int, np.integer)) and isinstance(row_inner, (int, np.integer))
-        if not whole or row_inner < 1 or row < 0 or (row + 1) * row_inner > flat.size:
-            raise InputShapeError(f"output {output} has {flat.size} elements; row {row} of {row_inner} is outside")
-        return flat[row * row_inner : (row + 1) * row_inner].copy()
+        size = found.shape.num_elements
+        if not whole or row_inner < 1 or row < 0 or (row + 1) * row_inner > size:
+            raise InputShapeError(f"output {output} has {size} elements; row {row} of {row_inner} is outside")
+        dtype, stored = found.shape.dtype, self._program.buffers[found.buffer].shape.dtype
+        per = dtype.itemsize // stored.itemsize  # a complex number is stored as a pair
+        return self._executable.read(found.buffer, int(row * row_inner) * per, int(row_inner) * per).view(dtype.numpy)
 
     # -- queued runs
 
@@ -257,7 +273,7 @@ class CompiledGraph:
         run. That may be a call of any executable on the same HandleStore: its runs come after those queued on the store.
 
         A graph with collectives runs before this returns, because all ranks must reach their barriers in the same order."""
-        self._enqueue(self._given(inputs), None)
+        self._enqueue(self._given(inputs), lambda: None)
 
     def sync_pending(self) -> None:
         """Wait for every queued run. If one failed, its error is raised with its index, the states are as the run before it left
@@ -270,26 +286,31 @@ class CompiledGraph:
         with self._beginning:
             given = each("run_pipelined takes a sequence of {name: array}, one for each run", input_sets)
             sets = [by_name("input", inputs, self._inputs) for inputs in given]
-        results: list[list[np.ndarray]] = [[] for _ in sets]
+        outputs, results = [o.buffer for o in self._program.outputs], []
         self._drain()  # earlier queued runs do not belong to this call
-        for arrays, result in zip(sets, results):
-            self._enqueue(arrays, result)
+        for arrays in sets:
+            self._enqueue(arrays, lambda: results.append(self._executable.read_later(outputs)))
         self.sync_pending()
-        return results
+        return [self._shaped(result()) for result in results]
 
-    def _enqueue(self, arrays: list[np.ndarray], result: list[np.ndarray] | None) -> None:
-        own = arrays if self._program.collectives else [np.array(a, order="C") for a in arrays]  # the caller may overwrite them
+    def _enqueue(self, arrays: list[np.ndarray], then: Callable[[], None]) -> None:
+        """Queue a run, and `then` behind it."""
+        here = bool(self._program.collectives) or self._executable.asynchronous
+        own = arrays if here else [np.array(a, order="C") for a in arrays]  # the caller may overwrite them
 
-        def job() -> None:
+        def job() -> Pending | None:
             with self._lock, self._gate:
-                self._run(own)
-                if result is not None:
-                    result.extend(v.copy() for v in self._current_outputs())
+                self._ready()
+                self._copy_in(own)
+                later = self._execute()
+                then()
+                return later
 
-        if self._program.collectives:
+        if here:
             self.handles.queue.at_once(job)
         else:
-            self.handles.queue.submit(job)
+            self.handles.queue.record(self._program.name, job)
+            self.handles.queue.submit()
 
     # -- state
 
@@ -342,7 +363,7 @@ class CompiledGraph:
         with self._lock, self._gate:
             self._run(arrays)
             self._executable.copy(*feed)
-            return self._current_outputs()[output_index].copy()
+            return self._read([output_index])[0]
 
     @property
     def handles(self) -> HandleStore:
@@ -463,7 +484,8 @@ class CompiledGraph:
     def _run(self, arrays: list[np.ndarray]) -> None:
         self._ready()
         self._copy_in(arrays)
-        self._execute()
+        if (later := self._execute()) is not None:
+            later.wait()  # the caller needs the results now
 
     def _ready(self) -> None:
         """Check that the weights and states that a run reads are set."""
@@ -476,21 +498,22 @@ class CompiledGraph:
 
     def _apart(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The arrays, with copies of those that are stored in another input's slot: filling that slot would change them."""
-        views = self._input_views
+        views = [v for v in self._input_views if v is not None]
+        bases = {id(v.base) for v in views}
         return [
-            a.copy() if a.base is view.base and any(np.may_share_memory(a, v) for v in views if v is not view) else a
-            for a, view in zip(arrays, views)
+            a.copy() if id(a.base) in bases and any(np.may_share_memory(a, v) for v in views if v is not view) else a
+            for a, view in zip(arrays, self._input_views)
         ]
 
     def _copy_in(self, arrays: Sequence[np.ndarray]) -> None:
-        arrays = self._apart(arrays)
-        for view, array in zip(self._input_views, arrays):
-            if array is not view:
+        for decl, view, array in zip(self._inputs, self._input_views, self._apart(arrays)):
+            if view is None:
+                self._executable.write(decl.id, array if array.flags.c_contiguous else array.copy())
+            elif array is not view:
                 np.copyto(view, array)
 
-    def _execute(self) -> None:
-        for buffer, view in self._staged:
-            self._executable.write(buffer, view)
+    def _execute(self) -> Pending | None:
+        later = None
         self._gate.generation += 1
         if self.options.checked:
             self._executable.run_steps()
@@ -501,9 +524,10 @@ class CompiledGraph:
                 raise
             self._executable.run_commit()
         else:
-            self._executable.run()
+            later = self._executable.run()
         for goal, source in self._feeds.values():
             self._executable.copy(goal, source)
+        return later
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
         """The buffers of a handle and of the output that will feed it."""
@@ -525,12 +549,17 @@ class CompiledGraph:
             raise UnknownNameError(f"no output {index!r}; there are {len(names)}: {', '.join(map(repr, names))}")
         return index
 
-    def _current_outputs(self) -> Sequence[np.ndarray]:
+    def _check_has_run(self) -> None:
         if not self._gate.generation:
             raise BindingError(f"{self._program.name} has not run yet")
-        if any(self._executable.view(o.buffer) is None for o in self._program.outputs[:1]):
-            return [shaped(self._executable.read(o.buffer), o.shape) for o in self._program.outputs]
-        return self._output_views
+
+    def _read(self, indices: Iterable[int]) -> list[np.ndarray]:
+        """Fresh arrays of these outputs. The others are not read from the device."""
+        outputs = [self._program.outputs[i] for i in indices]
+        return [shaped(self._executable.read(o.buffer), o.shape) for o in outputs]
+
+    def _shaped(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [shaped(a, o.shape) for a, o in zip(arrays, self._program.outputs, strict=True)]
 
     def _drain(self) -> None:
         """Wait for all runs queued on these states, also those of other executables."""

@@ -17,25 +17,34 @@ class OutputView:
 
     def __init__(self, owner: Any, index: int) -> None:
         self._owner, self._index, self._generation = owner, index, owner._gate.generation
-        self._array = owner._current_outputs()[index].view()
-        self._array.flags.writeable = False
+        self._shape = owner._program.outputs[index].shape
+        self._copied = -1, np.empty(0)  # generation, and a copy where the host does not see the device's memory
 
     def numpy(self) -> np.ndarray:
-        """The output's memory, valid until the next run."""
-        if self._owner.options.debug and self._generation != self._owner._gate.generation:
+        """The output's memory, valid until the next run. Where the host does not see it: a copy, made when first asked for."""
+        generation = self._owner._gate.generation
+        if self._owner.options.debug and self._generation != generation:
             raise StaleViewError(
-                f"output {self._index} was viewed after run {self._generation}, and run {self._owner._gate.generation} has "
+                f"output {self._index} was viewed after run {self._generation}, and run {generation} has "
                 "overwritten it; take a copy, or a new outputs_view()"
             )
-        return self._array
+        array = self._owner._output_views[self._index]
+        if array is None:
+            if self._copied[0] != generation:
+                self._owner._drain()
+                self._copied = generation, self._owner._read([self._index])[0]
+            array = self._copied[1]
+        array = array.view()
+        array.flags.writeable = False
+        return array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._array.shape
+        return self._shape.static
 
     @property
     def dtype(self) -> np.dtype:
-        return self._array.dtype
+        return self._shape.dtype.numpy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
@@ -45,13 +54,13 @@ class OutputView:
         return self.numpy()[key]
 
     def __len__(self) -> int:
-        return len(self._array)
+        return len(self.numpy())
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.numpy().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
+        return self.numpy().__dlpack_device__()
 
     def __repr__(self) -> str:
         return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"

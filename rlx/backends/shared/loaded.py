@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,8 @@ PURPOSES = {Region.PARAM: "params", Region.PREPARED: "prepared", Region.CONSTANT
 class Loaded:
     """The part of an Executable (rlx.driver.backend) that holds memory, indexed by the program's buffer ids. This object owns the
     arena and the handles; constants and params may be shared with other executables."""
+
+    asynchronous = False
 
     def __init__(
         self, program: Program, params: ParamStore, handles: HandleStore, memory: Memory,
@@ -92,6 +94,10 @@ class Loaded:
         part = block if count is None else block.part(start * out.itemsize, out.nbytes)
         self.device_memory.copy_out(part, bytes_of(out))
         return out
+
+    def read_later(self, buffers: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        arrays = [self.read(b) for b in buffers]
+        return lambda: arrays
 
     def copy(self, goal: int, source: int) -> None:
         self.device_memory.copy(self.block(goal), self.block(source))

@@ -1,0 +1,202 @@
+"""A device whose memory the host does not see, and whose runs end later: it conforms, reads and copies no more than is asked for,
+and reports an error where a result is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import device_conformance as conformance
+import late_device
+import numpy as np
+import pytest
+
+import rlx
+from rlx.driver.queue import DEPTH
+from rlx.driver.stream import Pending
+from rlx.errors import IndexRangeError
+
+F = np.float32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device() -> Iterator[None]:
+    with conformance.installed("late", "late_device:LateBackend"):
+        yield
+
+
+@pytest.mark.parametrize("name,check", [
+    (name, check) for name, check in conformance.checks("late")
+    if not name.startswith(("op ", "ranks")) or name in ("op layer_norm", "op matmul", "op sort", "op top_k")
+], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_it_conforms(name: str, check) -> None:
+    """But for ranks: its one queue would wait for itself if several threads used it."""
+    check()
+
+
+def two_outputs(dims: tuple[int, ...] = (3, 5)) -> rlx.CompiledGraph:
+    """x + y and x * y; `done` counts runs."""
+    g = rlx.Graph("two")
+    x, y = g.input("x", dims, rlx.f32), g.input("y", dims, rlx.f32)
+    done = g.handle(rlx.BufferHandle("done", (), rlx.i32))
+    g.assign(done, done + 1)
+    g.set_outputs([x + y, rlx.sum(x * y, axis=0)])
+    return rlx.Session("late").compile(g)
+
+
+def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
+    """total += table[i]. Rows past 3 are an IndexRangeError."""
+    g = rlx.Graph("picker")
+    table, i = g.constant(np.arange(4, dtype=F) + 1), g.input("i", (), "i32")
+    total = g.handle(rlx.BufferHandle("total", (), "f32"))
+    row = rlx.gather(table, i)
+    g.assign(total, total + row)
+    g.set_outputs([total + row])
+    return rlx.Session("late").compile(g, handles=store)
+
+
+def at(i: int) -> np.ndarray:
+    return np.array(i, np.int32)
+
+
+def copied(act) -> tuple[int, int]:
+    """Bytes copied to and from the device by `act`."""
+    memory = late_device.MEMORY
+    memory.settle()
+    before = memory.copied_in, memory.copied_out
+    act()
+    memory.settle()
+    return memory.copied_in - before[0], memory.copied_out - before[1]
+
+
+X, Y = np.arange(15, dtype=F).reshape(3, 5), np.full((3, 5), 2, F)
+
+
+def test_only_what_is_asked_for_is_read() -> None:
+    compiled = two_outputs()
+    inputs = {"x": X, "y": Y}
+    assert copied(lambda: compiled.run(inputs)) == (120, 80)
+    assert copied(lambda: compiled.run_read_outputs(inputs, [1])) == (120, 20)
+    assert copied(lambda: compiled.run_read_outputs(inputs, [])) == (120, 0)
+    assert copied(lambda: compiled.run_slots([X, Y])) == (120, 0)
+    assert copied(lambda: compiled.run_raw(inputs)) == (120, 0)
+    assert copied(lambda: compiled.commit_no_wait(inputs)) == (120, 0)
+    assert copied(lambda: compiled.read_output_row(0, 1, 5)) == (0, 20)
+    np.testing.assert_array_equal(compiled.read_output_row(0, 1, 5), X[1] + 2)
+    views: list = []
+    assert copied(lambda: views.extend(compiled.outputs_view())) == (0, 0)
+    assert (views[0].shape, views[0].dtype) == ((3, 5), F)
+    assert copied(lambda: views[1][0]) == (0, 20)
+    assert copied(lambda: views[1].numpy()) == (0, 0)  # it has been read
+    np.testing.assert_array_equal(views[0], X + Y)
+    call = compiled.bound([X, Y])
+    assert copied(call) == (120, 0)
+    assert copied(lambda: compiled.read_handle("done")) == (0, 4) and compiled.read_handle("done") == 7
+
+
+def test_inputs_are_written_once_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, seen = two_outputs(), []
+    write = late_device.LateExecutable.write
+    monkeypatch.setattr(late_device.LateExecutable, "write", lambda self, b, a: (seen.append(a), write(self, b, a)))
+    compiled.run_slots([X, Y])
+    assert [a is b for a, b in zip(seen, (X, Y), strict=True)] == [True, True]
+    view = compiled.input_view("x")
+    assert view is compiled.input_view("x") and not compiled._staging.keys() - {"x"}
+    view[...] = 7
+    compiled.run_slots([view, Y.T.copy().T])
+    assert seen[2] is view and seen[3].flags.c_contiguous
+    np.testing.assert_array_equal(compiled.outputs_view()[0], np.full((3, 5), 9, F))
+
+
+def test_runs_are_only_waited_for_where_a_result_is_needed() -> None:
+    compiled = two_outputs()
+    compiled.handles.write("done", np.array(0, np.int32))
+    done = compiled.handles.entries["done"].block.hidden.view(np.int32)
+    call = compiled.bound([X, Y])
+    for act in (lambda: compiled.run_slots([X, Y]), lambda: compiled.commit_no_wait({"x": X, "y": Y}), call):
+        for _ in range(3):
+            act()
+    assert done[0] == 0
+    assert call()[1].numpy().tolist() == (X * Y).sum(0).tolist() and done[0] == 10
+    later = compiled._executable.run()
+    assert isinstance(later, Pending) and not later.done() and done[0] == 10
+    later.wait()
+    assert later.done() and done[0] == 11
+
+
+def test_at_most_so_many_runs_are_under_way() -> None:
+    compiled = two_outputs()
+    done = compiled.handles.entries["done"].block.hidden.view(np.int32)
+    for _ in range(DEPTH):
+        compiled.run_slots([X, Y])
+    assert done[0] == 0
+    compiled.run_slots([X, Y])
+    assert done[0] >= 1
+
+
+def test_every_run_of_a_pipeline_keeps_its_outputs() -> None:
+    compiled = two_outputs()
+    found = compiled.run_pipelined({"x": X + i, "y": Y} for i in range(5))
+    for i, (total, product) in enumerate(found):
+        np.testing.assert_array_equal(total, X + i + Y)
+        np.testing.assert_array_equal(product, ((X + i) * Y).sum(0))
+
+
+@pytest.mark.parametrize("begin", ["commit_no_wait", "run_slots"])
+def test_an_error_is_raised_where_a_result_is_first_needed_and_cancels_later_runs(begin: str) -> None:
+    compiled = picker()
+    other = picker(compiled.handles)
+    needs = {
+        "sync_pending": compiled.sync_pending,
+        "read_handle": lambda: compiled.read_handle("total"),
+        "a row": lambda: compiled.read_output_row(0, 0, 1),
+        "a view": lambda: np.asarray(compiled.outputs_view()[0]),
+        "run": lambda: compiled.run({"i": at(0)}),
+        "another executable": lambda: other.run({"i": at(0)}),
+        "fork": lambda: compiled.fork_handles(1),
+        "clone": compiled.clone,
+    }
+    for name, need in needs.items():
+        compiled.bind_handle("total", np.zeros((), F))
+        for graph, i in ((compiled, 0), (other, 1), (compiled, 9), (other, 2), (compiled, 9)):
+            graph.commit_no_wait({"i": at(i)}) if begin == "commit_no_wait" else graph.run_slots([at(i)])
+        with pytest.raises(IndexRangeError, match="queued run 2 of 5.*; the 2 behind it were not run"):
+            need()
+        assert compiled.read_handle("total") == 3, name  # as the last good run left it
+        assert compiled.run({"i": at(3)})[0] == 7, name
+
+
+def test_a_run_alone_raises_its_own_error_and_changes_nothing() -> None:
+    compiled = picker()
+    with pytest.raises(IndexRangeError, match="^(?!queued)"):
+        compiled.run({"i": at(4)})
+    assert compiled.read_handle("total") == 0
+    with pytest.raises(IndexRangeError, match="queued run 1 of 3"):
+        compiled.run_pipelined([{"i": at(i)} for i in (0, 9, 1)])
+    assert compiled.read_handle("total") == 1
+
+
+def test_a_feed_behind_a_failed_run_is_cancelled() -> None:
+    g = rlx.Graph("fed")
+    last, i = g.handle(rlx.BufferHandle("last", (), rlx.f32)), g.input("i", (), rlx.i32)
+    g.set_outputs([rlx.gather(g.constant(np.arange(4, dtype=F) + 1), i) + last])
+    compiled = rlx.Session("late").compile(g)
+    compiled.set_gpu_handle_feed("last", 0)
+    for i in (1, 5, 2):
+        compiled.run_slots([at(i)])
+    with pytest.raises(IndexRangeError, match="queued run 1 of 3"):
+        compiled.sync_pending()
+    assert compiled.read_handle("last") == 2
+
+
+def test_memory_goes_back_with_the_executable() -> None:
+    import gc
+
+    gc.collect()
+    live = len(late_device.MEMORY.live)
+    compiled = two_outputs()
+    compiled.run_slots([X, Y])
+    assert len(late_device.MEMORY.live) > live
+    compiled.sync_pending()
+    del compiled
+    gc.collect()
+    assert len(late_device.MEMORY.live) == live
