@@ -19,10 +19,10 @@ import pytest
 import ranks
 from conformance import HEAP, on_threads, reduced, same_bits
 
-from rlx import host, knobs
+from rlx import knobs
 from rlx.driver import ReduceKind, SymmetricBuffer, all_reduce, barrier, broadcast, collective, reduce_code
 from rlx.driver.collective import collectives_of
-from rlx.driver.reduction import Form, combine
+from rlx.driver.reduction import Form
 from rlx.driver.schedule import ALGORITHMS, MINE, OUT, Figures, Job, What, choose, possible, schedule
 from rlx.driver.symmetric import LocalTransport
 from rlx.errors import TransportError
@@ -102,15 +102,6 @@ def test_every_algorithm_gives_the_same_bits_on_every_rank_in_every_run(dtype):
     assert len(runs[0]) == 8 and len({bits for run in runs for bits in run}) == 1
 
 
-def test_numpy_does_the_same_where_there_is_no_machine_code(monkeypatch):
-    monkeypatch.setattr(host, "available", lambda: False)
-    collective.reduction.cache_clear()
-    try:
-        raise_first(on_threads(3, lambda t: conformance.conform(t, 60, 300)))
-    finally:
-        collective.reduction.cache_clear()
-
-
 # -- the compiled reductions ---------------------------------------------------------------------------------------
 
 
@@ -142,8 +133,7 @@ def test_reductions(dtype):
     for kind, n, count in itertools.product(ReduceKind, (1, 2, 3, 7), (0, 1, 5, 31, 64, 67, 401)):
         sources = [operand(dtype, count, rng) for _ in range(n)]
         form = Form(kind, dtype, n)
-        found, numpys = compiled(form, sources, count % 3), combine(form, sources)
-        assert same_bits(found, reduced(kind, sources)) and same_bits(numpys, found), (form, count)
+        assert same_bits(compiled(form, sources, count % 3), reduced(kind, sources)), (form, count)
 
 
 @pytest.mark.parametrize("dtype", [f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, u64, DTYPES["i8"]], ids=str)
@@ -174,13 +164,13 @@ def test_eight_bit_floats_round_as_ml_dtypes_does(dtype):
 def test_order_and_rounding_are_what_is_promised():
     """The sum of f16 values is rounded once, at the end; of f32 values it is taken from left to right."""
     ones = [np.full(3, v, np.float16) for v in (2048, 1, 1, 1)]  # f16 alone would stay at 2048
-    assert (combine(Form(SUM, f16, 4), ones) == 2052).all()  # 2051, halfway between 2050 and 2052
+    assert (compiled(Form(SUM, f16, 4), ones) == 2052).all()  # 2051, halfway between 2050 and 2052
     big = [np.full(3, v, np.float32) for v in (1e8, 1, -1e8)]
-    assert (combine(Form(SUM, f32, 3), big) == 0).all() and (combine(Form(SUM, f32, 3), big[::2] + big[1:2]) == 1).all()
-    assert combine(Form(MEAN, DTYPES["i8"], 2), [np.int8([-100, 127]), np.int8([-101, 126])]).tolist() == [-100, 126]
+    assert (compiled(Form(SUM, f32, 3), big) == 0).all() and (compiled(Form(SUM, f32, 3), big[::2] + big[1:2]) == 1).all()
+    assert compiled(Form(MEAN, DTYPES["i8"], 2), [np.int8([-100, 127]), np.int8([-101, 126])]).tolist() == [-100, 126]
     zeros = [np.float32([0.0, -0.0]), np.float32([-0.0, 0.0])]
-    assert np.signbit(combine(Form(MAX, f32, 2), zeros)).tolist() == [False, True]
-    assert np.isnan(combine(Form(MIN, f32, 2), [np.float32([np.nan, 1]), np.float32([1, np.nan])])).all()
+    assert np.signbit(compiled(Form(MAX, f32, 2), zeros)).tolist() == [False, True]
+    assert np.isnan(compiled(Form(MIN, f32, 2), [np.float32([np.nan, 1]), np.float32([1, np.nan])])).all()
 
 
 # -- schedules and the choice --------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import pytest
 import ranks
 from ranks import Ended, all_ready_but
 
-from rlx import host
 from rlx.driver import LocalTransport, Rank, ReduceKind, ShmTransport, SymmetricBuffer, all_reduce, connect
 from rlx.driver.barrier import Call
 from rlx.driver.collective import collectives_of
@@ -64,25 +63,6 @@ def passed_on(t: ShmTransport, rounds: int) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_ranks_write_to_each_other(n):
     ranks.run(n, passed_on, 12, heap_size=100_001)
-
-
-def in_python(name: str, rank: int, n: int) -> None:
-    host.available = lambda: False
-    with contextlib.closing(ShmTransport(name, rank, n, 5000, LONG)) as t:
-        assert t._meet.func is shm.meet
-        passed_on(t, 12)
-
-
-def half_in_python(name: str, rank: int, n: int) -> None:
-    if rank % 2:
-        return in_python(name, rank, n)
-    with contextlib.closing(ShmTransport(name, rank, n, 5000, LONG)) as t:
-        passed_on(t, 12)
-
-
-@pytest.mark.parametrize("function", [in_python, half_in_python])
-def test_without_compiled_code_it_is_the_same(function):
-    ranks.run(3, function, connect=False)
 
 
 def shared_views(t: ShmTransport) -> None:

@@ -5,9 +5,9 @@ heaps. Afterwards the contents of the scratch are undefined. If ranks make diffe
 before any array has changed. An invalid call (HeapBoundsError, UnknownRankError, or CallMismatchError if array and scratch do not
 fit) is refused at once, on that rank alone.
 
-Reductions are defined by rlx.driver.reduction.combine: elements are combined in rank order, 16- and 8-bit floats accumulate in
-f32, integers in 64 bits, and the result is rounded once. Every algorithm (rlx.driver.schedule), transport and size gives the same
-bits on all ranks, except for the payloads of NaNs. Machine code computes it, or numpy where no code can be generated.
+Reductions (rlx.driver.reduce_code) combine elements in rank order. 16- and 8-bit floats accumulate in f32, integers in 64 bits,
+and the result is rounded once. Every algorithm (rlx.driver.schedule), transport and size gives the same bits on all ranks, except
+for the payloads of NaNs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import index
 from statistics import median
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from rlx import host
 from rlx.driver.barrier import Call, detail_of
-from rlx.driver.reduction import Form, ReduceKind, Reduction, accumulator, numpy_reduction
+from rlx.driver.reduction import Form, ReduceKind, accumulator
 from rlx.driver.schedule import (
     ALGORITHMS,
     MINE,
@@ -56,6 +54,8 @@ Result = TypeVar("Result")
 
 
 class Table(Protocol):
+    """A plan, ready to be executed."""
+
     def run(self, array: np.ndarray, out: np.ndarray) -> None:
         """Execute the plan on these bytes."""
         ...
@@ -71,21 +71,11 @@ class Memory(Protocol):
 
 @runtime_checkable
 class Compiled(Protocol):
-    """A transport with its own machine code for plans. The methods return None if this process cannot generate code. `busy`: the
-    word Collectives.busy."""
+    """A transport with its own machine code for plans. `memory`: None if this Python is not supported. `busy`: the word
+    Collectives.busy."""
 
-    def table(self, plan: Plan) -> Table | None: ...
+    def table(self, plan: Plan) -> Table: ...
     def memory(self, slow: Callable[..., None], busy: ctypes.c_int64) -> Memory | None: ...
-
-
-@cache
-def reduction(form: Form) -> Reduction:
-    """The reduction in machine code if it can be generated, else in numpy, with the same bits."""
-    if not host.available():
-        return numpy_reduction(form)
-    from rlx.driver import reduce_code  # imports the compiler, which only ranks need
-
-    return reduce_code.reduction(form)
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -139,6 +129,8 @@ class Steps:
         together(self.transport, self._run, array, out)
 
     def _run(self, array: np.ndarray, out: np.ndarray) -> None:
+        from rlx.driver.reduce_code import reduction  # imports the compiler, which only ranks need
+
         own = {MINE: array, OUT: out}
         for step in self.plan.steps:
             if step.op == "meet":
@@ -293,8 +285,7 @@ class Collectives:
     def table(self, plan: Plan) -> Table:
         """The plan as the transport's own machine code, or as Steps."""
         code: Any = self.transport
-        made = code.table(plan) if isinstance(code, Compiled) else None
-        return made or Steps(self.transport, self.heap, plan)
+        return code.table(plan) if isinstance(code, Compiled) else Steps(self.transport, self.heap, plan)
 
     # -- figures
 

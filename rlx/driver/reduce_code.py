@@ -102,6 +102,7 @@ def function(form: Form) -> Callable[..., None]:
     return library(form).function(SYMBOL, None, *arguments)
 
 
+@cache
 def reduction(form: Form) -> Reduction:
     """The compiled reduction as a function of byte arrays."""
     call, itemsize = function(form), form.dtype.itemsize

@@ -24,19 +24,16 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from rlx import host
 from rlx.driver.barrier import MEET, Call, as_call, mismatch
 from rlx.driver.symmetric import PAGE, TIMEOUT, Copies, Rank, SymmetricHeap
 from rlx.driver.transports.shm_words import (
     ABSENT,
     DIED,
-    DIFFER,
     HEADER_BYTES,
     INTERRUPTED,
     LEFT,
@@ -104,7 +101,9 @@ class ShmTransport(Copies):
             lines=base + HEADER_BYTES, stages=base + stages, heaps=base + heaps, stride=self.heap.stride, rank=rank,
             ranks=self.num_ranks, yields=YIELDS, nanoseconds=round(SLICE * 1e9),
         )  # fmt: skip
-        self._meet: Callable[[], int] = _meet_of(self.meeting) or partial(meet, self.meeting, self._lines)
+        from rlx.driver.transports import shm_meet  # imports the compiler, which only ranks need
+
+        self._meet = shm_meet.meet_of(self.meeting)
         _used.add(self)
 
     def _hurry(self) -> None:
@@ -162,15 +161,11 @@ class ShmTransport(Copies):
     # -- plans of collectives (rlx.driver.collective.Compiled)
 
     def table(self, plan: Any) -> Any:
-        if not host.available():
-            return None
         from rlx.driver.transports import shm_walk  # imports the compiler, which only collectives need
 
         return shm_walk.Table(self, plan)
 
     def memory(self, slow: Callable[..., None], busy: ctypes.c_int64) -> Any:
-        if not host.available():
-            return None
         from rlx.driver.transports import shm_walk
 
         return shm_walk.remembered(self, slow, busy)
@@ -228,29 +223,6 @@ def _refuse_to_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_to_fork)
-
-
-def _meet_of(meeting: Meeting) -> Callable[[], int] | None:
-    """Machine code that comes to a barrier and waits for a bounded time. None: code cannot be generated here."""
-    if not host.available():
-        return None
-    from rlx.driver.transports import shm_meet  # imports the compiler, which only ranks need
-
-    return shm_meet.meet_of(meeting)
-
-
-def meet(m: Meeting, lines: Sequence[Line]) -> int:
-    """rlx_ranks_meet in Python; see Meeting."""
-    half, call = m.number % 2 * 4, [m.what, m.offset, m.len, m.detail]
-    lines[m.rank].calls[half : half + 4] = call
-    lines[m.rank].epoch = m.number
-    until = time.monotonic() + SLICE
-    for rank, line in enumerate(lines):
-        while line.epoch < m.number:
-            if time.monotonic() > until:
-                return WAITING + rank
-            time.sleep(5e-5)
-    return DIFFER if any(line.calls[half : half + 4] != call for line in lines) else 0
 
 
 def layout(num_ranks: int, heap_size: int) -> tuple[int, int, int]:
