@@ -197,6 +197,18 @@ def test_what_is_declared_elsewhere_may_change_and_is_not_kept(folder, declare):
     assert note(two_layers()) == ("compiled", FRESH) and note(two_layers()) == ("cached", "")
 
 
+@pytest.mark.parametrize("device", ["cpu", "ref"])
+def test_every_kernel_has_a_text_though_names_repeat(folder, device):
+    g = rlx.Graph("twice")
+    x = g.input("x", (3, 40), rlx.f32)
+    g.set_outputs([rlx.cumsum(x, axis=1), rlx.cumsum(x, axis=0), rlx.cumsum(x, axis=1)])
+    for state in ("compiled", "cached"):
+        report = Session(device).compile(g, rlx.CompileOptions(disable=["canonicalise"])).report()
+        assert report.cache.state == state or device == "ref"
+        assert list(report.texts) == ["cumsum", "cumsum@2"] and report.texts["cumsum"] != report.texts["cumsum@2"]
+        assert "2 different kernels" in str(report)
+
+
 def test_an_op_in_place_of_one_of_the_packages_is_not_kept(folder, monkeypatch):
     assert note(two_layers()) == ("compiled", FRESH)
     monkeypatch.setitem(rlx.OPS, "gelu", replace(rlx.OPS["gelu"], decompose=lambda attrs, x: x * 2.0))

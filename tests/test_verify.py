@@ -9,7 +9,7 @@ import pytest
 
 from rlx.errors import VerifyError
 from rlx.ir import OPS, Attrs, BufferHandle, Dim, Graph, Kind, Node, OpDef, Shape, Value, constant, f32, faults, i32
-from rlx.ir.graph import HANDLE, INPUT, PARAM, LeafAttrs, apply
+from rlx.ir.graph import HANDLE, INPUT, PARAM, Active, Extent, LeafAttrs, apply
 from rlx.ir.op import fits as _fits
 
 
@@ -88,6 +88,16 @@ def ghost(op: OpDef) -> Value:
     return Value(Node(op, (), LeafAttrs(X), (X,), "ghost"))
 
 
+def extent(leaf: Any = None, axes: tuple[int, ...] = (), active: Active | None = None):
+    """Gives the graph an extent: by default of a new input i64[], with no active axes."""
+
+    def change(g: Graph) -> None:
+        x, of = g.inputs[0], leaf(g) if leaf else g.input("%extent", (), "i64")
+        g.extent = Extent(of, {x: axes} if axes else {}, {x: (active,)} if active else {}, ((),) * 3)
+
+    return change
+
+
 def clear(g: Graph) -> None:
     for group in (g.outputs, g.output_names, g.assigns):
         group.clear()
@@ -126,6 +136,10 @@ BROKEN = {
     "assign twice": (lambda g: g.assigns.append(g.assigns[0]), "assigned twice"),
     "assign input": (lambda g: g.assigns.append((g.inputs[0], g.inputs[0])), "which is not a declared handle"),
     "assign ghost": (lambda g: g.assigns.append((ghost(HANDLE), g.inputs[0])), "which is not a declared handle"),
+    "extent leaf": (extent(lambda g: g.inputs[0]), "the extent <input 'x' f32[2,3]> is not an input i64[]"),
+    "extent axes": (extent(axes=(2,)), "<input 'x' f32[2,3]> has no axes (2,) to be active"),
+    "extent factors": (extent(active=Active(1, 1, 3, 2)), "<input 'x' f32[2,3]> has no active axis (1, 1, 3, 2)"),
+    "extent axis": (extent(active=Active(2, 1, 3, 1)), "<input 'x' f32[2,3]> has no active axis (2, 1, 3, 1)"),
     "assign index": (lambda g: g.assigns.__setitem__(0, (g.handles[0], Value(g.inputs[0].node, 2))), "is assigned"),
 }
 

@@ -78,8 +78,7 @@ class _Assembler:
         run = [run[i] for i, _ in order]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(x)) for g, x in self.lowered.items() if g.anchor in undo)
-        active = graph.extent.outputs if graph.extent else ((),) * len(graph.outputs)
-        named = zip(graph.output_names, graph.outputs, active, strict=True)
+        named = zip(graph.output_names, graph.outputs, graph.output_actives, strict=True)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
         plan = plan_arena(
             self.buffers,

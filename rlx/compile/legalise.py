@@ -55,9 +55,10 @@ def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     out.assigns, out.in_place = [(done[h], done[v]) for h, v in graph.assigns], set(graph.in_place)
     out.updates = [u.renamed(done) for u in graph.updates]
     if options.extent is not None:
-        name, upper = options.extent
-        axes = {done[v]: tuple(i for i, d in enumerate(v.dims) if name in _dim_names(d)) for n in nodes for v in n.results}
-        out.extent = Extent(out.input(EXTENT, (), "i64"), upper, {}, axes=axes)
+        name, _ = options.extent
+        named = ((done[v], tuple(i for i, d in enumerate(v.dims) if name in _dim_names(d))) for n in nodes for v in n.results)
+        axes = {v: found for v, found in named if found}
+        out.extent = Extent(out.input(EXTENT, (), "i64"), axes, {}, ((),) * len(out.outputs))
     _check_sizes(out)
     return out
 

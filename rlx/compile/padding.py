@@ -145,7 +145,7 @@ class Padding(Rows, PaddingPass):
     """The pass, and the first argument of an op's `padded` function."""
 
     def __init__(self, graph: Graph, name: str, upper: int) -> None:
-        assert graph.extent is not None and graph.extent.axes is not None
+        assert graph.extent is not None
         self.graph, self.name, self.upper, self.axes = graph, name, upper, graph.extent.axes
         self.extent = graph.extent.leaf
         self.actives = {}
@@ -159,7 +159,7 @@ class Padding(Rows, PaddingPass):
             self.actives[leaf] = self.leaf(leaf)
         out = self.graph.rebuild(self.new)
         inputs = {v: self.of(v) for v in out.inputs if self.of(v)}
-        out.extent = Extent(self.extent, self.upper, inputs, tuple(map(self.of, out.outputs)))
+        out.extent = Extent(self.extent, {}, inputs, tuple(map(self.of, out.outputs)))
         return out
 
     def leaf(self, leaf: Value) -> Actives:

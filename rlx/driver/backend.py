@@ -14,7 +14,7 @@ from rlx.driver.stream import Pending
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
-from rlx.ir.program import Program
+from rlx.ir.program import Program, kernel_labels
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 
@@ -91,7 +91,7 @@ class Artifact(Protocol):
     program: Program
 
     def texts(self) -> dict[str, str]:
-        """Kernel name -> generated source, for human readers."""
+        """Label of a kernel (rlx.ir.program.kernel_labels) -> generated source, for human readers."""
         ...
 
 
@@ -102,8 +102,7 @@ class KernelTexts:
     program: Program
 
     def texts(self) -> dict[str, str]:
-        p = self.program
-        return {s.kernel.name: print_kernel(s.kernel) for s in p.prepare + p.steps + p.commit}
+        return {label: print_kernel(kernel) for kernel, label in kernel_labels(self.program).items()}
 
 
 class Executable(Protocol):

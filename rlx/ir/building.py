@@ -39,14 +39,13 @@ class Active(NamedTuple):
 
 class Extent(NamedTuple):
     """The active extent of a bound graph. `leaf`, an input i64 (), is the number of valid rows in a run; a kernel reads it as
-    ctx.element(leaf, ()). `inputs` and `outputs`: their active axes. `axes`: the axes named so in the user's graph, until the
-    active axes are known."""
+    ctx.element(leaf, ()). `axes`: the axes of each value that the user named so. The padding pass replaces them by the active
+    axes of `inputs` and `outputs`."""
 
     leaf: Value
-    upper: int
+    axes: dict[Value, tuple[int, ...]]
     inputs: dict[Value, tuple[Active, ...]]
-    outputs: tuple[tuple[Active, ...], ...] = ()
-    axes: dict[Value, tuple[int, ...]] | None = None
+    outputs: tuple[tuple[Active, ...], ...]
 
 
 class Update(NamedTuple):
@@ -86,6 +85,11 @@ class Building:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({name: value for name, value in state.items() if name})
+
+    @property
+    def output_actives(self) -> Sequence[tuple[Active, ...]]:
+        """The active axes of each output."""
+        return self.extent.outputs if self.extent else ((),) * len(self.outputs)
 
     # -- leaves
 

@@ -167,17 +167,16 @@ def _moved(kernel: Kernel) -> str:
     return f"{kernel.collective.attrs}, {received_bytes(kernel)} bytes to each" if kernel.collective else ""
 
 
-def _labels(program: Program) -> tuple[dict[Kernel, str], list[str]]:
-    """(label of each kernel: NAME, or NAME@2 for the second of that name; text of each distinct kernel)."""
-    labels: dict[Kernel, str] = {}
-    texts: dict[str, str] = {}
+def kernel_labels(program: Program) -> dict[Kernel, str]:
+    """A label for each kernel of a program: NAME, or NAME@2 for the second of that name. Kernels of equal text share a label."""
+    labels: dict[str, str] = {}  # by text
     count: Counter[str] = Counter()
-    for kernel in dict.fromkeys(s.kernel for steps in program.phases.values() for s in steps):
-        if (text := print_kernel(kernel)) not in texts:
+    kernels = {kernel: print_kernel(kernel) for kernel in (s.kernel for steps in program.phases.values() for s in steps)}
+    for kernel, text in kernels.items():
+        if text not in labels:
             count[kernel.name] += 1
-            texts[text] = name_text(kernel.name) + (f"@{count[kernel.name]}" if count[kernel.name] > 1 else "")
-        labels[kernel] = texts[text]
-    return labels, list(texts)
+            labels[text] = f"{kernel.name}@{count[kernel.name]}" if count[kernel.name] > 1 else kernel.name
+    return {kernel: labels[text] for kernel, text in kernels.items()}
 
 
 def print_program(program: Program, full: bool = True) -> str:
@@ -199,13 +198,14 @@ def print_program(program: Program, full: bool = True) -> str:
     for o in program.outputs:
         active = "".join(f" active ({', '.join(map(str, a))})" for a in o.active)
         lines.append(f"output {name_text(o.name)} = %{o.buffer} {o.shape}{active}")
-    labels, kernels = _labels(program)
-    lines += kernels if full else ()
+    labels = kernel_labels(program)
+    lines += dict.fromkeys(map(print_kernel, labels)) if full else ()
     for phase, steps in program.phases.items():
         lines.append(f"{phase}:")
         for n, s in enumerate(steps):
             after = f"after {program.abort[n][0]} " if phase == "abort" else ""
             args = ", ".join(f"{'out ' if b.writable else ''}%{a}" for a, b in zip(s.args, s.kernel.buffers))
+            name = name_text(s.kernel.name) + labels[s.kernel].removeprefix(s.kernel.name)
             note = _moved(s.kernel) or " ".join(s.kernel.origin)
-            lines.append(f"  {'| ' * s.concurrent}{after}{labels[s.kernel]}({args})  # {note}".rstrip(" #"))
+            lines.append(f"  {'| ' * s.concurrent}{after}{name}({args})  # {note}".rstrip(" #"))
     return "\n".join(lines)

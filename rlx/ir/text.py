@@ -10,6 +10,9 @@
       assign total = %2
       return best = %3.0, where = %3.1
 
+A graph with an active extent (rlx.ir.building.Extent) has a line `extent %n`, the axes with that name (`axes %x (1,)`) or the
+active axes of its inputs (`active %x ((1, 1, 48, 1),)`), and `active` with those of an output after the output.
+
 One line per node, operands before users. `%x` is the leaf x, `%1` a node, `%3.1` the second result of a node that has
 several. Names that are not words are JSON strings. `#` starts a comment. The text is untrusted: any error is a ParseError that
 names the line, nothing in the text is evaluated, and memory use is bounded by its length.
@@ -23,11 +26,11 @@ from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from rlx.errors import ParseError, known
-from rlx.ir.building import Building, Update
+from rlx.ir.building import Active, Building, Extent, Update
 from rlx.ir.handle import BufferHandle
 from rlx.ir.node import CONSTANT, ConstantAttrs, Node, Value
 from rlx.ir.op import OPS, Kind
-from rlx.ir.tokens import Tokens, attribute_texts, constant_text, name_text
+from rlx.ir.tokens import Tokens, attribute_text, attribute_texts, constant_text, name_text
 
 G = TypeVar("G", bound=Building)
 
@@ -85,8 +88,13 @@ def _graph_lines(graph: Building, digest: bool) -> list[str]:
         lines.append(f"  assign {name_text(handle.name)} = {ref(value)}{' in place' if handle.name in graph.in_place else ''}")
     for u in graph.updates:
         lines.append(f"  update {name_text(u.handle.name)} = {ref(u.result)} saved {ref(u.saved)} undo {ref(u.undo)}")
-    results = ", ".join(f"{name_text(name)} = {ref(v)}" for name, v in zip(graph.output_names, graph.outputs))
-    lines.append(f"  return {results}".rstrip())
+    if graph.extent is not None:
+        lines.append(f"  extent {ref(graph.extent.leaf)}")
+        for word, given in (("axes", graph.extent.axes), ("active", graph.extent.inputs)):
+            lines += [f"  {word} {ref(v)} {attribute_text(axes)}" for v, axes in given.items()]
+    ends = [f" active {attribute_text(active)}" if active else "" for active in graph.output_actives]
+    results = [f"{name_text(name)} = {ref(v)}{end}" for name, v, end in zip(graph.output_names, graph.outputs, ends)]
+    lines.append(f"  return {', '.join(results)}".rstrip())
     return lines
 
 
@@ -155,6 +163,7 @@ class _Parser(Tokens, Generic[G]):
         else:
             words = {"input": self.leaf, "param": self.leaf, "handle": self.leaf, "assign": self.assign}
             words |= {"update": self.update, "return": self.results}
+            words |= {"axes": self.axes, "active": self.axes} if self.graph.extent else {"extent": self.extent}
             word = self.text
             self.choose(words, "input, param, handle, %N, assign, update or return")(self.graph, word)
 
@@ -185,14 +194,35 @@ class _Parser(Tokens, Generic[G]):
             parts.append(self.value())
         graph.updates.append(Update(handle, *parts))
 
+    def extent(self, graph: Building, word: str) -> None:
+        graph.extent = Extent(self.value(), {}, {}, ())
+
+    def axes(self, graph: Building, word: str) -> None:
+        assert graph.extent is not None
+        value = self.value()
+        if word == "axes":
+            graph.extent.axes[value] = self.attribute()
+        else:
+            graph.extent.inputs[value] = self.actives()
+
+    def actives(self) -> tuple[Active, ...]:
+        found = self.attribute()
+        if not isinstance(found, tuple) or not all(isinstance(a, tuple) and len(a) == len(Active._fields) for a in found):
+            self.error(f"active axes are tuples ({', '.join(Active._fields)}), found {found!r}")
+        return tuple(Active(*a) for a in found)
+
     def results(self, graph: Building, word: str) -> None:
         names: list[str] = []
         values: list[Value] = []
+        actives: list[tuple[Active, ...]] = []
         for _ in self.items(""):
             names.append(self.name("an output's name"))
             self.expect("=")
             values.append(self.value())
+            actives.append(self.actives() if graph.extent and self.accept("active") else ())
         graph.set_outputs(values, names)
+        if graph.extent is not None:
+            graph.extent = graph.extent._replace(outputs=tuple(actives))
         self.finished = True
 
     def node(self) -> None:

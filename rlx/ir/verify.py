@@ -10,8 +10,10 @@ from typing import Any
 
 from rlx.errors import VerifyError
 from rlx.ir.building import Building, postorder
+from rlx.ir.dtype import i64
 from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Node, Value
 from rlx.ir.op import OPS, Kind
+from rlx.ir.shape import Shape
 from rlx.ir.updates import update_faults
 
 
@@ -36,7 +38,7 @@ def faults(graph: Building, sound: set[Node] | None = None) -> list[str]:
             out += found
             if sound is not None and not found:
                 sound.add(node)
-    return out or list(update_faults(graph))
+    return out or [*update_faults(graph), *_extent_faults(graph)]
 
 
 def where(node: Node) -> str:
@@ -90,6 +92,22 @@ def _result_faults(graph: Building) -> Iterator[str]:
         if handle in seen:
             yield f"handle {handle.name!r} is assigned twice"
         seen.add(handle)
+
+
+def _extent_faults(graph: Building) -> Iterator[str]:
+    """Broken rules of the active extent of a graph whose leaves and outputs are sound."""
+    if (extent := graph.extent) is None:
+        return
+    if extent.leaf not in set(graph.inputs) or extent.leaf.shape != Shape((), i64):
+        yield f"the extent {extent.leaf!r} is not an input i64[] of the graph"
+    for value, axes in extent.axes.items():
+        if not isinstance(axes, tuple) or not all(type(a) is int and 0 <= a < value.rank for a in axes):
+            yield f"{value!r} has no axes {axes!r} to be active"
+    for value, actives in (*extent.inputs.items(), *zip(graph.outputs, extent.outputs)):
+        for a in actives:
+            whole = all(type(n) is int and n >= 0 for n in a) and a.axis < value.rank
+            if not whole or value.dims[a.axis] != a.outer * a.upper * a.inner:
+                yield f"{value!r} has no active axis {tuple(a)}: (axis, outer, upper, inner), whose product is the dim"
 
 
 def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from rlx.ir.tuning import NOT_TUNED, Tuning
 
 
 class Texts(Mapping[str, str]):
-    """Kernel name -> generated code, read lazily."""
+    """Label of a kernel -> generated code, read lazily."""
 
     def __init__(self, read: Callable[[], Mapping[str, str]]) -> None:
         self._read = read
@@ -48,14 +48,13 @@ class CacheNote:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: kernel name -> generated code.
-    `stages`: graph text by pass. `cache`: use of the disk cache. `tuning`: the tilings of steps. `work`: bytes and FLOPs of a
-    run, counted lazily."""
+    """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: label of a kernel (NAME, or
+    NAME@2 for the second of that name) -> generated code. `stages`: graph text by pass. `cache`: use of the disk cache.
+    `tuning`: the tilings of steps. `work`: bytes and FLOPs of a run, counted lazily."""
 
     name: str
     device: str
     nodes: tuple[NodeReport, ...]
-    kernels: int
     steps: int
     seconds: Mapping[str, float]
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -63,6 +62,11 @@ class CompileReport:
     cache: CacheNote = CacheNote()
     tuning: Tuning = NOT_TUNED
     count: Callable[[], ProgramWork] = field(default=lambda: ProgramWork((), 0), repr=False, compare=False)
+
+    @property
+    def kernels(self) -> int:
+        """The number of different kernels."""
+        return len(self.texts)
 
     @cached_property
     def work(self) -> ProgramWork:

@@ -119,10 +119,9 @@ class Session:
         program, times = artifact.program, list(clock.values())
         seconds: dict[str, float] = {name: b - a for name, a, b in zip(list(clock)[1:], times, times[1:])}
         steps = len(program.prepare) + len(program.steps) + len(program.commit)
-        kernels = len({s.kernel.name for phase in program.phases.values() for s in phase})
         texts = Texts(artifact.texts)
         report = CompileReport(
-            program.name, str(self.device), program.nodes, kernels, steps, seconds, texts, program.stages,
+            program.name, str(self.device), program.nodes, steps, seconds, texts, program.stages,
             entry.note(cached=kept is not None), entry.tuning, entry.work or partial(program_work, program),
         )  # fmt: skip
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:

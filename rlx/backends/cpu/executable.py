@@ -28,7 +28,7 @@ from rlx.errors import IndexRangeError, PlanError
 from rlx.host.gate import FastCall
 from rlx.host.jit import load
 from rlx.ir.kernel import STATUS, Kernel
-from rlx.ir.program import BufferDecl, Program, Region, Step
+from rlx.ir.program import BufferDecl, Program, Region, Step, kernel_labels
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
@@ -51,10 +51,11 @@ class CpuArtifact:
     written: Callable[[], dict[str, str]] | None = None
 
     def texts(self) -> dict[str, str]:
-        """Kernel name -> its LLVM IR. Kernels that share code each appear, with the same text."""
+        """Label of a kernel -> its LLVM IR. Kernels that share code each appear, with the same text."""
         if self.written is not None:
             return self.written()
-        return {step.kernel.name: code.text for steps in self.coded.values() for step, code in steps}
+        labels = kernel_labels(self.program)
+        return {labels[step.kernel]: code.text for steps in self.coded.values() for step, code in steps}
 
 
 class CpuCode:
