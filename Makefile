@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	  "The girl is carrying a baby." "A cheetah chases its prey across the field."
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(FILES)

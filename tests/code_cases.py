@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -134,14 +134,33 @@ def graph(case: Case, before: str, after: str) -> Graph | None:
     return g
 
 
+class Every(Sequence[tuple[Case, str, str]]):
+    """All cases in an order in which any stretch has many ops, dtypes and neighbours. There are millions: each is made when it is
+    asked for."""
+
+    def __init__(self) -> None:
+        self.cases = [c for c in cases(awkward=False) if not c.op.collective]
+        self.neighbours = [(b, a) for b in BEFORE for a in AFTER]
+        self.stride = 1_000_003  # a prime that no total so far is a multiple of
+        assert len(self) % self.stride
+
+    def __len__(self) -> int:
+        return len(self.cases) * len(self.neighbours)
+
+    @overload
+    def __getitem__(self, n: int) -> tuple[Case, str, str]: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[tuple[Case, str, str]]: ...
+    def __getitem__(self, n: int | slice) -> tuple[Case, str, str] | list[tuple[Case, str, str]]:
+        if isinstance(n, slice):
+            return [self[i] for i in range(len(self))[n]]
+        neighbours, case = divmod(range(len(self))[n] * self.stride % len(self), len(self.cases))
+        return self.cases[case], *self.neighbours[neighbours]
+
+
 @cache
-def every() -> tuple[tuple[Case, str, str], ...]:
-    """All cases in an order in which any stretch has many ops, dtypes and neighbours."""
-    found = [c for c in cases(awkward=False) if not c.op.collective]
-    pairs = [(b, a) for b in BEFORE for a in AFTER]
-    total, stride = len(found) * len(pairs), 1_000_003  # a prime that no total so far is a multiple of
-    assert total % stride
-    return tuple((found[i % len(found)], *pairs[i // len(found)]) for i in ((n * stride) % total for n in range(total)))
+def every() -> Every:
+    return Every()
 
 
 def compile_case(number: int, processor: str) -> bool:

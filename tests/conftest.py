@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 
 import pytest
@@ -18,7 +21,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 settings.register_profile("rlx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlx")
 
+BYTECODE = "PYTHONPYCACHEPREFIX"
+_bytecode = ""  # the folder that this process has made
+if sys.dont_write_bytecode and BYTECODE not in os.environ:  # else each of hundreds of processes would compile the package first
+    os.environ[BYTECODE] = _bytecode = tempfile.mkdtemp(prefix="rlx-bytecode-")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+LONG = (  # files that take long, the longest first
+    "tensor_parallel", "language", "ops", "c_backend", "ranks_mpi", "generated_code", "launch", "add_an_op_doc", "padding", "cli",
+    "generate", "limits", "allocation", "models", "tune", "cpu_contract", "c_style", "memory", "int8",
+)  # fmt: skip
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=10, help="ranks that tests/test_ranks_shm.py kills at random moments")
     parser.addoption("--collectives", type=int, default=300, help="random ones of tests/test_collectives.py, over each transport")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, so that the processes that share the files end at the same time."""
+    place = {f"test_{name}.py": at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
+
+def pytest_unconfigure() -> None:
+    if _bytecode:
+        shutil.rmtree(_bytecode, ignore_errors=True)

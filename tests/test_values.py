@@ -105,6 +105,18 @@ def with_everything() -> rlx.Graph:
     return g
 
 
+def run_with_everything(g: rlx.Graph) -> list[np.ndarray]:
+    """The outputs that `with_everything` gave the graph."""
+    compiled = rlx.Session("ref").compile(g, rlx.CompileOptions().bind_handle(rlx.BufferHandle("total", (4,), "f32")))
+    compiled.set_param("w", np.full(4, 2, np.float32))
+    return compiled.run({"x": np.ones(4, np.float32)})[:4]
+
+
+@pytest.fixture(scope="module")
+def ran_with_everything() -> list[np.ndarray]:
+    return run_with_everything(with_everything())
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "pickle by the oldest protocol": lambda x: pickle.loads(pickle.dumps(x, 0)),
@@ -112,7 +124,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_of_a_graph_compiles_and_grows(copied: Callable[[Any], Any]) -> None:
+def test_a_copy_of_a_graph_compiles_and_grows(copied: Callable[[Any], Any], ran_with_everything: list[np.ndarray]) -> None:
     g = with_everything()
     wanted = [g, g.inputs[0], g.outputs[2]]
     again, x, best = map(copy.copy, wanted) if copied is copy.copy else copied(wanted)
@@ -122,14 +134,7 @@ def test_a_copy_of_a_graph_compiles_and_grows(copied: Callable[[Any], Any]) -> N
     if copied is not copy.copy:
         again.set_outputs([*again.outputs, rlx.exp(x)])
         assert len(g.outputs) == 4, "the copy shares its lists"
-    arrays = {"x": np.ones(4, np.float32)}
-    options = rlx.CompileOptions().bind_handle(rlx.BufferHandle("total", (4,), "f32"))
-    found = []
-    for graph in (g, again):
-        compiled = rlx.Session("ref").compile(graph, options)
-        compiled.set_param("w", np.full(4, 2, np.float32))
-        found.append(compiled.run(arrays)[:4])
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(run_with_everything(again), ran_with_everything, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
