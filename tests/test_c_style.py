@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from c_backend import compile_kernels, compiler
+from test_ref_backend import extremes_kernel, sort_kernel
 
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.c_dialect import C
@@ -251,6 +252,15 @@ def test_guards_checks_locals_and_lets():
     kernel = Kernel("mixed", (x, out), (private,), ((g, 4),), body)
     assert run_c(kernel, np.arange(6).astype(bf16.numpy), np.zeros(12, np.float32)) == 1
     check(replace(kernel, grid=((g, 2),)), np.arange(6), np.full(12, 7))
+
+
+@pytest.mark.parametrize("columns", [1, 8, 33])
+def test_extremes_and_sorts_become_loops(columns: int) -> None:
+    x = np.random.default_rng(columns).integers(-2, 3, (6, columns)).astype(np.float32)
+    x[1:, 1::3] = np.nan
+    check(extremes_kernel(6, columns), x, np.full(18, -7), np.zeros(6))
+    for descending in (False, True):
+        check(sort_kernel(6, columns, descending), x, np.zeros(x.size), np.zeros(x.size))
 
 
 def test_large_locals_do_not_take_the_stack():

@@ -69,14 +69,21 @@ def everything() -> K.Kernel:
     at = k.add(k.mul(g, 64), i)  # shared: stands in a load and in a store
     inside = k.lt(k.cast(i, i32), K.Load(table, g))
     loaded = K.Load(x, at, kept)
+    first, rank, held, origin = K.Var("first"), K.Var("rank"), K.Var("held", f32), K.Var("origin")
     body = (
         K.Let(kept, k.and_(inside, k.ne(K.const(-0.0, f32), K.const(float("nan"), f32)))),
         K.Check(inside, 1),
         K.Loop(j, 0, ()),
         K.Loop(
-            n, 3, (K.Store(scratch, n, k.cast(loaded, f64)),), True, (K.Reduce(total, "max", loaded),),
+            n, 3, (K.Store(scratch, n, k.cast(loaded, f64)),), True,
+            (K.Reduce(total, "max", loaded), K.Reduce(first, "argmin", k.neg(loaded))),
             (K.Carry(last, K.const(float("inf"), f32), k.add(last, loaded)),),
         ),
+        K.Sort(
+            n, 3, k.cast(K.Load(scratch, n), f32), True, rank, held, origin,
+            (K.Store(scratch, k.rem(origin, 3), k.cast(held, f64)),),
+        ),
+        K.Sort(j, 1, k.add(j, first), False, n, origin, rank, ()),
         K.Store(y, at, k.select(kept, k.add(total, last), K.const(1e-45, f32)), kept),
     )  # fmt: skip
     return K.Kernel("a name", (x, y, table), (row, scratch), ((g, 10),), (K.Loop(i, 64, body, True),), ("sum", "two words"))
@@ -129,6 +136,7 @@ def test_nan_keeps_its_bits() -> None:
     assert again.body[0].value.value.hex() == "nan" and print_kernel(again) == print_kernel(kernel)
 
 
+SORT = "sort i3 < 4:\n    value t0\n  then value v5:f32 from i6 to i4\n    b0[i4] = v5"
 BAD = [
     ("b0[g2] = t0", "b0[g2] = t9", "line 5: t9 is not defined above"),
     ("b0[g2] = t0", "b1[g2] = t0", "line 5: the argument b1 is not written"),
@@ -146,6 +154,18 @@ BAD = [
     ("b0[g2] = t0", "native exchange(what=3) b0[0; 8; 1] = b1[0; 8; 1]", "line 5: exchange"),
     ("b0[g2] = t0", "native nothing(a=3) b0[0; 8; 1] = b1[0; 8; 1]", "line 5: no op is called 'nothing'"),
     ("b0[g2] = t0", "native nothing() b0[0; 8; 1] = b1[0; 8, 2; 1]", "line 5: 2 dims have as many strides, found 1"),
+    ("b0[g2] = t0", "for g3 < 4:\n    reduce r9:f32 = argmax t0", "line 6: the result of argmax is index, r9 is f32"),
+    ("b0[g2] = t0", "for g3 < 4:\n    reduce r9 = argmin true:bool", "line 6: argmin takes numbers, found bool"),
+    ("b0[g2] = t0", "for g3 < 4:\n    reduce r9 = argmean t0", "line 6: expected one of add, and, argmax, argmin"),
+    ("b0[g2] = t0", "sort i3 < 4:\n    b0[i3] = t0\n    value t0", "line 7: a Store is where only names"),
+    ("b0[g2] = t0", "sort i3 < 4:\n    value t0", "line 7: expected then value"),
+    ("b0[g2] = t0", SORT.replace("t0", "true:bool"), "line 6: sort takes numbers, found bool"),
+    ("b0[g2] = t0", SORT.replace("v5:f32", "v5:i32"), "line 7: v5 is i32, the values are f32"),
+    ("b0[g2] = t0", SORT.replace("i6", "i6:i32"), "line 7: i6 is index, found i32"),
+    ("b0[g2] = t0", SORT.replace("sort i3", "sort i3:i64"), "line 5: i3 is index, found i64"),
+    ("b0[g2] = t0", SORT.replace("to i4", "at i4"), "line 7: expected to, found 'at'"),
+    ("b0[g2] = t0", "for g3:f32 < 4:", "line 5: g3 is index, found f32"),
+    ("b0[g2] = t0", SORT.replace("then", "  then"), "line 7: expected then value"),
     ("b0[g2] = t0", "for g3 < 4", "line 5: expected ':'"),
     ("b0[g2] = t0", "for g3 < -4:", "line 5: the number of iterations is at least 0"),
     ("b0[g2] = t0", "b0[g2] = t0\n  limit q < 4", "line 6: expected a statement"),

@@ -10,16 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlx
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
+from rlx.backends.cpu.schedule import schedule
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target
+from rlx.backends.ref.interpret import run_kernel
+from rlx.backends.shared.lines import in_loops
 from rlx.compile.assemble import lower
 from rlx.host.emit import Emitter, V
-from rlx.ir.kernel import Buffer, Load, Loop, Store, Var, const, k
+from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
+from rlx.ir.target import Target
+from tests.kernel_runs import run as run_on_cpu
 from tests.test_crossing import run as compiled
+from tests.test_ref_backend import extremes_kernel, sort_kernel
 
 KINDS = {d.numpy.name: d for d in (rlx.f32, rlx.f64, rlx.f16, rlx.i8, rlx.i32, rlx.i64, rlx.u8)}
 SHAPES = [((3, 17), 1), ((3, 1000), 1), ((2, 9, 65), 1), ((70, 33), 0), ((257,), 0), ((3, 129), -1), ((5, 3), 0), ((1, 1), 1)]
@@ -193,3 +201,88 @@ def test_a_cut_loop_in_tasks_works_in_place(cut: int, front: bool) -> None:
     expected = np.cumsum(x) + np.pad(a, (pad[0][0], pad[1][0]))
     for threads in (1, 2, 3, 8):
         np.testing.assert_array_equal(run(lambda v, w: rlx.cumsum(v) + rlx.pad(w, *pad), x, a, threads=threads), expected)
+
+
+# -- plain kernels and their schedule ------------------------------------------------------------------------------
+
+OPS: dict[str, Callable[[Any, int, bool], Any]] = {
+    "argmax": lambda x, axis, flag: rlx.argmax(x, axis=axis, keepdims=flag),
+    "argmin": lambda x, axis, flag: rlx.argmin(x, axis=axis, keepdims=flag),
+    "cumsum": lambda x, axis, flag: rlx.cumsum(x, axis=axis, reverse=flag),
+    "sums before": lambda x, axis, flag: rlx.cumsum(x, axis=axis, reverse=flag, exclusive=True),
+    "sort": lambda x, axis, flag: rlx.sort(x, descending=flag),
+}
+PLAIN = Target("plain", frozenset(d.name for d in KINDS.values()))  # leaves every kernel as lowered
+
+
+def plain_kernel(make: Callable[[Any], Any], dims: Sequence[int], dtype: rlx.DType) -> Kernel:
+    g = rlx.Graph("plain")
+    made = make(g.input("x", dims, dtype))
+    g.set_outputs(made if isinstance(made, tuple) else [made])
+    (step,) = lower(g, PLAIN, rlx.CompileOptions()).steps
+    return step.kernel
+
+
+def on_ref(kernel: Kernel, x: np.ndarray) -> list[np.ndarray]:
+    arrays = [np.full(b.size, 77, b.dtype.numpy) if b.writable else x.reshape(-1) for b in kernel.buffers]
+    assert run_kernel(kernel, arrays) == 0
+    return [a for a, b in zip(arrays, kernel.buffers) if b.writable]
+
+
+def is_plain(kernel: Kernel) -> bool:
+    return any(isinstance(s, Sort) or (isinstance(s, Reduce) and s.op in EXTREMES) for s in walk(kernel.body))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(OPS)), st.booleans(), st.sampled_from(list(KINDS)), st.sampled_from([1, 2, 16]),
+    st.sampled_from(["normal", "ties", "nan", "zeros"]), st.integers(0, 2), st.integers(1, 3), st.integers(1, 300),
+    st.sampled_from([1, 3, 15, 16, 33, 1024, 1030]),
+)  # fmt: skip
+def test_a_schedule_changes_no_result(
+    name: str, flag: bool, dtype: str, threads: int, kind: str, axis: int, outer: int, length: int, inner: int
+) -> None:
+    """Dims with the op's axis first, in the middle or last; lengths around a block, a vector and a run of columns."""
+    dims = {0: (min(length, 9), inner), 1: (outer, min(length, 40), inner), 2: (outer, length)}[axis]
+    axis = len(dims) - 1 if name == "sort" else axis if axis < 2 else 1
+    kind = kind if np.dtype(dtype).kind == "f" or kind == "ties" else "normal"
+    kernel = plain_kernel(lambda x: OPS[name](x, axis, flag), dims, KINDS[dtype])
+    scheduled, loops = schedule(kernel, threads), in_loops(kernel)
+    assert is_plain(kernel) == (name in ("argmax", "argmin", "sort")) and not is_plain(scheduled) and not is_plain(loops)
+    assert scheduled.buffers == loops.buffers == kernel.buffers
+    x = some_of(kind, dims, dtype)
+    want = on_ref(kernel, x)
+    for other in (scheduled, loops):
+        for a, b in zip(on_ref(other, x), want, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("columns", [1, 8, 33])
+def test_code_of_extremes_and_sorts_inside_loops(columns: int) -> None:
+    x = some_of("ties", (6, columns), "float32")  # sums are exact
+    x[1:, 1::3] = np.nan
+    for kernel in (extremes_kernel(6, columns), sort_kernel(6, columns, False), sort_kernel(6, columns, True)):
+        found, status = run_on_cpu(schedule(kernel, 1), [x.reshape(-1), None, None])
+        arrays = [x.reshape(-1).copy(), *(np.zeros(b.size, b.dtype.numpy) for b in kernel.buffers[1:])]
+        assert status == run_kernel(kernel, arrays) == 0
+        for a, b in zip(found, arrays[1:], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_schedule_depends_on_where_memory_is_contiguous() -> None:
+    """Columns are scanned together, rows in blocks; a transposed operand turns one into the other, an extent keeps its axis."""
+    down = plain_kernel(lambda x: rlx.argmax(x, axis=0), (50, 2048), rlx.f32)
+    assert len(schedule(down, 2).locals) == 2 and [n for _, n in schedule(down, 2).grid] == [2]
+    assert [n for _, n in schedule(down, 1).grid] == [1] and schedule(down, 1).body != down.body
+    across = plain_kernel(lambda x: rlx.argmax(x, axis=1), (50, 2048), rlx.f32)
+    assert not schedule(across, 2).locals and schedule(across, 2).grid == across.grid and len(schedule(across, 2).body) == 3
+    turned = plain_kernel(lambda x: rlx.argmax(x.T, axis=0), (50, 2048), rlx.f32)
+    assert not schedule(turned, 2).locals and len(schedule(turned, 2).body) == 3
+    totals = plain_kernel(lambda x: rlx.cumsum(x, axis=0), (50, 40), rlx.f32)
+    assert [x.size for x in schedule(totals, 2).locals] == [40] and not schedule(totals, 2).grid
+    pointwise = plain_kernel(lambda x: rlx.exp(x), (50, 40), rlx.f32)
+    assert schedule(pointwise, 2) is pointwise
+    g = rlx.Graph("some columns")
+    g.set_outputs([rlx.cumsum(g.input("x", (5, "n"), rlx.f32), axis=0)])
+    (step,) = lower(g, PLAIN, rlx.CompileOptions().bind_extent("n", 64)).steps
+    assert step.kernel.limits and schedule(step.kernel, 2).grid == step.kernel.grid and not schedule(step.kernel, 2).locals

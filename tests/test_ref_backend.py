@@ -15,9 +15,11 @@ from rlx.errors import IndexRangeError, Unsupported, VerifyError
 from rlx.ir.dtype import as_dtype, bf16, bool_, f32, f64, i8, i32, i64, u8
 
 from rlx.ir.kernel import (  # isort: skip
-    Buffer, Carry, Check, Contract, Kernel, Let, Load, Local, Loop, Native, Operand, Reduce, Store, Var, View, const, k, linear,
+    Buffer, Carry, Check, Contract, Kernel, Let, Load, Local, Loop, Native, Operand, Reduce, Sort, Store, Var, View, const, k,
+    linear,
 )  # fmt: skip
 from rlx.ir.op import OPS
+from rlx.ir.overlap import may_overlap
 from rlx.ir.program import ArenaPlan, BufferDecl, OutputDecl, Program, Region, Step
 from rlx.ir.shape import Shape
 
@@ -49,6 +51,57 @@ def test_row_softmax_whole_and_in_chunks(monkeypatch, limit):
     want = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     assert status == 0
     np.testing.assert_allclose(out.reshape(5, 7), want / want.sum(1, keepdims=True), rtol=1e-6)
+
+
+def extremes_kernel(rows, columns):
+    """argmax and argmin of each row of x, with its sum; then argmax over no element."""
+    x, out, total = Buffer("x", f32, rows * columns), Buffer("out", i64, 3 * rows, True), Buffer("total", f32, rows, True)
+    r, c, y = Var("r"), Var("c"), Var("y", f32)
+    high, low, none, added = Var("high"), Var("low"), Var("none"), Var("added", f32)
+    reduces = (Reduce(high, "argmax", y), Reduce(added, "add", y), Reduce(low, "argmin", k.abs(y)))
+    loop = Loop(c, columns, (Let(y, Load(x, linear([(r, columns), (c, 1)]))),), reduces=reduces)
+    empty = Loop(Var("e"), 0, (), vector=True, reduces=(Reduce(none, "argmax", Load(x, const(0))),))
+    stores = [Store(out, linear([(r, 3)], n), k.cast(v, i64)) for n, v in enumerate((high, low, none))]
+    return Kernel("extremes", (x, out, total), (), ((r, rows),), (loop, empty, *stores, Store(total, r, added)))
+
+
+@pytest.mark.parametrize("limit", [1 << 21, 4])  # 4: one iteration at a time
+def test_argmax_and_argmin_give_the_first_extreme_or_nan(monkeypatch, limit):
+    monkeypatch.setattr(interpret, "MAX_POINTS", limit)
+    x = np.random.default_rng(0).integers(-2, 3, (40, 9)).astype(np.float32)
+    x[3:20, 4] = np.nan
+    x[5, 2:] = np.nan
+    status, (_, out, total) = execute(extremes_kernel(40, 9), x, np.full(120, -7), np.zeros(40, np.float32))
+    assert status == 0
+    np.testing.assert_array_equal(out.reshape(-1, 3), np.stack([x.argmax(1), np.abs(x).argmin(1), np.zeros(40, int)], 1))
+    np.testing.assert_array_equal(total, x.sum(1))
+
+
+def sort_kernel(rows, columns, descending, dtype=f32):
+    """Each row of -x sorted in a loop over the rows, with positions."""
+    x, out = Buffer("x", dtype, rows * columns), Buffer("out", dtype, rows * columns, True)
+    places = Buffer("places", i64, rows * columns, True)
+    r, i, rank, held, origin = Var("r"), Var("i"), Var("rank"), Var("held", dtype), Var("origin")
+    at = lambda v: linear([(r, columns), (v, 1)])  # noqa: E731
+    body = Store(out, at(rank), held), Store(places, at(rank), k.cast(origin, i64))
+    sort = Sort(i, columns, k.neg(Load(x, at(i))), descending, rank, held, origin, body)
+    return Kernel("sorts", (x, out, places), (), (), (Loop(r, rows, (sort,)),))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("columns", [0, 1, 2, 8, 33])
+def test_a_sort_is_stable_and_nan_is_the_greatest(columns, descending):
+    x = np.random.default_rng(columns).integers(-2, 3, (6, columns)).astype(np.float32)
+    x[1:, 1::3] = np.nan
+    x[2, ::2] = -0.0
+    kernel = sort_kernel(6, columns, descending)
+    status, (_, out, places) = execute(kernel, x, np.zeros((6, columns), np.float32), np.zeros(6 * columns, np.int64))
+    assert status == 0
+    keys = np.where(np.isnan(x), 9, -x) * (-1 if descending else 1)
+    order = np.array([sorted(range(columns), key=lambda n: row[n]) for row in keys], int).reshape(6, columns)
+    np.testing.assert_array_equal(places.reshape(6, columns), order)
+    np.testing.assert_array_equal(out.reshape(6, columns), np.take_along_axis(-x, order, 1))
+    assert not may_overlap(kernel)  # every value may be read again after the first one is stored
 
 
 @pytest.mark.parametrize("panel", [0, 3, 4])

@@ -85,7 +85,7 @@ def test_column_walks_compute_the_same(dims: tuple[int, int, int], names: list[s
 @pytest.mark.parametrize("dims, runs", [((1, 9, 4096), 0), ((1, 9, 8200), 4), ((1, 9, 4099), 0), ((2, 9, 6000), 2)])
 def test_runs_of_columns_are_grid_points(dims: tuple[int, int, int], runs: int) -> None:
     (plain,) = lowered(lambda x: rlx.sum(x, axis=1), (dims, "f32"))
-    ordered = schedule.schedule(plain)
+    ordered = schedule.schedule(plain, 2)
     assert [n for _, n in ordered.grid] == [n for _, n in plain.grid] + [runs] * (runs > 0)
     (total,) = ordered.locals
     assert total.size == dims[2] // max(runs, 1)

@@ -44,11 +44,6 @@ class KernelBuilder(Lowering):
     def dims(self, value: Value) -> tuple[int, ...]:
         return value.shape.static
 
-    @property
-    def threads(self) -> int:
-        """Number of threads that share the grid; no result depends on it."""
-        return self.facts.target.threads
-
     def element(self, value: Value, coords: Sequence[K.Expr], guard: K.Expr | None = None) -> K.Expr:
         """The element of `value` at `coords` (one index per dim), in its compute dtype; zero where `guard` is false."""
         if guard is not None:
@@ -89,10 +84,6 @@ class KernelBuilder(Lowering):
         if self.active:
             self.rows.add(coords[self.active.axis])
         return self.store_value(Value(self.group.anchor, result), coords, value, guard)
-
-    def cut(self, axis: int) -> bool:
-        """True if the extent limits this axis of the results, which should then be a grid axis."""
-        return self.active is not None and self.active.axis == axis
 
     # -- inside the compiler
 

@@ -26,21 +26,10 @@ import numpy as np
 
 from rlx.driver.barrier import Call, detail_of
 from rlx.driver.reduction import Form, ReduceKind, accumulator
-from rlx.driver.schedule import (
-    ALGORITHMS,
-    MINE,
-    OUT,
-    SMALL,
-    Algorithm,
-    Figures,
-    Job,
-    Place,
-    Step,
-    What,
-    choose,
-    possible,
-    schedule,
-)
+
+from rlx.driver.schedule import (  # isort: skip
+    ALGORITHMS, MINE, OUT, SMALL, Algorithm, Figures, Job, Place, Step, What, choose, possible, schedule,
+)  # fmt: skip
 from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype

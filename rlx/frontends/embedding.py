@@ -25,16 +25,7 @@ from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
 from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.graph import Value
-from rlx.runtime import (
-    CompiledGraph,
-    CompileOptions,
-    ParamStore,
-    Partitioned,
-    Session,
-    SymmetricTransport,
-    agreed,
-    partition,
-)
+from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
 MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU

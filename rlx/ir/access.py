@@ -5,23 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlx.ir.kernel import (
-    Buffer,
-    Check,
-    Computed,
-    Contract,
-    Expr,
-    Kernel,
-    Let,
-    Load,
-    Local,
-    Loop,
-    Operand,
-    Stmt,
-    Store,
-    Var,
-    walk,
-)
+from rlx.ir import kernel as K
+from rlx.ir.kernel import Buffer, Expr, Kernel, Let, Load, Local, Loop, Sort, Stmt, Var, walk
 
 
 @dataclass(frozen=True)
@@ -34,7 +19,7 @@ class Access:
     stores: bool
     index: Expr | None
     path: tuple[int, ...]
-    loops: tuple[tuple[Var, int], ...]
+    loops: K.Grid
     again: bool = False
 
 
@@ -42,17 +27,17 @@ def accesses(kernel: Kernel) -> list[Access]:
     """Every access of the limits and the body; the loads of a statement come before its store."""
     found: list[Access] = []
 
-    def note(exprs: tuple[Expr | None, ...], path: tuple[int, ...], loops: tuple[tuple[Var, int], ...]) -> None:
+    def note(exprs: tuple[Expr | None, ...], path: tuple[int, ...], loops: K.Grid) -> None:
         found.extend(Access(e.buffer, False, e.index, path, loops) for e in walk(exprs) if isinstance(e, Load))
 
-    def block(body: Sequence[Stmt], path: tuple[int, ...], loops: tuple[tuple[Var, int], ...], start: int = 0) -> None:
+    def block(body: Sequence[Stmt], path: tuple[int, ...], loops: K.Grid, start: int = 0) -> None:
         for at, s in enumerate(body, start):
             here = (*path, at)
             if isinstance(s, Let):
                 note((s.value,), here, loops)
-            elif isinstance(s, Check):
+            elif isinstance(s, K.Check):
                 note((s.ok,), here, loops)
-            elif isinstance(s, Store):
+            elif isinstance(s, K.Store):
                 note((s.index, s.value, s.guard), here, loops)
                 found.append(Access(s.buffer, True, s.index, here, loops))
             elif isinstance(s, Loop):
@@ -60,7 +45,12 @@ def accesses(kernel: Kernel) -> list[Access]:
                 inside = (*loops, (s.var, s.extent))
                 block(s.body, here, inside)
                 note((*(r.value for r in s.reduces), *(c.next for c in s.carries)), (*here, len(s.body)), inside)
-            elif isinstance(s, Contract):
+            elif isinstance(s, Sort):
+                start = len(found)
+                note((s.value,), (*here, 0), (*loops, (s.i, s.n)))
+                found[start:] = [replace(a, again=True) for a in found[start:]]
+                block(s.body, here, (*loops, (s.to, s.n)), 1)
+            elif isinstance(s, K.Contract):
                 operand(s.a, (s.m, s.k), here, loops)
                 operand(s.b, (s.k, s.n), here, loops)
                 row = (*loops, (s.i, s.m))
@@ -70,8 +60,8 @@ def accesses(kernel: Kernel) -> list[Access]:
                 found.extend(Access(v.buffer, v in s.outputs, None, here, loops) for v in s.inputs + s.outputs)
                 block(s.epilogue, (*here, *(0 for _ in s.axes[1:])), (*loops, *s.axes))
 
-    def operand(o: Operand | Computed, dims: tuple[int, int], here: tuple[int, ...], loops: tuple[tuple[Var, int], ...]) -> None:
-        if isinstance(o, Operand):
+    def operand(o: K.Operand | K.Computed, dims: tuple[int, int], here: tuple[int, ...], loops: K.Grid) -> None:
+        if isinstance(o, K.Operand):
             note((o.offset,), here, loops)
             found.append(Access(o.buffer, False, None, here, loops))
             return

@@ -8,19 +8,7 @@ from typing import Any, NamedTuple, Self
 from rlx.errors import DuplicateNameError, GraphError, ShapeError
 from rlx.ir.dtype import DType
 from rlx.ir.handle import BufferHandle
-from rlx.ir.node import (
-    HANDLE,
-    INPUT,
-    PARAM,
-    LeafAttrs,
-    Node,
-    Value,
-    apply,
-    caller,
-    constant,
-    postorder,
-    same_values,
-)
+from rlx.ir.node import HANDLE, INPUT, PARAM, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values
 from rlx.ir.op import OPS, Kind, OpDef
 from rlx.ir.shape import Shape
 

@@ -43,11 +43,6 @@ class Applied(Protocol[Attributes]):
 class Lowering(Protocol):
     """`ctx` of OpDef.element, kernel and update."""
 
-    @property
-    def threads(self) -> int:
-        """Number of threads that share the grid; no result depends on it."""
-        ...
-
     def dims(self, value: Value) -> tuple[int, ...]: ...
 
     def element(self, value: Value, coords: Coords, guard: Expr | None = None) -> Expr:
@@ -70,10 +65,6 @@ class Lowering(Protocol):
 
     def store(self, result: int, coords: Coords, value: Expr, guard: Expr | None = None) -> Store:
         """Write one element of the op's result number `result`."""
-        ...
-
-    def cut(self, axis: int) -> bool:
-        """True if the extent limits this axis of the results, which should then be a grid axis."""
         ...
 
 

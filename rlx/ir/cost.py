@@ -12,29 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlx.ir import kernel as K
 from rlx.ir.access import accesses
-from rlx.ir.kernel import (
-    COMPARISONS,
-    Alu,
-    Buffer,
-    Check,
-    Computed,
-    Contract,
-    Expr,
-    Kernel,
-    Let,
-    Loop,
-    Native,
-    Operand,
-    Stmt,
-    Store,
-    Var,
-    walk,
-)
+from rlx.ir.kernel import COMPARISONS, EXTREMES, Alu, Buffer, Contract, Expr, Kernel, Let, Loop, Sort, Stmt, Var, walk
 from rlx.ir.op import OPS
 from rlx.ir.program import Program, Region, received_bytes
 
-FREE = COMPARISONS | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
+FREE = COMPARISONS | EXTREMES | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
 
 
 @dataclass
@@ -144,18 +128,18 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
     """(buffer, written, elements) of the operands of a Contract or Native, which are not among the plain accesses."""
     if isinstance(s, Contract):
         for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
-            if isinstance(x, Operand):  # the loads of a Computed operand are among the accesses
+            if isinstance(x, K.Operand):  # the loads of a Computed operand are among the accesses
                 yield x.buffer, False, x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
-    elif isinstance(s, Native):
+    elif isinstance(s, K.Native):
         for v in (*s.inputs, *s.outputs):
             yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)
 
 
 def flops(kernel: Kernel) -> int | None:
     """Float operations of all grid points; None if a Native does not declare its FLOPs."""
-    counts = [_flops(kernel.body)] if not any(isinstance(s, Native) for s in kernel.body) else []
+    counts = [_flops(kernel.body)] if not any(isinstance(s, K.Native) for s in kernel.body) else []
     for s in kernel.body:
-        if isinstance(s, Native):
+        if isinstance(s, K.Native):
             if (count := OPS[s.op].flops) is None:
                 return None
             counts.append(count([v.dims for v in s.inputs], s.results) + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
@@ -171,18 +155,20 @@ def _flops(body: Iterable[Stmt]) -> int:
         return sum(1 + (e.op == "fma") for e in new if e.dtype.is_float and e.op not in FREE)
 
     for s in body:
-        if isinstance(s, Store):
+        if isinstance(s, K.Store):
             total += count(s.value, s.guard)
-        elif isinstance(s, (Let, Check)):
+        elif isinstance(s, (Let, K.Check)):
             total += count(s.value if isinstance(s, Let) else s.ok)
         elif isinstance(s, Loop):
             ends = [Let(r.result, Alu(r.op, (r.value, r.value), r.value.dtype)) for r in s.reduces]
             ends += [Let(c.var, c.next) for c in s.carries]
             total += s.extent * _flops((*s.body, *ends))
+        elif isinstance(s, Sort):
+            total += s.n * _flops((Let(s.held, s.value), *s.body))
         elif isinstance(s, Contract):
             total += 2 * s.m * s.n * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
             for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.n)):
-                if isinstance(o, Computed):
+                if isinstance(o, K.Computed):
                     each = (*o.body, Let(Var("value", o.value.dtype), o.value))
                     total += rows * (_flops(o.before) + columns * _flops(each))
     return total

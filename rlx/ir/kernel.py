@@ -10,7 +10,7 @@ Aliasing: a written argument overlaps no other argument, except the (read, writt
 which may be the same memory, element on element. Arguments that are only read may overlap each other. So consecutive stores may
 be delayed until all their values are known, and a load must not be moved past a store to its partner.
 
-Statements: Let, Store, Loop, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
+Statements: Let, Store, Loop, Sort, Contract, Native, Check. Loads outside a buffer are never issued: lowering guards them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SCALAR_OPS: dict[str, int] = {
 }  # fmt: skip
 RUNNING = frozenset({"add", "mul", "max", "min", "and", "or"})
 COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
+EXTREMES = frozenset({"argmax", "argmin"})  # of a Reduce
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,7 +109,10 @@ class Reduce:
     """Over one loop: result = combine(value of every iteration), from the identity of `op`
     (add, mul, max, min, and, or). `result` is readable after the loop. max and min let NaN through.
 
-    The order in which values are combined is left to the schedule and the renderer; for one kernel it is always the same."""
+    The order in which values are combined is left to the schedule and the renderer; for one kernel it is always the same.
+
+    argmax, argmin: the result, an index, is the first iteration with the greatest (least) value, or the first with a NaN; 0 if
+    there is no iteration."""
 
     result: Var
     op: str
@@ -177,6 +181,22 @@ class Loop:
         """True if the loop can be vectorized: every carry is a running total whose addend depends on no carry."""
         carried = {c.var for c in self.carries}
         return self.vector and all(c.added is not None and carried.isdisjoint(walk(c.added)) for c in self.carries)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sort:
+    """Sorts `value` of every i in range(n), then runs `body` for every `to` in range(n): there `held` is the value at position
+    `to` of the sorted ones, and `origin` its i. Equal values keep their order, and NaN is the greatest value. A renderer may
+    compute values repeatedly; all of them are computed before the body runs."""
+
+    i: Var
+    n: int
+    value: Expr
+    descending: bool
+    to: Var
+    held: Var
+    origin: Var
+    body: tuple[Stmt, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -268,7 +288,7 @@ class Native:
         return (*first, *(v.dims for v in self.outputs))
 
 
-Stmt = Let | Store | Loop | Check | Contract | Native
+Stmt = Let | Store | Loop | Sort | Check | Contract | Native
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -6,16 +6,15 @@ not check that accesses are inside their buffers.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from rlx.errors import GraphError, ParseError
 from rlx.ir import kernel as K
-from rlx.ir.dtype import DTYPES, DType, bool_, f64, index_
-from rlx.ir.kernel_text import LEVELS, PLAIN
+from rlx.ir.dtype import DType, bool_, index_
+from rlx.ir.expression_parse import ExpressionParser
+from rlx.ir.kernel_text import LEVELS
 from rlx.ir.op import OPS, Attrs
-from rlx.ir.tokens import Tokens
 
 B = TypeVar("B", bound=K.Buffer | K.Local)
 
@@ -46,47 +45,8 @@ def _parser(text: str) -> KernelParser:
     return KernelParser(text.split("\n"))
 
 
-class KernelParser(Tokens):
+class KernelParser(ExpressionParser):
     """Reads kernels from lines, one at a time, from the current line on."""
-
-    def __init__(self, lines: list[str], start: int = 0) -> None:
-        super().__init__()
-        self.source, self.place = lines, start  # the line being read, from 0
-        self.vars: dict[str, K.Var] = {}
-        self.unbound: dict[str, int] = {}  # variables named only by limits so far, with the line
-        self.buffers: dict[str, K.Buffer | K.Local] = {}
-        self.temps: dict[str, K.Expr] = {}
-        self.computed: dict[str, tuple[K.Computed, tuple[int, int]]] = {}  # operands defined above, with rows and columns
-        self.levels = 0  # nesting depth of ops around the current expression
-        self.begin()
-
-    # -- lines
-
-    def begin(self) -> None:
-        """Starts to read the line at `place`."""
-        self.number = self.place + 1
-        self.tokenise("" if self.ended else self.source[self.place])
-
-    def advance(self) -> None:
-        """Expects the end of the line and moves to the next one."""
-        if self.kind != "end":
-            self.fail("the end of the line")
-        self.place += 1
-        self.begin()
-
-    def skip_blank(self) -> None:
-        while not self.ended and self.kind == "end":
-            self.advance()
-
-    @property
-    def ended(self) -> bool:
-        return self.place >= len(self.source)
-
-    @property
-    def depth(self) -> int:
-        """Indentation of the line in steps of two spaces; -1: the line is empty."""
-        line = self.source[self.place] if not self.ended else ""
-        return (len(line) - len(line.lstrip(" "))) // 2 if self.kind != "end" else -1
 
     # -- the kernel
 
@@ -143,137 +103,9 @@ class KernelParser(Tokens):
 
     def counted(self, label: str) -> tuple[K.Var, int]:
         """VAR < COUNT"""
-        var = self.bind(label)
+        var = self.position(label)
         self.expect("<")
         return var, self.count(f"the number of {label}s")
-
-    # -- names
-
-    def unused(self, label: str) -> str:
-        name = self.next("word", label)
-        if any(name in taken for taken in (self.vars, self.buffers, self.temps, self.computed)):
-            self.error(f"the name {name} is taken")
-        return name
-
-    def bind(self, label: str) -> K.Var:
-        """NAME or NAME:DTYPE, a variable that is bound here. Sibling loops may use the same variable."""
-        name = self.next("word", label) if self.text in self.vars else self.unused(label)
-        dtype = self.dtype() if self.accept(":") else PLAIN
-        var = self.vars.setdefault(name, K.Var(name, dtype))
-        if var.dtype != dtype:
-            self.error(f"{name} is {var.dtype} above, {dtype} here")
-        self.unbound.pop(name, None)
-        return var
-
-    def dtype(self) -> DType:
-        return self.choose({**DTYPES, "index": index_}, "a dtype")
-
-    def integer(self, label: str) -> int:
-        text = self.next("number", label)
-        if not text.lstrip("-").isdigit() or len(text) > 40:
-            self.error(f"{label} is an integer, found {text[:60]!r}")
-        return int(text)
-
-    def count(self, label: str) -> int:
-        value = self.integer(label)
-        if value < 0:
-            self.error(f"{label} is at least 0, found {value}")
-        return value
-
-    def memory(self) -> K.Buffer | K.Local:
-        name = self.next("word", "a buffer's name")
-        if name not in self.buffers:
-            self.error(f"no buffer is called {name}; there are {', '.join(self.buffers) or 'none'}")
-        return self.buffers[name]
-
-    def argument_named(self) -> K.Buffer:
-        found = self.memory()
-        if not isinstance(found, K.Buffer):
-            self.error(f"{found.name} is local, an argument of the kernel is needed here")
-        return found
-
-    # -- expressions
-
-    def expr(self) -> K.Expr:
-        """A constant, a variable, an expression named above, or one of them in a scalar op."""
-        text = self.text
-        if self.kind == "number" or (self.kind == "word" and text in ("true", "false", "nan", "inf")):
-            return self.constant_here()
-        if self.kind != "word":
-            self.fail("an expression")
-        if self.following == "(":
-            return self.scalar()
-        self.at += 1
-        found = self.temps.get(text) or (None if text in self.unbound else self.vars.get(text))
-        if found is None:
-            self.error(f"{text} is not defined above")
-        return found
-
-    def constant_here(self) -> K.Const:
-        text = self.text
-        self.at += 1
-        dtype = self.dtype() if self.accept(":") else PLAIN
-        try:
-            if dtype == bool_:
-                return K.Const({"true": True, "false": False}[text], dtype)
-            if not dtype.is_float:
-                return K.Const(int(text), dtype)
-            if text.startswith("0x"):
-                return K.Const(struct.unpack("<d", int(text, 16).to_bytes(f64.itemsize, "little"))[0], dtype)
-            if text in ("true", "false"):
-                raise ValueError
-            return K.Const(float(text), dtype)
-        except (KeyError, ValueError, OverflowError):
-            self.error(f"{text[:60]} is not of dtype {dtype}")
-
-    def scalar(self) -> K.Alu:
-        """OP(ARGUMENTS) or OP(ARGUMENTS):DTYPE"""
-        op = self.next("word", "a scalar op")
-        if op not in K.SCALAR_OPS:
-            self.error(f"no scalar op is called {op!r}; there are {', '.join(K.SCALAR_OPS)}")
-        self.expect("(")
-        self.levels += 1
-        if self.levels > LEVELS:
-            self.error(f"ops nested more than {LEVELS} deep: give a name to some of them")
-        args = tuple(self.expr() for _ in self.items(")"))
-        self.levels -= 1
-        if len(args) != K.SCALAR_OPS[op]:
-            self.error(f"{op} takes {K.SCALAR_OPS[op]} operands, found {len(args)}")
-        dtype = self.dtype() if self.accept(":") else PLAIN
-        like = args[1:] if op == "select" else args
-        wrong = op == "select" and args[0].dtype != bool_
-        wrong |= len({a.dtype for a in like}) > 1
-        wrong |= op not in ("cast", "bitcast") and dtype != (bool_ if op in K.COMPARISONS else like[0].dtype)
-        if wrong:
-            self.error(f"{op} of {', '.join(str(a.dtype) for a in args)} does not give {dtype}")
-        return K.Alu(op, args, dtype)
-
-    def value(self, dtype: DType, label: str) -> K.Expr:
-        """An expression of this dtype."""
-        found = self.expr()
-        if found.dtype != dtype:
-            self.error(f"{label} is {dtype}, found {found.dtype}")
-        return found
-
-    def index(self) -> K.Expr:
-        return self.value(PLAIN, "an index")
-
-    def guard(self) -> K.Expr | None:
-        return self.value(bool_, "a guard") if self.accept("if") else None
-
-    def temp(self) -> None:
-        """NAME = EXPRESSION, or NAME = BUFFER[INDEX] if GUARD"""
-        name = self.unused("a name")
-        self.expect("=")
-        if self.following == "[":
-            buffer = self.memory()
-            self.expect("[")
-            index = self.index()
-            self.expect("]")
-            self.temps[name] = K.Load(buffer, index, self.guard())
-        else:
-            self.temps[name] = self.expr()
-        self.advance()
 
     # -- statements
 
@@ -316,11 +148,11 @@ class KernelParser(Tokens):
             return self.store()
         if self.text in ("vector", "for"):
             return self.loop(depth)
-        if self.text == "contract":
-            return self.contract(depth)
+        if self.text in ("contract", "sort"):
+            return self.contract(depth) if self.text == "contract" else self.sort(depth)
         if self.accept("native"):
             return self.native(depth)
-        made = self.choose(words, "a statement: NAME = …, BUFFER[INDEX] = …, let, check, for, contract or native")()
+        made = self.choose(words, "a statement: NAME = …, BUFFER[INDEX] = …, let, check, for, sort, contract or native")()
         self.advance()
         return made
 
@@ -377,17 +209,49 @@ class KernelParser(Tokens):
         return K.Loop(var, extent, body, vector, reduces, tuple(carries))
 
     def block_of_temps(self, depth: int) -> None:
-        if found := self.block(depth, ends=("reduce", "next")):
-            self.error(f"a {type(found[0]).__name__} is between the reductions and carries at the end of a loop")
+        """Names of expressions, before a line that ends a loop or gives the value that is sorted."""
+        if found := self.block(depth, ends=("reduce", "next", "value")):
+            self.error(f"a {type(found[0]).__name__} is where only names of expressions are allowed")
 
     def reductions(self, depth: int) -> Iterator[K.Reduce]:
         while self.depth == depth and self.accept("reduce"):
             var = self.bind("a variable")
             self.expect("=")
-            op = self.choose({name: name for name in K.RUNNING}, f"one of {', '.join(sorted(K.RUNNING))}")
-            yield K.Reduce(var, op, self.value(var.dtype, f"a value for {var.name}"))
+            names = sorted(K.RUNNING | K.EXTREMES)
+            op = self.choose({name: name for name in names}, f"one of {', '.join(names)}")
+            if op in K.EXTREMES and var.dtype != index_:
+                self.error(f"the result of {op} is index, {var.name} is {var.dtype}")
+            value = self.ordered(op) if op in K.EXTREMES else self.value(var.dtype, f"a value for {var.name}")
+            yield K.Reduce(var, op, value)
             self.advance()
             self.block_of_temps(depth)
+
+    def ordered(self, label: str) -> K.Expr:
+        """An expression whose values have an order."""
+        found = self.expr()
+        return found if found.dtype.kind in "fiu" else self.error(f"{label} takes numbers, found {found.dtype}")
+
+    def sort(self, depth: int) -> K.Sort:
+        self.at += 1
+        descending = self.accept("descending")
+        i, n = self.counted("position")
+        self.expect(":")
+        self.advance()
+        self.block_of_temps(depth + 1)
+        self.choose({"value": None}, "value")
+        value = self.ordered("sort")
+        self.advance()
+        if self.depth != depth or not (self.accept("then") and self.accept("value")):
+            self.fail("then value VARIABLE from VARIABLE to VARIABLE")
+        held = self.bind("a value")
+        if held.dtype != value.dtype:
+            self.error(f"{held.name} is {held.dtype}, the values are {value.dtype}")
+        self.choose({"from": None}, "from")
+        origin = self.position("a position")
+        self.choose({"to": None}, "to")
+        to = self.position("a position")
+        self.advance()
+        return K.Sort(i, n, value, descending, to, held, origin, self.block(depth + 1))
 
     def contract(self, depth: int) -> K.Contract:
         self.at += 1

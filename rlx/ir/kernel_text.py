@@ -128,6 +128,13 @@ class _Printer:
             self.line(depth, f"check {self.expr(s.ok, depth)} else {s.code}")
         elif isinstance(s, K.Loop):
             self.loop(s, depth)
+        elif isinstance(s, K.Sort):
+            self.line(depth, f"sort {'descending ' if s.descending else ''}{self.var(s.i, 'i')} < {s.n}:")
+            value = self.expr(s.value, depth + 1)
+            self.line(depth + 1, f"value {value}")
+            held, origin = self.var(s.held, "v"), self.var(s.origin, "i")
+            self.line(depth, f"then value {held} from {origin} to {self.var(s.to, 'i')}")
+            self.block(s.body, depth + 1)
         elif isinstance(s, K.Contract):
             a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.n), depth)
             i, j, acc = self.var(s.i, "i"), self.var(s.j, "j"), self.var(s.acc, "acc")
@@ -188,7 +195,7 @@ def _operands(x: object) -> tuple[K.Expr, ...]:
         return (x.index, *guard) if isinstance(x, K.Load) else (x.index, x.value, *guard)
     if isinstance(x, K.Carry):
         return x.init, x.next
-    if isinstance(x, (K.Reduce, K.Let, K.Computed)):
+    if isinstance(x, (K.Reduce, K.Let, K.Computed, K.Sort)):
         return (x.value,)
     if isinstance(x, K.Check):
         return (x.ok,)

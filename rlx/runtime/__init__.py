@@ -3,28 +3,12 @@
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
 from rlx.compile.partition import Partitioned, partition
-from rlx.driver import (
-    Buffer,
-    BufferHandle,
-    CommandStream,
-    Device,
-    DeviceArena,
-    LocalTransport,
-    ParamStore,
-    Rank,
-    ReduceKind,
-    ShmTransport,
-    SymmetricBuffer,
-    SymmetricHeap,
-    SymmetricTransport,
-    SyncStream,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    connect,
+
+from rlx.driver import (  # isort: skip
+    Buffer, BufferHandle, CommandStream, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
+    SymmetricBuffer, SymmetricHeap, SymmetricTransport, SyncStream, all_gather, all_reduce, all_to_all, broadcast, connect,
     reduce_scatter,
-)
+)  # fmt: skip
 from rlx.driver.files import map_file
 from rlx.driver.handles import HandleStore, Snapshot
 

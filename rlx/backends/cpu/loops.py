@@ -114,14 +114,14 @@ def emit_loop(loop: Loop, scope: Scope) -> None:
 def prefers_inner(loop: Loop) -> bool:
     """Whether an inner vector loop has more contiguous accesses than this one would have."""
     inner = [s for s in nested(loop.body) if isinstance(s, Loop) and s.in_lanes and s.extent > 1]
-    return bool(inner) and max(map(_contiguity, inner)) > _contiguity(loop)
+    return bool(inner) and max(contiguity(s, s.var) for s in inner) > contiguity(loop, loop.var)
 
 
-def _contiguity(loop: Loop) -> int:
-    """Number of contiguous accesses (from lane to lane) minus the number of strided and scattered ones."""
+def contiguity(loop: Loop, var: Var) -> int:
+    """Number of accesses in the loop that are contiguous in `var` minus the number of strided and scattered ones."""
     indices = [s.index for s in stores([loop])]
     indices += [node.index for node in distinct(expressions([loop])) if isinstance(node, Load)]
-    steps = [coefficient(index, loop.var) for index in indices]
+    steps = [coefficient(index, var) for index in indices]
     return sum(0 if step == 0 else 1 if step in (1, -1) else -1 for step in steps)
 
 

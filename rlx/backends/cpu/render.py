@@ -16,32 +16,15 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
-from rlx.backends.cpu.loops import (
-    emit_serial_loop,
-    emit_statements,
-    emit_vector_loop,
-    hoist,
-    prefers_inner,
-    weight,
-)
+from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.host.emit import STREAMS, Emitter, V
-from rlx.ir.kernel import (
-    Buffer,
-    Contract,
-    Kernel,
-    Load,
-    Loop,
-    Native,
-    Operand,
-    Stmt,
-    Var,
-    coefficient,
-    expressions,
-    loaded_buffers,
-)
+
+from rlx.ir.kernel import (  # isort: skip
+    Buffer, Contract, Kernel, Load, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers,
+)  # fmt: skip
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps

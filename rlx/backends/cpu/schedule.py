@@ -1,4 +1,5 @@
-"""Schedule of the CPU: reductions of columns read memory row by row, and long sums are in blocks.
+"""Schedule of the CPU: reductions of columns read memory row by row, and long sums are in blocks. Loops along lines that choose
+or carry something are in schedule_lines.py.
 
 A plain kernel reduces each column on its own. Here all columns of a run are reduced together, in a Local of totals, so that each
 row is read in order; runs are grid points.
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from rlx.backends.cpu.schedule_lines import along_lines
+from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import in_f64, long_sums
 from rlx.backends.shared.nest import renamed, substitute
 from rlx.ir import kernel as K
@@ -20,9 +23,9 @@ LEAST_COLUMNS = 64
 ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order; adjacent rows were up to four times slower
 
 
-def schedule(kernel: Kernel) -> Kernel:
-    """The kernel in the order in which the CPU runs it."""
-    return long_sums(column_walks(kernel))
+def schedule(kernel: Kernel, threads: int) -> Kernel:
+    """The kernel in the order in which a CPU with this number of threads runs it."""
+    return in_loops(along_lines(long_sums(column_walks(kernel)), threads))
 
 
 def column_walks(kernel: Kernel) -> Kernel:

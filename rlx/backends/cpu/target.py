@@ -37,10 +37,11 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 
 def _of_cpu(target: Target) -> Target:
-    return replace(target, panel=partial(panel_of, target.vector_bytes, target.features), schedule=_schedule)
+    panel, schedule = partial(panel_of, target.vector_bytes, target.features), partial(_schedule, target.threads)
+    return replace(target, panel=panel, schedule=schedule)
 
 
-def _schedule(kernel: Kernel) -> Kernel:
+def _schedule(threads: int, kernel: Kernel) -> Kernel:
     from rlx.backends.cpu.schedule import schedule  # not needed where compiled programs come from the cache
 
-    return schedule(kernel)
+    return schedule(kernel, threads)

@@ -18,6 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from rlx.backends.ref.scalar import compute, convert, reduce_ufunc
+from rlx.backends.shared.lines import carried
 from rlx.backends.shared.loaded import POISON
 from rlx.backends.shared.nest import identity
 from rlx.errors import VerifyError
@@ -25,6 +26,7 @@ from rlx.ir import kernel as K
 from rlx.ir.kernel import Buffer, Expr, Kernel, Load, Local, Stmt
 from rlx.ir.op import OPS
 
+_EXTREMES = {"argmax": np.argmax, "argmin": np.argmin}  # the first on ties, the first NaN if there is one
 MAX_POINTS = 1 << 21  # most elements of an array over a kernel's grid and parallel loops
 
 
@@ -81,6 +83,8 @@ def _volume(body: Sequence[Stmt]) -> int:
     for s in body:
         if isinstance(s, K.Loop):
             most = max(most, (s.extent if _vectorisable(s) else 1) * _volume(s.body))
+        elif isinstance(s, K.Sort):
+            most = max(most, s.n * _volume(s.body))
         elif isinstance(s, K.Contract):
             inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
             most = max(most, s.m * inner, s.k * s.n * _volume_of(s.b))
@@ -107,7 +111,7 @@ def _depth(body: Sequence[Stmt]) -> int:
     """The number of array axes needed in addition to the grid's."""
     most = 0
     for s in body:
-        if isinstance(s, K.Loop):
+        if isinstance(s, (K.Loop, K.Sort)):
             most = max(most, 1 + _depth(s.body))
         elif isinstance(s, K.Contract):
             most = max(most, 2 + _depth(s.epilogue), 1 + _depth(s.rows))
@@ -171,6 +175,8 @@ class _Chunk:
                     self.status = s.code
             elif isinstance(s, K.Loop):
                 self.loop(s)
+            elif isinstance(s, K.Sort):
+                self.sort(s)
             elif isinstance(s, K.Contract):
                 self.contract(s)
             else:
@@ -181,6 +187,8 @@ class _Chunk:
             self.env[c.var] = self.value(c.init)
         if loop.extent and _vectorisable(loop) and self.size * loop.extent * _volume(loop.body) <= 2 * MAX_POINTS:
             self.spread(loop)
+        elif any(r.op in K.EXTREMES for r in loop.reduces):
+            self.block(carried(loop))
         else:
             self.iterate(loop)
 
@@ -192,8 +200,11 @@ class _Chunk:
             for r in loop.reduces:
                 value = self.value(r.value)
                 whole = np.broadcast_to(value, [loop.extent if a == axis else n for a, n in enumerate(value.shape)])
-                ufunc = reduce_ufunc(r.op, value.dtype)
-                self.env[r.result] = ufunc.reduce(whole, axis=axis, dtype=value.dtype, keepdims=True)
+                if r.op in K.EXTREMES:
+                    self.env[r.result] = _EXTREMES[r.op](whole, axis=axis, keepdims=True)
+                else:
+                    ufunc = reduce_ufunc(r.op, value.dtype)
+                    self.env[r.result] = ufunc.reduce(whole, axis=axis, dtype=value.dtype, keepdims=True)
 
     def iterate(self, loop: K.Loop) -> None:
         for r in loop.reduces:
@@ -208,6 +219,17 @@ class _Chunk:
 
     def combined(self, r: K.Reduce, value: np.ndarray) -> np.ndarray:
         return reduce_ufunc(r.op, value.dtype)(self.env[r.result], value)
+
+    def sort(self, s: K.Sort) -> None:
+        axis = self.depth
+        self.env[s.i] = self.env[s.to] = self.along(np.arange(s.n), axis)
+        with self.scope(1, s.n):
+            value = self.value(s.value)
+            value = np.broadcast_to(value, [s.n if a == axis else n for a, n in enumerate(value.shape)])
+            order = np.argsort(np.flip(value, axis) if s.descending else value, axis=axis, kind="stable")
+            order = s.n - 1 - np.flip(order, axis) if s.descending else order  # reversed twice: ties keep their order
+            self.env |= {s.held: np.take_along_axis(value, order, axis), s.origin: order}
+            self.block(s.body)
 
     def contract(self, c: K.Contract) -> None:
         rows, columns, dtype = np.arange(c.m), np.arange(c.n), c.acc.dtype.numpy

@@ -12,33 +12,19 @@ from contextlib import contextmanager
 
 from rlx.backends.shared.c_dialect import Dialect
 from rlx.backends.shared.contract_loops import without_contract
+from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.nest import identity, operands, postorder
 from rlx.errors import CompileError
+from rlx.ir import kernel as K
 from rlx.ir.dtype import DType, index_
-from rlx.ir.kernel import (
-    Alu,
-    Buffer,
-    Check,
-    Const,
-    Expr,
-    Kernel,
-    Let,
-    Load,
-    Local,
-    Loop,
-    Stmt,
-    Store,
-    Var,
-    expressions,
-    walk,
-)  # fmt: skip
+from rlx.ir.kernel import Alu, Buffer, Expr, Kernel, Load, Local, Loop, Stmt, Store, Var, expressions, walk
 
 INLINE = 60  # characters; longer index expressions get a name even if they are used once
 
 
 def render(kernel: Kernel, dialect: Dialect, name: str) -> str:
     """One function called `name`. CompileError: the kernel has a claimed op, which only its own backend can render."""
-    return _Writer(without_contract(kernel), dialect).function(name)
+    return _Writer(in_loops(without_contract(kernel)), dialect).function(name)
 
 
 class _Writer:
@@ -123,7 +109,7 @@ class _Writer:
         return self.memo[id(e)]
 
     def atom(self, e: Expr) -> str:
-        if isinstance(e, Const):
+        if isinstance(e, K.Const):
             return self.dialect.literal(e.value, e.dtype)
         if isinstance(e, Var):
             return self.names[e]
@@ -193,9 +179,9 @@ class _Writer:
         held.clear()
 
     def statement(self, s: Stmt) -> None:
-        if isinstance(s, Let):
+        if isinstance(s, K.Let):
             self.names[s.var] = self.fix("v", s.var.dtype, self.value(s.value))
-        elif isinstance(s, Check):
+        elif isinstance(s, K.Check):
             self.line(self.dialect.check.format(self.value(s.ok), s.code))
         elif isinstance(s, Loop):
             self.loop(s)

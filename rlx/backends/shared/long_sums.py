@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlx.backends.shared.nest import change_loops, renamed, substitute
+from rlx.backends.shared.nest import changed, renamed, substitute
 from rlx.ir.dtype import DType, f32, f64
 from rlx.ir.kernel import RUNNING, Expr, Kernel, Let, Loop, Reduce, Stmt, Var, alu, const, k
 
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 def long_sums(kernel: Kernel) -> Kernel:
     """The kernel with its long sums in blocks, those of serial loops in f64."""
-    body = change_loops(kernel.body, _long)
+    body = changed(kernel.body, _long)
     return kernel if body is kernel.body else replace(kernel, body=body)
 
 
@@ -28,12 +28,12 @@ def in_f64(op: str, dtype: DType, length: int) -> bool:
     return op == "add" and dtype == f32 and length > SHORT
 
 
-def _long(loop: Loop) -> list[Stmt] | None:
-    if loop.carries or not loop.reduces or any(r.op not in RUNNING for r in loop.reduces):
+def _long(loop: Stmt) -> list[Stmt] | None:
+    if not isinstance(loop, Loop) or loop.carries or not loop.reduces or any(r.op not in RUNNING for r in loop.reduces):
         return None
     if loop.vector:
         whole = not any(in_f64(r.op, r.result.dtype, loop.extent) for r in loop.reduces)
-        return None if whole else in_blocks(replace(loop, body=change_loops(loop.body, _long)))
+        return None if whole else in_blocks(replace(loop, body=changed(loop.body, _long)))
     nest = _nest(loop)
     length, (total, *others) = 1, loop.reduces
     for inner in nest:
@@ -43,7 +43,7 @@ def _long(loop: Loop) -> list[Stmt] | None:
     wide: list[Stmt] = []
     for inner in reversed(nest):
         value = k.cast(inner.reduces[0].value if not wide else wide[0].reduces[0].result, f64)  # type: ignore[union-attr]
-        body = (*change_loops(inner.body[: len(inner.body) - len(wide)], _long), *wide)
+        body = (*changed(inner.body[: len(inner.body) - len(wide)], _long), *wide)
         wide = [replace(inner, body=body, reduces=(Reduce(Var("sum", f64), total.op, value),))]
     return [*wide, Let(total.result, k.cast(wide[0].reduces[0].result, f32))]  # type: ignore[union-attr]
 

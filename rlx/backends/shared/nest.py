@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from rlx.ir import kernel as K
 from rlx.ir.dtype import DType
-from rlx.ir.kernel import Alu, Buffer, Computed, Contract, Expr, Let, Load, Local, Loop, Operand, Stmt, Store, Var, alu, walk
+from rlx.ir.kernel import Alu, Expr, Let, Load, Loop, Sort, Stmt, Store, Var, alu, k, walk
 
 Part = TypeVar("Part")
-Inner = TypeVar("Inner", bound=Stmt | Operand | Computed)
+Inner = TypeVar("Inner", bound=Stmt | K.Operand | K.Computed)
 
 
 def operands(e: Expr) -> tuple[Expr, ...]:
@@ -73,27 +74,31 @@ def identity(op: str, dtype: DType) -> int | float | bool:
     return {"add": 0, "mul": 1, "or": 0, "and": True if dtype.kind == "b" else -1 if dtype.kind == "i" else 2**dtype.bits - 1}[op]
 
 
-def substitute(part: Part, to: Mapping[Var, Expr], memo: dict[int, Expr] | None = None) -> Part:
+def substitute(
+    part: Part, to: Mapping[Var, Expr], memo: dict[int, Expr] | None = None, *, guard: Expr | None = None
+) -> Part:
     """An expression, a statement or a tuple of them with expressions in place of variables. Expressions that are shared inside
-    `part` stay shared, and whatever does not change stays the same object."""
+    `part` stay shared, and whatever does not change stays the same object. With `guard`, nothing is loaded where it is false."""
     memo = {} if memo is None else memo
     if isinstance(part, Expr):
         for e in postorder(part, memo):
-            memo[id(e)] = _replaced(e, [memo[id(a)] for a in operands(e)], to)
+            memo[id(e)] = _replaced(e, [memo[id(a)] for a in operands(e)], to, guard)
         return memo[id(part)]  # type: ignore[return-value]
     if isinstance(part, tuple):
-        made = tuple(substitute(x, to, memo) for x in part)
+        made = tuple(substitute(x, to, memo, guard=guard) for x in part)
         return part if all(a is b for a, b in zip(made, part)) else made  # type: ignore[return-value]
-    if not is_dataclass(part) or isinstance(part, (type, Buffer, Local, DType)):
+    if not is_dataclass(part) or isinstance(part, (type, K.Buffer, K.Local, DType)):
         return part
     inner = {f.name: getattr(part, f.name) for f in fields(part)}
-    new = {name: x for name, old in inner.items() if (x := substitute(old, to, memo)) is not old}
+    new = {name: x for name, old in inner.items() if (x := substitute(old, to, memo, guard=guard)) is not old}
     return replace(part, **new) if new else part
 
 
-def _replaced(e: Expr, parts: list[Expr], to: Mapping[Var, Expr]) -> Expr:
+def _replaced(e: Expr, parts: list[Expr], to: Mapping[Var, Expr], guard: Expr | None) -> Expr:
     if isinstance(e, Var):
         return to.get(e, e)
+    if isinstance(e, Load) and guard is not None:
+        return Load(e.buffer, parts[0], guard if e.guard is None else k.and_(guard, parts[1]))
     if all(a is b for a, b in zip(parts, operands(e))):
         return e
     return alu(e.op, *parts, dtype=e.dtype) if isinstance(e, Alu) else Load(e.buffer, *parts)  # type: ignore[union-attr]
@@ -103,29 +108,35 @@ def renamed(part: object) -> dict[Var, Expr]:
     """A new variable for each one that the statements of `part` bind: a copy of them needs its own."""
     out: dict[Var, Expr] = {}
     for x in walk(part):
-        own = [x.var] if isinstance(x, Let) else []
+        own = [x.var] if isinstance(x, Let) else [x.i, x.to, x.held, x.origin] if isinstance(x, Sort) else []
         if isinstance(x, Loop):
             own = [x.var, *(r.result for r in x.reduces), *(c.var for c in x.carries)]
         out |= {v: Var(v.name, v.dtype) for v in own}
     return out
 
 
-BLOCKS = {Loop: ("body",), Contract: ("epilogue", "rows"), Computed: ("before", "body")}  # record -> its fields of statements
+# record -> its fields of statements
+BLOCKS = {
+    Loop: ("body",), Sort: ("body",), K.Contract: ("epilogue", "rows"), K.Computed: ("before", "body"), K.Native: ("epilogue",)
+}  # fmt: skip
 
 
-def change_loops(body: tuple[Stmt, ...], change: Callable[[Loop], Iterable[Stmt] | None]) -> tuple[Stmt, ...]:
-    """The statements with change(loop) in place of each loop, outermost first; where it is None, the loops inside are changed.
-    Loops of a Contract too. `body` itself if nothing changes."""
+Change = Callable[[Stmt], Iterable[Stmt] | None]
+
+
+def changed(body: tuple[Stmt, ...], change: Change) -> tuple[Stmt, ...]:
+    """The statements with change(statement) in place of each, outermost first; where it is None, those inside are changed, of a
+    Contract too. `body` itself if nothing changes."""
     out: list[Stmt] = []
     for s in body:
-        made = change(s) if isinstance(s, Loop) else None
+        made = change(s)
         out += [_changed_inside(s, change)] if made is None else made
     return body if len(out) == len(body) and all(a is b for a, b in zip(out, body)) else tuple(out)
 
 
-def _changed_inside(x: Inner, change: Callable[[Loop], Iterable[Stmt] | None]) -> Inner:
-    new: dict[str, object] = {name: change_loops(getattr(x, name), change) for name in BLOCKS.get(type(x), ())}
-    if isinstance(x, Contract):
+def _changed_inside(x: Inner, change: Change) -> Inner:
+    new: dict[str, object] = {name: changed(getattr(x, name), change) for name in BLOCKS.get(type(x), ())}
+    if isinstance(x, K.Contract):
         new |= {"a": _changed_inside(x.a, change), "b": _changed_inside(x.b, change)}
     new = {name: part for name, part in new.items() if part is not getattr(x, name)}
     return replace(x, **new) if new else x  # type: ignore[arg-type]

@@ -31,22 +31,11 @@ import numpy as np
 
 from rlx.driver.barrier import MEET, Call, as_call, mismatch
 from rlx.driver.symmetric import PAGE, TIMEOUT, Copies, Rank, SymmetricHeap
-from rlx.driver.transports.shm_words import (
-    ABSENT,
-    DIED,
-    HEADER_BYTES,
-    INTERRUPTED,
-    LEFT,
-    LINE_BYTES,
-    PENDING,
-    SHUT,
-    SILENT,
-    STAGE_BYTES,
-    WAITING,
-    Header,
-    Line,
+
+from rlx.driver.transports.shm_words import (  # isort: skip
+    ABSENT, DIED, HEADER_BYTES, INTERRUPTED, LEFT, LINE_BYTES, PENDING, SHUT, SILENT, STAGE_BYTES, WAITING, Header, Line,
     Meeting,
-)
+)  # fmt: skip
 from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
 
 MAGIC = 0x31736B6E61527872  # the layout's version is its last character

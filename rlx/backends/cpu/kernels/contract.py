@@ -14,13 +14,7 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
-from rlx.backends.cpu.kernels.tile import (
-    Layout,
-    Tile,
-    stage_rows_function,
-    tile_function,
-    transpose_function,
-)
+from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
