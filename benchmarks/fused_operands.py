@@ -29,9 +29,9 @@ import numpy as np
 import rlx
 from benchmarks.measure import Call, header, table
 from rlx.backends.cpu import backend
+from rlx.ir.blocks import FORMATS
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops import dequant_matmul
-from rlx.ir.quant import FORMATS
 
 ROWS, DEPTHS = (1, 16, 128, 512), (384, 1024, 4096)
 FORMATS_MEASURED, QUANTISED_ROWS = ("q8_0", "q4_k", "int8"), (1, 16, 128)

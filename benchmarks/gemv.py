@@ -27,8 +27,8 @@ import numpy as np
 
 import rlx
 from benchmarks.measure import Call, header, interleaved, read_call, share, table
+from rlx.ir.blocks import FORMATS
 from rlx.ir.ops import dequant_matmul
-from rlx.ir.quant import FORMATS
 
 SHAPES = [(4096, 4096), (1024, 3072), (151936, 1024)]  # n, k
 STORED = ("f32", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
@@ -58,7 +58,7 @@ def random_rows(stored: str, n: int, k: int) -> np.ndarray:
         return (rng.standard_normal((n, k), np.float32) / np.sqrt(k)).astype(rlx.as_dtype(stored).numpy)
     form = FORMATS[stored]
     blocks = rng.integers(0, 256, (n, k // form.block, form.nbytes), np.uint8)
-    for at in form.scales:
+    for at in form.numbers:
         blocks[..., at : at + 2] = np.array([1e-3], np.float16).view(np.uint8)
     return blocks.reshape(n, -1)
 

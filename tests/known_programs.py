@@ -36,11 +36,11 @@ from rlx.compile import lower
 from rlx.frontends.models import bert, decoder, families
 from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.sampling import Sampling
+from rlx.ir.blocks import FORMATS
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key, print_kernel
 from rlx.ir.program import Program
-from rlx.ir.quant import FORMATS
 from rlx.ir.shape import Dim
 from rlx.ir.target import Target
 

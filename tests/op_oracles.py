@@ -258,7 +258,8 @@ def dequantize(case: Any, attrs: Any, packed: np.ndarray) -> np.ndarray:
 
 def packed_blocks(format: str, w: np.ndarray) -> np.ndarray:
     """The memory of pack_quant: the integers, scales and mins of each block first; then a panel's bytes one after the other."""
-    nbytes, numbers = {"q8_0": (34, 2), "q4_0": (18, 2), "q4_k": (144, 4), "q5_k": (176, 4), "q6_k": (210, 2)}[format]
+    nbytes = {"q8_0": 34, "q4_0": 18, "q5_0": 22, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
+    numbers = 4 if format in ("q4_k", "q5_k") else 2
     b = np.zeros((-(-len(w) // 32) * 32, w.shape[1] // nbytes, nbytes), np.uint8)
     b[: len(w)] = w.reshape(len(w), -1, nbytes)
     scales, mins = b[..., :0], b[..., :0]
@@ -268,6 +269,8 @@ def packed_blocks(format: str, w: np.ndarray) -> np.ndarray:
         q = rest ^ 128
     elif format == "q4_0":
         q = halves(rest, 16)
+    elif format == "q5_0":
+        q = halves(rest[..., 4:], 16).reshape(*b.shape[:2], 32) | np.unpackbits(rest[..., :4], -1, bitorder="little") << 4
     elif format == "q6_k":
         high = np.stack([rest[..., 128:192].reshape(*b.shape[:2], 2, 32) >> s & 3 for s in (0, 2, 4, 6)], -2)
         q, scales = halves(rest[..., :128], 64).reshape(high.shape) | high << 4, rest[..., 192:208]
@@ -279,7 +282,7 @@ def packed_blocks(format: str, w: np.ndarray) -> np.ndarray:
         if format == "q5_k":
             q |= (np.stack([rest[..., 12:44] >> g & 1 for g in range(8)], -2) << 4).reshape(q.shape)
     q = q.reshape(*b.shape[:2], -1)
-    above = {"q5_k": 1, "q6_k": 2}.get(format, 0)
+    above = {"q5_0": 1, "q5_k": 1, "q6_k": 2}.get(format, 0)
     out: list[int] = []
 
     def dwords(r: int, block: int, start: int, shift: int, bits: int) -> None:

@@ -17,17 +17,38 @@ from op_oracles import packed_blocks
 
 import rlx
 from rlx.backends.cpu.kernels import quant
+from rlx.errors import AttributeValueError
+from rlx.ir.blocks import FORMATS, Bits, Format, Integers, Panel
 from rlx.ir.dtype import as_dtype, f32, i64, u8
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, const, linear
 from rlx.ir.kernel import k as kx
-from rlx.ir.ops.quant import dequant_matmul
-from rlx.ir.ops.quant_pack import PACKINGS, PANEL
-from rlx.ir.ops.quant_pack import packed as packed_of
-from rlx.ir.quant import FORMATS
+from rlx.ir.ops.quant import dequant_matmul, dequantize
+from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.target import Target
 
-FORMAT_NAMES = tuple(PACKINGS)
+PANEL = quant.PANEL
+FORMAT_NAMES = tuple(FORMATS)
+
+
+def packed_of(name: str, w: np.ndarray) -> np.ndarray:
+    """The memory of pack_quant: each field of the format is read from the blocks, and written where the panel has it."""
+    panel = quant.panel(name)
+    f, p, height = panel.plain, panel.packed, panel.rows
+    rows = np.pad(w, ((0, -len(w) % height), (0, 0))).reshape(-1, height, w.shape[1] // f.nbytes, f.nbytes).swapaxes(1, 2)
+    out = np.zeros((*rows.shape[:2], p.nbytes), np.uint8)
+
+    def lanes(unit: int) -> np.ndarray:
+        """[panel, block, row, byte] of the fields that have this many bytes for each row."""
+        shape = (*rows.shape[:3], p.nbytes - unit * (height - 1))
+        return np.lib.stride_tricks.as_strided(out, shape, (*out.strides[:2], unit, 1))
+
+    for at, to in zip(f.numbers, p.numbers):
+        lanes(2)[..., to : to + 2] = rows[..., at : at + 2]
+    for unit, source, to in ((1, f.scales, p.scales), (1, f.mins, p.mins), (4, f.q, p.q)):
+        if source and to:
+            to.write(lanes(unit), source.read(rows).view(np.uint8) ^ (panel.flip if source is f.q else 0))
+    return out.reshape(len(rows), -1)
 
 
 def weights(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -35,7 +56,7 @@ def weights(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     form = FORMATS[name]
     packed = rng.integers(0, 256, (rows, columns // form.block, form.nbytes), np.uint8)
-    for at in form.scales:
+    for at in form.numbers:
         scale = rng.uniform(-1, 1, packed.shape[:2]).astype(np.float16)
         packed[..., at : at + 2] = scale[..., None].view(np.uint8)
     return packed.reshape(rows, -1)
@@ -151,7 +172,7 @@ def test_packing_moves_bits(name):
     w = weights(name, PANEL, FORMATS[name].block)
     packed = packed_of(name, w)
     assert np.unpackbits(packed).sum() == np.unpackbits(w).sum()
-    assert packed.size - w.size == (4 * PANEL if PACKINGS[name].mins else 0)
+    assert packed.size - w.size == (4 * PANEL if FORMATS[name].mins else 0)
 
 
 def test_weights_of_a_graph_are_packed_once_and_set_again():
@@ -229,3 +250,60 @@ def test_operand_epilogue_and_rows_are_part_of_the_product(name, target):
             assert status == 0
             np.testing.assert_array_equal(y.reshape(m, n), want)
             np.testing.assert_array_equal(largest, want.max(1))
+
+
+def made_up(group: int) -> Format:
+    """5-bit integers in pairs of nibbles with their high bits in order, and nibbles of a scale and a min for each group."""
+    groups = 64 // group
+    return Format(
+        "made_up", 64, 44 + groups, Integers((Bits(4, 16, ((32, 8), (2, 4))), Bits(1, 272, ((8, 8), (8, 1))))), 5,
+        (42 + groups, 0), Integers((Bits(4, 336, ((groups, 8),)),)), Integers((Bits(4, 340, ((groups, 8),)),)),
+    )  # fmt: skip
+
+
+def by_hand(block: np.ndarray, group: int) -> list[float]:
+    data = block.tobytes()
+    factor, scale = (np.frombuffer(data, np.float16, 1, at)[0].astype(np.float32) for at in (0, 42 + 64 // group))
+    out = []
+    for e in range(64):
+        q = (data[2 + e // 2] >> e % 2 * 4 & 15) | (data[34 + e // 8] >> e % 8 & 1) << 4
+        both = data[42 + e // group]
+        out.append(scale * np.float32(both & 15) * np.float32(q - 5) - factor * np.float32(both >> 4))
+    return out
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_new_format_is_one_entry(group, monkeypatch):
+    """Arrays, elements, packing, products and look-ups follow from it. No panel has groups of 64 elements: then it is decoded."""
+    form = made_up(group)
+    monkeypatch.setitem(FORMATS, "made_up", form)
+    w = weights("made_up", 40, 128)
+    exact = form.decode_rows(w)
+    assert exact.tolist() == [[*by_hand(a, group), *by_hand(b, group)] for a, b in w.reshape(40, 2, -1)]
+    g, x, ids = Graph("made up"), activations(3, 128), np.array([39, 0, 7], np.int32)
+    a, table = g.input("x", x.shape, f32), g.param("w", w.shape, u8)
+    rows = dequantize(rlx.gather(table, g.input("ids", ids.shape, "i32"), axis=0), format="made_up", columns=128)
+    product_of = dequant_matmul(a, table, format="made_up")
+    g.set_outputs([rows, product_of])
+    claim = quant.claim(product_of.node)
+    assert claim is None if group == 32 else "groups of [64, 64]" in (claim or "")
+    for device in ("cpu", "ref"):
+        compiled = rlx.Session(device).compile(g)
+        assert ("pack_quant(out" in str(compiled.program())) == (group == 32 and device == "cpu")
+        compiled.set_param("w", w)
+        found, y = compiled.run({"x": x, "ids": ids})
+        np.testing.assert_array_equal(found, exact[ids])
+        bound = 1.01 * rounding_bound(x, exact) + 2e-6 * np.abs(x) @ np.abs(exact).T
+        assert (np.abs(y - x @ exact.T.astype(np.float64)) <= bound).all()
+
+
+def test_panels_of_other_sizes():
+    """A backend says how many rows a panel has and how many elements a step; no bit is lost whatever it says."""
+    for rows, step in ((1, 32), (8, 64), (16, 256)):
+        panel = Panel(FORMATS["q5_k"], rows, step)
+        assert panel.fault() is None and panel.packed.nbytes == rows * (FORMATS["q5_k"].nbytes + 4)
+    for step, word in ((48, "steps of 48"), (16, "steps of 16"), (0, "steps of 0")):
+        with pytest.raises(AttributeValueError, match=word):
+            pack_quant(Graph("bad").param("w", (2, 144), u8), format="q4_k", rows=32, step=step)
+    with pytest.raises(AttributeValueError, match="at least one row, not 0"):
+        pack_quant(Graph("bad").param("w", (2, 144), u8), format="q4_k", rows=0, step=32)

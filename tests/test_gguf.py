@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from rlx.errors import CorruptFileError, ModelError, RlxError, Unsupported
 from rlx.frontends.gguf import build_tokenizer, read_gguf
-from rlx.ir.quant import FORMATS
+from rlx.ir.blocks import FORMATS
 
 RNG = np.random.default_rng(11)
 F = gguf.GGMLQuantizationType

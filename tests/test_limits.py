@@ -72,7 +72,7 @@ def encoder(g: Graph, batch, length) -> Value:
 
 
 def quantised(g: Graph, name: str) -> Value:
-    form = rlx.ir.quant.FORMATS[name]
+    form = rlx.ir.blocks.FORMATS[name]
     packed = g.param("packed", (70, 64 // form.block * form.nbytes), "u8")
     return ops.dequant_matmul(g.input("x", (N, 64), "f32"), packed, format=name)
 

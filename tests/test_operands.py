@@ -17,12 +17,12 @@ from rlx.compile import lower
 from rlx.compile.check import check_program
 from rlx.errors import IndexRangeError
 from rlx.ir import kernel as K
+from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import bf16, f32
 from rlx.ir.graph import Graph, Value
 from rlx.ir.kernel import Computed, Contract
 from rlx.ir.ops import dequant_matmul
 from rlx.ir.overlap import may_overlap
-from rlx.ir.quant import FORMATS
 from rlx.ir.target import Producer
 
 OFF = ("operands",)

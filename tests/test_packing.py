@@ -10,10 +10,10 @@ from rlx.compile import lower
 from rlx.compile.options import CompileOptions
 from rlx.errors import IndexRangeError
 from rlx.ir import ops
+from rlx.ir.blocks import FORMATS
 from rlx.ir.graph import Graph
 from rlx.ir.ops.quant import random_weights
 from rlx.ir.program import Region
-from rlx.ir.quant import FORMATS
 from rlx.runtime import Session
 
 ROWS, COLUMNS = 70, 256  # rows: panels of 16, 32 and 48 are left with room in the last

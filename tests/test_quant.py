@@ -9,8 +9,8 @@ from op_cases import cases
 
 import rlx
 from rlx.errors import AttributeValueError, DTypeError, NumericsError, ShapeError
+from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import dequant_matmul, dequantize
-from rlx.ir.quant import FORMATS
 
 GGUF = [name for name in FORMATS if name.startswith("q")]
 OURS = [name for name, form in FORMATS.items() if form.quantise]
@@ -38,7 +38,7 @@ def test_sizes_are_the_formats_own(name):
     form = FORMATS[name]
     assert (form.block, form.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
     assert form.row_bytes(2 * form.block) == 2 * form.nbytes and form.row_bytes(form.block + 1) == 2 * form.nbytes
-    for at in form.scales:  # a scale stands there: without it the block means something else
+    for at in form.numbers:  # without the number the block means something else
         block = np.full((1, form.nbytes), 0x21, np.uint8)
         whole = form.decode_rows(block)
         block[:, at : at + 2] = 0
@@ -51,12 +51,24 @@ def test_compiled_to_the_bit(name, device):
     """Every value of a scale's high byte, in a column count that ends inside a block."""
     form = FORMATS[name]
     packed = np.random.default_rng(2).integers(0, 256, (256, 2 * form.nbytes), np.uint8)
-    packed[:, form.scales[0] + 1] = np.arange(256)
+    packed[:, form.numbers[0] + 1] = np.arange(256)
     columns = 2 * form.block - 15
     g = rlx.Graph("all")
     g.set_outputs([dequantize(g.input("w", packed.shape, "u8"), format=name, columns=columns)])
     (found,) = rlx.Session(device).compile(g).run({"w": packed})
     np.testing.assert_array_equal(found, form.decode_rows(packed, columns))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_bit_of_a_block_is_read_once(name):
+    form = FORMATS[name]
+    used = [bit for at in form.numbers for bit in range(8 * at, 8 * at + 16)]
+    for part in (p for integers in (form.q, form.scales, form.mins) if integers for p in integers.parts):
+        for digits in np.ndindex(*(count for count, _ in part.digits)):
+            first = part.first + sum(digit * stride for digit, (_, stride) in zip(digits, part.digits))
+            assert first // 8 == (first + part.bits - 1) // 8
+            used += range(first, first + part.bits)
+    assert sorted(used) == list(range(8 * form.nbytes))
 
 
 # -- our own encodings ---------------------------------------------------------------------------------------------
@@ -98,7 +110,7 @@ def test_encoding_of_what_the_format_holds_exactly(name):
 def test_large_matrices_are_encoded_in_pieces(name, monkeypatch):
     weights = np.random.default_rng(5).standard_normal((7, 2, 33)).astype(np.float32)
     whole = FORMATS[name].encode(weights)
-    monkeypatch.setattr("rlx.ir.quant._CHUNK", 70)
+    monkeypatch.setattr("rlx.ir.blocks._CHUNK", 70)
     np.testing.assert_array_equal(FORMATS[name].encode(weights), whole)
 
 

@@ -19,9 +19,9 @@ from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
 from rlx.frontends.models.decoder import DecoderConfig, build
 from rlx.frontends.models.families import config_of, config_of_gguf, param_name
 from rlx.frontends.weights import model_path, read_json, read_weights
+from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.placement import Split
-from rlx.ir.quant import FORMATS
 
 FLOATS = ("f32", "bf16", "f16")
 CHUNK = 1 << 18  # elements converted at once: bounds the temporary memory

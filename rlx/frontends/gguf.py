@@ -19,23 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlx.errors import CorruptFileError, ModelError, RlxError, Unsupported, known
+from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES
-from rlx.ir.quant import FORMATS
 from rlx.runtime import map_file
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 _MAX_DIMS, _MAX_NESTING = 4, 4
-_TYPES = {
-    0: "f32", 1: "f16", 2: "q4_0", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k",
-    24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
-}  # fmt: skip
+_TYPES = {0: "f32", 1: "f16", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16"}
+_TYPES |= {f.gguf: f.name for f in FORMATS.values() if f.gguf is not None}
 _LAST_TYPE = 63  # numbers up to this may be types that rlx does not know; with a larger one the file counts as corrupt
 
 
 class GgufTensor(NamedTuple):
     """`shape` outermost dim first. `data`: [shape] in the dtype called `type`, or u8 [*shape[:-1], row bytes] of the packed
-    format called `type` (rlx.ir.quant.FORMATS). A read-only view of the file."""
+    format called `type` (rlx.ir.blocks.FORMATS). A read-only view of the file."""
 
     shape: tuple[int, ...]
     type: str

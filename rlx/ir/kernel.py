@@ -204,7 +204,7 @@ class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
     `panel` > 0 (b only): packed as [ceil(n/panel)][ceil(k/group)][panel][group], strides unused. `offset` may use grid variables.
-    `blocks` (b only): bytes of quantised blocks of that format, packed as rlx.ir.ops.quant_pack says, in place of both.
+    `blocks` (b only): quantised blocks of that format, packed as the backend asked for (Target.packs), in place of both.
     """
 
     buffer: Buffer

@@ -15,10 +15,10 @@ import rlx.ir.ops as ops
 from rlx.errors import ModelError, known
 from rlx.frontends.models.bert import ACTIVATIONS
 from rlx.frontends.sampling import choose
+from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
-from rlx.ir.quant import FORMATS
 
 Formats = Mapping[str, str] | str
 EMBEDDED = "embedded"  # name of the node that looks up the rows of the embedding table

@@ -1,4 +1,4 @@
-"""x @ dequantize(packed).T with weights in panels (rlx.ir.ops.quant_pack): a Kernel whose body is one Contract.
+"""x @ dequantize(packed).T with weights in panels (rlx.ir.blocks.Panel): a Kernel whose body is one Contract.
 
 With 512-bit integer dot products (VNNI), a task first rounds its rows of x to int8: in each run of STEP elements to the nearest
 of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers, scaled and summed in f32. So
@@ -24,12 +24,15 @@ from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, Plan, distinct, kept_
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, vector
+from rlx.ir.blocks import FORMATS, Bits, Panel
 from rlx.ir.dtype import f32
 from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
-from rlx.ir.ops.quant_pack import PACKINGS, PANEL, STEP, Packing, pack_quant
+from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.target import Target
 
+PANEL = 32  # rows of a panel: two 64-byte vectors of dwords
+STEP = 32  # elements per iteration ("turn") of the innermost loop
 DTYPES = ("f32", "bf16", "f16")
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
@@ -45,16 +48,22 @@ MAGIC = 0x4B400000  # bits of 1.5 * 2**23: adding a small float to it leaves the
 def claim(node: Node) -> str | None:
     """None if `render` has a kernel for this node; else the reason why not."""
     x, packed = node.inputs
-    if node.attrs.format not in PACKINGS:  # type: ignore[union-attr]
-        return f"no kernel for {node.attrs.format} weights"  # type: ignore[union-attr]
     if x.dtype.name not in DTYPES:
         return f"quantised weights multiply {', '.join(DTYPES)}, not {x.dtype.name}"
-    block = PACKINGS[node.attrs.format].block  # type: ignore[union-attr]
-    if not x.dims or not isinstance(x.dims[-1], int) or x.dims[-1] % block:
-        return f"columns come in whole blocks of {block}, {x.shape} has {x.dims[-1] if x.dims else 'none'}"
+    p = panel(node.attrs.format)  # type: ignore[union-attr]
+    f, fault = p.plain, p.fault()
+    if fault or len(f.q.parts) > 2 or p.each(f.scales) > 2 or p.each(f.mins) > 1:
+        return fault or f"no kernel for {f.name}: it has over two parts of an integer, two scales or one min in {STEP} elements"
+    if not x.dims or not isinstance(x.dims[-1], int) or x.dims[-1] % f.block:
+        return f"columns come in whole blocks of {f.block}, {x.shape} has {x.dims[-1] if x.dims else 'none'}"
     if x.shape.num_elements == 0 or packed.shape.num_elements == 0:
         return "there is nothing to multiply"
     return None if _is_known(packed) else "only weights that are params are packed"
+
+
+def panel(format: str) -> Panel:
+    """The panels that `render` reads."""
+    return Panel(FORMATS[format], PANEL, STEP)
 
 
 def _is_known(value: Value) -> bool:
@@ -64,7 +73,7 @@ def _is_known(value: Value) -> bool:
 
 def packs(node: Node) -> Value:
     """The weights of a claimed node, packed as `render` expects its second operand."""
-    return pack_quant(node.inputs[1], format=node.attrs.format)  # type: ignore[union-attr, return-value]
+    return pack_quant(node.inputs[1], format=node.attrs.format, rows=PANEL, step=STEP)  # type: ignore[union-attr, return-value]
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
@@ -94,9 +103,10 @@ class _Product(Product):
     ) -> None:
         """`highest`: most rows of a tile; `row_bytes`: bytes of scratch per row of a block."""
         assert isinstance(c.b, Operand)
-        self.p: Packing = PACKINGS[c.b.blocks]
+        self.p = panel(c.b.blocks)
+        self.f = self.p.packed
         self.k, self.n = c.k, c.n
-        self.panel_bytes = self.k // self.p.block * self.p.panel_bytes
+        self.panel_bytes = self.k // self.f.block * self.f.nbytes
         self.lanes = target.vector_bytes // 4
         self.vectors = PANEL // self.lanes
         row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
@@ -142,11 +152,10 @@ class _Product(Product):
 
     def numbers(self, e: Emitter, block: V) -> list[list[V]]:
         """The f16 numbers of a block as f32: a list of vectors for each."""
-        at = [2 * PANEL * n for n in range(len(self.p.numbers))]
         half = vector("half", self.lanes)
         return [
             [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in range(self.vectors)]
-            for a in at
+            for a in self.f.numbers
         ]
 
     def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
@@ -160,31 +169,32 @@ class _Product(Product):
 
     def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
         """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
-        p, count = self.p, STEP // self.p.group
-        if not p.scales:
-            return [numbers[0]] * count, []
-        scales = [self.small(e, e.gep(at, PANEL * g), p.signed, numbers[0]) for g in range(count)]
-        return scales, self.small(e, e.gep(at, PANEL * count), False, numbers[1]) if p.mins else []
+        f, count = self.f, self.p.each(self.f.scales)
+        if f.scales is None:
+            return [numbers[0]], []
+        scales = [self.small(e, e.gep(at, PANEL * g), f.scales.signed, numbers[0]) for g in range(count)]
+        return scales, self.small(e, e.gep(at, PANEL * count), f.mins.signed, numbers[1]) if f.mins else []
 
     def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
         """For the run at `at`: vectors that hold four elements (one dword) of each weight row."""
         p, ty = self.p, vector("i32", self.lanes)
-        high: list[tuple[list[V], int]] = []  # (dwords, index of their first element)
+        high: list[tuple[list[V], int, Bits]] = []  # (dwords, their first element, their part of q)
 
         def bits(raw: list[V], left: int, mask: int) -> list[V]:
             raw = [e.bin("shl", x, left) if left > 0 else e.bin("lshr", x, -left) if left else x for x in raw]
             return [e.bin("and", x, mask * 0x01010101) for x in raw]
 
-        for n, (plane, first) in enumerate(p.dwords()):
+        for n, (part, first) in enumerate(p.dwords):
+            plane = p.plain.q.parts[part]
             raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in range(self.vectors)]
-            if plane is p.high:
-                high = [(raw, first)]
+            if part:
+                high = [(raw, first, plane)]
                 continue
-            for part in range(8 // plane.bits):
-                out = bits(raw, -part * plane.bits, 15) if plane.bits < 8 else raw
-                for above, start in high:
-                    each, mask = p.high.bits, (1 << p.high.bits) - 1  # type: ignore[union-attr]
-                    more = bits(above, plane.bits - each * ((first - start) // 4 + part), mask << plane.bits)
+            for four in range(8 // plane.bits):
+                out = bits(raw, -four * plane.bits, plane.mask) if plane.bits < 8 else raw
+                for above, start, other in high:
+                    left = plane.bits - other.bits * ((first - start) // 4 + four)
+                    more = bits(above, left, other.mask << plane.bits)
                     out = [e.bin("or", a, b) for a, b in zip(out, more)]
                 yield out
 
@@ -199,21 +209,21 @@ class _Integer(_Product):
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
         assert isinstance(c.b, Operand)
-        p, turns = PACKINGS[c.b.blocks], c.k // STEP
-        row_bytes = c.k + 4 * turns * (1 + STEP // p.group + bool(p.mins))
+        p, turns = panel(c.b.blocks), c.k // STEP
+        self.groups_of_turn = p.each(p.plain.scales) or 1
+        row_bytes = c.k + 4 * turns * (1 + self.groups_of_turn + bool(p.plain.mins))
         super().__init__(kernel, c, target, tiling, tiling.get("rows", ROWS), row_bytes)
-        self.staged = self.plan.row_tiles > DIRECT_TILES and p.low.bits < 8
-        self.groups_of_turn = STEP // p.group
+        self.staged = self.plan.row_tiles > DIRECT_TILES and p.plain.q.parts[0].bits < 8
         rows = self.block_rows
         self.pitches = self.k, 4 * turns, 4 * turns * self.groups_of_turn, 4 * turns
-        used = True, True, p.zero, p.mins
+        used = True, True, self.f.zero, self.f.mins
         self.q_at, self.factors_at, self.shifts_at, self.least_at = (
             self.reserve(rows * pitch if here else 0) for pitch, here in zip(self.pitches, used)
         )
         self.sums_at = self.reserve(4 * PANEL * self.plan.rows)
         self.turn_bytes = STEP, 4, 4 * self.groups_of_turn, 4  # bytes per run of q, factors, shifts, least
         self.staged_bytes = STEP * PANEL, 4 * PANEL * self.groups_of_turn, 4 * PANEL  # bytes per run of elements, scales, mins
-        keep = self.staged, self.staged, self.staged and p.mins
+        keep = self.staged, self.staged, self.staged and self.f.mins
         self.words_at, self.scales_at, self.mins_at = (
             self.reserve(turns * n if here else 0) for n, here in zip(self.staged_bytes, keep)
         )
@@ -257,11 +267,11 @@ class _Integer(_Product):
             if self.groups_of_turn == 1:
                 sums = [e.bin("add", *sums)]
             totals = [e.intrinsic("vector.reduce.add", s, returns="i32", suffix=(ints,)) for s in sums]
-            if self.p.zero:
+            if self.f.zero:
                 for n, total in enumerate(totals):
                     at = e.gep(step(e, shifts, turn.index, 4 * self.groups_of_turn), 4 * n)
-                    e.store(e.bin("mul", total, -self.p.zero), at, 4)
-            if self.p.mins:
+                    e.store(e.bin("mul", total, -self.f.zero), at, 4)
+            if self.f.mins:
                 sum_of_x = e.bin("fmul", e.convert("sitofp", totals[0], "float"), factor)
                 e.store(e.op("float", f"fneg {sum_of_x}"), step(e, least, turn.index, 4), 4)
 
@@ -288,9 +298,9 @@ class _Integer(_Product):
 
     def _unpacked(self, e: Emitter, weights: V, words: V, scales: V, mins: V) -> None:
         """Unpack a panel into the layout that staged tiles read."""
-        inner = self.p.block // STEP
-        with e.loop(0, self.k // self.p.block, nonempty=True) as block:
-            at = step(e, weights, block.index, self.p.panel_bytes)
+        inner = self.f.block // STEP
+        with e.loop(0, self.k // self.f.block, nonempty=True) as block:
+            at = step(e, weights, block.index, self.f.nbytes)
             numbers = self.numbers(e, at)
             with e.loop(0, inner) as turn:
                 index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
@@ -315,12 +325,12 @@ class _Integer(_Product):
                     [e.load(vector("i32", 16), e.gep(words, 64 * (2 * n + v)), 64) for v in (0, 1)] for n in range(STEP // 4)
                 )
                 factors = [[e.load(ty, e.gep(scales, 64 * (2 * g + v)), 64) for v in (0, 1)] for g in range(self.groups_of_turn)]
-                least = [e.load(ty, e.gep(mins, 64 * v), 64) for v in (0, 1)] if self.p.mins else []
+                least = [e.load(ty, e.gep(mins, 64 * v), 64) for v in (0, 1)] if self.f.mins else []
                 found = self._turn(e, rows, loop.carried[:4], lines, factors, least, loop.carried[7:])
                 loop.next = [e.gep(a, n) for a, n in zip(loop.carried[:7], (*self.turn_bytes, *self.staged_bytes))] + found
             totals = loop.results[7:]
         else:
-            inner = self.p.block // STEP
+            inner = self.f.block // STEP
             with e.loop(0, turns // inner, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
                 block = loop.carried[4]
                 numbers = self.numbers(e, block)
@@ -330,7 +340,7 @@ class _Integer(_Product):
                     lines = self.words(e, here)
                     found = self._turn(e, rows, turn.carried[:4], lines, factors, least, turn.carried[4:])
                     turn.next = [e.gep(a, n) for a, n in zip(turn.carried[:4], self.turn_bytes)] + found
-                loop.next = [*turn.results[:4], e.gep(block, self.p.panel_bytes), *turn.results[4:]]
+                loop.next = [*turn.results[:4], e.gep(block, self.f.nbytes), *turn.results[4:]]
             totals = loop.results[5:]
         for n, total in enumerate(totals):
             e.store(total, e.gep(sums, 64 * n), 64)
@@ -352,7 +362,7 @@ class _Integer(_Product):
             group = n // each
             if n % each == 0:
                 start = [
-                    of_row(shifts, 2, r, "i32", 4 * group) if self.p.zero else V("zeroinitializer", ints) for r in range(rows)
+                    of_row(shifts, 2, r, "i32", 4 * group) if self.f.zero else V("zeroinitializer", ints) for r in range(rows)
                 ]
                 parts = [s for s in start for _ in vectors]
             weights = [e.op(octets, f"bitcast {w} to {octets}") for w in vectors]
@@ -380,7 +390,7 @@ class _Float(_Product):
         vectors = PANEL * 4 // target.vector_bytes
         highest = min(8, max(1, (registers - 1 - vectors) // vectors))
         super().__init__(kernel, c, target, tiling, highest, 4 * (c.k + PANEL))
-        self.chunk = max(self.p.block, min(CHUNK, self.k) // self.p.block * self.p.block)
+        self.chunk = max(self.f.block, min(CHUNK, self.k) // self.f.block * self.f.block)
         self.rows_of_x, self.sums = Layout(f32, self.k), Layout(f32, PANEL)
         self.rows_at = self.reserve(self.block_rows * self.k * 4)
         self.sums_at = self.reserve(self.block_rows * PANEL * 4)
@@ -412,13 +422,13 @@ class _Float(_Product):
         whole, rest = divmod(self.k, self.chunk)
         block = tiles, i0
         self._chunk(e, weights, a, sums, chunk, None, block, min(self.chunk, self.k))
-        blocks = self.chunk // self.p.block
+        blocks = self.chunk // self.f.block
         if whole > 1:
             with e.loop(1, whole) as at:
-                place = step(e, weights, at.index, blocks * self.p.panel_bytes)
+                place = step(e, weights, at.index, blocks * self.f.nbytes)
                 self._chunk(e, place, step(e, a, at.index, 4 * self.chunk), sums, chunk, ones, block, self.chunk)
         if whole and rest:
-            place = e.gep(weights, whole * blocks * self.p.panel_bytes)
+            place = e.gep(weights, whole * blocks * self.f.nbytes)
             self._chunk(e, place, e.gep(a, 4 * whole * self.chunk), sums, chunk, ones, block, rest)
         count = e.bin("sub", self._first_row(e, tiles[1]), i0)
         self._finish(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(PANEL)), vectors, tail, PANEL)
@@ -442,9 +452,9 @@ class _Float(_Product):
 
     def _decoded(self, e: Emitter, weights: V, to: V, *, length: int) -> None:
         """to[length][PANEL] = the next `length` elements of each row"""
-        inner = self.p.block // STEP
-        with e.loop(0, length // self.p.block, nonempty=True) as block:
-            at = step(e, weights, block.index, self.p.panel_bytes)
+        inner = self.f.block // STEP
+        with e.loop(0, length // self.f.block, nonempty=True) as block:
+            at = step(e, weights, block.index, self.f.nbytes)
             numbers = self.numbers(e, at)
             with e.loop(0, inner) as turn:
                 index = e.bin("add", e.bin("mul", block.index, e.i64(inner)), turn.index)
@@ -455,7 +465,7 @@ class _Float(_Product):
                     for i in range(4):
                         for v, dwords in enumerate(vectors):
                             q = e.bin("and", e.bin("lshr", dwords, 8 * i), 255)
-                            value = e.convert("sitofp", e.bin("sub", q, self.p.zero), "float")
-                            value = e.bin("fmul", value, scales[4 * n // self.p.group][v])
+                            value = e.convert("sitofp", e.bin("sub", q, self.f.zero), "float")
+                            value = e.bin("fmul", value, scales[4 * n * len(scales) // STEP][v])
                             value = e.bin("fsub", value, least[v]) if least else value
                             e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
