@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
 
 import rlx
 from rlx.host.jit import Library, compile_object
@@ -29,6 +30,27 @@ def check_allocates_nothing(compiled: rlx.CompiledGraph, call: Callable[[], obje
     finally:
         gc.enable()
     assert growth[2] <= max(growth[0], growth[1], growth[3]) + 2, growth
+
+
+def traced_bytes(calls: Sequence[Callable[[], object]], runs: int) -> tuple[int, int]:
+    """Bytes of Python's that `runs` of each call leave, and the most that they hold meanwhile. The least of a few times: threads
+    that are none of ours (pytest-xdist's) allocate now and then."""
+    found = []
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            for call in calls:
+                call()
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(runs):
+                for call in calls:
+                    call()
+            after, peak = tracemalloc.get_traced_memory()
+            found.append((after - before, peak - before))
+    finally:
+        tracemalloc.stop()
+    return min(grown for grown, _ in found), min(peak for _, peak in found)
 
 
 class PythonAllocations:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import tracemalloc
 from functools import partial
 from itertools import repeat
 
 import numpy as np
 import pytest
-from counting import PythonAllocations, check_allocates_nothing
+from counting import PythonAllocations, check_allocates_nothing, traced_bytes
 
 import rlx
 
@@ -45,19 +44,8 @@ def test_calls_allocate_nothing(threads: int, mode: str) -> None:
         call()
         call()
         check_allocates_nothing(compiled, call, RUNS)
-    tracemalloc.start()
-    try:
-        for call in calls:
-            call()
-        tracemalloc.reset_peak()
-        base, _ = tracemalloc.get_traced_memory()
-        for _ in range(1000):
-            for call in calls:
-                call()
-        now, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert now - base < 512 and peak - base < 2048  # passing frames and integers; no array (the smallest has 2 KB) is made
+    grown, peak = traced_bytes(calls, 1000)
+    assert grown < 512 and peak < 2048  # passing frames and integers; no array (the smallest has 2 KB) is made
 
 
 @pytest.mark.parametrize("mode,most", [("native", 0), ("python", 16)])  # 13 on CPython 3.11

@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 import time
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
+from counting import traced_bytes
 
 from rlx.backends.cpu import memory
 from rlx.backends.cpu.backend import CpuBackend
@@ -401,17 +401,8 @@ def test_a_run_allocates_nothing(threads):
         run()
     assert sys.getallocatedblocks() - blocks <= 10  # the interpreter's own, not one a run
     assert memory.allocations() == native
-    tracemalloc.start()
-    try:
-        small.run()
-        start = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        for _ in range(10_000):
-            small.run()
-        size, peak = tracemalloc.get_traced_memory()
-        assert size - start < 1000 and peak - start < 1000
-    finally:
-        tracemalloc.stop()
+    grown, peak = traced_bytes([small.run], 10_000)
+    assert grown < 1000 and peak < 1000
 
 
 # -- programs that would reach outside their memory ----------------------------------------------------------------

@@ -29,7 +29,7 @@ def mpirun(case: str, ranks: int, folder: Path, *options: str, outliving: tuple[
     command = [MPIRUN, *general, *options, "-n", str(ranks), sys.executable, str(SCRIPT), case, str(folder)]
     path = f"{ROOT}:{SCRIPT.parent}"
     ran = subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, cwd=folder)
-    for _ in range(200):
+    for _ in range(600):
         if all((folder / f"{rank}").exists() for rank in outliving):
             break
         time.sleep(0.1)
