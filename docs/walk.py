@@ -17,7 +17,7 @@ from rlx.ir.kernel_text import print_kernel
 F = np.float32
 STAGES = {  # by name; the others are passes
     "groups": "nodes that share kernels (rlx.compile.fuse)",
-    "lower": "kernels as lowered, without a schedule (rlx.compile.lower)",
+    "lower": "kernels as lowered, without a schedule (rlx.compile.lowering)",
     "schedule": "the same kernels as the target orders them (Target.schedule)",
 }
 
@@ -55,7 +55,7 @@ def main() -> None:
             show(f"3. {STAGES.get(name, f'after the pass {name!r} (rlx.compile.pipeline)')}", text)
     for phase in ("prepare", "steps", "commit"):
         for step in getattr(program, phase):
-            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.lower)", print_kernel(step.kernel))
+            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.lowering)", print_kernel(step.kernel))
     show("5. the program with its memory plan (rlx.ir.Program), checked by rlx.compile.check", program)
 
     artifact = backend.compile(program)

@@ -14,7 +14,7 @@ from rlx.backends import get
 from rlx.compile import lower
 from rlx.compile.facts import facts_of
 from rlx.compile.groups import parse_groups, print_groups
-from rlx.compile.lower import lower_group
+from rlx.compile.lowering import lower_group
 from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel

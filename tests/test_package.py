@@ -34,6 +34,19 @@ def test_import_loads_nothing_heavy():
     assert "rlx.backends.cpu" not in every and "rlx.frontends" not in every
 
 
+def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
+    """Modules of the standard library that take milliseconds, and that numpy has not loaded; and the compiler's passes."""
+    slow = {"asyncio", "concurrent.futures", "decimal", "difflib", "email", "fractions", "http", "importlib.metadata",
+            "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.typing", "pathlib", "shutil", "socket",
+            "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
+    slow |= {"rlx.compile.assemble", "rlx.compile.partition"}
+    loaded = json.loads(_python(
+        "import sys, json, typing, numpy; before = set(sys.modules); import rlx; rlx.Graph; rlx.Session\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    ))  # fmt: skip
+    assert "rlx.runtime.session" in loaded and not slow & set(loaded)
+
+
 def test_names_are_where_type_checkers_find_them() -> None:
     tree = ast.parse((ROOT / "rlx" / "__init__.py").read_text())
     (typing,) = (n for n in tree.body if isinstance(n, ast.If))

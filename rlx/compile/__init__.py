@@ -1,12 +1,22 @@
 """The compiler: graph in, checked program out. Knows targets as plain facts, and no backend."""
 
-from rlx.compile.assemble import lower
 from rlx.compile.options import CompileOptions
 
 from rlx.errors import (  # isort: skip
     CompileError, GraphError, IndexRangeError, OptionError, PlanError, RlxError, UnboundDimError, UnknownRankError,
     VerifyError,
 )  # fmt: skip
+from rlx.ir.graph import Graph
+from rlx.ir.program import Program
+from rlx.ir.target import Target
+
+
+def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
+    """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
+    from rlx.compile.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
+
+    return assembled(graph, target, options)[0]
+
 
 __all__ = [
     "CompileError", "CompileOptions", "GraphError", "IndexRangeError", "OptionError", "PlanError", "RlxError",

@@ -12,7 +12,7 @@ from rlx.compile.facts import Facts, facts_of
 from rlx.compile.fuse import fuse
 from rlx.compile.groups import Group, print_groups
 from rlx.compile.legalise import Decision, decisions
-from rlx.compile.lower import Lowered, lower_group
+from rlx.compile.lowering import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
 from rlx.compile.pipeline import keep_text, run_passes
@@ -28,13 +28,9 @@ from rlx.ir.target import Target
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
 
-def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
-    """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
-    return assembled(graph, target, options)[0]
-
-
 def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Program, Facts, dict[Value, int]]:
-    """As lower, with the facts of the legal graph, and the buffer of each of its values that has one."""
+    """The checked program of `graph`, with the facts of the legal graph, and the buffer of each of its values that has one.
+    Raises CompileError, VerifyError or OptionError."""
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
     facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from rlx.compile.canonicalise import canonicalise
 from rlx.compile.legalise import bind_dims, legalise
@@ -84,6 +83,8 @@ def keep_text(stages: dict[str, str], name: str, graph: str, text: str, options:
     """Record the text of a stage of the graph called `graph`, and write it to the folder options.dump."""
     stages[name] = text
     if options.dump is not None:
+        from pathlib import Path
+
         folder, file = Path(options.dump), re.sub(r"[^\w.-]+", "_", graph)[:100]  # a graph's name may have any characters
         try:
             folder.mkdir(parents=True, exist_ok=True)

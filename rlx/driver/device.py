@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
@@ -46,6 +45,8 @@ class Device:
             raise UnknownDeviceError(f"a device is a name and an index from 0, got {self.name!r} and {self.index!r}")
         object.__setattr__(self, "name", self.name.lower())
         if self.name not in NAMES and self.name not in TEST_NAMES and self.name not in extensions():
+            from difflib import get_close_matches
+
             names = [*NAMES, *TEST_NAMES, *extensions()]
             close = get_close_matches(self.name, names, n=2)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {known(names)}"

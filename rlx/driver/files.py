@@ -15,11 +15,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.errors import CorruptFileError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 READ = 1 << 30  # bytes per read(2); Linux reads at most 2 GiB
 SMALL = 8 << 20  # bytes whose copy stays in a cache until it is packed

@@ -16,7 +16,17 @@ class Attrs:
     tuples of them, so that attributes are hashable and print and parse as text."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
+        cls.__doc__ = cls.__doc__ or cls.__name__  # else dataclass() inspects the signature to write one
+        dataclass(frozen=True, repr=False, eq=False)(cls)  # both below: compiling them for each op takes as long as importing it
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and tuple(vars(self).values()) == tuple(vars(other).values())
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
 
     def bind(self, binding: Mapping[str, int]) -> Attrs:
         """These attributes with the named dims in them replaced by their values."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from rlx.errors import OptionError
@@ -56,7 +55,7 @@ class Tilings:
         if isinstance(given, Tilings):
             return given
         if isinstance(given, (str, PathLike)):
-            return Tilings.of(_read(Path(given)))
+            return Tilings.of(_read(given))
         found = given.tilings if isinstance(given, Tuning) else given
         if not isinstance(found, Mapping) or not all(isinstance(c, Mapping) for c in found.values()):
             raise OptionError(f"tune maps step keys to tilings, as report().tuning.tilings does; got {str(given)[:80]!r}")
@@ -109,7 +108,8 @@ class Tuning:
 
     def save(self, path: str | PathLike[str]) -> None:
         """The tilings as a JSON file, whose path CompileOptions(tune=…) takes."""
-        Path(path).write_text(json.dumps({HEAD: FORMAT, "steps": self.tilings}, indent=1) + "\n", encoding="utf-8")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps({HEAD: FORMAT, "steps": self.tilings}, indent=1) + "\n")
 
     def __str__(self) -> str:
         changed = sum(s.tiling != s.default for s in self.steps)
@@ -120,9 +120,10 @@ class Tuning:
 NOT_TUNED = Tuning()
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: str | PathLike[str]) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
     except (OSError, ValueError, RecursionError) as e:
         raise OptionError(f"tune={str(path)!r}: cannot read tilings from there: {e}") from e
     version = found.get(HEAD) if isinstance(found, dict) else None

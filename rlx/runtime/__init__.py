@@ -1,8 +1,9 @@
 """Sessions and compiled graphs. Also re-exports the public names of the driver, so that users need only this package."""
 
+from typing import TYPE_CHECKING
+
 from rlx.backends import available, is_available
 from rlx.compile.options import CompileOptions
-from rlx.compile.partition import Partitioned, partition
 
 from rlx.driver import (  # isort: skip
     Buffer, BufferHandle, CommandStream, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
@@ -23,6 +24,19 @@ from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_l
 from rlx.runtime.compiled import CompiledGraph, OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session
+
+if TYPE_CHECKING:
+    from rlx.compile.partition import Partitioned, partition
+
+
+def __getattr__(name: str) -> object:
+    """Partitioning is imported on first use."""
+    if name not in ("Partitioned", "partition"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rlx.compile import partition as module
+
+    return getattr(module, name)
+
 
 __all__ = [
     "Allocations", "BindingError", "BucketedCompileCache", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",

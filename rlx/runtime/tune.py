@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -211,7 +210,7 @@ class _Trial:
         default_ns = tiling_ns = 0
         if best != default:
             times = self._race([default, best], FINAL_ROUNDS)
-            default_ns, tiling_ns = (round(median(t) * 1e9) for t in times)
+            default_ns, tiling_ns = (round(float(np.median(t)) * 1e9) for t in times)
             best = best if _ratio(times[1], times[0]) < 1 - MARGIN else default
         made = TunedStep(begun.key, "measured", _pairs(best), _pairs(default), default_ns, tiling_ns, tried)
         return self._tuner.keep(made, len(axes) + 1)
@@ -266,7 +265,7 @@ class _Trial:
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """The larger of the median ratio of pairs, which is robust against drift, and the ratio of medians, which is robust against
     outliers."""
-    return max(median(a / b for a, b in zip(times, others)), median(times) / median(others))
+    return float(max(np.median([a / b for a, b in zip(times, others)]), np.median(times) / np.median(others)))
 
 
 def _alone(program: Program, step: Step, copies: int) -> Program:

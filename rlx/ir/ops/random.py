@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.contexts import Applied, Coords, Lowering
@@ -25,6 +24,9 @@ from rlx.ir.ops.activation import log1p
 from rlx.ir.ops.elementwise import log, minimum, shift_right
 from rlx.ir.ops.rules import lines, others
 from rlx.ir.shape import DimLike, Shape
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
