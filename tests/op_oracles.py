@@ -194,7 +194,7 @@ def attention_parts(case: Any, attrs: Any, q: np.ndarray, k: np.ndarray, v: np.n
     """The keys of each part alone, by a mask; and scipy's logsumexp, but that infinity less infinity is no number."""
     outs, logs = [], []
     for part in range(attrs.parts):
-        own = np.arange(k.shape[2]) // 128 % attrs.parts == part
+        own = np.arange(k.shape[2]) // attrs.block % attrs.parts == part
         keep = np.broadcast_to(own if attrs.mask != "custom" else own & operands[0], (*q.shape[:3], k.shape[2]))
         if attrs.positioned:
             keep = keep & (np.arange(k.shape[2]) <= operands[-1] + np.arange(q.shape[2])[:, None])

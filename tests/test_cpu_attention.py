@@ -325,6 +325,8 @@ def test_claim_takes_what_render_serves_and_says_why_not():
     assert "no keys" in claim(ops.attention(q, none, none).node)
     flat = g.input("f", (1, 2, 3, 0), "f32")
     assert "no keys" in claim(ops.attention(flat, flat, q).node)
+    assert claim(ops.attention_parts(q, q, q, block=128)[0].node) is None
+    assert "blocks of 128 keys, not of 1" in claim(ops.attention_parts(q, q, q)[0].node)
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="guard pages by mprotect")

@@ -120,6 +120,7 @@ ERRORS = [
     (lambda: o.cast(leaf(2), "f31"), DTypeError, "not a dtype"),
     (lambda: o.attention(leaf(1, 2, 3, 4), leaf(1, 2, 3, 4), leaf(1, 2, 4, 4)), ShapeError, "v k's batch"),
     (lambda: o.attention(leaf(1, 3, 3, 4), leaf(1, 2, 3, 4), leaf(1, 2, 3, 4)), ShapeError, "3 query heads cannot share 2"),
+    (lambda: o.attention_parts(*[leaf(1, 2, 3, 4)] * 3, block=0), AttributeValueError, "parts and block are at least 1"),
     (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, mask="full"), AttributeValueError, "mask is one of none, causal"),
     (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, mask="sliding_window"), AttributeValueError, "window of at least 1"),
     (lambda: o.attention(*[leaf(1, 2, 3, 4)] * 3, mask="custom"), ShapeError, "takes a fourth operand"),

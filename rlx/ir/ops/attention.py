@@ -22,7 +22,6 @@ from rlx.ir.ops.rules import divide, integer, same_dtype, widened
 from rlx.ir.ops.view import slice_axis
 from rlx.ir.shape import Shape, broadcast_dims
 
-PART_KEYS = 128  # keys per block; a part of a split attention consists of whole blocks
 Mask = Literal["none", "causal", "sliding_window", "custom", "bias"]
 MASKS = get_args(Mask)
 
@@ -95,14 +94,15 @@ def _attention_shape(attrs: AttentionAttrs, q: Shape, k: Shape, v: Shape, *opera
 
 
 class PartsAttrs(AttentionAttrs):
-    """Blocks of PART_KEYS keys are dealt out in turn: part i has the blocks whose number is i modulo `parts`."""
+    """Blocks of `block` keys are dealt out in turn: part i has the blocks whose number is i modulo `parts`."""
 
     parts: int = 2
+    block: int = 1
 
 
 def _parts_shape(attrs: PartsAttrs, q: Shape, k: Shape, v: Shape, *operands: Shape) -> tuple[Shape, Shape]:
-    if attrs.parts < 1:
-        raise AttributeValueError(f"parts is at least 1, got {attrs.parts}")
+    if min(attrs.parts, attrs.block) < 1:
+        raise AttributeValueError(f"parts and block are at least 1, got {attrs.parts} and {attrs.block}")
     out = _attention_shape(attrs, q, k, v, *operands)
     return out.with_dims((attrs.parts, *out.dims)), out.with_dims((attrs.parts, *out.dims[:3]))
 
@@ -164,23 +164,23 @@ def _attention(attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: V
     return _weighted(_weights(scores)[0], v)
 
 
-def _parts_of_keys(parts: int, keys: int) -> list[np.ndarray]:
+def _parts_of_keys(attrs: PartsAttrs, keys: int) -> list[np.ndarray]:
     """bool [keys] per part: True for the keys of that part."""
-    return [np.arange(keys) // PART_KEYS % parts == part for part in range(parts)]
+    return [np.arange(keys) // attrs.block % attrs.parts == part for part in range(attrs.parts)]
 
 
 def _parts(attrs: PartsAttrs, q: Value, k: Value, v: Value, *operands: Value) -> tuple[Value, Value]:
     scores, v = _scored(attrs, q, k, v, *operands)
-    found = [_weights(where(constant(own), scores, -math.inf)) for own in _parts_of_keys(attrs.parts, k.shape.static[2])]
+    found = [_weights(where(constant(own), scores, -math.inf)) for own in _parts_of_keys(attrs, k.shape.static[2])]
     outs, logs = [_weighted(w, v) for w, _ in found], [x for _, x in found]
     dims = outs[0].shape.static
     return concat([x.reshape((1, *dims)) for x in outs], axis=0), concat([x.reshape((1, *dims[:3])) for x in logs], axis=0)
 
 
-def in_parts(node: Node, parts: int) -> Value:
+def in_parts(node: Node, parts: int, block: int) -> Value:
     """Attention as attention_parts plus the merge of the parts: more tasks, each of which reads fewer keys."""
     attrs = {name: getattr(node.attrs, name) for name in attribute_types(AttentionAttrs)}
-    outs, logs = attention_parts(*node.inputs, parts=parts, **attrs)
+    outs, logs = attention_parts(*node.inputs, parts=parts, block=block, **attrs)
     return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0)
 
 
@@ -256,7 +256,7 @@ def _attention_array(attrs: AttentionAttrs, *operands: np.ndarray) -> np.ndarray
 
 def _parts_array(attrs: PartsAttrs, *operands: np.ndarray) -> tuple[np.ndarray, ...]:
     scores, v = _scored_array(attrs, *operands)
-    every = (_softmax_array(np.where(own, scores, -np.inf), v) for own in _parts_of_keys(attrs.parts, v.shape[2]))
+    every = (_softmax_array(np.where(own, scores, -np.inf), v) for own in _parts_of_keys(attrs, v.shape[2]))
     return tuple(map(np.stack, zip(*every)))
 
 
@@ -305,8 +305,10 @@ attention_parts = op(
     "attention_parts", kind=Kind.COMPOSITE, infer=_parts_shape, attrs=PartsAttrs, arity=(3, 5), roles="xxxxi",
     reference=_parts_array, decompose=widened(_parts), padded=_attention_padded, flops=_flops,
     samples=(
-        Sample(LONG, {"cap": 2.0}), Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3}, low=0, high=290,
-        dtypes=("f32", "f16", "f16", "i32")), Sample((*LONG, (300,)), {"mask": "custom"}, dtypes=("f32", "f32", "f32", "bool")),
+        Sample(LONG, {"cap": 2.0, "block": 128}),
+        Sample((*LONG, ()), {"mask": "causal", "positioned": True, "parts": 3, "block": 128}, low=0, high=290,
+        dtypes=("f32", "f16", "f16", "i32")),
+        Sample((*LONG, (300,)), {"mask": "custom", "block": 128}, dtypes=("f32", "f32", "f32", "bool")), Sample(QKV),
     ),
     doc="Split-key attention: the partial result for each part of the keys, [parts, batch, heads, sequence, head_dim] (zeros "
     "where a part has no visible key), and its logsumexp, [parts, batch, heads, sequence], used to merge the parts.",

@@ -32,13 +32,14 @@ from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, View
-from rlx.ir.ops.attention import PART_KEYS, AttentionAttrs, PartsAttrs, in_parts
+from rlx.ir.ops.attention import AttentionAttrs, PartsAttrs, in_parts
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.target import Target
 
 DTYPES = ("f32", "f16", "bf16")
 KEY_BLOCK = 128  # keys per block, wide: the scores of 32 rows take 16 KB, half of an L1 cache
 NARROW_KEY_BLOCK = 512
+PART_KEY_BLOCK = 128  # blocks that are dealt out to parts: short, so that parts are equal although the cache is not full
 NARROW_ROWS = 8  # at most this many query rows of a head: vectors run along the head
 SHARED_ROWS = 8  # at most this many rows are formed from the query heads of a key head
 TURN = 8  # side of the transposed squares; 16 would be as fast and cost 10 ms more to compile
@@ -61,6 +62,8 @@ def claim(node: Node) -> str | None:
     if 0 in node.inputs[1].dims[2:]:
         return "fused attention needs keys of some size; there are no keys here"
     assert isinstance(node.attrs, AttentionAttrs)
+    if isinstance(node.attrs, PartsAttrs) and node.attrs.block != PART_KEY_BLOCK:
+        return f"fused attention deals out blocks of {PART_KEY_BLOCK} keys, not of {node.attrs.block}"
     mask, _ = node.attrs.split(node.inputs[3:])
     if mask is not None and mask.dtype.name not in (*DTYPES, "bool"):
         return f"fused attention takes a mask of {', '.join(DTYPES)} or bool, not {mask.dtype.name}"
@@ -74,7 +77,7 @@ def split(node: Node, threads: int) -> Value | None:
         return None
     least = {n: -(-batch * key_heads * n // threads) / n for n in range(1, min(MOST_PARTS, keys // LEAST_KEYS) + 1)}
     parts = min(least, key=lambda n: (least[n], n), default=1)
-    return in_parts(node, parts) if parts > 1 and least[parts] <= 0.8 * least[1] else None
+    return in_parts(node, parts, PART_KEY_BLOCK) if parts > 1 and least[parts] <= 0.8 * least[1] else None
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
@@ -173,7 +176,7 @@ class _Attention(Module):
         most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
-        self.key_block = PART_KEYS if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
+        self.key_block = PART_KEY_BLOCK if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
         self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are converted to f32 once per block of rows
         self.once = self.keys <= self.key_block and not self.narrow and self.parts == 1  # one block: nothing is carried
         nbytes = self.keys * (self.size * self.k.dtype.itemsize + self.width * self.v.dtype.itemsize)
