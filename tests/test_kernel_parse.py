@@ -173,9 +173,9 @@ BAD = [
     ("t0 = b1[g2]", "limit q < 4\n  t0 = b1[g2]", "line 4: no loop or grid of the kernel has the variable q"),
     ("t0 = b1[g2]", "t0 = b1[g2]\n  t0 = b1[g2]", "line 5: the name t0 is taken"),
     ("f32[8])", "f99[8])", "line 3: expected a dtype"),
-    ("grid", "grit", "line 3: expected grid"),
+    ("grid", "grit", "line 3: expected 'grid'"),
     ("kernel", "colonel", "line 2: expected kernel NAME"),
-    ("}", "", "line 7: expected '}'"),
+    ("}", "", "line 6: expected '}'"),
     ("}", "}\n}", "line 7: expected nothing after the kernel"),
 ]
 COPY = "\nkernel copy of identity\n(inout b0: f32[8], b1: f32[8]) grid (g2 < 8) {\n  t0 = b1[g2]\n  b0[g2] = t0\n}"

@@ -81,37 +81,32 @@ def _members(group: Group, refs: Mapping[Node, str], indent: str) -> Iterator[st
 
 def parse_groups(text: str, graph: Graph) -> list[Group]:
     """The groups of `graph` that `print_groups` printed. ParseError, naming the line, for any other text."""
-    return _Parser(graph).parse(text)
+    return _Parser(text, graph).parse()
 
 
 class _Parser(Tokens):
     """The groups parsed so far, and the node of each reference."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()
+    def __init__(self, text: str, graph: Graph) -> None:
+        super().__init__(text, "a group")
         self.nodes = {ref: node for node, ref in references(graph).items()}
         self.groups: list[Group] = []
         self.inner: Group | None = None  # the group or operand whose nodes are being read
-        self.started = False
 
-    def parse(self, text: str) -> list[Group]:
-        for self.number, line in enumerate(text.split("\n"), 1):
-            self.tokenise(line)
-            if len(self.tokens) > 1:
+    def parse(self) -> list[Group]:
+        started = False
+        for _ in self.statements():
+            if started:
                 self.statement()
-                self.next("end", "the end of the line")
-        if not self.started:
-            self.fail("groups NAME")
-        return self.groups
+            else:
+                self.expect("groups", "groups NAME")
+                self.name("the graph's name")
+                started = True
+        return self.groups if started else self.fail("groups NAME")
 
     def statement(self) -> None:
-        word = self.next("word", "groups, prepared, group, or a form")
-        if not self.started:
-            if word != "groups":
-                self.error(f"expected groups NAME, found {word!r}")
-            self.name("the graph's name")
-            self.started = True
-        elif word in ("prepared", "group"):
+        word = self.next("word", "prepared, group, or a form")
+        if word in ("prepared", "group"):
             if word == "prepared":
                 self.expect("group")
             dims, anchor = self.dims(), self.node() if self.accept("from") else None

@@ -13,44 +13,28 @@ from rlx.ir.tokens import Tokens
 class ExpressionParser(Tokens):
     """Reads lines, from the current one on, with the names that are defined so far."""
 
-    def __init__(self, lines: list[str], start: int = 0) -> None:
-        super().__init__()
-        self.source, self.place = lines, start  # the line being read, from 0
+    def __init__(self, text: str, described: str) -> None:
+        super().__init__(text, described)
         self.vars: dict[str, K.Var] = {}
         self.unbound: dict[str, int] = {}  # variables named only by limits so far, with the line
         self.buffers: dict[str, K.Buffer | K.Local] = {}
         self.temps: dict[str, K.Expr] = {}
         self.computed: dict[str, tuple[K.Computed, tuple[int, int]]] = {}  # operands defined above, with rows and columns
         self.levels = 0  # nesting depth of ops around the current expression
-        self.begin()
 
     # -- lines
-
-    def begin(self) -> None:
-        """Starts to read the line at `place`."""
-        self.number = self.place + 1
-        self.tokenise("" if self.ended else self.source[self.place])
-
-    def advance(self) -> None:
-        """Expects the end of the line and moves to the next one."""
-        if self.kind != "end":
-            self.fail("the end of the line")
-        self.place += 1
-        self.begin()
 
     def skip_blank(self) -> None:
         while not self.ended and self.kind == "end":
             self.advance()
 
     @property
-    def ended(self) -> bool:
-        return self.place >= len(self.source)
-
-    @property
     def depth(self) -> int:
         """Indentation of the line in steps of two spaces; -1: the line is empty."""
-        line = self.source[self.place] if not self.ended else ""
-        return (len(line) - len(line.lstrip(" "))) // 2 if self.kind != "end" else -1
+        if self.kind == "end":
+            return -1
+        line = self.lines[self.number - 1]
+        return (len(line) - len(line.lstrip(" "))) // 2
 
     # -- names
 

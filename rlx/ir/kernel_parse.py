@@ -21,7 +21,7 @@ B = TypeVar("B", bound=K.Buffer | K.Local)
 
 def parse_kernel(text: str) -> K.Kernel:
     """The kernel that `print_kernel` printed. ParseError, naming the line, for any other text."""
-    parser = _parser(text)
+    parser = KernelParser(text, "a kernel")
     kernel = parser.kernel()
     parser.skip_blank()
     if not parser.ended:
@@ -31,18 +31,12 @@ def parse_kernel(text: str) -> K.Kernel:
 
 def parse_kernels(text: str) -> list[K.Kernel]:
     """The kernels of a text with one after another. ParseError, naming the line, for any other text."""
-    parser, kernels = _parser(text), list[K.Kernel]()
+    parser, kernels = KernelParser(text, "a kernel"), list[K.Kernel]()
     parser.skip_blank()
     while not parser.ended:
         kernels.append(parser.kernel())
         parser.skip_blank()
     return kernels
-
-
-def _parser(text: str) -> KernelParser:
-    if not isinstance(text, str):
-        raise ParseError(f"a kernel's text is a str, got {type(text).__name__}")
-    return KernelParser(text.split("\n"))
 
 
 class KernelParser(ExpressionParser):
@@ -53,7 +47,7 @@ class KernelParser(ExpressionParser):
     def kernel(self) -> K.Kernel:
         self.vars, self.unbound, self.buffers, self.temps, self.computed = {}, {}, {}, {}, {}
         self.skip_blank()
-        self.choose({"kernel": None}, "kernel NAME")
+        self.expect("kernel", "kernel NAME")
         name = self.name("the kernel's name")
         origin: list[str] = []
         if self.accept("of"):
@@ -62,7 +56,7 @@ class KernelParser(ExpressionParser):
         self.advance()
         self.expect("(")
         buffers = tuple(self.argument() for _ in self.items(")"))
-        self.choose({"grid": None}, "grid")
+        self.expect("grid")
         self.expect("(")
         grid = tuple(self.counted("a grid variable") for _ in self.items(")"))
         self.expect("{")
@@ -163,7 +157,7 @@ class KernelParser(ExpressionParser):
 
     def check(self) -> K.Check:
         ok = self.value(bool_, "the condition")
-        self.choose({"else": None}, "else CODE")
+        self.expect("else", "else CODE")
         code = self.count("the error's code")
         if code not in K.STATUS:
             self.error(f"no error has the code {code}; there are {', '.join(map(str, K.STATUS))}")
@@ -185,7 +179,7 @@ class KernelParser(ExpressionParser):
         if depth > LEVELS:
             self.error(f"loops nested more than {LEVELS} deep")
         vector = self.accept("vector")
-        self.choose({"for": None}, "for")
+        self.expect("for")
         var, extent = self.counted("iteration")
         self.expect(":")
         self.advance()
@@ -200,7 +194,7 @@ class KernelParser(ExpressionParser):
         carries = []
         for carried, init in starts:
             self.block_of_temps(depth + 1)
-            self.choose({"next": None}, f"next {carried.name}")
+            self.expect("next", f"next {carried.name}")
             if self.next("word", "a carried variable") != carried.name:
                 self.error(f"expected next {carried.name}")
             self.expect("=")
@@ -238,7 +232,7 @@ class KernelParser(ExpressionParser):
         self.expect(":")
         self.advance()
         self.block_of_temps(depth + 1)
-        self.choose({"value": None}, "value")
+        self.expect("value")
         value = self.ordered("sort")
         self.advance()
         if self.depth != depth or not (self.accept("then") and self.accept("value")):
@@ -246,9 +240,9 @@ class KernelParser(ExpressionParser):
         held = self.bind("a value")
         if held.dtype != value.dtype:
             self.error(f"{held.name} is {held.dtype}, the values are {value.dtype}")
-        self.choose({"from": None}, "from")
+        self.expect("from")
         origin = self.position("a position")
-        self.choose({"to": None}, "to")
+        self.expect("to")
         to = self.position("a position")
         self.advance()
         return K.Sort(i, n, value, descending, to, held, origin, self.block(depth + 1))
@@ -259,7 +253,7 @@ class KernelParser(ExpressionParser):
         self.expect(",")
         j, n = self.counted("column")
         self.expect(",")
-        self.choose({"k": None}, "k")
+        self.expect("k")
         self.expect("<")
         k = self.count("the depth")
         self.expect(":")
@@ -284,17 +278,17 @@ class KernelParser(ExpressionParser):
         name = self.unused("an operand's name")
         self.expect(":")
         dtype = self.dtype()
-        self.choose({"rows": None}, "rows")
+        self.expect("rows")
         row, m = self.counted("row")
         self.expect(":")
         self.advance()
         before = self.block(depth + 1, ends=("columns",))
-        self.choose({"columns": None}, "columns")
+        self.expect("columns")
         column, n = self.counted("column")
         self.expect(":")
         self.advance()
         body = self.block(depth + 2, ends=("value",))
-        self.choose({"value": None}, "value")
+        self.expect("value")
         self.computed[name] = K.Computed(row, column, self.value(dtype.compute, "an element"), dtype, before, body), (m, n)
         self.advance()
 
@@ -313,7 +307,7 @@ class KernelParser(ExpressionParser):
         if self.text != "panels":
             strides = self.pair()
         if (strides == (0, 0) and self.text == "panels") or self.accept(";"):
-            self.choose({"panels": None}, "panels")
+            self.expect("panels")
             panels = self.pair()
         self.expect("]")
         return K.Operand(buffer, offset, *strides, *panels)
@@ -329,9 +323,8 @@ class KernelParser(ExpressionParser):
         given: dict[str, object] = {}
         for _ in self.items(")"):
             self.named_attribute(given)
-        outputs, axes = self.views(), []
-        while self.accept("," if axes else "at"):
-            axes.append(self.counted("a coordinate"))
+        outputs = self.views()
+        axes = self.listed(lambda: self.counted("a coordinate")) if self.accept("at") else []
         acc = self.bind("the element's variable") if axes and self.accept(":") else None
         self.expect("=")
         made, inputs = self.attributes(op, given), self.views()
@@ -347,10 +340,7 @@ class KernelParser(ExpressionParser):
             self.error(str(e), e)
 
     def views(self) -> tuple[K.View, ...]:
-        found: list[K.View] = []
-        while (not found or self.accept(",")) and self.kind == "word" and self.text != "at":
-            found.append(self.view())
-        return tuple(found)
+        return tuple(self.listed(self.view)) if self.kind == "word" and self.text != "at" else ()
 
     def view(self) -> K.View:
         buffer = self.argument_named()

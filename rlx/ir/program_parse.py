@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlx.errors import ParseError
 from rlx.ir.graph import Active
 from rlx.ir.kernel import Kernel, in_kernels
 from rlx.ir.kernel_parse import KernelParser
@@ -29,9 +28,7 @@ REGIONS = {r.value: r for r in Region}
 def parse_program(text: str, target: Target, constants: Mapping[str, np.ndarray] | None = None) -> Program:
     """The program for `target` from the full text of `print_program`. `constants`: digest (`digest_of`) -> array, for constants
     that the text names by digest. ParseError, naming the line: bad text, another target, or a missing constant."""
-    if not isinstance(text, str):
-        raise ParseError(f"a program's text is a str, got {type(text).__name__}")
-    return _Parser(text.split("\n"), target, constants or {}).program()
+    return _Parser(text, target, constants or {}).program()
 
 
 def digest_of(data: np.ndarray) -> str:
@@ -40,8 +37,8 @@ def digest_of(data: np.ndarray) -> str:
 
 
 class _Parser(KernelParser):
-    def __init__(self, lines: list[str], target: Target, constants: Mapping[str, np.ndarray]) -> None:
-        super().__init__(lines)
+    def __init__(self, text: str, target: Target, constants: Mapping[str, np.ndarray]) -> None:
+        super().__init__(text, "a program")
         self.target, self.constants = target, constants
         self.decls: list[BufferDecl] = []
         self.offsets: dict[int, int] = {}
@@ -49,9 +46,9 @@ class _Parser(KernelParser):
 
     def program(self) -> Program:
         self.skip_blank()
-        self.choose({"program": None}, "program NAME")
+        self.expect("program", "program NAME")
         name = self.name("the program's name")
-        self.choose({"for": None}, "for TARGET")
+        self.expect("for", "for TARGET")
         if (made_for := self.name("the target's name")) != self.target.name:
             self.error(f"the program is for {made_for}, the target is {self.target.name}")
         self.advance()
@@ -81,7 +78,7 @@ class _Parser(KernelParser):
 
     def plan(self) -> tuple[int, ...]:
         """arena SIZE bytes, alignment N, unshared N, at least N"""
-        self.choose({"arena": None}, "arena")
+        self.expect("arena")
         found = [self.count("the arena's size")]
         for mark in (("bytes",), (",", "alignment"), (",", "unshared"), (",", "at", "least")):
             for word in mark:
@@ -111,12 +108,7 @@ class _Parser(KernelParser):
     def data(self, shape: Shape) -> np.ndarray:
         self.expect("=")
         if not self.accept("sha256"):
-            numbers = []
-            while self.kind != "end":
-                numbers.append(self.next("word" if self.kind == "word" else "number", "a number"))
-                if not self.accept(","):
-                    break
-            return self.constant(numbers, shape)
+            return self.constant([] if self.kind == "end" else self.listed(self.number_text), shape)
         digest = self.name("a digest in a string")
         found = self.constants.get(digest)
         if found is None:
@@ -127,7 +119,7 @@ class _Parser(KernelParser):
 
     def tiles(self) -> TiledLayout:
         """tiles PARTS[, N each] of [DIMS]"""
-        self.choose({"tiles": None}, "tiles")
+        self.expect("tiles")
         parts, cell = self.attribute(), 1
         if self.accept(","):
             cell = self.count("elements of a cell")
@@ -153,12 +145,8 @@ class _Parser(KernelParser):
 
     def role(self, role: str) -> tuple[int, ...]:
         """ROLE %A, %B …"""
-        self.choose({role: None}, role)
-        found: list[int] = []
-        while self.kind == "ref":
-            found.append(self.buffer().id)
-            if not self.accept(","):
-                break
+        self.expect(role)
+        found = self.listed(lambda: self.buffer().id) if self.kind == "ref" else []
         self.advance()
         return tuple(found) if found or role != "extent" else self.error("extent names a buffer")
 
@@ -187,7 +175,7 @@ class _Parser(KernelParser):
 
     def phase(self, phase: str) -> list[tuple[int, Step]]:
         """The steps, each with the number of the step that it follows (abort), else 0."""
-        self.choose({phase: None}, f"{phase}:")
+        self.expect(phase, f"{phase}:")
         self.expect(":")
         self.advance()
         found: list[tuple[int, Step]] = []
@@ -200,7 +188,7 @@ class _Parser(KernelParser):
     def step(self, phase: str) -> tuple[int, Step]:
         concurrent, at = self.accept("|"), 0
         if phase == "abort":
-            self.choose({"after": None}, "after N")
+            self.expect("after", "after N")
             at = self.count("the number of a step")
         label = name_text(self.name("a kernel's name"))
         if self.accept("@"):

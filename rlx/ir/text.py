@@ -103,28 +103,23 @@ def _graph_lines(graph: Building, digest: bool) -> list[str]:
 
 def parse_into(make: Callable[[str], G], text: str) -> G:
     """The graph, made by `make` from its name, that `print_graph` printed. ParseError, naming the line, for any other text."""
-    if not isinstance(text, str):
-        raise ParseError(f"a graph's text is a str, got {type(text).__name__}")
-    return _Parser(make).parse(text)
+    return _Parser(make, text).parse()
 
 
 class _Parser(Tokens, Generic[G]):
     """The graph parsed so far, and the value of each reference."""
 
-    def __init__(self, make: Callable[[str], G]) -> None:
-        super().__init__()
+    def __init__(self, make: Callable[[str], G], text: str) -> None:
+        super().__init__(text, "a graph")
         self.make = make
         self.graph: G | None = None
         self.values: dict[str, Value] = {}  # by reference: %x, %1, %3.0
         self.finished = False
 
-    def parse(self, text: str) -> G:
-        for self.number, line in enumerate(text.split("\n"), 1):
-            self.tokenise(line)
+    def parse(self) -> G:
+        for _ in self.statements():
             try:
-                if len(self.tokens) > 1:
-                    self.statement()
-                    self.next("end", "the end of the line")
+                self.statement()
             except ParseError:
                 raise
             except Exception as e:  # noqa: BLE001  attributes meet the ops' rules: what those raise is the text's fault
@@ -156,7 +151,7 @@ class _Parser(Tokens, Generic[G]):
         if self.finished:
             self.fail("nothing after return")
         if self.graph is None:
-            self.choose({"graph": None}, "graph NAME")
+            self.expect("graph", "graph NAME")
             self.graph = self.make(self.name("the graph's name"))
         elif self.kind == "ref":
             self.node()
@@ -237,9 +232,7 @@ class _Parser(Tokens, Generic[G]):
         inputs: list[Value] = []
         given = self.numbers() if op is CONSTANT else self.arguments(inputs)
         self.expect(":")
-        shapes = [self.shape()]
-        while self.accept(","):
-            shapes.append(self.shape())
+        shapes = self.listed(self.shape)
         attrs = op.make_attrs(given) if isinstance(given, dict) else ConstantAttrs(self.constant(given, shapes[0]))
         inferred = op.result_shapes(attrs, tuple(v.shape for v in inputs))
         if inferred != tuple(shapes):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
@@ -99,18 +99,42 @@ T = TypeVar("T")
 class Tokens:
     """A text read line by line: the tokens of the current line, and the position in them."""
 
-    def __init__(self) -> None:
-        self.number, self.at = 1, 0
+    def __init__(self, text: str, described: str) -> None:
+        """`described`: the form of the text, for the ParseError if it is not a str."""
+        if not isinstance(text, str):
+            raise ParseError(f"{described}'s text is a str, got {type(text).__name__}")
+        self.lines, self.number, self.at = text.split("\n"), 0, 0  # `number`: of the current line, from 1
         self.tokens: list[tuple[str, str]] = []  # (kind, text); the last is of kind "end" and empty
+        self.advance()
 
-    def tokenise(self, line: str) -> None:
-        self.tokens, self.at, place, kind = [], 0, 0, ""
+    # -- lines
+
+    def advance(self) -> None:
+        """Expects the end of the line and moves to the next one."""
+        if self.tokens:
+            self.next("end", "the end of the line")
+        self.number += 1
+        self.tokens, self.at, at, kind = [], 0, 0, ""
+        line = "" if self.ended else self.lines[self.number - 1]
         while kind != "end":
-            found = _TOKEN.match(line, place)
+            found = _TOKEN.match(line, at)
             if found is None:
-                self.error(f"no name, number or mark begins at column {place + 1}: {line[place : place + 20].strip()!r}")
-            kind, place = str(found.lastgroup), found.end()
+                self.error(f"no name, number or mark begins at column {at + 1}: {line[at : at + 20].strip()!r}")
+            kind, at = str(found.lastgroup), found.end()
             self.tokens.append((kind, found[kind]))
+
+    def statements(self) -> Iterator[None]:
+        """Once for each line that is not empty or a comment, which must then be read to its end."""
+        while not self.ended:
+            if self.kind != "end":
+                yield
+            self.advance()
+
+    @property
+    def ended(self) -> bool:
+        return self.number > len(self.lines)
+
+    # -- tokens
 
     @property
     def kind(self) -> str:
@@ -126,7 +150,7 @@ class Tokens:
         return self.tokens[min(self.at + 1, len(self.tokens) - 1)][1]
 
     def error(self, message: str, cause: Exception | None = None) -> NoReturn:
-        raise ParseError(f"line {self.number}: {message}") from cause
+        raise ParseError(f"line {min(self.number, len(self.lines))}: {message}") from cause
 
     def fail(self, expected: str) -> NoReturn:
         self.error(f"expected {expected}, found {repr(self.text[:60]) if self.text else 'the end of the line'}")
@@ -149,9 +173,16 @@ class Tokens:
         self.at += here and self.kind != "end"
         return here
 
-    def expect(self, mark: str) -> None:
-        if not self.accept(mark):
-            self.fail(repr(mark))
+    def expect(self, text: str, expected: str = "") -> None:
+        if not self.accept(text):
+            self.fail(expected or repr(text))
+
+    def listed(self, item: Callable[[], T]) -> list[T]:
+        """One item or more, separated by commas."""
+        found = [item()]
+        while self.accept(","):
+            found.append(item())
+        return found
 
     def items(self, close: str) -> Iterator[None]:
         """Once for each comma-separated item before the mark `close` ("": before the end of the line)."""
@@ -226,10 +257,13 @@ class Tokens:
     def numbers(self) -> list[str] | bytes:
         """A constant's numbers, or its bytes; up to the closing parenthesis."""
         if not self.accept("base64"):
-            return [self.next("word" if self.kind == "word" else "number", "a number") for _ in self.items(")")]
+            return [self.number_text() for _ in self.items(")")]
         raw = base64.b64decode(self.name("base64 in a string"), validate=True)
         self.expect(")")
         return raw
+
+    def number_text(self) -> str:
+        return self.next("word" if self.kind == "word" else "number", "a number")
 
     def constant(self, given: list[str] | bytes, shape: Shape) -> np.ndarray:
         """The array that `_constant_text` printed; refused unless sizes agree and every number fits the dtype."""
