@@ -93,6 +93,7 @@ def large_ops() -> Iterator[Known]:
     yield unary("transpose", lambda x: rlx.exp(x.T), 2000, 3000)
     yield unary("cumsum down", lambda x: rlx.cumsum(x, axis=0), 1000, 500)
     yield unary("argmax", lambda x: rlx.argmax(x, axis=-1), 3, 100_000)
+    yield unary("argmax down", lambda x: rlx.argmax(x, axis=0), 301, 4096)
     yield unary("sort", lambda x: rlx.top_k(x, k=40)[0], 3, 50_000)
     for target in TARGETS:
         for dtype in ("f32", "bf16"):
