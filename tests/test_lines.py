@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import rlx
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
-from rlx.backends.cpu.schedule import schedule
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target
 from rlx.backends.ref.interpret import run_kernel
@@ -32,6 +31,10 @@ from tests.test_ref_backend import extremes_kernel, sort_kernel
 KINDS = {d.numpy.name: d for d in (rlx.f32, rlx.f64, rlx.f16, rlx.i8, rlx.i32, rlx.i64, rlx.u8)}
 SHAPES = [((3, 17), 1), ((3, 1000), 1), ((2, 9, 65), 1), ((70, 33), 0), ((257,), 0), ((3, 129), -1), ((5, 3), 0), ((1, 1), 1)]
 RNG = np.random.default_rng(3)
+
+
+def schedule(kernel: Kernel, threads: int) -> Kernel:
+    return host_target(threads).schedule(kernel)
 
 
 def run(make, *arrays: np.ndarray, threads: int = 1) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""Schedules by themselves: the kernel as lowered and the kernel as ordered compute the same, and what is ordered how."""
+"""Schedules by themselves: the kernel as lowered and the kernel as ordered compute the same. Decisions that follow a target's
+facts: how finely work is divided."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +23,7 @@ from rlx.ir.dtype import DTYPES, f32, f64, i32
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Limit, Load, Local, Loop, Reduce, Store, Var, const, k, linear, walk
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import kernel_key, print_kernel
+from rlx.ir.keys import key_facts
 from rlx.ir.target import Target
 
 PLAIN = Target("plain", frozenset(DTYPES))  # has no schedule
@@ -75,17 +78,17 @@ def test_column_walks_compute_the_same(dims: tuple[int, int, int], names: list[s
 
     rtol = {"f32": 1e-4, "f64": 1e-12, "bf16": 2**-7}.get(dtype, 0)
     for plain in lowered(make, (dims, dtype), ((dims[2],), dtype)):
-        ordered = schedule.column_walks(plain)
-        columns = dims[2] * (1 + (before == "with another"))
+        ordered = schedule.column_walks(plain, PLAIN.run_columns)
+        rows = dims[1] * (1 + (before == "with another"))
         if any(isinstance(s, Loop) and s.reduces for s in walk(plain)):
-            assert (ordered is not plain) == (columns >= schedule.LEAST_COLUMNS and dims[1] >= 2 * schedule.ROWS_AT_ONCE)
+            assert (ordered is not plain) == (dims[2] >= schedule.LEAST_COLUMNS and rows >= 2 * schedule.ROWS_AT_ONCE)
         assert_same(plain, ordered, rtol)
 
 
 @pytest.mark.parametrize("dims, runs", [((1, 9, 4096), 0), ((1, 9, 8200), 4), ((1, 9, 4099), 0), ((2, 9, 6000), 2)])
 def test_runs_of_columns_are_grid_points(dims: tuple[int, int, int], runs: int) -> None:
     (plain,) = lowered(lambda x: rlx.sum(x, axis=1), (dims, "f32"))
-    ordered = schedule.schedule(plain, 2)
+    ordered = schedule.schedule(plain, PLAIN)
     assert [n for _, n in ordered.grid] == [n for _, n in plain.grid] + [runs] * (runs > 0)
     (total,) = ordered.locals
     assert total.size == dims[2] // max(runs, 1)
@@ -105,7 +108,7 @@ def reduction(rows: int, columns: int, index: Callable[[Var, Var], object], op: 
 def test_only_reads_along_the_columns_are_walked_and_only_if_there_are_enough() -> None:
     def ordered(rows: int = 20, columns: int = 100, down: int = 0, along: int = 1, **changes: object) -> bool:
         plain = reduction(rows, columns, lambda r, c: linear([(r, down or columns), (c, along)]), **changes)
-        made = schedule.column_walks(plain)
+        made = schedule.column_walks(plain, PLAIN.run_columns)
         assert_same(plain, made, 1e-5)
         return made is not plain
 
@@ -123,7 +126,7 @@ def test_a_reduction_that_needs_the_rest_of_its_iteration_stays() -> None:
     off = k.sub(Load(x, substitute(at, {r: s})), mean)
     second = Loop(s, 40, (), reduces=(Reduce(spread, "add", k.mul(off, off)),))
     plain = Kernel("k", (x, out), (), (), (Loop(c, 100, (first, second, Store(out, c, spread)), vector=True),))
-    ordered = schedule.column_walks(plain)
+    ordered = schedule.column_walks(plain, PLAIN.run_columns)
     assert [local.size for local in ordered.locals] == [100], "the first is walked"
     assert_same(plain, ordered, 1e-4)
 
@@ -190,6 +193,51 @@ def test_a_target_without_a_schedule_gets_plain_kernels() -> None:
     assert not kernel.locals and {r.result.dtype for r in walk(kernel) if isinstance(r, Reduce)} == {f64}, "the error bound only"
     (kernel,) = lowered(lambda x: rlx.sum(x, axis=1), (dims, "f32"), target=get("cpu").target(threads=1))
     assert [(local.size, local.dtype) for local in kernel.locals] == [(300, f64)]
+
+
+TWO = replace(PLAIN, threads=2)
+# 132 multiprocessors of 2048 threads, each with eight blocks that run a grid point
+GPU = replace(PLAIN, threads=132 * 2048, points_per_thread=8 / 2048, point_elements=4096, cache_bytes=64 << 10, line_bytes=128)
+
+
+@pytest.mark.parametrize("target, parts", [(PLAIN, 1), (TWO, 8), (replace(PLAIN, threads=64), 64), (GPU, 256)])
+def test_a_reduction_is_divided_as_finely_as_the_target_needs_and_its_size_allows(target: Target, parts: int) -> None:
+    """With 64 threads the size is the limit: 256 parts would keep them busy, and have too few elements each."""
+    first, *_ = lowered(lambda x: rlx.sum(x), ((1 << 20,), "f32"), target=target)
+    assert math.prod(n for _, n in first.grid) == parts
+
+
+@pytest.mark.parametrize(
+    "target, rows, columns, kernels",
+    [
+        (TWO, 16, 8192, 1), (TWO, 15, 8192, 2), (TWO, 16, 8193, 2),
+        (replace(PLAIN, threads=GPU.threads), 4096, 128, 2), (GPU, 4096, 128, 1), (GPU, 2048, 128, 2),
+    ],
+)  # fmt: skip
+def test_rows_of_a_product_are_reduced_in_its_kernel_if_there_are_enough_and_they_fit(
+    target: Target, rows: int, columns: int, kernels: int
+) -> None:
+    leaves = ((rows, 4), "f32"), ((4, columns), "f32")
+    assert len(lowered(lambda x, w: rlx.softmax(x @ w), *leaves, target=target)) == kernels
+
+
+def test_steps_run_concurrently_if_they_are_short_for_the_target() -> None:
+    def groups(**facts: float) -> list[int]:
+        g = rlx.Graph("g")
+        g.set_outputs([rlx.sum(rlx.exp(g.input(f"x{i}", (100, 8 + i), "f32"))) for i in range(12)])
+        steps = lower(g, replace(TWO, **facts), rlx.CompileOptions()).steps
+        starts = [i for i, step in enumerate(steps) if not step.concurrent]
+        return [b - a for a, b in zip(starts, [*starts[1:], len(steps)])]
+
+    assert max(groups()) == 8, "four steps for each thread"
+    assert max(groups(points_per_thread=1)) == 2
+    assert max(groups(sync_ns=1)) == 1 and max(groups(flops_per_ns=1e-4)) == 1 and max(groups(bytes_per_ns=1e-3)) == 1
+
+
+def test_facts_that_change_code_are_in_cache_keys() -> None:
+    facts = key_facts(PLAIN)
+    for name in ("points_per_thread", "point_elements", "cache_bytes", "line_bytes", "tile_rows", "sync_ns"):
+        assert key_facts(replace(PLAIN, **{name: 7}))[name] == "7" != facts[name]
 
 
 # -- substitution --------------------------------------------------------------------------------------------------

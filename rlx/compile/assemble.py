@@ -67,7 +67,8 @@ class _Assembler:
         undo = {u.undo.node: u for u in graph.updates}
         groups = [g for g in self.lowered if g.anchor not in undo]
         prepare, made = (tuple(self.step(self.lowered[g]) for g in groups if g.static is ahead) for ahead in (True, False))
-        order = group_concurrent(made, 1 if "concurrent" in self.options.disable else self.target.threads)
+        apart = "concurrent" in self.options.disable
+        order = [(i, False) for i in range(len(made))] if apart else group_concurrent(made, self.target)
         steps = tuple(replace(made[i], concurrent=concurrent) for i, concurrent in order)
         commit = tuple(map(self.step, self.commit))
         run = [g for g in groups if not g.static]

@@ -14,24 +14,23 @@ from functools import cache
 from rlx.ir.cost import flops
 from rlx.ir.kernel import Check, Kernel, Native, walk
 from rlx.ir.program import Step
+from rlx.ir.target import Target
 
-SMALL_NS = 200_000  # estimated time of a small step on one core, at most; a barrier takes 1,000 to 2,000 ns
-FLOPS_PER_NS, BYTES_PER_NS = 50, 10
-STEPS_PER_THREAD = 4  # bounds the size of a group, so that steps others wait for are not delayed
+SMALL = 100  # estimated time of a small step on one thread, at most, in barriers
 
 
-def group_concurrent(steps: Sequence[Step], threads: int) -> list[tuple[int, bool]]:
+def group_concurrent(steps: Sequence[Step], target: Target) -> list[tuple[int, bool]]:
     """(step index, True if it joins the group of the previous step), in execution order. Two steps that access the same buffer,
     at least one of them writing, keep their order. With one thread nothing changes."""
-    if threads == 1:
+    if target.threads == 1:
         return [(i, False) for i in range(len(steps))]
-    small = cache(_is_small)
+    small = cache(lambda kernel: _is_small(kernel, target))
     waits, followers = _dependences(steps)
     ready, order = [i for i, n in enumerate(waits) if not n], []
     while ready:
         group = ready[:1]
         if small(steps[group[0]].kernel):
-            group = [i for i in ready if small(steps[i].kernel)][: STEPS_PER_THREAD * threads]
+            group = [i for i in ready if small(steps[i].kernel)][: target.points]  # more would delay steps that others wait for
         order += [(i, i != group[0]) for i in group]
         ready = [i for i in ready if i not in group]
         for follower in (f for i in group for f in followers[i]):
@@ -59,14 +58,15 @@ def _dependences(steps: Sequence[Step]) -> tuple[list[int], list[set[int]]]:
     return waits, followers
 
 
-def _is_small(kernel: Kernel) -> bool:
+def _is_small(kernel: Kernel, target: Target) -> bool:
     """True if the step may be in a group: it is short and cannot fail, so that a failure belongs to one step. (A Native with
     integer operands may fail.)"""
     indexed = any(v.buffer.dtype.kind in "iu" for s in kernel.body if isinstance(s, Native) for v in s.inputs)
     if kernel.collective or indexed or any(isinstance(s, Check) for s in walk(kernel.body)):
         return False
     operations, nbytes = flops(kernel), sum(b.size * b.dtype.itemsize for b in kernel.buffers)
-    return operations is not None and operations / FLOPS_PER_NS + nbytes / BYTES_PER_NS < SMALL_NS
+    limit = SMALL * target.sync_ns
+    return operations is not None and operations / target.flops_per_ns + nbytes / target.bytes_per_ns < limit
 
 
 __all__ = ["group_concurrent"]

@@ -21,11 +21,10 @@ from rlx.compile.packing import contraction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 
-MAX_ROW_COLUMNS = 8192  # longer rows of a contraction do not stay in cache between its panels
 MAX_NODES = 48  # nodes per kernel: keeps expressions shallow and kernels quick to compile
 MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coordinates is recomputed at each, with its operands
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
-MIN_ROWS_PER_THREAD = 8  # with fewer, distributing whole rows leaves threads idle
+MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 
 
 def fuse(facts: Facts, alone: bool = False, leave_out: Collection[str] = ()) -> list[Group]:
@@ -214,11 +213,13 @@ class _Fuser:
         return "row" if own == {"row"} and dims == (*group.dims[:-1], 1) else None
 
     def rows_allowed(self, group: Group) -> bool:
-        """True if a thread may process whole rows: always in loops, in a contraction if there are enough rows."""
+        """True if a grid point may process whole rows: always in loops; in a contraction if there are enough rows, and they
+        stay in cache between its panels."""
         if group.anchor is None or not self.is_product(group.anchor):
             return group.anchor is None
-        enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS_PER_THREAD * self.target.threads
-        return enough and len(contraction(group.anchor).b_columns) == 1 and group.dims[-1] <= MAX_ROW_COLUMNS
+        enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS * self.target.points
+        fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
+        return enough and fits and len(contraction(group.anchor).b_columns) == 1
 
     def acyclic(self, group: Group, node: Node, view: Value | None = None) -> bool:
         """True if no operand from outside the group depends on the group. `view`: one that is read element by element."""

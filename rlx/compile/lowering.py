@@ -23,7 +23,7 @@ from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 
-LEAST_RUN, LEAST_ROWS = 64, 16  # minimum elements of a loop, rows of a contraction, for a separate loop that skips padding
+LEAST_LINES = 4  # cache lines of f32 that a loop walks, at least, if it is a separate one that skips padding
 MOST_LOADS_AGAIN = 2  # a value that needs more loads than this is kept, not recomputed
 
 Grid = tuple[tuple[K.Var, int], ...]
@@ -177,7 +177,7 @@ class _Rows:
             groups = [[a] for a in range(len(dims))]
         groups, points = groups or [[]], _Points(self.b)
         row = [points.place(g) for g in groups[:-1]]
-        first, columns, each = points.start(groups[-1], LEAST_RUN)
+        first, columns, each = points.start(groups[-1], LEAST_LINES * self.b.facts.target.line_bytes // 4)
 
         def coords(column: K.Expr) -> list[K.Expr]:
             return [c for g, v in zip(groups, [*row, k.add(first, column)]) for c in split(v, [dims[a] for a in g])]
@@ -307,7 +307,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     points = [grid.place([axis]) for axis in range(batch + apart)]
     row_dims, column_dims = dims[batch + apart : columns_at], dims[columns_at:]
     i, j = K.Var("i"), K.Var("j")
-    first, m, each = grid.start(range(batch + apart, columns_at), LEAST_ROWS)
+    first, m, each = grid.start(range(batch + apart, columns_at), b.facts.target.tile_rows)
     if each:
         b.limit(i, each)
     at_row = (*points, *split(k.add(first, i), row_dims))

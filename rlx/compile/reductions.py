@@ -13,11 +13,7 @@ from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
 
-SPLIT_ELEMENTS = 1 << 17  # below this no split: half a megabyte takes only as long as a few thread synchronizations
-PART_ELEMENTS = 1 << 14  # minimum elements per part
-PART_COLUMNS = 4096  # columns of a run that lowering sums separately
-PARTS_PER_THREAD = 4
-LEAST_ROW = 16  # minimum elements of a last axis for a reduction of its own
+LEAST_PARTS = 8  # a reduction with work for fewer is not divided: the second step would take as long
 
 
 def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
@@ -37,13 +33,13 @@ def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
-        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, target.threads)
+        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, target)
         return kept if made is None else (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)
 
 
-def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> Value | None:
+def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target) -> Value | None:
     """The result of a reduction in several simpler nodes; None if it needs no change."""
     assert node.op.reduce is not None
     source, result = node.inputs[0], node.shapes[0]
@@ -51,17 +47,18 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> 
     real = [(a in axes, d) for a, d in enumerate(dims) if d != 1]
     runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]
-    if 0 in dims or not todo or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < LEAST_ROW):
+    # rows of less than a cache line of f32 get no reduction of their own
+    if 0 in dims or not todo or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4):
         return None
     sizes, last = [d for _, d in runs], todo[-1]
-    parts = _parts(sizes, last, threads) if only_reader or last < len(runs) - 1 else 1
+    parts = _parts(sizes, last, target) if only_reader or last < len(runs) - 1 else 1
     if len(axes) == parts == 1:
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone)
     if source.dtype != source.dtype.compute:
         value = apply(OPS["cast"], (value,), {"dtype": source.dtype.compute})
     for i in reversed(todo):  # from the back, so that earlier axes keep their numbers
-        if i != last and (parts := _parts(value.shape.static, i, threads)) > 1:  # type: ignore[union-attr]
+        if i != last and (parts := _parts(value.shape.static, i, target)) > 1:  # type: ignore[union-attr]
             value = apply(OPS["reshape"], (value,), {"dims": _divided(value.shape.static, i, parts)})  # type: ignore[union-attr]
         for axis in (i + 1, i) if parts > 1 else (i,):
             value = apply(node.op, (value,), {"axis": (axis,)})
@@ -70,14 +67,15 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], threads: int) -> 
     return apply(OPS["reshape"], (value,), {"dims": result.static})  # type: ignore[return-value, arg-type]
 
 
-def _parts(dims: Sequence[int], axis: int, threads: int) -> int:
+def _parts(dims: Sequence[int], axis: int, target: Target) -> int:
     """Number of equal parts of this axis to reduce in parallel; 1 if the other axes give enough work, or no divisor fits."""
     outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
-    most = dims[axis] * inner // PART_ELEMENTS
-    if threads == 1 or outer * dims[axis] * inner < SPLIT_ELEMENTS:
+    most = dims[axis] * inner // target.point_elements
+    if target.threads == 1 or outer * dims[axis] * inner < LEAST_PARTS * target.point_elements:
         return 1
-    wanted = -(-PARTS_PER_THREAD * threads // (outer * -(-inner // PART_COLUMNS)))
-    return next((n for n in range(wanted, min(8 * wanted, most) + 1) if dims[axis] % n == 0), 1) if wanted > 1 else 1
+    wanted = -(-target.points // (outer * -(-inner // target.run_columns)))
+    least = min(wanted, most)
+    return next((n for n in range(least, min(8 * wanted, most) + 1) if dims[axis] % n == 0), 1) if least > 1 else 1
 
 
 def _divided(dims: Sequence[int], axis: int, parts: int) -> tuple[int, ...]:

@@ -70,6 +70,14 @@ class Target:
     vector_bytes: int = 16
     threads: int = 1
     alignment: int = 64  # bytes, of every buffer
+    points_per_thread: float = 4  # grid points that keep the threads busy; below 1 where a block of threads runs a point
+    point_elements: int = 1 << 14  # elements that a point reads: with fewer, starting it costs more than it saves
+    cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
+    line_bytes: int = 64  # of a cache line, the unit of transfers from memory
+    tile_rows: int = 16  # rows of a contraction that are computed together
+    flops_per_ns: float = 50  # of one thread
+    bytes_per_ns: float = 10  # of one thread
+    sync_ns: float = 2000  # a barrier of all threads
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
@@ -78,3 +86,13 @@ class Target:
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
     panel: Callable[[str], tuple[int, int]] = field(default=_unpacked, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)
+
+    @property
+    def points(self) -> int:
+        """Number of grid points that keep all threads busy."""
+        return max(1, round(self.points_per_thread * self.threads))
+
+    @property
+    def run_columns(self) -> int:
+        """Columns that one point reduces together: their totals in f32 take half of the memory near it."""
+        return self.cache_bytes // 8

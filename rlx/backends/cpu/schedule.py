@@ -17,26 +17,28 @@ from rlx.backends.shared.nest import renamed, substitute
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f64
 from rlx.ir.kernel import Check, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+from rlx.ir.target import Target
 
-COLUMNS = range(1024, 4097)  # columns summed per run: a few KB of each row, so that the sums stay in the L1 cache
+LEAST_RUN = 1024  # columns of a run: a few KB of each row
 LEAST_COLUMNS = 64
 ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order; adjacent rows were up to four times slower
 
 
-def schedule(kernel: Kernel, threads: int) -> Kernel:
-    """The kernel in the order in which a CPU with this number of threads runs it."""
-    return in_loops(along_lines(long_sums(column_walks(kernel)), threads))
+def schedule(kernel: Kernel, target: Target) -> Kernel:
+    """The kernel in the order in which a CPU runs it."""
+    return in_loops(along_lines(long_sums(column_walks(kernel, target.run_columns)), target.threads))
 
 
-def column_walks(kernel: Kernel) -> Kernel:
-    """A kernel that reduces columns, row by row instead of column by column."""
+def column_walks(kernel: Kernel, most: int) -> Kernel:
+    """A kernel that reduces columns, row by row instead of column by column, in runs of at most `most` columns: their totals stay
+    in the first-level cache."""
     loop, *others = kernel.body or (None,)
     if others or not isinstance(loop, Loop) or not loop.vector or loop.reduces or any(x.var is loop.var for x in kernel.limits):
         return kernel
     walked = [s for s in loop.body if isinstance(s, Loop) and walks(s, loop)]
     if not walked:
         return kernel
-    runs, columns, column, grid = _runs(loop.extent), loop.extent, Var("c"), kernel.grid
+    runs, columns, column, grid = _runs(loop.extent, most), loop.extent, Var("c"), kernel.grid
     at: Callable[[Expr], Expr] = lambda c: c  # noqa: E731
     if runs > 1:
         run, columns = Var("run"), columns // runs
@@ -54,11 +56,9 @@ def column_walks(kernel: Kernel) -> Kernel:
     return replace(kernel, locals=(*kernel.locals, *totals.values()), grid=grid, body=tuple(made))
 
 
-def _runs(columns: int) -> int:
-    """The number of equal runs of so many columns."""
-    if columns <= COLUMNS[-1]:
-        return 1
-    return next((n for n in range(-(-columns // COLUMNS[-1]), columns // COLUMNS[0] + 1) if columns % n == 0), 1)
+def _runs(columns: int, most: int) -> int:
+    """The number of equal runs of at most `most` columns; 1 if none is long enough."""
+    return next((n for n in range(-(-columns // most), columns // LEAST_RUN + 1) if columns % n == 0), 1)
 
 
 def walks(inner: Loop, around: Loop) -> bool:
@@ -103,6 +103,3 @@ def walk_of(inner: Loop, column: Var, columns: int, at: Callable[[Expr], Expr], 
     more = rows(k.add(row, 1), each, at_once)
     last = [rows(const(inner.extent - rest), 1, rest)] if rest else []
     return [rows(const(0), each, at_once, begins=True), Loop(row, each - 1, (more,)), *last]
-
-
-__all__ = ["column_walks", "schedule"]

@@ -37,11 +37,10 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 
 def _of_cpu(target: Target) -> Target:
-    panel, schedule = partial(panel_of, target.vector_bytes, target.features), partial(_schedule, target.threads)
-    return replace(target, panel=panel, schedule=schedule)
+    return replace(target, panel=partial(panel_of, target.vector_bytes, target.features), schedule=partial(_schedule, target))
 
 
-def _schedule(threads: int, kernel: Kernel) -> Kernel:
+def _schedule(target: Target, kernel: Kernel) -> Kernel:
     from rlx.backends.cpu.schedule import schedule  # not needed where compiled programs come from the cache
 
-    return schedule(kernel, threads)
+    return schedule(kernel, target)

@@ -7,6 +7,7 @@ keeps to this bound: a schedule (Target.schedule) for one that adds numbers in o
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rlx.backends.shared.nest import changed, renamed, substitute
@@ -35,10 +36,8 @@ def _long(loop: Stmt) -> list[Stmt] | None:
         whole = not any(in_f64(r.op, r.result.dtype, loop.extent) for r in loop.reduces)
         return None if whole else in_blocks(replace(loop, body=changed(loop.body, _long)))
     nest = _nest(loop)
-    length, (total, *others) = 1, loop.reduces
-    for inner in nest:
-        length *= inner.extent
-    if others or not in_f64(total.op, total.result.dtype, length):
+    total, *others = loop.reduces
+    if others or not in_f64(total.op, total.result.dtype, math.prod(inner.extent for inner in nest)):
         return None
     wide: list[Stmt] = []
     for inner in reversed(nest):
@@ -79,6 +78,3 @@ def part(loop: Loop, first: Expr, extent: int) -> Loop:
     at = Var(loop.var.name)
     body, reduces = substitute((loop.body, loop.reduces), {**renamed(loop), loop.var: k.add(first, at)})
     return replace(loop, var=at, extent=extent, body=body, reduces=reduces)
-
-
-__all__ = ["in_blocks", "in_f64", "long_sums", "part"]
