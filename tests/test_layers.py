@@ -49,6 +49,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "driver/transports": ARRAYS | {"mpi4py"},
     "backends": ARRAYS,
     "backends/cpu": ARRAYS | {"llvmlite"},
+    "backends/cuda": ARRAYS | {"cuda"},
     "runtime": ARRAYS,
     "frontends": ARRAYS | {"jinja2", "safetensors", "tokenizers"},
     "models": set(),

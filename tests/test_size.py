@@ -15,7 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BUDGET = 23_000  # code lines of the whole package
+BUDGET = 23_100  # code lines of the package without the folders below
+BACKENDS = {"backends/cuda": 4_500}  # code lines of the backends that other devices need
 FILE_SOFT, FILE_HARD = 500, 800  # lines of a file; past the soft one its docstring says why ("500 lines")
 FUNCTION = 60  # code lines
 _NO_CODE = {
@@ -72,10 +73,12 @@ def test_the_package_stays_within_its_budget(capsys):
         inner = f.relative_to(PACKAGE).parts
         folder = "/".join(inner[:2]) if inner[0] == "backends" and len(inner) > 2 else inner[0] if len(inner) > 1 else "(top)"
         folders[folder] += len(code_lines(f.read_text()))
-    total = sum(folders.values())
+    total = sum(count for name, count in folders.items() if name not in BACKENDS)
     table = "\n".join(f"{count:6}  {name}" for name, count in sorted(folders.items()))
     print(f"\n{table}\n{total:6}  of {BUDGET}")
     assert total <= BUDGET, f"{total} code lines, the budget is {BUDGET}:\n{table}"
+    over = {name: folders[name] for name, most in BACKENDS.items() if folders[name] > most}
+    assert not over, f"{over} code lines, the budgets are {BACKENDS}"
     assert total > 0 and "ir" in folders
 
 

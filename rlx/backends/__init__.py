@@ -16,6 +16,7 @@ BACKENDS = {
     "cpu": "rlx.backends.cpu.backend:CpuBackend",
     "ref": "rlx.backends.ref.backend:RefBackend",
     "null": "rlx.backends.null.backend:NullBackend",
+    "cuda": "rlx.backends.cuda.backend:CudaBackend",
 }
 
 

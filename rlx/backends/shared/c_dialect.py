@@ -28,9 +28,9 @@ class Dialect:
     differs. `loads`, `stores`: dtype name -> template of (buffer, index[, value]), where it is not a plain access.
     `rounded`: dtype name -> template that rounds a value to it, for floats narrower than their arithmetic.
 
-    `function(name, buffers)`, `points(grid)`: the opening lines of the function and of the grid loops, and how many braces they
-    open. `local(element type, name, local)`: its declaration. `vary`, `fix`: declarations of a variable and of a constant:
-    (type, name, value)."""
+    `local(element type, name, local)`: its declaration. `vary`, `fix`: declarations of a variable and of a constant:
+    (type, name, value). `function(name, buffers)`, `points(grid)`: the opening lines of the function and of the grid loops, and
+    how many braces they open; None where a backend's own Writer maps the grid."""
 
     name: str
     prelude: str
@@ -43,9 +43,9 @@ class Dialect:
     literal: Callable[[int | float, DType], str]
     cast: Callable[[str, DType, DType], str]
     bitcast: Callable[[str, DType, DType], str]
-    function: Callable[[str, Named], list[str]]
-    points: Callable[[Extents], tuple[list[str], int]]
     local: Callable[[str, str, Local], str]
+    function: Callable[[str, Named], list[str]] | None = None
+    points: Callable[[Extents], tuple[list[str], int]] | None = None
     vary: str = "{0} {1} = {2};"
     fix: str = "const {0} {1} = {2};"
     loop: str = "for ({0} {1} = 0; {1} < {2}; {1}++) {{"
@@ -173,5 +173,5 @@ FLAGS = ("-std=gnu11", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing", "
 C = Dialect(
     "c", prelude(*(f"#include <{h}.h>" for h in ("math", "stdbool", "stdint", "string")), "#define RLX_FN static inline",
                  "typedef int64_t rlx_index;", "typedef uint64_t rlx_uindex;"),
-    TYPES, ELEMENTS, OPS, LOADS, STORES, ROUNDED, literal, cast, bitcast, _c_function, _c_points, _c_local,
+    TYPES, ELEMENTS, OPS, LOADS, STORES, ROUNDED, literal, cast, bitcast, _c_local, _c_function, _c_points,
 )  # fmt: skip

@@ -24,10 +24,10 @@ INLINE = 60  # characters; longer index expressions get a name even if they are 
 
 def render(kernel: Kernel, dialect: Dialect, name: str) -> str:
     """One function called `name`. CompileError: the kernel has a claimed op, which only its own backend can render."""
-    return _Writer(in_loops(without_contract(kernel)), dialect).function(name)
+    return Writer(in_loops(without_contract(kernel)), dialect).function(name)
 
 
-class _Writer:
+class Writer:
     def __init__(self, kernel: Kernel, dialect: Dialect) -> None:
         self.kernel, self.dialect = kernel, dialect
         self.lines: list[str] = []
@@ -42,6 +42,7 @@ class _Writer:
 
     def function(self, name: str) -> str:
         k, d = self.kernel, self.dialect
+        assert d.function and d.points, f"{d.name} needs a Writer of its own"
         head = [f"// {' '.join(k.origin)}", *d.function(name, [(self.name(b, "b"), b) for b in k.buffers])]
         for x in k.locals:
             self.line(d.local(d.element(x.dtype), self.name(x, "l"), x))
@@ -174,9 +175,13 @@ class _Writer:
             value = self.value(s.value)
             if s.value.dtype.compute != to.compute:
                 value = d.cast(value, s.value.dtype, to)
-            text = d.stores.get(to.name, "{0}[{1}] = {2};").format(self.names[s.buffer], self.value(s.index), value)
+            text = self.store(s, value)
             self.line(text if s.guard is None else f"if ({self.value(s.guard)}) {{ {text} }}")
         held.clear()
+
+    def store(self, s: Store, value: str) -> str:
+        template = self.dialect.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};")
+        return template.format(self.names[s.buffer], self.value(s.index), value)
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, K.Let):
@@ -206,3 +211,7 @@ class _Writer:
             carried = [self.fix("t", c.var.dtype, x) if x in changing else x for c, x in zip(s.carries, carried)]
             for c, x in zip(s.carries, carried):
                 self.line(f"{self.names[c.var]} = {x};")
+            self.end_iteration(s)
+
+    def end_iteration(self, s: Loop) -> None:
+        """Written at the end of the body of a loop that one thread runs in order. Nothing by default."""

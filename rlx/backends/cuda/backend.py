@@ -1,0 +1,86 @@
+"""The CUDA backend: kernels rendered as CUDA C++, compiled by NVRTC, replayed as CUDA graphs.
+
+Importing this module, asking for a target or compiling needs no GPU; loading does. `pip install rlx[cuda]` brings the compiler.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from rlx.backends.cuda import attention
+from rlx.backends.cuda.code import CudaCode, compile_kernels
+from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
+from rlx.backends.cuda.gemv import MOST_ROWS
+from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
+from rlx.backends.shared.codes import Codes
+from rlx.driver.handles import HandleStore
+from rlx.driver.params import ParamStore
+from rlx.driver.symmetric import SymmetricTransport
+from rlx.ir.dtype import DTYPES
+from rlx.ir.graph import Node, Value
+from rlx.ir.program import Program
+from rlx.ir.target import Producer, Target
+
+THREADS_EACH = 2048  # resident threads of a multiprocessor
+
+
+class CudaBackend:
+    """Backend protocol (rlx.driver.backend)."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._codes: dict[str, Codes[CudaCode]] = {}
+
+    def probe(self) -> dict[str, str | None]:
+        if (why := refusal()) is not None:
+            return {"cuda:0": why}
+        return {f"cuda:{i}": gpu(i).refusal for i in range(count())}
+
+    def target(self, index: int = 0, threads: int | None = None) -> Target:
+        """DeviceUnavailableError: there is no such GPU. `threads` is not used: a GPU's are its own."""
+        found = gpu(index)
+        return target(found.arch, found.facts["multiprocessors"])
+
+    def process_bytes(self) -> int:
+        return 0
+
+    def compile(self, program: Program) -> CudaArtifact:
+        """CompileError: NVRTC rejects a kernel, which is a fault of the renderer."""
+        (arch,) = program.target.features
+        codes = self._codes.setdefault(arch, Codes(lambda kernels: compile_kernels(kernels, arch)))
+        return CudaArtifact(program, codes.of(s.kernel for steps in program.phases.values() for s in steps))
+
+    def load(
+        self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
+        transport: SymmetricTransport | None = None,
+    ) -> CudaExecutable:  # fmt: skip
+        memory = memory_of(index)
+        functions = {c.name: memory.gpu.function(c.cubin, c.name, c.shared) for c in artifact.codes.values() if c.cubin}
+        return CudaExecutable(artifact, memory, functions, params, handles, transport)
+
+
+def target(arch: str, multiprocessors: int = 132) -> Target:
+    """Facts of a GPU architecture ("sm_90a"), which need not be in this machine."""
+    return Target(
+        name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
+        alignment=256, natives={"attention": attention.claim, "attention_parts": attention.claim},
+        computes=_computes, splits={"attention": partial(_in_parts, multiprocessors)},
+    )  # fmt: skip
+
+
+def _computes(producer: Producer) -> bool:
+    """A product with few rows computes them in every block: that costs less than another kernel."""
+    return producer.side == 0 and producer.m <= MOST_ROWS and producer.batch == 1
+
+
+def _in_parts(multiprocessors: int, node: Node) -> Value | None:
+    return attention.split(node, multiprocessors)
+
+
+@cache
+def memory_of(index: int) -> CudaMemory:
+    return CudaMemory(index)
+
+
+__all__ = ["CudaBackend", "target"]

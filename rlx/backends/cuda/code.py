@@ -1,0 +1,100 @@
+"""From kernels to machine code of one architecture (cubins), by NVRTC. Needs no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from rlx.backends.cuda import attention
+from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
+from rlx.backends.cuda.dialect import prelude
+from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
+from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
+from rlx.backends.cuda.schedule import Launch, launch
+from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
+from rlx.backends.shared.contract_loops import without_contract
+from rlx.errors import CompileError
+from rlx.ir.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class CudaCode:
+    """One kernel: its CUDA C++, its cubin, and how it is launched. `more`: arguments behind the buffers."""
+
+    name: str
+    text: str
+    cubin: bytes
+    blocks: int
+    threads: int
+    shared: int
+    scratch: int
+    more: tuple[str, ...]
+    maps: tuple[TensorMap, ...] = ()
+
+
+def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
+    if attention.native_of(kernel):
+        return attention.launch(kernel)
+    if found := few_rows(kernel):
+        return found
+    if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
+        return found
+    return tiled(kernel) if has_tiles(kernel) else launch(without_contract(kernel))
+
+
+def text_of(at: Launch, name: str) -> str:
+    """The translation unit of one kernel."""
+    wide = at.points >= WIDE or any(b.size >= WIDE for b in at.kernel.buffers) or at.blocks * at.threads >= WIDE
+    own = (Path(__file__).parent / "hopper.h").read_text() if isinstance(at, TensorLaunch) else ""
+    return prologue(wide) + own + WRITERS[type(at)](at).function(name)
+
+
+def prologue(wide: bool) -> str:
+    """The functions that kernels use. `wide`: positions take 64 bits."""
+    return f"#define RLX_INDEX_BITS {64 if wide else 32}\n{prelude()}\n"
+
+
+WRITERS: dict[type[Launch], type[CudaWriter]] = {
+    Launch: CudaWriter,
+    TensorLaunch: TensorWriter, Tile: TileWriter, GemvLaunch: GemvWriter,
+    attention.AttentionLaunch: attention.AttentionWriter,
+}  # fmt: skip
+
+
+def compile_kernels(kernels: Sequence[tuple[str, Kernel]], arch: str) -> list[CudaCode]:
+    """The code of each kernel (by its kernel_key), compiled in parallel threads. CompileError: a fault of the renderer."""
+
+    def one(keyed: tuple[str, Kernel]) -> CudaCode:
+        key, kernel = keyed
+        name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        if kernel.collective:
+            return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, ())
+        at = launch_of(kernel, arch)
+        maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
+        text = text_of(at, name)
+        return CudaCode(
+            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, tuple(arguments_of(at)), maps
+        )
+
+    import_module("cuda.core")  # before the threads: its import is not safe in several at once
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as threads:
+        return list(threads.map(one, kernels))
+
+
+def cubin(text: str, arch: str) -> bytes:
+    from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
+
+    try:
+        options = ProgramOptions(arch=arch, std="c++17", fma=False)
+        return bytes(Program(text, "c++", options).compile("cubin").code)
+    except Exception as e:
+        raise CompileError(f"NVRTC rejects a kernel for {arch}: {str(e)[:3000]}") from e
+
+
+__all__ = ["CudaCode", "compile_kernels", "cubin", "launch_of", "text_of"]

@@ -1,0 +1,128 @@
+"""Contractions of any dtype by plain multiply-adds: a block computes a tile of the result from tiles of both operands in shared
+memory, every thread a small square of it in registers. The epilogue runs on the finished elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.schedule import Launch
+from rlx.ir.dtype import index_
+from rlx.ir.kernel import Contract, Kernel, Load, Operand, Stmt, Var, const, k
+
+DEPTH = 16  # products per element between barriers
+
+
+@dataclass(frozen=True)
+class Tile(Launch):
+    """A block of SIDE x SIDE threads computes `rows` x `columns` elements of one point of the grid."""
+
+    rows: int = 64
+    columns: int = 64
+
+    SIDE: ClassVar[int] = 16
+
+    @property
+    def contract(self) -> Contract:
+        (found,) = self.kernel.body
+        assert isinstance(found, Contract)
+        return found
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return -(-self.contract.m // self.rows), -(-self.contract.n // self.columns)
+
+    @property
+    def blocks(self) -> int:
+        return self.points * math.prod(self.tiles)
+
+
+def has_tiles(kernel: Kernel) -> bool:
+    """Whether tiled() takes the kernel: stored operands, and nothing that needs a finished row."""
+    found = next((s for s in kernel.body if isinstance(s, Contract)), None)
+    if found is None or found.rows or kernel.locals:
+        return False
+    return all(isinstance(o, Operand) and not o.panel and not o.blocks for o in (found.a, found.b))
+
+
+def tiled(kernel: Kernel) -> Tile:
+    (found,) = kernel.body
+    assert isinstance(found, Contract)
+    small = found.m * found.n * math.prod(n for _, n in kernel.grid) < 132 * 64 * 64
+    side = 32 if small or min(found.m, found.n) <= 32 else 64
+    return Tile(kernel, Tile.SIDE**2, Tile.SIDE**2, rows=side, columns=side)
+
+
+class TileWriter(CudaWriter):
+    launch: Tile
+
+    def coordinates(self) -> Iterator[str]:
+        rows, columns = self.launch.tiles
+        yield "rlx_index point = blockIdx.x;"
+        axes = [(self.name(var, "g"), extent) for var, extent in self.kernel.grid]
+        for name, extent in reversed([*axes, ("tile_m", rows), ("tile_n", columns)]):
+            yield f"const rlx_index {name} = point % {extent};"
+            yield f"point /= {extent};"
+
+    def statement(self, s: Stmt) -> None:
+        if isinstance(s, Contract):
+            self.tile(s)
+        else:
+            super().statement(s)
+
+    def tile(self, c: Contract) -> None:
+        assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
+        at, t = self.launch, self.type(c.acc.dtype)
+        down, across = at.rows // at.SIDE, at.columns // at.SIDE
+        m = self.limits.get(c.i) or self.limit(c.i, c.m) or str(c.m)
+        self.line(f"const rlx_index row0 = tile_m * {at.rows}, column0 = tile_n * {at.columns};")
+        self.line(f"if (row0 >= {m}) return;")
+        self.line(f"__shared__ {t} tile_a[{DEPTH}][{at.rows + 1}], tile_b[{DEPTH}][{at.columns + 1}];")
+        self.line(f"const int ty = threadIdx.x / {at.SIDE}, tx = threadIdx.x % {at.SIDE};")
+        zero = CUDA.literal(0, c.acc.dtype)
+        self.line(f"{t} sum[{down}][{across}];")
+        self.line(f"for (int r = 0; r < {down}; r++) for (int s = 0; s < {across}; s++) sum[r][s] = {zero};")
+        with self.scope([f"for (rlx_index k0 = 0; k0 < {c.k}; k0 += {DEPTH}) {{"]), self.alone():
+            self.fetch("tile_a", c.a, c, at.rows, "row0", m, left=True)
+            self.fetch("tile_b", c.b, c, at.columns, "column0", str(c.n), left=False)
+            self.line("__syncthreads();")
+            product = CUDA.apply("fma", ("a[r]", "b[s]", "sum[r][s]"), c.acc.dtype, c.acc.dtype)
+            with self.scope(["#pragma unroll", f"for (int d = 0; d < {DEPTH}; d++) {{"]):
+                self.line(f"{t} a[{down}], b[{across}];")
+                self.line(f"for (int r = 0; r < {down}; r++) a[r] = tile_a[d][ty + r * {at.SIDE}];")
+                self.line(f"for (int s = 0; s < {across}; s++) b[s] = tile_b[d][tx + s * {at.SIDE}];")
+                self.line(f"for (int r = 0; r < {down}; r++) for (int s = 0; s < {across}; s++) sum[r][s] = {product};")
+            self.line("__syncthreads();")
+        heads = [
+            "#pragma unroll",
+            f"for (int r = 0; r < {down}; r++) {{",
+            "#pragma unroll",
+            f"for (int s = 0; s < {across}; s++) {{",
+        ]
+        with self.scope(heads, 2), self.alone():
+            self.line(f"const rlx_index {self.name(c.i, 'i')} = row0 + ty + r * {at.SIDE};")
+            self.line(f"const rlx_index {self.name(c.j, 'j')} = column0 + tx + s * {at.SIDE};")
+            self.line(f"if ({self.names[c.i]} >= {m} || {self.names[c.j]} >= {c.n}) continue;")
+            self.names[c.acc] = self.fix("acc", c.acc.dtype, "sum[r][s]")
+            self.block(c.epilogue)
+
+    def fetch(self, tile: str, o: Operand, c: Contract, size: int, first: str, most: str, left: bool) -> None:
+        """Load `size` x DEPTH elements; adjacent threads take adjacent elements in memory. Zero outside the matrix."""
+        depth_stride, side_stride = (o.col_stride, o.row_stride) if left else (o.row_stride, o.col_stride)
+        at, d = ("e / {0}", "e % {0}") if depth_stride == 1 and side_stride != 1 else ("e % {1}", "e / {1}")
+        with self.scope(["#pragma unroll", f"for (int e = threadIdx.x; e < {size * DEPTH}; e += {self.launch.threads}) {{"]):
+            self.line(f"const int at = {at.format(DEPTH, size)}, d = {d.format(DEPTH, size)};")
+            place, step = Var("place", index_), Var("step", index_)
+            self.names[place], self.names[step] = f"({first} + at)", "(k0 + d)"
+            index = k.add(o.offset, k.add(k.mul(place, const(side_stride)), k.mul(step, const(depth_stride))))
+            self.line(f"{self.type(c.acc.dtype)} got = {CUDA.literal(0, c.acc.dtype)};")
+            with self.scope([f"if ({first} + at < {most} && k0 + d < {c.k}) {{"]):
+                self.line(f"got = {self.made(k.cast(Load(o.buffer, index), c.acc.dtype))};")
+            self.line(f"{tile}[d][at] = got;")
+
+
+__all__ = ["Tile", "TileWriter", "has_tiles", "tiled"]

@@ -1,0 +1,58 @@
+"""CUDA C++ as a dialect of the shared C-style renderer: types without headers, conversions by PTX, wrapping signed arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlx.backends.shared import c_dialect
+from rlx.backends.shared.c_dialect import ELEMENTS, OPS, TYPES, Dialect, Rows, literal
+from rlx.ir.dtype import DType, index_
+from rlx.ir.kernel import Local
+
+NARROW = ("f16", "bf16")  # converted by one instruction; f8 by the helpers of c_prelude.h
+WRAPPING = ("add", "sub", "mul")
+
+_OWN: Rows = {
+    **{op: {**OPS[op], "i": f"rlx_{op}_{{n}}({{0}}, {{1}})"} for op in WRAPPING},
+    "neg": {"f": "-{0}", "u": "-{0}", "i": "rlx_sub_{n}(0, {0})"},
+    "fma": {"f": "fma{s}({0}, {1}, {2})", "iu": "rlx_fma_{n}({0}, {1}, {2})"},
+}
+_ROWS: Rows = {**OPS, **{op: dict(sorted(rows.items(), key=lambda row: len(row[0]))) for op, rows in _OWN.items()}}
+
+
+@dataclass(frozen=True)
+class CudaDialect(Dialect):
+    def apply(self, op: str, args: list[str] | tuple[str, ...], operand: DType, result: DType) -> str:  # type: ignore[override]
+        """Positions never overflow, so they keep the plain operators, from which the compiler derives more."""
+        if operand == index_ and op in WRAPPING:
+            return OPS[op]["fiu"].format(*args)
+        return super().apply(op, args, operand, result)
+
+
+def _cast(a: str, source: DType, to: DType) -> str:
+    if to.name in NARROW and source != to:
+        single = f"rlx_odd({a})" if source.name == "f64" else f"(float){a}"
+        return f"rlx_wide_{to.name}(rlx_near_{to.name}({single}))"
+    return c_dialect.cast(a, source, to)
+
+
+def _local(element: str, name: str, local: Local) -> str:
+    return f"{element} {name}[{max(1, local.size)}];"
+
+
+def prelude() -> str:
+    """Helper functions; `RLX_INDEX` (int or long long) is defined before."""
+    own = (Path(__file__).parent / "prelude.h").read_text()
+    return c_dialect.prelude(own) + (Path(__file__).parent / "teams.h").read_text()
+
+
+CUDA = CudaDialect(
+    "cuda", "", {**TYPES, "index": "rlx_index"}, ELEMENTS, _ROWS,
+    {**c_dialect.LOADS, **{n: f"rlx_wide_{n}({{0}}[{{1}}])" for n in NARROW}},
+    {**c_dialect.STORES, **{n: f"{{0}}[{{1}}] = rlx_near_{n}({{2}});" for n in NARROW}},
+    {**c_dialect.ROUNDED, **{n: f"rlx_wide_{n}(rlx_near_{n}({{0}}))" for n in NARROW}},
+    literal, _cast, c_dialect.bitcast, _local,
+)  # fmt: skip
+
+__all__ = ["CUDA", "prelude"]

@@ -1,0 +1,253 @@
+"""One GPU of this process through the CUDA driver: context, memory, the stream, loaded kernels, graphs.
+
+Importing this module loads no library. Every function of the driver is called through `check`, which turns its error codes into
+errors of rlx."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rlx.driver.device import Device
+from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
+
+OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
+FATAL = frozenset({
+    "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "MISALIGNED_ADDRESS", "HARDWARE_STACK_ERROR",
+    "ILLEGAL_INSTRUCTION", "INVALID_PC", "INVALID_ADDRESS_SPACE", "DEVICE_UNAVAILABLE", "CONTEXT_IS_DESTROYED", "UNKNOWN",
+})  # fmt: skip
+LOST = "the GPU or this process's context on it is lost; what was in its memory is gone. Start a new process"
+
+
+def refusal() -> str | None:
+    """The reason why no CUDA device can be used; None if there is one."""
+    try:
+        from cuda.bindings import driver  # type: ignore[reportAttributeAccessIssue]
+    except ImportError:
+        return "it needs the packages cuda-core and nvidia-cuda-nvrtc: pip install rlx[cuda]"
+    try:
+        status = driver.cuInit(0)[0]
+    except RuntimeError:  # the bindings found no library
+        return "no NVIDIA driver is installed (libcuda.so.1 is missing)"
+    if status != 0:
+        return f"the NVIDIA driver does not start: {status.name}"
+    return None if count() else "there is no NVIDIA GPU"
+
+
+@cache
+def count() -> int:
+    from cuda.bindings import driver  # type: ignore[reportAttributeAccessIssue]
+
+    return int(check(driver.cuDeviceGetCount(), "counting the GPUs"))
+
+
+def check(answer: tuple[Any, ...], doing: str) -> Any:
+    """The results of a driver call. OutOfMemoryError, DeviceError: it failed."""
+    status, *found = answer
+    if int(status) == 0:
+        return found[0] if len(found) == 1 else tuple(found)
+    name = status.name.removeprefix("CUDA_ERROR_")
+    if name == "OUT_OF_MEMORY":
+        raise OutOfMemoryError(f"{doing}: the GPU has no room left")
+    raise DeviceError(f"{doing}: the CUDA driver says {name}" + (f": {LOST}" if name in FATAL else ""))
+
+
+class Gpu:
+    """GPU number `index`. Facts need no context; the first use of memory makes one (the primary context, shared with torch)."""
+
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import driver  # type: ignore[reportAttributeAccessIssue]
+
+        if (why := refusal()) is not None:
+            raise DeviceUnavailableError(f"cuda:{index} cannot be used: {why}")
+        if not 0 <= index < count():
+            raise DeviceUnavailableError(f"there is no cuda:{index}; there are {count()} GPUs, from cuda:0")
+        self.index, self.driver = index, driver
+        self.device = check(driver.cuDeviceGet(index), f"opening cuda:{index}")
+        names = driver.CUdevice_attribute
+        wanted = {
+            "major": "COMPUTE_CAPABILITY_MAJOR", "minor": "COMPUTE_CAPABILITY_MINOR", "multiprocessors": "MULTIPROCESSOR_COUNT",
+            "shared_bytes": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "l2_bytes": "L2_CACHE_SIZE",
+        }  # fmt: skip
+        self.facts: dict[str, int] = {}
+        for ours, name in wanted.items():
+            attribute = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
+            self.facts[ours] = int(check(driver.cuDeviceGetAttribute(attribute, self.device), f"asking cuda:{index}"))
+        self.capability = self.facts["major"] * 10 + self.facts["minor"]
+        self._lock = threading.Lock()
+        self._context: Any = None
+        self._stream: Any = None
+        self.allocated = {"count": 0, "live_bytes": 0, "total_bytes": 0}
+
+    @property
+    def refusal(self) -> str | None:
+        if self.capability < OLDEST:
+            return f"its compute capability is {self.capability / 10}; rlx needs {OLDEST / 10} (Ampere) or newer"
+        return None
+
+    @property
+    def arch(self) -> str:
+        return f"sm_{self.capability}" + "a" * (self.capability >= 90)
+
+    def use(self) -> Any:
+        """Make the context current in this thread; the stream of all work of this process."""
+        with self._lock:
+            if self._context is None:
+                self._context = check(
+                    self.driver.cuDevicePrimaryCtxRetain(self.device), f"opening a context on cuda:{self.index}"
+                )
+        check(self.driver.cuCtxSetCurrent(self._context), f"using cuda:{self.index}")
+        with self._lock:
+            if self._stream is None:
+                self._stream = check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}")
+        return self._stream
+
+    def wait(self) -> None:
+        check(self.driver.cuStreamSynchronize(self.use()), f"waiting for cuda:{self.index}")
+
+    # -- memory
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of `nbytes` (at least 1) zeroed bytes, aligned to 256. OutOfMemoryError: there is no room."""
+        stream = self.use()
+        address = int(check(self.driver.cuMemAlloc(max(1, nbytes)), f"cuda:{self.index}: allocating {nbytes} bytes"))
+        check(self.driver.cuMemsetD8Async(address, 0, max(1, nbytes), stream), "clearing memory")
+        for name, n in (("count", 1), ("live_bytes", nbytes), ("total_bytes", nbytes)):
+            self.allocated[name] += n
+        return address
+
+    def free(self, address: int, nbytes: int) -> None:
+        self.use()
+        self.driver.cuMemFree(address)  # after a lost device there is nothing to free
+        self.allocated["live_bytes"] -= nbytes
+
+    def copy_in(self, address: int, source: np.ndarray) -> None:
+        """Copy a contiguous host array; it may be changed afterwards."""
+        if source.nbytes:
+            stream = self.use()
+            check(self.driver.cuMemcpyHtoDAsync(address, source.ctypes.data, source.nbytes, stream), "copying to the GPU")
+
+    def copy_out(self, into: np.ndarray, address: int) -> None:
+        """Fill a contiguous host array, after all work queued so far."""
+        if into.nbytes:
+            stream = self.use()
+            check(self.driver.cuMemcpyDtoHAsync(into.ctypes.data, address, into.nbytes, stream), "copying from the GPU")
+        self.wait()
+
+    def copy(self, goal: int, source: int, nbytes: int) -> None:
+        if nbytes:
+            check(self.driver.cuMemcpyDtoDAsync(goal, source, nbytes, self.use()), "copying on the GPU")
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        if nbytes:
+            check(self.driver.cuMemsetD8Async(address, byte, nbytes, self.use()), "filling memory")
+
+    # -- code
+
+    def function(self, image: bytes, name: str, shared: int) -> Any:
+        """A kernel of a cubin, loaded. `shared`: bytes of dynamic shared memory of its launches."""
+        self.use()
+        module = check(self.driver.cuModuleLoadData(image), f"loading {name}")
+        found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
+        if shared > 48 << 10:
+            attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(self.driver.cuFuncSetAttribute(found, attribute, shared), f"loading {name}")
+        return found
+
+    def tensor_map(self, m: Any, base: int) -> Any:
+        """The descriptor of a tensor (rlx.backends.cuda.tensor.TensorMap) in the buffer at address `base`, for bulk copies."""
+        d = self.driver
+        names = d.CUtensorMapDataType
+        kinds = {"bf16": names.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": names.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
+        wide, narrow = d.cuuint64_t, d.cuuint32_t
+        return check(d.cuTensorMapEncodeTiled(
+            kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides],
+            [narrow(n) for n in m.box], [narrow(1)] * len(m.dims), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ), "describing a tensor")  # fmt: skip
+
+    def launch(
+        self, function: Any, blocks: int, threads: int, shared: int, arguments: Sequence[int], maps: Sequence[Any] = ()
+    ) -> None:
+        """Queue a kernel whose arguments are descriptors of tensors, then addresses."""
+        values = ((*maps, *arguments), (*(None for _ in maps), *(ctypes.c_void_p for _ in arguments)))
+        sizes = (blocks, 1, 1, threads, 1, 1, shared)
+        check(self.driver.cuLaunchKernel(function, *sizes, self.use(), values, 0), "launching a kernel")
+
+
+@cache
+def gpu(index: int) -> Gpu:
+    return Gpu(index)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DeviceBlock:
+    """Memory of a GPU (rlx.driver.memory.Block). `owner` frees it with its last part."""
+
+    address: int
+    nbytes: int
+    owner: _Owned
+
+    data = None  # the host does not see it
+
+    def part(self, offset: int, nbytes: int) -> DeviceBlock:
+        return DeviceBlock(self.address + offset, nbytes, self.owner)
+
+
+class _Owned:
+    """One allocation, freed once."""
+
+    def __init__(self, of: Gpu, address: int, nbytes: int) -> None:
+        self._of, self._address, self._nbytes = of, address, nbytes
+
+    def free(self) -> None:
+        if self._address:
+            self._of.free(self._address, self._nbytes)
+            self._address = 0
+
+    def __del__(self) -> None:
+        self.free()
+
+
+class CudaMemory:
+    """Memory protocol (rlx.driver.memory). Copies and kernels are ordered by one stream; snapshots are copies on the device."""
+
+    host_visible = False
+
+    def __init__(self, index: int) -> None:
+        self.device, self.gpu = Device("cuda", index), gpu(index)
+
+    def allocate(self, nbytes: int, alignment: int = 64) -> DeviceBlock:
+        address = self.gpu.allocate(nbytes)
+        return DeviceBlock(address, nbytes, _Owned(self.gpu, address, nbytes))
+
+    def free(self, block: Any) -> None:
+        block.owner.free()
+
+    def copy_in(self, block: Any, source: np.ndarray) -> None:
+        self.gpu.copy_in(block.address, source)
+
+    def copy_out(self, block: Any, into: np.ndarray) -> None:
+        self.gpu.copy_out(into, block.address)
+
+    def copy(self, goal: Any, source: Any) -> None:
+        self.gpu.copy(goal.address, source.address, goal.nbytes)
+
+    def fill(self, block: Any, byte: int) -> None:
+        self.gpu.fill(block.address, byte, block.nbytes)
+
+    def freeze(self, blocks: Sequence[Any]) -> None:
+        """Nothing is shared, so nothing needs to be prepared."""
+
+    def assign(self, goal: Any, source: Any) -> None:
+        self.copy(goal, source)
+
+
+__all__ = ["CudaMemory", "DeviceBlock", "Gpu", "check", "count", "gpu", "refusal"]

@@ -1,0 +1,278 @@
+"""Renders a launched kernel as CUDA C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.schedule import Launch, is_shared
+from rlx.backends.cuda.vectors import loads, stores, width
+from rlx.backends.shared.c_style import Writer
+from rlx.backends.shared.nest import identity
+from rlx.ir.dtype import DType, f32, f64, index_
+from rlx.ir.kernel import Check, Expr, Kernel, Load, Loop, Native, Stmt, Store, Var, walk
+from rlx.ir.overlap import unaliased
+
+LONG_SUM = 8192  # f32 additions of one thread, at most; more are done in f64
+WIDE = 1 << 31  # positions from here on need 64 bits
+
+
+def may_fail(kernel: Kernel) -> bool:
+    found = walk(kernel.body)
+    return any(isinstance(s, Check) or (isinstance(s, Native) and getattr(s.attrs, "positioned", False)) for s in found)
+
+
+class CudaWriter(Writer):
+    """`shared`: whether the statements being written run in every thread of the team, with the same values."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch.kernel, CUDA)
+        self.launch, self.shared = launch, launch.team > 1
+        self.own: list[Expr] = []
+        self.vector_loads: dict[int, str] = {}
+        self.vector_stores: dict[int, str] = {}
+        self.sync = "__syncwarp();" if launch.team == 32 else "__syncthreads();"
+        inside = list(walk(launch.kernel.body))
+        stored = {s.buffer for s in inside if isinstance(s, Store)}
+        self.passed = stored & {x.buffer for x in inside if isinstance(x, Load)}  # memory by which threads exchange values
+
+    def made(self, e: Expr) -> str:
+        """The value of an expression that is not part of the kernel. It is kept, since names are found by identity."""
+        self.own.append(e)
+        return self.value(e)
+
+    # -- the function
+
+    occupancy = ""  # ", N": blocks of a multiprocessor, at least
+
+    def arguments(self) -> list[str]:
+        found = []
+        for b, free in zip(self.kernel.buffers, unaliased(self.kernel)):
+            found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{' __restrict__' * free} {self.name(b, 'b')}")
+        if self.launch.scratch:
+            found.append("unsigned char* rlx_scratch")
+        return found + ["int* status"] * may_fail(self.kernel)
+
+    def function(self, name: str) -> str:
+        k, at = self.kernel, self.launch
+        head = [
+            f"// {' '.join(k.origin)}",
+            f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})',
+            f"{name}({', '.join(self.arguments())}) {{",
+        ]
+        for text in self.coordinates():
+            self.line(text)
+        self.declare_locals()
+        self.limits = {v: text for v, n in self.ranges() if (text := self.limit(v, n))}
+        for var, _ in k.grid:
+            if var in self.limits:
+                self.line(f"if ({self.names[var]} >= {self.limits[var]}) return;")
+        if at.vector > 1:
+            self.in_vectors(k.body, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
+        else:
+            self.block(k.body)
+        return "\n".join([*head, *self.lines, "}", ""])
+
+    def coordinates(self) -> Iterator[str]:
+        """The grid point of this thread, from the last axis to the first."""
+        at = self.launch
+        each = at.threads // at.team
+        yield f"const int me = threadIdx.x % {at.team};" if at.team > 1 else "const int me = 0;"
+        mine = "" if each == 1 else f" * {each} + threadIdx.x / {at.team}" if at.team > 1 else f" * {each} + threadIdx.x"
+        yield f"rlx_index point = (rlx_index)blockIdx.x{mine};"
+        yield f"if (point >= {at.points}) return;"
+        for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
+            name, size = self.name(var, "g"), at.vector if n == 0 else 1
+            yield (
+                f"const rlx_index {name}_0 = point % {extent // size} * {size};"
+                if size > 1
+                else f"const rlx_index {name} = point % {extent};"
+            )
+            # the loop over the points of a vector declares the axis itself
+            yield f"point /= {extent // size};"
+
+    def declare_locals(self) -> None:
+        at, offset = self.launch, 0
+        if self.kernel.locals and at.shared:
+            self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
+        for x in self.kernel.locals:
+            element, name = CUDA.element(x.dtype), self.name(x, "l")
+            if at.team == 1:
+                self.line(CUDA.local(element, name, x))
+                continue
+            base = "rlx_shared" if at.shared else f"rlx_scratch + (size_t)blockIdx.x * {at.scratch}"
+            each, bytes_ = at.threads // at.team, -(-max(1, x.size) * x.dtype.itemsize // 16) * 16
+            mine = "" if each == 1 else f" + threadIdx.x / {at.team} * {bytes_}"
+            self.line(f"{element}* const {name} = ({element}*)({base} + {offset}{mine});")
+            offset += bytes_ * each
+
+    # -- vectors
+
+    def in_vectors(
+        self,
+        stmts: Sequence[Stmt],
+        ends: Sequence[Expr],
+        var: Var,
+        size: int,
+        first: str,
+        each: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        """The statements for `size` values of `var` from `first` on, loads and stores of adjacent elements as vectors. `each`
+        gets the values of `ends` of every iteration."""
+        name = self.fresh("i")
+        held: dict[int, str] = {}
+        for x in loads(stmts, ends, var, size):
+            held[id(x)] = self.fresh("q")
+            self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}];")
+            self.line(f"rlx_fetch<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
+        out = {id(s): (s, self.fresh("o")) for s in stores(stmts, var, size)}
+        for s, made in out.values():
+            self.line(f"{CUDA.element(s.buffer.dtype)} {made}[{size}];")
+        with self.scope(["#pragma unroll", f"for (int v = 0; v < {size}; v++) {{"]):
+            self.line(f"const rlx_index {name} = {first} + v;")
+            self.names[var] = name
+            self.vector_loads, self.vector_stores = held, {n: made for n, (_, made) in out.items()}
+            values = self.block(stmts, ends)
+            if each:
+                each(values)
+            self.vector_loads, self.vector_stores = {}, {}
+        for s, made in out.values():
+            self.line(f"rlx_put<{size}>({self.names[s.buffer]} + {self.at_first(s.index, var, first)}, {made});")
+
+    def at_first(self, e: Expr, var: Var, first: str) -> str:
+        """The value of `e` where `var` is `first`, outside the loop over `var`."""
+        before, self.memo, self.names[var] = self.memo, self.memo.new_child(), first
+        text = self.value(e)
+        self.memo = before
+        return text
+
+    def load(self, e: Load) -> str:
+        if id(e) not in self.vector_loads:
+            return super().load(e)
+        text = CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.vector_loads[id(e)], "v")
+        return self.fix("x", e.dtype, text)
+
+    def store(self, s: Store, value: str) -> str:
+        if id(s) not in self.vector_stores:
+            return super().store(s, value)
+        return CUDA.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};").format(self.vector_stores[id(s)], "v", value)
+
+    # -- statements of a team
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Statements that each thread runs for itself."""
+        before, self.shared = self.shared, False
+        yield
+        self.shared = before
+
+    def exchanged(self, *parts: Stmt | Expr) -> None:
+        """Wait for the team after statements that touch memory by which its threads exchange values."""
+        if self.shared and any(getattr(x, "buffer", None) in self.passed for x in walk(parts)):
+            self.line(self.sync)
+
+    def write(self, held: list[Store]) -> None:
+        if not self.shared or not held:
+            return super().write(held)
+        stores = tuple(held)
+        with self.scope(["if (me == 0) {"]):
+            super().write(held)
+        self.exchanged(*stores)
+
+    def statement(self, s: Stmt) -> None:
+        super().statement(s)
+        if not isinstance(s, Loop):
+            self.exchanged(s)
+
+    def loop(self, s: Loop) -> None:
+        if not self.shared:
+            super().loop(s)
+        elif not is_shared(s):
+            super().loop(s)
+            self.exchanged(s)
+        elif s.carries:
+            self.scan(s)
+            self.exchanged(s)
+        else:
+            self.spread(s)
+            self.exchanged(s)
+
+    def end_iteration(self, s: Loop) -> None:
+        if self.shared:
+            self.exchanged(s)
+
+    def extent(self, s: Loop) -> str:
+        return self.limits.get(s.var) or CUDA.literal(s.extent, index_)
+
+    def function_of(self, op: str, dtype: DType) -> str:
+        t = self.type(dtype)
+        return f"[]({t} a, {t} b) -> {t} {{ return {CUDA.apply(op, ('a', 'b'), dtype, dtype)}; }}"
+
+    def wide(self, op: str, dtype: DType, count: int) -> DType:
+        """The dtype in which one thread combines `count` values."""
+        return f64 if op == "add" and dtype == f32 and count > LONG_SUM else dtype
+
+    def spread(self, s: Loop) -> None:
+        """The iterations of a vector loop over the threads of the team, then its reductions."""
+        team, each = self.launch.team, -(-s.extent // self.launch.team)
+        kinds = [self.wide(r.op, r.value.dtype.compute, each) for r in s.reduces]
+        sums = [self.fresh("p") for _ in s.reduces]
+        for r, dtype, name in zip(s.reduces, kinds, sums):
+            self.line(CUDA.vary.format(self.type(dtype), name, CUDA.literal(identity(r.op, dtype), dtype)))
+        extent, i, ends = self.extent(s), self.name(s.var, "i"), [r.value for r in s.reduces]
+
+        def combine(values: list[str]) -> None:
+            for r, dtype, name, value in zip(s.reduces, kinds, sums, values):
+                self.line(f"{name} = {CUDA.apply(r.op, (name, f'({self.type(dtype)}){value}'), dtype, dtype)};")
+
+        size = 1 if s.var in self.limits else width(s.body, ends, s.var, s.extent)
+        while size > 1 and s.extent < size * team:
+            size //= 2
+        if size > 1:
+            with self.scope([f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{"]), self.alone():
+                self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
+        else:
+            with self.scope([f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{"]), self.alone():
+                combine(self.block(s.body, ends))
+        for r, dtype, name in zip(s.reduces, kinds, sums):
+            text = f"({self.type(r.value.dtype)})rlx_reduce<{team}>({name}, {self.function_of(r.op, dtype)})"
+            self.names[r.result] = self.fix("r", r.value.dtype, text)
+
+    def scan(self, s: Loop) -> None:
+        """Running totals: each round, every thread adds one element to the total of all elements before its own."""
+        team, totals = self.launch.team, []
+        for c in s.carries:
+            init = self.value(c.init)
+            totals.append(self.fresh("r"))
+            self.line(CUDA.vary.format(self.type(c.var.dtype), totals[-1], init))
+        first, i, extent = self.fresh("first"), self.name(s.var, "i"), self.extent(s)
+        with self.scope([f"for (rlx_index {first} = 0; {first} < {extent}; {first} += {team}) {{"]):
+            self.line(f"const rlx_index {i} = {first} + me;")
+            with self.alone():
+                added = [self.addend(c.next.op, c.added, c.var.dtype, f"{i} < {extent}") for c in s.carries]  # type: ignore[union-attr, arg-type]
+            for c, total, value in zip(s.carries, totals, added):
+                op = c.next.op  # type: ignore[union-attr]
+                self.names[c.var] = self.fix(
+                    "t", c.var.dtype, f"rlx_scan<{team}>({value}, {total}, {self.function_of(op, c.var.dtype.compute)})"
+                )
+            with self.scope([f"if ({i} < {extent}) {{"]), self.alone():
+                self.block(s.body)
+            self.exchanged(s)
+        for c, total in zip(s.carries, totals):
+            self.names[c.var] = total
+
+    def addend(self, op: str, value: Expr, dtype: DType, inside: str) -> str:
+        name = self.fresh("t")
+        self.line(CUDA.vary.format(self.type(dtype), name, CUDA.literal(identity(op, dtype.compute), dtype.compute)))
+        with self.scope([f"if ({inside}) {{"]):
+            self.line(f"{name} = {self.value(value)};")
+        return name
+
+
+def arguments_of(launch: Launch) -> Sequence[str]:
+    """Additional arguments after the buffers, in order: "scratch", "status"."""
+    return ["scratch"] * bool(launch.scratch) + ["status"] * may_fail(launch.kernel)
+
+
+__all__ = ["WIDE", "CudaWriter", "arguments_of", "may_fail"]

@@ -1,0 +1,84 @@
+
+/* Teams: T threads of a block that share a grid point, a power of two. A team is part of a warp, or the whole block. */
+template <class V> struct rlx_wide_of { typedef V type; };
+template <> struct rlx_wide_of<bool> { typedef int type; };
+template <> struct rlx_wide_of<int8_t> { typedef int type; };
+template <> struct rlx_wide_of<uint8_t> { typedef int type; };
+template <> struct rlx_wide_of<int16_t> { typedef int type; };
+template <> struct rlx_wide_of<uint16_t> { typedef int type; };
+template <class V> RLX_FN V rlx_from(V a, int lanes, int by) {
+  return (V)__shfl_xor_sync(0xffffffffu, (typename rlx_wide_of<V>::type)a, by, lanes);
+}
+template <class V> RLX_FN V rlx_up(V a, int lanes, int by) {
+  return (V)__shfl_up_sync(0xffffffffu, (typename rlx_wide_of<V>::type)a, by, lanes);
+}
+
+/* op over the values of the team, in an order that depends on T alone; every thread gets the result. */
+template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
+  constexpr int lanes = T < 32 ? T : 32;
+  #pragma unroll
+  for (int by = lanes / 2; by > 0; by /= 2) a = op(a, rlx_from(a, lanes, by));
+  if constexpr (T > 32) {
+    constexpr int warps = T / 32;
+    __shared__ V parts[warps];
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = a;
+    __syncthreads();
+    a = parts[threadIdx.x % warps];
+    #pragma unroll
+    for (int by = warps / 2; by > 0; by /= 2) a = op(a, rlx_from(a, 32, by));
+  }
+  return a;
+}
+
+/* The combination of the values of all earlier threads of the team, `start` first; `total` becomes that of all of them. */
+template <int T, class V, class F> RLX_FN V rlx_scan(V a, V& total, F op) {
+  constexpr int lanes = T < 32 ? T : 32;
+  const int lane = threadIdx.x % lanes;
+  V sum = a;
+  #pragma unroll
+  for (int by = 1; by < lanes; by *= 2) {
+    const V below = rlx_up(sum, lanes, by);
+    if (lane >= by) sum = op(below, sum);
+  }
+  V before = rlx_up(sum, lanes, 1), start = total;
+  if constexpr (T > 32) {
+    constexpr int warps = T / 32;
+    __shared__ V parts[warps];
+    __syncthreads();
+    if (lane == 31) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    for (int w = 0; w < threadIdx.x / 32; w++) start = op(start, parts[w]);
+    for (int w = 0; w < warps; w++) total = op(total, parts[w]);
+  } else {
+    total = op(total, (V)__shfl_sync(0xffffffffu, (typename rlx_wide_of<V>::type)sum, lanes - 1, lanes));
+  }
+  return lane == 0 ? start : op(start, before);
+}
+
+/* V consecutive elements at an address that is a multiple of their bytes (of 16, if they are more). */
+template <int N> struct rlx_chunk;
+template <> struct rlx_chunk<1> { typedef unsigned char type; };
+template <> struct rlx_chunk<2> { typedef unsigned short type; };
+template <> struct rlx_chunk<4> { typedef unsigned int type; };
+template <> struct rlx_chunk<8> { typedef uint2 type; };
+template <> struct rlx_chunk<16> { typedef uint4 type; };
+template <int V, class E> RLX_FN void rlx_fetch(E (&out)[V], const E* at) {
+  constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
+  typedef typename rlx_chunk<bytes>::type chunk;
+  #pragma unroll
+  for (int n = 0; n < V * (int)sizeof(E) / bytes; n++) {
+    const chunk got = ((const chunk*)at)[n];
+    memcpy((char*)out + n * bytes, &got, bytes);
+  }
+}
+template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
+  constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
+  typedef typename rlx_chunk<bytes>::type chunk;
+  #pragma unroll
+  for (int n = 0; n < V * (int)sizeof(E) / bytes; n++) {
+    chunk put;
+    memcpy(&put, (const char*)values + n * bytes, bytes);
+    ((chunk*)at)[n] = put;
+  }
+}

@@ -1,0 +1,162 @@
+"""The CUDA backend. Rendering and compiling need no GPU; what runs on one is skipped without it (conformance runs everything)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import device_conformance as conformance
+import numpy as np
+import pytest
+from op_cases import cases
+
+import rlx
+from rlx.backends.cuda import attention, vectors
+from rlx.backends.cuda.backend import CudaBackend, target
+from rlx.backends.cuda.code import cubin, launch_of, prologue, text_of
+from rlx.backends.cuda.contract import Tile
+from rlx.backends.cuda.gemv import GemvLaunch
+from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.compile import lower
+from rlx.errors import DeviceUnavailableError
+from rlx.ir.kernel import Kernel, Load, Var, const, k
+from rlx.ir.kernel_text import kernel_key
+
+HOPPER = target("sm_90a")
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
+on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
+
+
+def kernels(*graphs: rlx.Graph) -> Iterator[Kernel]:
+    for g in graphs:
+        for steps in lower(g, HOPPER, rlx.CompileOptions()).phases.values():
+            yield from (s.kernel for s in steps if not s.kernel.collective)
+
+
+def graph(build) -> rlx.Graph:
+    g = rlx.Graph("g")
+    g.set_outputs([build(g)])
+    return g
+
+
+def one(build) -> Kernel:
+    (found,) = kernels(graph(build))
+    return found
+
+
+# -- every op compiles ---------------------------------------------------------------------------------------------
+
+
+def test_every_op_compiles_for_hopper():
+    """The samples of every op in its first dtype, 60 kernels to a translation unit."""
+    chosen = {}
+    for case in cases(dtypes=HOPPER.dtypes):
+        chosen.setdefault((case.op.name, str(case.sample)), case)
+    texts: dict[str, str] = {}
+    for name in conformance.NAMES:
+        g, *_ = conformance.together(name, [c for c in chosen.values() if c.op.name == name])
+        for kernel in kernels(g):
+            found = launch_of(kernel, "sm_90a")
+            if type(found) is Launch:  # the others have functions of their own in front
+                texts.setdefault(kernel_key(kernel), text_of(found, f"kernel{len(texts)}"))
+    assert len(texts) > 300
+    own = [text.removeprefix(prologue(False)) for text in texts.values() if text.startswith(prologue(False))]
+    assert len(own) == len(texts)
+    for first in range(0, len(own), 60):
+        assert cubin(prologue(False) + "".join(own[first : first + 60]), "sm_90a")
+
+
+PRODUCTS = {
+    "bf16": (TensorLaunch, lambda g: g.input("x", (256, 512), "bf16") @ g.input("y", (512, 384), "bf16")),
+    "odd strides": (TensorLaunch, lambda g: g.input("x", (101, 103), "f16") @ g.input("y", (103, 105), "f16")),
+    "epilogue": (TensorLaunch, lambda g: rlx.gelu(g.input("x", (64, 64), "bf16") @ g.input("y", (64, 64), "bf16"))),
+    "f32": (Tile, lambda g: g.input("x", (64, 64), "f32") @ g.input("y", (64, 64), "f32")),
+    "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
+    "norm": (
+        GemvLaunch,
+        lambda g: rlx.rms_norm(g.input("x", (2, 64), "f32"), g.input("s", (64,), "f32")) @ g.input("y", (64, 64), "f32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_take_their_kernel(name):
+    kind, build = PRODUCTS[name]
+    found = launch_of(one(build), "sm_90a")
+    assert type(found) is kind
+    assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    "dtype, size, mask", [("bf16", 128, "causal"), ("f16", 256, "none"), ("f32", 64, "causal"), ("f32", 8, "none")]
+)
+def test_attention_compiles(dtype, size, mask):
+    shape = (1, 2, 40, size)
+    found = launch_of(one(lambda g: rlx.attention(*(g.input(n, shape, dtype) for n in "qkv"), mask=mask)), "sm_90a")
+    assert isinstance(found, attention.AttentionLaunch) and found.tensor == (dtype != "f32")
+    assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+# -- the mapping to threads ----------------------------------------------------------------------------------------
+
+
+def test_elements_take_a_thread_and_rows_a_team():
+    wide = launch_of(one(lambda g: g.input("x", (4096, 4096), "f32") + 1.0), "sm_90a")
+    assert (wide.team, wide.vector, wide.blocks * wide.threads * 4) == (1, 4, 4096 * 4096)
+    rows = launch_of(one(lambda g: rlx.softmax(g.input("x", (4096, 512), "f32"))), "sm_90a")
+    assert rows.team == 32 and rows.points == 4096
+    long = launch_of(one(lambda g: rlx.softmax(g.input("x", (3, 50_000), "f32"))), "sm_90a")
+    assert long.team == 1024 and long.blocks == 3
+
+
+def test_vectors_need_aligned_unconditional_accesses():
+    kernel = one(lambda g: g.input("x", (64, 64), "bf16") * 2.0)
+    (buffer, *_), v, row = [b for b in kernel.buffers if not b.writable], Var("v"), Var("row")
+    load = lambda index, guard=None: Load(buffer, index, guard)  # noqa: E731
+    at = k.add(k.mul(row, const(64)), v)
+    assert vectors.loads((), (load(at),), v, 8)
+    assert not vectors.loads((), (load(k.add(at, const(1))),), v, 8)  # starts between two vectors
+    assert not vectors.loads((), (load(k.mul(v, const(2))),), v, 8)  # every other element
+    assert not vectors.loads((), (load(at, k.lt(v, const(3))),), v, 8)
+    assert vectors.width((), (load(at),), v, 64) == 8 and vectors.width((), (load(at),), v, 63) == 1
+
+
+def test_split_keys_fill_the_gpu_only_when_heads_do_not():
+    parts = lambda batch, keys: math.prod(s.blocks for s in _attentions(batch, keys))  # noqa: E731
+    assert parts(1, 8192) >= 100 and parts(64, 8192) == 64 * 8 and parts(1, 200) == 8
+
+
+def _attentions(batch: int, keys: int) -> list[attention.AttentionLaunch]:
+    q, kv = (batch, 16, 1, 64), (batch, 8, keys, 64)
+    g = graph(lambda g: rlx.attention(g.input("q", q, "bf16"), g.input("k", kv, "bf16"), g.input("v", kv, "bf16")))
+    found = [launch_of(kernel, "sm_90a") for kernel in kernels(g)]
+    return [x for x in found if isinstance(x, attention.AttentionLaunch)]
+
+
+# -- without a GPU, and on one -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(refusal() is None, reason="there is a GPU")
+def test_a_machine_without_a_gpu_says_what_is_missing():
+    (reason,) = CudaBackend().probe().values()
+    assert reason and not rlx.is_available("cuda")
+    with pytest.raises(DeviceUnavailableError, match="cuda"):
+        rlx.Session("cuda").compile(graph(lambda g: g.input("x", (3,), "f32") + 1.0))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["add", "softmax", "matmul", "attention", "cumsum", "sort", "argmax", "take_rows"])
+def test_ops_agree_with_the_reference(name):
+    conformance.check_op("cuda", name)
+
+
+@on_gpu
+def test_a_bad_index_leaves_every_state_as_it_was():
+    conformance.check_states("cuda")
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i32"))))
+    with pytest.raises(rlx.IndexRangeError):
+        compiled.run({"x": np.zeros(5, np.float32), "i": np.array([0, 7], np.int32)})
+    (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
+    assert good.tolist() == [4, 1]
