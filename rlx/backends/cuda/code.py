@@ -17,7 +17,6 @@ from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, launch
 from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
-from rlx.backends.shared.contract_loops import without_contract
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 
@@ -44,7 +43,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    return tiled(kernel) if has_tiles(kernel) else launch(without_contract(kernel))
+    return tiled(kernel) if has_tiles(kernel) else launch(kernel)
 
 
 def text_of(at: Launch, name: str) -> str:

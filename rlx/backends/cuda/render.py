@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.schedule import Launch, is_shared
@@ -11,7 +12,7 @@ from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
-from rlx.ir.kernel import Check, Expr, Kernel, Load, Loop, Native, Stmt, Store, Var, walk
+from rlx.ir.kernel import EXTREMES, Check, Expr, Kernel, Load, Loop, Native, Reduce, Stmt, Store, Var, walk
 from rlx.ir.overlap import unaliased
 
 LONG_SUM = 8192  # f32 additions of one thread, at most; more are done in f64
@@ -21,6 +22,18 @@ WIDE = 1 << 31  # positions from here on need 64 bits
 def may_fail(kernel: Kernel) -> bool:
     found = walk(kernel.body)
     return any(isinstance(s, Check) or (isinstance(s, Native) and getattr(s.attrs, "positioned", False)) for s in found)
+
+
+class Partial(NamedTuple):
+    """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, make one
+    of a value and its iteration, and get the result from one."""
+
+    name: str
+    type: str
+    init: str
+    combine: Callable[[str, str], str]
+    made: Callable[[str, str], str]
+    result: Callable[[str], str]
 
 
 class CudaWriter(Writer):
@@ -209,35 +222,46 @@ class CudaWriter(Writer):
         t = self.type(dtype)
         return f"[]({t} a, {t} b) -> {t} {{ return {CUDA.apply(op, ('a', 'b'), dtype, dtype)}; }}"
 
-    def wide(self, op: str, dtype: DType, count: int) -> DType:
-        """The dtype in which one thread combines `count` values."""
-        return f64 if op == "add" and dtype == f32 and count > LONG_SUM else dtype
-
     def spread(self, s: Loop) -> None:
         """The iterations of a vector loop over the threads of the team, then its reductions."""
-        team, each = self.launch.team, -(-s.extent // self.launch.team)
-        kinds = [self.wide(r.op, r.value.dtype.compute, each) for r in s.reduces]
-        sums = [self.fresh("p") for _ in s.reduces]
-        for r, dtype, name in zip(s.reduces, kinds, sums):
-            self.line(CUDA.vary.format(self.type(dtype), name, CUDA.literal(identity(r.op, dtype), dtype)))
+        team, parts = self.launch.team, [self.partial(r, -(-s.extent // self.launch.team)) for r in s.reduces]
+        for p in parts:
+            self.line(f"{p.type} {p.name} = {p.init};")
         extent, i, ends = self.extent(s), self.name(s.var, "i"), [r.value for r in s.reduces]
 
         def combine(values: list[str]) -> None:
-            for r, dtype, name, value in zip(s.reduces, kinds, sums, values):
-                self.line(f"{name} = {CUDA.apply(r.op, (name, f'({self.type(dtype)}){value}'), dtype, dtype)};")
+            for p, value in zip(parts, values):
+                self.line(f"{p.name} = {p.combine(p.name, p.made(value, self.names[s.var]))};")
 
         size = 1 if s.var in self.limits else width(s.body, ends, s.var, s.extent)
         while size > 1 and s.extent < size * team:
             size //= 2
         if size > 1:
-            with self.scope([f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{"]), self.alone():
+            head = f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{"
+            with self.scope([head]), self.alone():
                 self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
         else:
             with self.scope([f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{"]), self.alone():
                 combine(self.block(s.body, ends))
-        for r, dtype, name in zip(s.reduces, kinds, sums):
-            text = f"({self.type(r.value.dtype)})rlx_reduce<{team}>({name}, {self.function_of(r.op, dtype)})"
-            self.names[r.result] = self.fix("r", r.value.dtype, text)
+        for r, p in zip(s.reduces, parts):
+            function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
+            text = p.result(f"rlx_reduce<{team}>({p.name}, {function})")
+            self.names[r.result] = self.fix("r", r.result.dtype, text)
+
+    def partial(self, r: Reduce, count: int) -> Partial:
+        """What a thread keeps while it reduces `count` values."""
+        dtype, name = r.value.dtype.compute, self.fresh("p")
+        if r.op in EXTREMES:
+            place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
+            return Partial(
+                name, place, f"{{{CUDA.literal(0, dtype)}, -1}}", lambda a, b: f"rlx_first<{largest}>({a}, {b})",
+                lambda value, at: f"{place}{{{value}, {at}}}", lambda text: f"{text}.at",
+            )  # fmt: skip
+        wide = f64 if r.op == "add" and dtype == f32 and count > LONG_SUM else dtype
+        return Partial(
+            name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), lambda a, b: CUDA.apply(r.op, (a, b), wide, wide),
+            lambda value, at: f"({self.type(wide)}){value}", lambda text: f"({self.type(dtype)}){text}",
+        )  # fmt: skip
 
     def scan(self, s: Loop) -> None:
         """Running totals: each round, every thread adds one element to the total of all elements before its own."""

@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.vectors import width
+from rlx.backends.shared.contract_loops import without_contract
+from rlx.backends.shared.lines import in_loops
+from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Kernel, Let, Load, Local, Loop, Stmt, Var, coefficient, walk
 
@@ -47,11 +50,12 @@ class Launch:
 
 
 def launch(kernel: Kernel) -> Launch:
-    """The mapping of a kernel without a Contract."""
-    kernel = _flattened(kernel)
+    """The mapping of a kernel as loops."""
+    kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
     team = _team(kernel)
     threads = THREADS if team <= WARP else team
     if team == 1:
+        kernel = in_loops(long_sums(kernel))
         return Launch(kernel, 1, threads, vector=_vector(kernel))
     held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in kernel.locals) * (threads // team)
     return Launch(kernel, team, threads, held) if held <= SHARED_BYTES else Launch(kernel, team, threads, 0, held)

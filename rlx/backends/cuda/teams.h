@@ -82,3 +82,17 @@ template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
     ((chunk*)at)[n] = put;
   }
 }
+
+/* The first extreme element: its value and position (-1: none yet). NaN beats every number. */
+template <class V> struct rlx_place { V value; rlx_index at; };
+template <class V> RLX_FN rlx_place<V> rlx_from(rlx_place<V> a, int lanes, int by) {
+  return {rlx_from(a.value, lanes, by), rlx_from(a.at, lanes, by)};
+}
+template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, rlx_place<V> b) {
+  if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
+  const bool nan_a = a.value != a.value, nan_b = b.value != b.value;
+  const bool tie = (nan_a && nan_b) || a.value == b.value;
+  if (tie) return a.at < b.at ? a : b;
+  if (nan_a || nan_b) return nan_a ? a : b;
+  return (LARGEST ? b.value > a.value : b.value < a.value) ? b : a;
+}

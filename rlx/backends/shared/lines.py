@@ -12,15 +12,15 @@ from rlx.ir.dtype import bool_, index_
 from rlx.ir.kernel import EXTREMES, Carry, Contract, Expr, Kernel, Let, Load, Local, Loop, Sort, Stmt, Store, Var, const, k
 
 
-def in_loops(kernel: Kernel) -> Kernel:
-    """The same function without argmax, argmin and Sort."""
+def in_loops(kernel: Kernel, extremes: bool = True) -> Kernel:
+    """The same function without Sort, and, with `extremes`, without argmax and argmin."""
     kept = list(kernel.locals)
     per_row = any(isinstance(s, Contract) for s in kernel.body)
 
     def change(s: Stmt) -> tuple[Stmt, ...] | None:
         if isinstance(s, Sort):
             return bitonic(replace(s, body=changed(s.body, change)), kept, per_row)
-        if isinstance(s, Loop) and any(r.op in EXTREMES for r in s.reduces):
+        if extremes and isinstance(s, Loop) and any(r.op in EXTREMES for r in s.reduces):
             return carried(replace(s, body=changed(s.body, change)))
         return None
 
