@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rlx.driver import ReduceKind, SymmetricBuffer, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from rlx.driver.barrier import MEET, Call
+from rlx.driver.barrier import PLAIN, Call
 from rlx.driver.symmetric import LocalTransport, SharedMemory
 from rlx.errors import CallMismatchError, HeapBoundsError, UnknownRankError
 from rlx.ir.dtype import DTYPES
@@ -314,7 +314,7 @@ def mismatches(transport: Any) -> None:
                 lambda x=x: broadcast(transport, place(x), x, 0) if last else all_reduce(transport, place(x), x, SUM), x,
                 usual, roots[0],
             )  # fmt: skip
-            yield lambda x=x: transport.barrier(Call(77) if last else MEET), x, "barrier()", "Call(77, 0, 0, 0)"
+            yield lambda x=x: transport.barrier(Call(77) if last else PLAIN), x, "barrier()", "Call(77, 0, 0, 0)"
             yield lambda x=x: transport.barrier() if last else all_reduce(transport, place(x), x, SUM), x, usual, "barrier()"
 
     ranks = [", ".join(map(str, range(transport.num_ranks - 1))), transport.num_ranks - 1]

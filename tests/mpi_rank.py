@@ -65,7 +65,7 @@ def disagree(t: SymmetricTransport) -> str:
 
 
 def go_without(t: SymmetricTransport) -> str:
-    """Rank 1 is not there when the others meet: CASE says how."""
+    """Rank 1 is not there when the others come to a barrier: CASE says how."""
     t.barrier()
     if t.this_rank.index == 1:
         if CASE == "silent":

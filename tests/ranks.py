@@ -117,9 +117,9 @@ def all_ready_but(t: Any, who: int) -> None:
 
 
 def serve(pipe: Connection) -> None:
-    from rlx.driver.transports.shm_meet import meet_address
+    from rlx.driver.transports.shm_barrier import barrier_address
 
-    meet_address()  # compiles it
+    barrier_address()  # compiles it
     while True:
         try:
             n, module, function, *rest = pipe.recv()

@@ -186,16 +186,16 @@ def jobs() -> list[Job]:
 
 
 def test_no_schedule_leaves_the_scratch_or_writes_where_others_read():
-    """Between two meetings nothing is written that another rank reads or writes; ranks meet equally often."""
+    """Between two barriers nothing is written that another rank reads or writes; ranks have equally many barriers."""
     for job in jobs():
         for way in possible(job):
             every = [list(ALGORITHMS[way](Job(**{**vars(job), "me": me}), 4096)) for me in range(job.ranks)]
-            assert len({sum(s.op == "meet" for s in steps) for steps in every}) == 1
+            assert len({sum(s.op == "barrier" for s in steps) for steps in every}) == 1
             spans: list[list[tuple[int, int, int, int, bool]]] = [[]]  # of each phase: rank, heap, first, end, writes
             for me, steps in enumerate(every):
                 phase = 0
                 for step in steps:
-                    if step.op == "meet":
+                    if step.op == "barrier":
                         phase += 1
                         spans += [[]] if phase == len(spans) else []
                         continue
@@ -215,23 +215,23 @@ def test_no_schedule_leaves_the_scratch_or_writes_where_others_read():
                     assert a[0] == b[0] or a[1] != b[1] or a[2] >= b[3] or b[2] >= a[3], (way, job, a, b)
 
 
-def test_nothing_of_the_callers_is_written_before_the_first_meeting():
+def test_nothing_of_the_callers_is_written_before_the_first_barrier():
     for job in jobs():
         for way in possible(job):
             for step in schedule(job, way, shared=True):
-                if step.op == "meet":
+                if step.op == "barrier":
                     break
                 assert step.out.where == job.me
 
 
 def test_the_choice_follows_the_figures():
-    slow_to_meet, slow_links = Figures(1e-3, 1e-4, 1e-10, 1e-10), Figures(1e-6, 1e-6, 1e-9, 1e-9)
+    late_at_barriers, slow_links = Figures(1e-3, 1e-4, 1e-10, 1e-10), Figures(1e-6, 1e-6, 1e-9, 1e-9)
     near_only = Figures(1e-6, 1e-6, 1e-9, 1e-7)  # a bottleneck between halves
 
     def chosen(figures: Figures, nbytes: int, n: int = 8, what: What = What.ALL_REDUCE) -> str:
         return choose(Job(what, n, 0, nbytes // 4, 4, 4), figures, False)
 
-    assert chosen(slow_to_meet, 10_000) == "one_shot"
+    assert chosen(late_at_barriers, 10_000) == "one_shot"
     assert chosen(slow_links, 64 << 20) == "two_shot" and chosen(slow_links, 1 << 10) == "one_shot"
     assert chosen(near_only, 64 << 20) == "ring"
     assert (
@@ -247,7 +247,7 @@ def test_ranks_choose_by_the_figures_of_rank_0():
         return collectives_of(t).figures
 
     found = raise_first(on_threads(3, figures))
-    assert len(set(found)) == 1 and min(found[0].meeting, found[0].near, found[0].far) > 0
+    assert len(set(found)) == 1 and min(found[0].barrier, found[0].near, found[0].far) > 0
 
 
 def test_words_of_a_call_have_a_place_each():
@@ -300,8 +300,8 @@ def test_a_rank_that_fails_is_named_by_all_others(by, word):
     assert all(re.match(rf"rank 1 .*{word}", str(found[rank])) for rank in (0, 2)), found
 
 
-@pytest.mark.parametrize("meets", ["barrier", "all_reduce"])
-def test_a_thread_that_is_interrupted_in_a_call_has_left(meets):
+@pytest.mark.parametrize("call", ["barrier", "all_reduce"])
+def test_a_thread_that_is_interrupted_in_a_call_has_left(call):
     first, second = LocalTransport.fan_out(2, HEAP)
     x = np.ones(8, np.float32)
 
@@ -310,8 +310,8 @@ def test_a_thread_that_is_interrupted_in_a_call_has_left(meets):
 
     def when_it_waits(caller: int) -> None:
         while True:
-            with first._meeting.condition:  # the caller waits for it, or has not come yet
-                if first._meeting.calls[0] is not None:
+            with first._barrier.condition:  # the caller waits for it, or has not come yet
+                if first._barrier.calls[0] is not None:
                     return signal.pthread_kill(caller, signal.SIGALRM)
             time.sleep(0.001)
 
@@ -320,7 +320,7 @@ def test_a_thread_that_is_interrupted_in_a_call_has_left(meets):
     try:
         with pytest.raises(KeyboardInterrupt):
             other.start()
-            first.barrier() if meets == "barrier" else all_reduce(first, SymmetricBuffer(first.this_rank, 0, 32), x)
+            first.barrier() if call == "barrier" else all_reduce(first, SymmetricBuffer(first.this_rank, 0, 32), x)
     finally:
         other.join()
         signal.signal(signal.SIGALRM, before)

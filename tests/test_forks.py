@@ -126,7 +126,7 @@ def test_barriers_of_threads_in_a_child(inside: bool) -> None:
     thread = threading.Thread(target=ranks[0].barrier)
     if inside:
         thread.start()
-        while ranks[0]._meeting.calls[0] is None:
+        while ranks[0]._barrier.calls[0] is None:
             pass
 
     def check() -> None:

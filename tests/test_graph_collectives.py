@@ -239,7 +239,7 @@ def test_one_rank_needs_no_transport() -> None:
 
 
 def test_every_way_to_run() -> None:
-    """run_slots, bound calls, queued runs, clones, checked mode: all of them meet."""
+    """run_slots, bound calls, queued runs, clones, checked mode: all of them have barriers."""
     ranks, g = 2, Graph("ways")
     x = g.input("x", (5,), "f32")
     g.set_outputs([ops.all_reduce(x * 2, ranks=ranks) + 1])

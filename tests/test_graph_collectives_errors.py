@@ -20,7 +20,7 @@ import ranks
 from collective_graphs import HEAP, compiled_on, good, local, mlp, run_all, together
 
 import rlx
-from rlx.driver.barrier import MEET
+from rlx.driver.barrier import PLAIN
 from rlx.driver.symmetric import LocalTransport, Rank, SymmetricBuffer
 from rlx.errors import (
     CallMismatchError,
@@ -278,14 +278,14 @@ def test_a_clone_on_one_rank_is_not_its_original_on_another() -> None:
         good(run_all(transports, compiled, [x] * 2))
 
 
-def test_only_runs_that_may_fail_late_meet_once_more() -> None:
+def test_only_runs_that_may_fail_late_have_one_more_barrier() -> None:
     def barriers(where: str) -> list[int]:
         transports = local(2)
         compiled = compiled_on(transports, failing(where, 2, False))
         came = [0, 0]
         for r, t in enumerate(transports):
 
-            def barrier(call: Any = MEET, r: int = r, meet: Any = t.barrier) -> None:
+            def barrier(call: Any = PLAIN, r: int = r, meet: Any = t.barrier) -> None:
                 came[r] += 1
                 meet(call)
 
@@ -303,7 +303,7 @@ def test_only_runs_that_may_fail_late_meet_once_more() -> None:
 
 
 def counter(ranks: int, dims: int = 4) -> Graph:
-    """total += sum of all ranks' x[at]; and row 1 of a state that is written in place before they meet."""
+    """total += sum of all ranks' x[at]; and row 1 of a state that is written in place before the barrier."""
     g = Graph("counter")
     total, rows = g.handle(rlx.BufferHandle("total", (dims,), rlx.f32)), g.handle(rlx.BufferHandle("rows", (3, dims), rlx.f32))
     x, at = g.input("x", (5, dims), "f32"), g.input("at", (), "i64")
@@ -384,7 +384,7 @@ def interrupted_here(transport: Any, at: str, in_code: bool, error: type[BaseExc
     plain = transport if in_code else PutAndGet(transport)
     compiled = rlx.Session("cpu", threads=1, transport=plain).compile(counter(2))
     compiled.run(asked(0, 1))
-    first, number = transport.meeting.number, transport.meeting.number + 1 + (at == "step")
+    first, number = transport.state.number, transport.state.number + 1 + (at == "step")
     transport.barrier()
     if transport.this_rank.index == 0:
         swallowed: list[Any] = []

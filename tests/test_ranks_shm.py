@@ -1,4 +1,4 @@
-"""Ranks that are processes over shared memory: copies and meetings; and whatever goes wrong ends, on every rank, in an error that
+"""Ranks that are processes over shared memory: copies and barriers; and whatever goes wrong ends, on every rank, in an error that
 names who is at fault, and leaves nothing behind.
 
 pytest tests/test_ranks_shm.py --kills 200      a rank is killed 200 times, at random moments
@@ -42,7 +42,7 @@ def nothing_stays():
     assert names() == []
 
 
-# -- copies and meetings
+# -- copies and barriers
 
 
 def passed_on(t: ShmTransport, rounds: int) -> None:
@@ -86,8 +86,8 @@ def test_heaps_are_arrays_without_a_copy():
     ranks.run(2, shared_views, heap_size=1000)
 
 
-def many_meetings(t: ShmTransport) -> tuple[int, int]:
-    """Each rank counts in its heap; nobody is ever more than one meeting ahead."""
+def many_barriers(t: ShmTransport) -> tuple[int, int]:
+    """Each rank counts in its heap; nobody is ever more than one barrier ahead."""
     counts = [t.heap.view(SymmetricBuffer(Rank(r), 0, 8), np.int64) for r in range(t.num_ranks)]
     low = high = 0
     for i in range(1500):
@@ -99,12 +99,12 @@ def many_meetings(t: ShmTransport) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_nobody_passes_a_meeting_that_another_has_not_come_to(n):
-    assert all(low == 0 and high <= 1 for low, high in ranks.run(n, many_meetings, timeout=LONG))
+def test_nobody_passes_a_barrier_that_another_has_not_come_to(n):
+    assert all(low == 0 and high <= 1 for low, high in ranks.run(n, many_barriers, timeout=LONG))
 
 
 def protocols(t: ShmTransport) -> tuple[bool, ...]:
-    first = t.meeting.number
+    first = t.state.number
     return isinstance(t, SymmetricTransport), isinstance(t, SharedMemory), t.this_rank == Rank(0), t.num_ranks == 1, first == 1
 
 
@@ -167,12 +167,12 @@ def fails(t: ShmTransport, who: int, how: str) -> list[str]:
         all_ready_but(t, who)
         t.timeout = 1.0
     told = []
-    assert not t.meeting.shut or how == "close"
+    assert not t.state.shut or how == "close"
     for call in (t.barrier, lambda: t.put(SymmetricBuffer(Rank(0), 0, 1), np.zeros(1, np.uint8)), t.barrier):
         with pytest.raises(TransportError) as caught:
             call()
         told.append(str(caught.value))
-        assert t.meeting.shut  # compiled code begins nothing, either
+        assert t.state.shut  # compiled code begins nothing, either
     return told
 
 
@@ -200,7 +200,7 @@ def test_every_other_rank_learns_who_failed(who, how, said):
         assert isinstance(own, ZeroDivisionError)
     elif how == "close":
         assert own == [f"rank {who} left"] * 3
-    else:  # who comes too late learns it at the next meeting
+    else:  # who comes too late learns it at the next barrier
         assert all(f"rank {who} (process" in text and "as rank" in text for text in own), own
 
 
@@ -212,7 +212,7 @@ def interrupted(t: ShmTransport) -> str:
             t.barrier()
         time.sleep(0.2)
         return "interrupted"
-    while not t._lines[0].epoch > t.meeting.number:  # it waits
+    while not t._lines[0].epoch > t.state.number:  # it waits
         time.sleep(0.001)
     if t.this_rank.index == 1:
         os.kill(t._lines[0].pid, signal.SIGINT)
@@ -236,11 +236,11 @@ def interrupted_in_a_call(t: ShmTransport, count: int, known: bool) -> list[str]
     for _ in range(3 if known else 0):
         all_reduce(t, scratch, x)
     t.barrier()
-    first = t.meeting.number
+    first = t.state.number
     if t.this_rank.index == 0:
         with pytest.raises(KeyboardInterrupt):
             all_reduce(t, scratch, x)
-        assert t.meeting.shut and "rank 0" in t.broken and "interrupted" in t.broken
+        assert t.state.shut and "rank 0" in t.broken and "interrupted" in t.broken
     else:
         while not t._lines[0].epoch > first:  # it waits
             time.sleep(0.0001)
@@ -283,7 +283,7 @@ def left_between(t: ShmTransport) -> str:
         return ""
     table: Any = next(iter(collectives_of(t).plans.values()))
     assert table._begin(table.address, x.ctypes.data, x.ctypes.data) >= shm.WAITING
-    assert not t.broken and t.meeting.shut == shm.PENDING
+    assert not t.broken and t.state.shut == shm.PENDING
     waits[0] = 1
     with pytest.raises(TransportError) as caught:
         all_reduce(t, scratch, x)

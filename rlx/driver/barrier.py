@@ -27,7 +27,7 @@ class Call(NamedTuple):
     detail: int = 0  # for a collective the fields of DETAIL, else a digest
 
 
-MEET = Call()  # a plain barrier
+PLAIN = Call()  # a plain barrier
 GAVE_UP = Call(1004)  # replaces the next call, once: this rank failed in a common operation
 
 
@@ -66,7 +66,7 @@ def described(call: Call) -> str:
     place = f"{call.len} bytes at byte {call.offset} of the heap"
     digest = f"{call.detail & (1 << 64) - 1:x}"
     known = {
-        MEET.what: "barrier()",
+        PLAIN.what: "barrier()",
         HELLO: f"connect(heap_size={call.len})",
         LOADED: f"load of a graph, collectives {digest} in {place}",
         RUNNING: f"run of a graph, collectives {digest} in {place}",

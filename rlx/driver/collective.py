@@ -27,9 +27,9 @@ from rlx.driver.barrier import Call, detail_of
 from rlx.driver.reduction import Form, ReduceKind, accumulator
 
 from rlx.driver.schedule import (  # isort: skip
-    ALGORITHMS, MINE, OUT, SMALL, Algorithm, Figures, Job, Place, Step, What, choose, possible, schedule,
+    ALGORITHMS, MINE, OUT, SMALL, Address, Algorithm, Figures, Job, Step, What, choose, possible, schedule,
 )  # fmt: skip
-from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_place
+from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_bounds
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype
 
@@ -121,12 +121,12 @@ class Steps:
 
         own = {MINE: array, OUT: out}
         for step in self.plan.steps:
-            if step.op == "meet":
+            if step.op == "barrier":
                 self.transport.barrier(self.plan.call)
                 continue
             nbytes, sizes = self.plan.sizes(step)
             inputs = [self._read(source, size, own) for source, size in zip(step.sources, sizes)]
-            goal = self._place(step.out, nbytes, own)
+            goal = self._bytes(step.out, nbytes, own)
             result = np.empty(nbytes, np.uint8) if goal is None else goal
             if step.op == "copy":
                 result[...] = inputs[0]
@@ -135,17 +135,17 @@ class Steps:
             if goal is None:
                 self.transport.put(self._buffer(step.out, nbytes), result)
 
-    def _buffer(self, place: Place, nbytes: int) -> SymmetricBuffer:
+    def _buffer(self, place: Address, nbytes: int) -> SymmetricBuffer:
         return SymmetricBuffer(Rank(place.where), self.plan.call.offset + place.at, nbytes)
 
-    def _place(self, place: Place, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    def _bytes(self, place: Address, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray | None:
         """The bytes at `place`, shared. None: they are in a heap outside this process."""
         if place.where < 0:
             return own[place.where][place.at : place.at + nbytes]
         return self.heap.bytes(self._buffer(place, nbytes)) if self.heap else None
 
-    def _read(self, place: Place, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray:
-        found = self._place(place, nbytes, own)
+    def _read(self, place: Address, nbytes: int, own: Mapping[int, np.ndarray]) -> np.ndarray:
+        found = self._bytes(place, nbytes, own)
         if found is None:
             found = np.empty(nbytes, np.uint8)
             self.transport.get(self._buffer(place, nbytes), found)
@@ -206,7 +206,7 @@ class Collectives:
     # -- checks of arguments
 
     def _check(self, buffer: Any, array: Any, kind: Any, root: Any, what: What) -> DType:
-        check_place(buffer, self.ranks, self.transport.heap_size)
+        check_bounds(buffer, self.ranks, self.transport.heap_size)
         if buffer.rank.index != self.me:
             raise CallMismatchError(f"scratch must be in the caller's own heap, that of rank {self.me}; got {buffer}")
         if not _is_plain(array) or not array.flags.c_contiguous:

@@ -19,7 +19,7 @@ import numpy as np
 from rlx.driver.barrier import ENDING, GAVE_UP, LOADED, RUNNING, Call
 from rlx.driver.collective import Plan, Table, collectives_of
 from rlx.driver.reduction import ReduceKind
-from rlx.driver.schedule import MEETING, Job, What
+from rlx.driver.schedule import BARRIER, Job, What
 from rlx.driver.symmetric import SymmetricBuffer, SymmetricTransport
 from rlx.errors import CallMismatchError, CollectiveError, CompileError, HeapBoundsError
 from rlx.ir.dtype import u8
@@ -62,7 +62,7 @@ class Exchanges:
             self.tables[step] = alike[key]
         if self._on_any(self._fails_late(program, may_fail)):
             job = Job(What.BROADCAST, transport.num_ranks, transport.this_rank.index, 0, 1, 1)
-            self.agreement = known.table(Plan(self._ending, [MEETING], u8, None, job))
+            self.agreement = known.table(Plan(self._ending, [BARRIER], u8, None, job))
 
     def begin(self) -> None:
         """Start a run, which ends with `release`. CallMismatchError: another rank starts a run of another program.

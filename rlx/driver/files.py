@@ -51,7 +51,7 @@ def _forget(address: int) -> None:
     os.close(_mapped.pop(address).number)
 
 
-def _place(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
+def _mapping(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
     """The mapped file that contains an array, the file offset of the array's lowest byte, and the bytes that its elements span.
     None: the array is not in a mapped file."""
     if not _mapped or not array.size or not hasattr(os, "preadv"):
@@ -67,13 +67,13 @@ def _place(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
 
 def check(array: np.ndarray) -> None:
     """CorruptFileError: the array is in a mapped file that has been truncated before the array's end."""
-    if (place := _place(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
+    if (place := _mapping(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
         raise CorruptFileError(f"{place[0].path} was truncated after it was opened; load the model again")
 
 
 def copy(goal: np.ndarray, source: np.ndarray) -> None:
     """Copy an array to one of its shape and dtype. CorruptFileError as in `check`; `goal` may be partly written then."""
-    if (place := _place(source)) is None:
+    if (place := _mapping(source)) is None:
         return np.copyto(goal, source)
     file, offset, nbytes = place
     if source.flags.c_contiguous and goal.flags.c_contiguous:
@@ -103,7 +103,7 @@ def _read(file: _Mapped, offset: int, room: np.ndarray, source: np.ndarray) -> N
 def in_memory(array: np.ndarray) -> np.ndarray:
     """The array itself, or a C-contiguous copy if it is not C-contiguous, or is in a mapped file and has at most SMALL bytes.
     CorruptFileError as in `copy`."""
-    if array.flags.c_contiguous and (array.nbytes > SMALL or _place(array) is None):
+    if array.flags.c_contiguous and (array.nbytes > SMALL or _mapping(array) is None):
         return array
     made = np.empty(array.shape, array.dtype)
     copy(made, array)

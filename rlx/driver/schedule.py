@@ -17,7 +17,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-MINE, OUT = -1, -2  # values of Place.where besides ranks: the caller's array, and the result's array
+MINE, OUT = -1, -2  # values of Address.where besides ranks: the caller's array, and the result's array
 SMALL = 4096  # up to this many bytes every rank reads from every other one, regardless of the figures
 # Bytes of a piece, from measurements (benchmarks/collectives.py). shared: two pieces of all ranks fit a shared cache. remote: a
 # piece hides the delay of a link
@@ -28,19 +28,19 @@ class What(IntEnum):
     ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL = 1, 2, 3, 4, 5
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     where: int  # a rank (in its scratch), MINE or OUT
     at: int  # offset in bytes
 
 
 class Step(NamedTuple):
     """copy: copy `nbytes` of one source. reduce: combine the sources in order to `nbytes` of the result, and round. carry: the
-    same, but the result stays in the accumulator's dtype. `carried`: the first source is in the accumulator's dtype. meet: a
+    same, but the result stays in the accumulator's dtype. `carried`: the first source is in the accumulator's dtype. barrier: a
     barrier of all ranks."""
 
-    op: Literal["copy", "reduce", "carry", "meet"]
-    out: Place = Place(MINE, 0)
-    sources: tuple[Place, ...] = ()
+    op: Literal["copy", "reduce", "carry", "barrier"]
+    out: Address = Address(MINE, 0)
+    sources: tuple[Address, ...] = ()
     nbytes: int = 0  # in the array's dtype
     carried: bool = False
 
@@ -69,18 +69,18 @@ class Job:
         return [(self.me + i) % self.ranks for i in range(1, self.ranks)]
 
 
-MEETING = Step("meet")
+BARRIER = Step("barrier")
 
 
-def _copy(out: Place, source: Place, nbytes: int) -> Iterator[Step]:
+def _copy(out: Address, source: Address, nbytes: int) -> Iterator[Step]:
     if nbytes and out != source:
         yield Step("copy", out, (source,), nbytes)
 
 
-def _of_all(job: Job, at: int, own: Place) -> tuple[Place, ...]:
+def _of_all(job: Job, at: int, own: Address) -> tuple[Address, ...]:
     """The same offset in every rank's scratch, in rank order. For this rank it is `own`, where its data came from: cache lines
     that other ranks read too are slow."""
-    return tuple(own if r == job.me else Place(r, at) for r in range(job.ranks))
+    return tuple(own if r == job.me else Address(r, at) for r in range(job.ranks))
 
 
 def _pieces(job: Job, rows: int, piece: int) -> Iterator[tuple[int, int, list[int]]]:
@@ -103,19 +103,19 @@ def one_shot(job: Job, piece: int) -> Iterator[Step]:
     brings = not job.in_place and (job.what != What.BROADCAST or me == job.root)
     for first, nbytes, at in _pieces(job, rows, piece):
         for row in range(rows if brings else 0):
-            yield from _copy(Place(me, at[row]), Place(MINE, row * size + first), nbytes)
-        yield MEETING
+            yield from _copy(Address(me, at[row]), Address(MINE, row * size + first), nbytes)
+        yield BARRIER
         mine = at[me] if parts else at[0]
         if job.what in (What.ALL_REDUCE, What.REDUCE_SCATTER):
-            goal, own = MINE if job.what == What.ALL_REDUCE else OUT, Place(MINE, (me * size if parts else 0) + first)
-            yield Step("reduce", Place(goal, first), _of_all(job, mine, own), nbytes)
+            goal, own = MINE if job.what == What.ALL_REDUCE else OUT, Address(MINE, (me * size if parts else 0) + first)
+            yield Step("reduce", Address(goal, first), _of_all(job, mine, own), nbytes)
         elif job.what == What.BROADCAST:
-            yield from _copy(Place(MINE, first), Place(job.root, mine), nbytes if me != job.root else 0)
+            yield from _copy(Address(MINE, first), Address(job.root, mine), nbytes if me != job.root else 0)
         else:
-            yield from _copy(Place(OUT, me * size + first), Place(MINE, (me * size if parts else 0) + first), nbytes)
+            yield from _copy(Address(OUT, me * size + first), Address(MINE, (me * size if parts else 0) + first), nbytes)
             for r in job.others:
-                yield from _copy(Place(OUT, r * size + first), Place(r, mine), nbytes)
-    yield MEETING
+                yield from _copy(Address(OUT, r * size + first), Address(r, mine), nbytes)
+    yield BARRIER
 
 
 def two_shot(job: Job, piece: int) -> Iterator[Step]:
@@ -124,20 +124,20 @@ def two_shot(job: Job, piece: int) -> Iterator[Step]:
     me, reduces = job.me, job.what == What.ALL_REDUCE
     for first, nbytes, (at,) in _pieces(job, 1, piece):
         per = -(-nbytes // job.ranks // 64) * 64
-        cuts = [(min(r * per, nbytes), max(0, min(per, nbytes - r * per))) for r in range(job.ranks)]
-        start, own = cuts[me]
+        parts = [(min(r * per, nbytes), max(0, min(per, nbytes - r * per))) for r in range(job.ranks)]
+        start, own = parts[me]
         if not job.in_place and (reduces or me == job.root):
-            yield from _copy(Place(me, at), Place(MINE, first), nbytes)
-        yield MEETING
+            yield from _copy(Address(me, at), Address(MINE, first), nbytes)
+        yield BARRIER
         if reduces and own:
-            yield Step("reduce", Place(me, at + start), _of_all(job, at + start, Place(MINE, first + start)), own)
+            yield Step("reduce", Address(me, at + start), _of_all(job, at + start, Address(MINE, first + start)), own)
         elif not reduces:
-            yield from _copy(Place(me, at + start), Place(job.root, at + start), own if me != job.root else 0)
-        yield MEETING
+            yield from _copy(Address(me, at + start), Address(job.root, at + start), own if me != job.root else 0)
+        yield BARRIER
         for r in (*job.others, me) if reduces or me != job.root else ():
             if not (job.in_place and r == me):
-                yield from _copy(Place(MINE, first + cuts[r][0]), Place(r, at + cuts[r][0]), cuts[r][1])
-    yield MEETING
+                yield from _copy(Address(MINE, first + parts[r][0]), Address(r, at + parts[r][0]), parts[r][1])
+    yield BARRIER
 
 
 def tree(job: Job, piece: int) -> Iterator[Step]:
@@ -145,14 +145,14 @@ def tree(job: Job, piece: int) -> Iterator[Step]:
     bytes."""
     rank = (job.me - job.root) % job.ranks  # counted from the root
     if rank == 0 and not job.in_place:
-        yield from _copy(Place(job.me, 0), Place(MINE, 0), job.nbytes)
+        yield from _copy(Address(job.me, 0), Address(MINE, 0), job.nbytes)
     for j in range((job.ranks - 1).bit_length()):
-        yield MEETING
+        yield BARRIER
         if 1 << j <= rank < 2 << j:
-            yield from _copy(Place(job.me, 0), Place((job.me - (1 << j)) % job.ranks, 0), job.nbytes)
+            yield from _copy(Address(job.me, 0), Address((job.me - (1 << j)) % job.ranks, 0), job.nbytes)
     if rank and not job.in_place:
-        yield from _copy(Place(MINE, 0), Place(job.me, 0), job.nbytes)
-    yield MEETING
+        yield from _copy(Address(MINE, 0), Address(job.me, 0), job.nbytes)
+    yield BARRIER
 
 
 def _ring_piece(job: Job, piece: int) -> int:
@@ -176,20 +176,20 @@ def ring(job: Job, piece: int) -> Iterator[Step]:
         k = beat - me
         if 0 <= k < count:
             (first, nbytes), half = cut(k), k % 2
-            own = Place(MINE, first)
-            sources = (Place(me - 1, half * wide), own) if me else (own,)
+            own = Address(MINE, first)
+            sources = (Address(me - 1, half * wide), own) if me else (own,)
             if me < last:
-                yield Step("carry", Place(me, half * wide), sources, nbytes, bool(me))
+                yield Step("carry", Address(me, half * wide), sources, nbytes, bool(me))
             else:
                 yield Step("reduce", own, sources, nbytes, bool(me))
-                yield from _copy(Place(me, 2 * wide + half * narrow), own, nbytes)
+                yield from _copy(Address(me, 2 * wide + half * narrow), own, nbytes)
         k = beat - job.ranks - me
         if 0 <= k < count and me < last:
             (first, nbytes), at = cut(k), 2 * wide + k % 2 * narrow
-            yield from _copy(Place(MINE, first), Place((me - 1) % job.ranks, at), nbytes)
+            yield from _copy(Address(MINE, first), Address((me - 1) % job.ranks, at), nbytes)
             if me < last - 1:
-                yield from _copy(Place(me, at), Place(MINE, first), nbytes)
-        yield MEETING
+                yield from _copy(Address(me, at), Address(MINE, first), nbytes)
+        yield BARRIER
 
 
 Algorithm = Literal["one_shot", "two_shot", "tree", "ring"]
@@ -220,10 +220,10 @@ def schedule(job: Job, algorithm: Algorithm, shared: bool) -> list[Step]:
 
 
 class Figures(NamedTuple):
-    """Measured times of a transport, in seconds. `meeting`: a barrier. `delay`: latency of a read from another rank. `near`,
+    """Measured times of a transport, in seconds. `barrier`: of a barrier. `delay`: latency of a read from another rank. `near`,
     `far`: per byte, from the next rank and from the opposite one, while all ranks read."""
 
-    meeting: float
+    barrier: float
     delay: float
     near: float
     far: float
@@ -237,13 +237,13 @@ def seconds(job: Job, algorithm: Algorithm, f: Figures, shared: bool) -> float:
     if algorithm == "ring":
         per = _ring_piece(job, PIECE["ring"])
         beats = math.ceil(job.count / per) + 2 * n - 2
-        return beats * (f.meeting + 2 * f.delay + per * (job.wide + job.itemsize) * f.near)
+        return beats * (f.barrier + 2 * f.delay + per * (job.wide + job.itemsize) * f.near)
     if algorithm == "tree":
         rounds = (n - 1).bit_length()
-        return (rounds + 1) * f.meeting + rounds * (f.delay + size * f.far)
+        return (rounds + 1) * f.barrier + rounds * (f.delay + size * f.far)
     if algorithm == "one_shot":  # also in a broadcast: n-1 copies leave the root
-        return (pieces + 1) * f.meeting + (n - 1) * (pieces * f.delay + size * f.far)
-    return (2 * pieces + 1) * f.meeting + 2 * (n - 1) * (pieces * f.delay + size / n * f.far)
+        return (pieces + 1) * f.barrier + (n - 1) * (pieces * f.delay + size * f.far)
+    return (2 * pieces + 1) * f.barrier + 2 * (n - 1) * (pieces * f.delay + size / n * f.far)
 
 
 def choose(job: Job, f: Figures | None, shared: bool) -> Algorithm:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rlx.driver.barrier import MEET, Call, as_call, mismatch
+from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
 from rlx.driver.memory import aligned_bytes
 from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
 
@@ -73,7 +73,7 @@ class SymmetricTransport(Protocol):
         """Copy from `source` to the writable C-contiguous `into`. Raises as put does."""
         ...
 
-    def barrier(self, call: Call = MEET) -> None:
+    def barrier(self, call: Call = PLAIN) -> None:
         """Wait until every rank has come to the barrier. CallMismatchError, on every rank: the ranks announced different calls.
         CollectiveError, on every rank: some of them announced GAVE_UP, others did not.
         TransportError, on every rank that waits: another one died, left or did not come in time; the message names it."""
@@ -105,7 +105,7 @@ class SymmetricHeap:
 
     def bytes(self, buffer: SymmetricBuffer) -> np.ndarray:
         """The buffer's bytes, shared and writable. HeapBoundsError, UnknownRankError."""
-        check_place(buffer, self.num_ranks, self.heap_size)
+        check_bounds(buffer, self.num_ranks, self.heap_size)
         return self._memory[buffer.rank.index, buffer.offset : buffer.offset + buffer.len]
 
     def view(self, buffer: SymmetricBuffer, dtype: Any, shape: Sequence[int] | int = -1) -> np.ndarray:
@@ -117,7 +117,7 @@ class SymmetricHeap:
             raise CallMismatchError(f"{buffer} is no array of {np.dtype(dtype)} {shape}") from None
 
 
-def check_place(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None:
+def check_bounds(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None:
     """UnknownRankError or HeapBoundsError unless `buffer` is a part of one of `num_ranks` heaps of `heap_size` bytes."""
     if not isinstance(buffer, SymmetricBuffer) or not isinstance(buffer.rank, Rank):
         raise UnknownRankError(f"expected SymmetricBuffer(Rank(…), offset, len), got {buffer!r}")
@@ -128,8 +128,8 @@ def check_place(buffer: SymmetricBuffer, num_ranks: int, heap_size: int) -> None
 
 
 def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_size: int, written: bool) -> None:
-    """check_place; and CallMismatchError unless `array` is C-contiguous, has the buffer's size and, if `written`, is writable."""
-    check_place(buffer, num_ranks, heap_size)
+    """check_bounds. CallMismatchError unless `array` is C-contiguous, has the buffer's size and, if `written`, is writable."""
+    check_bounds(buffer, num_ranks, heap_size)
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.hasobject:
         what = f"{array.dtype} with strides {array.strides}" if isinstance(array, np.ndarray) else type(array).__name__
         raise CallMismatchError(f"expected a C-contiguous numpy array of numbers for {buffer}, got {what}")
@@ -139,16 +139,16 @@ def check_copy(buffer: SymmetricBuffer, array: np.ndarray, num_ranks: int, heap_
         raise CallMismatchError(f"an array of {array.nbytes} bytes for {buffer}")
 
 
-class _Meeting:
+class _ThreadBarrier:
     """The barrier of ranks that are threads. It is reusable, because arrivals are counted per generation."""
 
     def __init__(self, num_ranks: int) -> None:
         self.condition = threading.Condition()
         self.generation = 0
         self.calls: list[Call | None] = [None] * num_ranks
-        self.met: list[Call] = []  # the calls of the last generation
+        self.last: list[Call] = []  # the calls of the last generation
         self.broken: str | None = None  # why the barrier cannot be used any more
-        _meetings.add(self)
+        _barriers.add(self)
 
     def in_child(self) -> None:
         """After a fork: threads of the parent that were at this barrier do not exist in the child."""
@@ -159,12 +159,12 @@ class _Meeting:
             self.condition.release()
 
 
-_meetings: WeakSet[_Meeting] = WeakSet()
+_barriers: WeakSet[_ThreadBarrier] = WeakSet()
 
 
 def _after_fork() -> None:
-    for meeting in list(_meetings):
-        meeting.in_child()
+    for barrier in list(_barriers):
+        barrier.in_child()
 
 
 if hasattr(os, "register_at_fork"):
@@ -191,28 +191,28 @@ class Copies:
 class LocalTransport(Copies):
     """A SymmetricTransport between threads of one process. Made by `fan_out`."""
 
-    def __init__(self, rank: Rank, heap: SymmetricHeap, meeting: _Meeting, timeout: float) -> None:
-        self.this_rank, self.heap, self._meeting, self.timeout = rank, heap, meeting, timeout
+    def __init__(self, rank: Rank, heap: SymmetricHeap, barrier: _ThreadBarrier, timeout: float) -> None:
+        self.this_rank, self.heap, self._barrier, self.timeout = rank, heap, barrier, timeout
         self.num_ranks, self.heap_size = heap.num_ranks, heap.heap_size
 
     @staticmethod
     def fan_out(num_ranks: int, heap_size: int, timeout: float = TIMEOUT) -> list[LocalTransport]:
         """One transport per rank, each for a thread of its own. `heap_size`: bytes of each rank's heap."""
-        heap, meeting = SymmetricHeap(num_ranks, heap_size), _Meeting(num_ranks)
-        return [LocalTransport(Rank(i), heap, meeting, timeout) for i in range(num_ranks)]
+        heap, barrier = SymmetricHeap(num_ranks, heap_size), _ThreadBarrier(num_ranks)
+        return [LocalTransport(Rank(i), heap, barrier, timeout) for i in range(num_ranks)]
 
     def check(self) -> None:
-        if self._meeting.broken:
-            raise TransportError(self._meeting.broken)
+        if self._barrier.broken:
+            raise TransportError(self._barrier.broken)
 
-    def barrier(self, call: Call = MEET) -> None:
-        m, me, deadline = self._meeting, self.this_rank.index, time.monotonic() + self.timeout
+    def barrier(self, call: Call = PLAIN) -> None:
+        m, me, deadline = self._barrier, self.this_rank.index, time.monotonic() + self.timeout
         with m.condition:
             if m.broken:
                 raise TransportError(m.broken)
             generation, m.calls[me] = m.generation, as_call(call)
             if all(c is not None for c in m.calls):
-                m.met, m.generation = [c for c in m.calls if c], generation + 1
+                m.last, m.generation = [c for c in m.calls if c], generation + 1
                 m.calls[:] = [None] * self.num_ranks
                 m.condition.notify_all()
             try:
@@ -226,10 +226,10 @@ class LocalTransport(Copies):
                 raise
             if m.generation == generation:
                 raise TransportError(m.broken or "")
-            if len(set(m.met)) > 1:
-                raise mismatch(m.met)
+            if len(set(m.last)) > 1:
+                raise mismatch(m.last)
 
     def close(self) -> None:
-        with self._meeting.condition:
-            self._meeting.broken = self._meeting.broken or f"rank {self.this_rank.index} left"
-            self._meeting.condition.notify_all()
+        with self._barrier.condition:
+            self._barrier.broken = self._barrier.broken or f"rank {self.this_rank.index} left"
+            self._barrier.condition.notify_all()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.driver.barrier import HELLO, MEET, Call, as_call, mismatch
+from rlx.driver.barrier import HELLO, PLAIN, Call, as_call, mismatch
 from rlx.driver.symmetric import TIMEOUT, Rank, SymmetricBuffer, check_copy
 from rlx.errors import CollectiveError, TransportError, whole
 
@@ -95,13 +95,13 @@ class MpiTransport:
             self._poll(request.Test, "did not answer", [peer])
             data[start : start + piece.size] = piece
 
-    def barrier(self, call: Call = MEET) -> None:
+    def barrier(self, call: Call = PLAIN) -> None:
         call = as_call(call)
         self._sound()
         if self.num_ranks == 1:
             return
         try:
-            self._meet(call)
+            self._agree(call)
         except CollectiveError:
             raise
         except BaseException:  # Ctrl-C, mostly
@@ -114,20 +114,20 @@ class MpiTransport:
             self._sound()
             self._fail(f"rank {self.this_rank.index} was interrupted at a barrier", [self.this_rank.index])
 
-    def _meet(self, call: Call) -> None:
+    def _agree(self, call: Call) -> None:
         self._calls[self.this_rank.index] = call
         self._fence()
         waiting = dict(zip(self._peers, self._receives))
         self._try(lambda: self._mpi.Prequest.Startall([*self._receives, *self._sends]))
 
-        def met() -> bool:
+        def arrived() -> bool:
             peers = list(waiting)
             for i in self._mpi.Request.Testsome(list(waiting.values())) or ():
                 del waiting[peers[i]]
                 self._refuse(peers[i], call)
             return not waiting and self._mpi.Request.Testall(self._sends)
 
-        self._poll(met, "did not come to a barrier", waiting)
+        self._poll(arrived, "did not come to a barrier", waiting)
         self._fence()
         calls = [Call(*map(int, row)) for row in self._calls]
         if len(set(calls)) > 1:

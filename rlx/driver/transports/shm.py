@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from rlx.driver.barrier import MEET, Call, as_call, mismatch
+from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
 from rlx.driver.symmetric import PAGE, TIMEOUT, Copies, Rank, SymmetricHeap
 
 from rlx.driver.transports.shm_words import (  # isort: skip
-    ABSENT, DIED, HEADER_BYTES, INTERRUPTED, LEFT, LINE_BYTES, PENDING, SHUT, SILENT, STAGE_BYTES, WAITING, Header, Line,
-    Meeting,
+    ABSENT, DIED, HEADER_BYTES, INTERRUPTED, LEFT, LINE_BYTES, PENDING, SHUT, SILENT, STAGE_BYTES, WAITING, BarrierState,
+    Header, Line,
 )  # fmt: skip
 from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
 
@@ -86,13 +86,13 @@ class ShmTransport(Copies):
         self._leave.atexit = False  # a rank that exits without closing counts as died, once its process is gone
         self.heap = SymmetricHeap(self.num_ranks, self.heap_size, np.frombuffer(memory, np.uint8)[heaps:])
         base = ctypes.addressof(self._header)
-        self.meeting = Meeting(
+        self.state = BarrierState(
             lines=base + HEADER_BYTES, stages=base + stages, heaps=base + heaps, stride=self.heap.stride, rank=rank,
             ranks=self.num_ranks, yields=YIELDS, nanoseconds=round(SLICE * 1e9),
         )  # fmt: skip
-        from rlx.driver.transports import shm_meet  # imports the compiler, which only ranks need
+        from rlx.driver.transports import shm_barrier  # imports the compiler, which only ranks need
 
-        self._meet = shm_meet.meet_of(self.meeting)
+        self._wait = shm_barrier.barrier_of(self.state)
         _used.add(self)
 
     def _hurry(self) -> None:
@@ -100,11 +100,11 @@ class ShmTransport(Copies):
         cpus: set[int] = set()
         with contextlib.suppress(ProcessLookupError, AttributeError):  # one has died already; not Linux
             cpus.update(*(os.sched_getaffinity(line.pid) for line in self._lines))
-        self.meeting.spins = SPINS if self.num_ranks <= len(cpus) else CROWDED_SPINS
+        self.state.spins = SPINS if self.num_ranks <= len(cpus) else CROWDED_SPINS
 
     def check(self) -> None:
         """TransportError if the transport is closed or has failed."""
-        if self.meeting.shut:
+        if self.state.shut:
             self.abandon()
             raise TransportError(self._why)
 
@@ -120,13 +120,13 @@ class ShmTransport(Copies):
         if not self._why:
             self._fail(INTERRUPTED, self.this_rank.index)
 
-    def barrier(self, call: Call = MEET) -> None:
+    def barrier(self, call: Call = PLAIN) -> None:
         self.check()
-        m = self.meeting
+        m = self.state
         m.what, m.offset, m.len, m.detail = as_call(call)
         try:
             m.number += 1
-            if code := self._meet():
+            if code := self._wait():
                 self.settle(code)
         except CollectiveError:
             raise
@@ -140,11 +140,11 @@ class ShmTransport(Copies):
         deadline = time.monotonic() + self.timeout
         while code >= WAITING:
             self._look(deadline)
-            code = self._meet()
+            code = self._wait()
         if code:
-            half = self.meeting.number % 2 * 4
+            half = self.state.number % 2 * 4
             error = mismatch([Call(*line.calls[half : half + 4]) for line in self._lines])
-            self.meeting.shut &= ~PENDING  # the call ends here, on every rank
+            self.state.shut &= ~PENDING  # the call ends here, on every rank
             raise error
 
     # -- plans of collectives (rlx.driver.collective.Compiled)
@@ -164,7 +164,7 @@ class ShmTransport(Copies):
         self._shut(self._why or f"rank {self.this_rank.index} left")
 
     def _shut(self, why: str) -> None:
-        self._why, self.meeting.shut = why, SHUT
+        self._why, self.state.shut = why, SHUT
 
     def _look(self, deadline: float) -> None:
         """Raises if this barrier cannot complete, or is past its deadline."""
@@ -175,7 +175,7 @@ class ShmTransport(Copies):
         for rank, line in enumerate(self._lines):
             if fault := line.fault:
                 raise self._fail(fault & 255, fault >> 8, f", as rank {rank} found")
-        number, late = self.meeting.number, time.monotonic() > deadline
+        number, late = self.state.number, time.monotonic() > deadline
         gone = [LEFT if line.left else 0 if not line.pid or alive(line.pid, line.started) else DIED for line in self._lines]
         absent = [rank for rank, line in enumerate(self._lines) if line.epoch < number]  # last: a rank may come and leave
         unknown = {rank for rank in absent if not self._lines[rank].pid}
@@ -415,4 +415,4 @@ def _sweep() -> None:
                     os.close(number)
 
 
-__all__ = ["Line", "Meeting", "ShmTransport"]
+__all__ = ["Line", "BarrierState", "ShmTransport"]

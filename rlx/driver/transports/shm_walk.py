@@ -18,9 +18,9 @@ import numpy as np
 from rlx.driver import reduce_code
 from rlx.driver.barrier import detail_of
 from rlx.driver.collective import Plan, together
-from rlx.driver.schedule import MINE, OUT, Place
-from rlx.driver.transports.shm_meet import meet_address
-from rlx.driver.transports.shm_words import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, Line, Meeting
+from rlx.driver.schedule import MINE, OUT, Address
+from rlx.driver.transports.shm_barrier import barrier_address
+from rlx.driver.transports.shm_words import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, BarrierState, Line
 from rlx.forks import Lock
 from rlx.host import calls
 from rlx.host.abi import DATA, DESCR, DIMS, FLAGS, I64, NDIM, OB_TYPE, P
@@ -33,7 +33,7 @@ from rlx.host.processor import host_target
 ENTRIES = 32  # calls of all_reduce that the built-in function of a transport remembers
 USABLE = 0x501  # required flags of an array: C-contiguous, aligned, writable
 STAGED = detail_of(staged=1)
-COPY, REDUCE, MEET = 0, 1, 2
+COPY, REDUCE, BARRIER = 0, 1, 2
 
 
 class Row(ctypes.Structure):
@@ -52,7 +52,7 @@ class Walk(ctypes.Structure):
 
     _fields_ = [
         ("even", P), ("odd", P), ("end", I64), ("next", P), ("until", P), ("zero", P), ("array", P), ("result", P),
-        ("meeting", P), ("meet", P), ("call", I64 * 4),
+        ("state", P), ("barrier", P), ("call", I64 * 4),
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class Known(ctypes.Structure):
     under the GIL."""
 
     _fields_ = [
-        ("entries", P), ("known", I64), ("low", P), ("high", P), ("at_meeting", P), ("slow", P), ("settle", P), ("none", P),
+        ("entries", P), ("known", I64), ("low", P), ("high", P), ("shared", P), ("slow", P), ("settle", P), ("none", P),
         ("array_type", P), ("busy", P),
     ]  # fmt: skip
 
@@ -75,7 +75,7 @@ class Known(ctypes.Structure):
 class WalkBody(Body):
     fields = {
         **fields_of(Row, Walk, Entry, Known),
-        **{k: v for k, v in fields_of(Meeting).items() if k in ("number", "what", "shut", "lines", "rank")},
+        **{k: v for k, v in fields_of(BarrierState).items() if k in ("number", "what", "shut", "lines", "rank")},
         **{k: v for k, v in fields_of(Line).items() if k == "fault"},
     }
 
@@ -87,7 +87,7 @@ _native = _functions.native
 @_native("i64", w="ptr")
 def rlx_ranks_walk(e: WalkBody, w: V) -> None:
     """Continue from row `next`. Returns 0 when done, else the result of a barrier; `next` is then the row after it."""
-    meeting, until, bases = e.get(w, "meeting"), e.get(w, "until"), e.at(w, "zero")
+    state, until, bases = e.get(w, "state"), e.get(w, "until"), e.at(w, "zero")
 
     def based(address: V, base: V) -> V:
         return e.gep(e.load("ptr", e.op("ptr", f"getelementptr ptr, {bases}, {base}"), 8), address)
@@ -98,17 +98,17 @@ def rlx_ranks_walk(e: WalkBody, w: V) -> None:
             e.ret(e.i64(0))
         following, op = e.gep(row, ctypes.sizeof(Row)), e.get(row, "op")
         each.next = [following]
-        with e.when(e.cmp("eq", op, MEET)):
-            e.put(meeting, "number", e.bin("add", e.get(meeting, "number"), 1))
+        with e.when(e.cmp("eq", op, BARRIER)):
+            e.put(state, "number", e.bin("add", e.get(state, "number"), 1))
             size = ctypes.sizeof(ctypes.c_int64 * 4)
-            e.intrinsic("memcpy", e.at(meeting, "what"), e.at(w, "call"), e.i64(size), e.const("i1", False),
+            e.intrinsic("memcpy", e.at(state, "what"), e.at(w, "call"), e.i64(size), e.const("i1", False),
                         suffix=("ptr", "ptr", "i64"), returns="void")  # fmt: skip
-            code = e.call(e.get(w, "meet"), "i64", meeting)
+            code = e.call(e.get(w, "barrier"), "i64", state)
             with e.when(e.cmp("ne", code, 0)):
                 e.put(w, "next", following)
-                e.put(meeting, "shut", e.bin("or", e.get(meeting, "shut"), PENDING))
+                e.put(state, "shut", e.bin("or", e.get(state, "shut"), PENDING))
                 e.ret(code)
-        with e.when(e.cmp("ne", op, MEET)):
+        with e.when(e.cmp("ne", op, BARRIER)):
             goal, amount = based(e.get(row, "goal"), e.get(row, "goal_from")), e.get(row, "amount")
             with e.when(e.cmp("eq", op, COPY)):
                 source = based(e.get(row, "source"), e.get(row, "source_from"))
@@ -125,7 +125,7 @@ def rlx_ranks_walk(e: WalkBody, w: V) -> None:
 @_native("i64", w="ptr", array="ptr", result="ptr")
 def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
     """Execute a plan from the first row."""
-    number = e.get(e.get(w, "meeting"), "number")
+    number = e.get(e.get(w, "state"), "number")
     first = e.select(e.cmp("eq", e.bin("and", number, 1), 0), e.get(w, "odd"), e.get(w, "even"))  # of the next barrier
     e.put(w, "next", first)
     e.put(w, "until", e.gep(first, e.get(w, "end")))
@@ -137,8 +137,8 @@ def rlx_ranks_begin(e: WalkBody, w: V, array: V, result: V) -> None:
 @_native("i64", w="ptr")
 def rlx_ranks_go_on(e: WalkBody, w: V) -> None:
     """Continue after a barrier that Python has settled."""
-    meeting = e.get(w, "meeting")
-    e.put(meeting, "shut", e.bin("and", e.get(meeting, "shut"), ~PENDING))
+    state = e.get(w, "state")
+    e.put(state, "shut", e.bin("and", e.get(state, "shut"), ~PENDING))
     e.ret(rlx_ranks_walk(e, w))
 
 
@@ -172,7 +172,7 @@ def rlx_all_reduce(e: WalkBody, self: V, args: V, count: V) -> None:
     """(buffer, array, kind) -> None, as a CPython function. `self`: an int, the address of a Known."""
     k = e.python("PyLong_AsVoidPtr", "ptr", self)
     busy = e.get(k, "busy")
-    sound = e.cmp("eq", e.bin("or", e.get(e.get(k, "at_meeting"), "shut"), e.load("i64", busy, 8)), 0)
+    sound = e.cmp("eq", e.bin("or", e.get(e.get(k, "shared"), "shut"), e.load("i64", busy, 8)), 0)
     with e.when(e.bin("and", sound, e.cmp("eq", count, 3))):
         known, entries = e.get(k, "known"), e.get(k, "entries")
         with e.loop(0, known) as each:
@@ -207,11 +207,11 @@ def settled(e: WalkBody, k: V, walk: V, code: V) -> None:
     result = e.python("PyObject_Vectorcall", "ptr", e.get(k, "settle"), args, e.i64(2), NULL)
     for value in (address, number):
         e.python("Py_DecRef", "void", value)
-    meeting = e.get(k, "at_meeting")
-    abandoned = e.cmp("ne", e.bin("and", e.get(meeting, "shut"), PENDING), 0)
+    state = e.get(k, "shared")
+    abandoned = e.cmp("ne", e.bin("and", e.get(state, "shut"), PENDING), 0)
     with e.when(e.bin("and", e.cmp("eq", result, NULL), abandoned)):
-        rank = e.get(meeting, "rank")
-        line = e.gep(e.get(meeting, "lines"), e.bin("mul", rank, LINE_BYTES))
+        rank = e.get(state, "rank")
+        line = e.gep(e.get(state, "lines"), e.bin("mul", rank, LINE_BYTES))
         e.put(line, "fault", e.bin("or", e.bin("shl", rank, 8), INTERRUPTED))
     e.ret(result)
 
@@ -260,9 +260,9 @@ class Table:
         self.steps = steps
         tables = [self._rows(half if staged else None) for half in (0, 1)] if staged else [self._rows(None)] * 2
         self.walk = Walk(even=ctypes.addressof(tables[0]), odd=ctypes.addressof(tables[1]), end=ctypes.sizeof(tables[0]))
-        self.walk.meeting, self.walk.meet = ctypes.addressof(transport.meeting), meet_address()
+        self.walk.state, self.walk.barrier = ctypes.addressof(transport.state), barrier_address()
         self.walk.call[:] = list(plan.call)
-        self.kept += [tables, transport.meeting]
+        self.kept += [tables, transport.state]
         self.address = ctypes.addressof(self.walk)
         self._begin, self._go_on, *_ = _made()
 
@@ -281,12 +281,12 @@ class Table:
 
     def _may_be_staged(self) -> bool:
         steps = self.plan.steps
-        return self.plan.job.nbytes <= STAGE_BYTES and [s.op for s in steps].count("meet") == 2 and not self.plan.job.in_place
+        return self.plan.job.nbytes <= STAGE_BYTES and [s.op for s in steps].count("barrier") == 2 and not self.plan.job.in_place
 
     def _rows(self, half: int | None) -> Any:
-        m = self.transport.meeting
+        m = self.transport.state
 
-        def address(place: Place) -> int:
+        def address(place: Address) -> int:
             if place.where < 0:
                 return place.at
             if half is None:
@@ -295,7 +295,7 @@ class Table:
 
         rows = (Row * len(self.steps))()
         for row, step in zip(rows, self.steps):
-            row.op = {"meet": MEET, "copy": COPY}.get(step.op, REDUCE)
+            row.op = {"barrier": BARRIER, "copy": COPY}.get(step.op, REDUCE)
             row.goal, row.goal_from, row.amount, row.own = address(step.out), _base(step.out), step.nbytes, -1
             if row.op == COPY:
                 row.source, row.source_from = address(step.sources[0]), _base(step.sources[0])
@@ -311,7 +311,7 @@ class Table:
         return rows
 
 
-def _base(place: Place) -> int:
+def _base(place: Address) -> int:
     return {MINE: 1, OUT: 2}.get(place.where, 0)
 
 
@@ -321,8 +321,8 @@ class Remembered:
     def __init__(self, transport: Any, slow: Callable[..., Any], busy: ctypes.c_int64) -> None:
         self.entries, self.count = (Entry * ENTRIES)(), 0
         self.tables: list[Any] = [None] * ENTRIES
-        m, total = transport.meeting, transport.num_ranks * transport.meeting.stride
-        known = Known(entries=ctypes.addressof(self.entries), low=m.heaps, high=m.heaps + total, at_meeting=ctypes.addressof(m))
+        m, total = transport.state, transport.num_ranks * transport.state.stride
+        known = Known(entries=ctypes.addressof(self.entries), low=m.heaps, high=m.heaps + total, shared=ctypes.addressof(m))
         settle = self._settle
         known.slow, known.settle, known.none, known.array_type = id(slow), id(settle), id(None), id(np.ndarray)
         known.busy = ctypes.addressof(busy)

@@ -8,7 +8,7 @@ from rlx.driver.symmetric import PAGE
 
 HEADER_BYTES, LINE_BYTES, STAGE_BYTES = PAGE, 256, 16 << 10
 CALL_BYTES, WORDS = 32, ("what", "offset", "len", "detail")
-DIFFER, WAITING = 1, 2  # results of a barrier: see Meeting
+DIFFER, WAITING = 1, 2  # results of a barrier: see BarrierState
 SHUT = 1
 PENDING = 2  # a collective in compiled code waits at a barrier; if another one begins meanwhile, this one was abandoned
 
@@ -40,15 +40,15 @@ class Line(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Meeting(ctypes.Structure):
+class BarrierState(ctypes.Structure):
     """The argument of a rank's compiled code. Private memory of its process.
 
-    `i64 rlx_ranks_meet(ptr meeting)` (rlx.driver.transports.shm_meet) comes to barrier `number` with the call (what, offset, len,
-    detail) and waits for a bounded time. Results: 0: all ranks came with the same call. 1: all came, but the calls differ. 2 + r:
-    rank r has not come yet; call again (`ShmTransport.settle` repeats it until all have come or an error is raised).
+    `i64 rlx_ranks_barrier(ptr state)` (rlx.driver.transports.shm_barrier) comes to barrier `number` with the call (what, offset,
+    len, detail) and waits for a bounded time. Results: 0: all ranks came with the same call. 1: all came, but the calls differ.
+    2 + r: rank r has not come yet; call again (`ShmTransport.settle` repeats it until all have come or an error is raised).
 
     A collective that fits one stage: number += 1; write the call; write to stages + (2 * rank + (number & 1)) * STAGE_BYTES; call
-    rlx_ranks_meet; if it returns 0, read the stages of all ranks r at (2 * r + (number & 1)) * STAGE_BYTES."""
+    rlx_ranks_barrier; if it returns 0, read the stages of all ranks r at (2 * r + (number & 1)) * STAGE_BYTES."""
 
     _fields_ = [
         ("lines", P), ("stages", P), ("heaps", P), ("stride", I64),  # rank r's heap: heaps + r * stride

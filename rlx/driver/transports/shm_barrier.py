@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable
 from functools import cache
 
-from rlx.driver.transports.shm_words import CALL_BYTES, LINE_BYTES, WAITING, WORDS, Line, Meeting
+from rlx.driver.transports.shm_words import CALL_BYTES, LINE_BYTES, WAITING, WORDS, BarrierState, Line
 from rlx.forks import Lock
 from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
 from rlx.host.emit import V
@@ -22,8 +22,8 @@ from rlx.host.processor import host_target
 WAIT, WAKE = 0, 1  # futex operations, across processes
 
 
-class MeetingBody(Body):
-    fields = fields_of(Line, Meeting)
+class BarrierBody(Body):
+    fields = fields_of(Line, BarrierState)
 
 
 _functions = Functions()
@@ -31,7 +31,7 @@ _native = _functions.native
 
 
 @_native("i1", m="ptr", line="ptr", number="i64")
-def came(e: MeetingBody, m: V, line: V, number: V) -> None:
+def arrived(e: BarrierBody, m: V, line: V, number: V) -> None:
     """Whether the rank of `line` has come to barrier `number`, after a bounded wait."""
     there = lambda order: e.cmp("sge", e.get(line, "epoch", order), number)  # noqa: E731
     yes = e.const("i1", True)
@@ -56,15 +56,15 @@ def came(e: MeetingBody, m: V, line: V, number: V) -> None:
     e.ret(there("acquire"))
 
 
-def futex(e: MeetingBody, m: V, line: V, operation: int, value: V, timeout: V) -> None:
+def futex(e: BarrierBody, m: V, line: V, operation: int, value: V, timeout: V) -> None:
     """A futex operation on the low half of a rank's epoch (little-endian)."""
     args = e.i64(e.futex_call), e.at(line, "epoch"), e.const("i32", operation), value, timeout, NULL, e.i64(0)
     e.call(e.get(m, "wait"), "i64 (i64, ...)", *args)
 
 
 @_native("i64", m="ptr")
-def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
-    """Come to the barrier described by `m` and wait for a bounded time. Returns 0, 1 or 2 + rank; see Meeting."""
+def rlx_ranks_barrier(e: BarrierBody, m: V) -> None:
+    """Come to the barrier described by `m` and wait for a bounded time. Returns 0, 1 or 2 + rank; see BarrierState."""
     lines, number = e.get(m, "lines"), e.get(m, "number")
     half = e.bin("mul", e.bin("and", number, 1), CALL_BYTES)
     call = [e.get(m, word) for word in WORDS]
@@ -82,7 +82,7 @@ def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
             futex(e, m, mine, WAKE, EVERYBODY, NULL)
     with e.loop(0, e.get(m, "ranks"), carried=[e.i64(0)]) as each:
         line = e.gep(lines, e.bin("mul", each.index, LINE_BYTES))
-        with e.when(e.bin("xor", came(e, m, line, number), True)):
+        with e.when(e.bin("xor", arrived(e, m, line, number), True)):
             e.ret(e.bin("add", each.index, WAITING))
         (differ,) = each.carried
         for value, place in zip(call, words(line)):
@@ -92,11 +92,11 @@ def rlx_ranks_meet(e: MeetingBody, m: V) -> None:
 
 
 @_native("ptr", self="ptr", unused="ptr")
-def rlx_ranks_meet_py(e: MeetingBody, self: V, unused: V) -> None:
-    """rlx_ranks_meet as a CPython function without arguments. `self`: an int, the Meeting's address. Releases the GIL."""
+def rlx_ranks_barrier_py(e: BarrierBody, self: V, unused: V) -> None:
+    """rlx_ranks_barrier as a CPython function without arguments. `self`: an int, the BarrierState's address. Releases the GIL."""
     m = e.python("PyLong_AsVoidPtr", "ptr", self)
     thread = e.python("PyEval_SaveThread", "ptr")
-    code = rlx_ranks_meet(e, m)
+    code = rlx_ranks_barrier(e, m)
     e.python("PyEval_RestoreThread", "void", thread)
     e.ret(e.python("PyLong_FromLong", "ptr", code))
 
@@ -106,9 +106,9 @@ _making = Lock()
 
 @cache
 def _made() -> tuple[Library, MethodDef]:
-    text = _functions.module_text(lambda: MeetingBody(platform.machine(), futex_call()))
-    library = Library([compile_object(text, host_target(1), "ranks", keep=True)], ("rlx_ranks_meet", "rlx_ranks_meet_py"))
-    return library, MethodDef(b"meet", library.address("rlx_ranks_meet_py"), METH_NOARGS, b"Come to a barrier.")
+    text = _functions.module_text(lambda: BarrierBody(platform.machine(), futex_call()))
+    library = Library([compile_object(text, host_target(1), "ranks", keep=True)], ("rlx_ranks_barrier", "rlx_ranks_barrier_py"))
+    return library, MethodDef(b"barrier", library.address("rlx_ranks_barrier_py"), METH_NOARGS, b"Come to a barrier.")
 
 
 def _library() -> tuple[Library, MethodDef]:
@@ -117,17 +117,17 @@ def _library() -> tuple[Library, MethodDef]:
         return _made()
 
 
-def meet_address() -> int:
-    """Address of rlx_ranks_meet: i64 (ptr meeting)."""
-    return _library()[0].address("rlx_ranks_meet")
+def barrier_address() -> int:
+    """Address of rlx_ranks_barrier: i64 (ptr state)."""
+    return _library()[0].address("rlx_ranks_barrier")
 
 
-def meet_of(meeting: Meeting) -> Callable[[], int]:
-    """rlx_ranks_meet for a Meeting, which must outlive the function. Also sets the Meeting's functions for sleeping."""
+def barrier_of(state: BarrierState) -> Callable[[], int]:
+    """rlx_ranks_barrier for a state, which must outlive the function. Also sets the functions of the state for sleeping."""
     libc = ctypes.CDLL(None)
-    meeting.wait = address_of(libc.syscall if futex_call() else libc.usleep)
-    meeting.sched_yield = address_of(libc.sched_yield)
-    return builtin(_library()[1], ctypes.addressof(meeting))
+    state.wait = address_of(libc.syscall if futex_call() else libc.usleep)
+    state.sched_yield = address_of(libc.sched_yield)
+    return builtin(_library()[1], ctypes.addressof(state))
 
 
-__all__ = ["meet_address", "meet_of"]
+__all__ = ["barrier_address", "barrier_of"]
