@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,16 +29,13 @@ from rlx.driver.reduction import Form, ReduceKind, accumulator
 from rlx.driver.schedule import (  # isort: skip
     ALGORITHMS, MINE, OUT, SMALL, Address, Algorithm, Figures, Job, Step, What, choose, possible, schedule,
 )  # fmt: skip
-from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_bounds
+from rlx.driver.symmetric import Rank, SharedMemory, SymmetricBuffer, SymmetricHeap, SymmetricTransport, check_bounds, together
 from rlx.errors import CallMismatchError, CollectiveError, UnknownRankError, known
 from rlx.ir.dtype import DTYPES, DType, as_dtype
 
 IN_PLACE = (What.ALL_REDUCE, What.BROADCAST)  # the result overwrites the operand
 PLANS = 256  # prepared calls kept for each transport
 PROBE = 1 << 20  # bytes read to measure the time per byte
-
-
-Result = TypeVar("Result")
 
 
 class Table(Protocol):
@@ -88,23 +85,6 @@ class Plan:
         wide = step.nbytes // self.job.itemsize * self.job.wide
         sources = [wide if step.carried and i == 0 else step.nbytes for i, _ in enumerate(step.sources)]
         return wide if step.op == "carry" else step.nbytes, sources
-
-
-def together(transport: SymmetricTransport, act: Callable[..., Result], *args: Any) -> Result:
-    """Call act(*args), an operation of all ranks. If it is interrupted on this rank, abandon the transport: the operation is half
-    done, and its barriers would be mistaken for those of the next one."""
-    try:
-        return act(*args)
-    except CollectiveError:
-        raise
-    except BaseException:
-        abandon(transport)
-        raise
-
-
-def abandon(transport: SymmetricTransport) -> None:
-    """Leave an operation of all ranks before it is done, and tell the others."""
-    getattr(transport, "abandon", transport.close)()
 
 
 class Steps:

@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
 
 from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
-from rlx.driver.memory import aligned_bytes
-from rlx.errors import CallMismatchError, HeapBoundsError, TransportError, UnknownRankError, whole
+from rlx.driver.memory import aligned_bytes, bytes_of
+from rlx.errors import CallMismatchError, CollectiveError, HeapBoundsError, TransportError, UnknownRankError, whole
 
 TIMEOUT = 30.0  # default, in seconds, for each wait for other ranks
+Result = TypeVar("Result")
 PAGE = 4096  # bytes; every heap begins at a multiple, so that an offset has the same alignment in all of them
 
 
@@ -171,21 +172,54 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Copies:
-    """`put` and `get` for heaps that are all in this process's memory."""
+def together(transport: Any, act: Callable[..., Result], *args: Any) -> Result:
+    """Call act(*args), an operation of all ranks. If it is interrupted on this rank, abandon the transport: the operation is half
+    done, and its barriers would be mistaken for those of the next one."""
+    try:
+        return act(*args)
+    except CollectiveError:
+        raise
+    except BaseException:
+        abandon(transport)
+        raise
+
+
+def abandon(transport: Any) -> None:
+    """Leave an operation of all ranks before it is done, and tell the others."""
+    getattr(transport, "abandon", transport.close)()
+
+
+class Transport:
+    """The part that all transports share."""
+
+    num_ranks: int
+    this_rank: Rank
+    heap_size: int
+    timeout: float
+    check: Callable[..., None]  # raises TransportError if the transport is closed or has failed
+    _wait: Callable[[Call], None]  # a barrier
+
+    def barrier(self, call: Call = PLAIN) -> None:
+        self.check()
+        together(self, self._wait, as_call(call))
+
+    def checked(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> np.ndarray:
+        """The bytes of the array to copy to or from `buffer`. Raises as put and get do."""
+        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
+        self.check()
+        return bytes_of(array)
+
+
+class Copies(Transport):
+    """A transport whose heaps are all in this process's memory."""
 
     heap: SymmetricHeap
-    check: Callable[..., None]  # raises TransportError if the transport is closed or has failed
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        check_copy(target, source, self.heap.num_ranks, self.heap.heap_size, written=False)
-        self.check()
-        self.heap.bytes(target)[...] = source.reshape(-1).view(np.uint8)
+        self.heap.bytes(target)[...] = self.checked(target, source, written=False)
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        check_copy(source, into, self.heap.num_ranks, self.heap.heap_size, written=True)
-        self.check()
-        into.reshape(-1).view(np.uint8)[...] = self.heap.bytes(source)
+        self.checked(source, into, written=True)[...] = self.heap.bytes(source)
 
 
 class LocalTransport(Copies):
@@ -205,25 +239,20 @@ class LocalTransport(Copies):
         if self._barrier.broken:
             raise TransportError(self._barrier.broken)
 
-    def barrier(self, call: Call = PLAIN) -> None:
+    def _wait(self, call: Call) -> None:
         m, me, deadline = self._barrier, self.this_rank.index, time.monotonic() + self.timeout
         with m.condition:
-            if m.broken:
-                raise TransportError(m.broken)
-            generation, m.calls[me] = m.generation, as_call(call)
+            self.check()
+            generation, m.calls[me] = m.generation, call
             if all(c is not None for c in m.calls):
                 m.last, m.generation = [c for c in m.calls if c], generation + 1
                 m.calls[:] = [None] * self.num_ranks
                 m.condition.notify_all()
-            try:
-                while m.generation == generation and not m.broken:
-                    if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
-                        absent = ", ".join(str(r) for r, c in enumerate(m.calls) if c is None)
-                        m.broken = f"rank {absent} did not come to a barrier within {self.timeout:g} s"
-                        m.condition.notify_all()
-            except BaseException:  # Ctrl-C, mostly
-                self.close()
-                raise
+            while m.generation == generation and not m.broken:
+                if not m.condition.wait(deadline - time.monotonic()) and m.generation == generation and not m.broken:
+                    absent = ", ".join(str(r) for r, c in enumerate(m.calls) if c is None)
+                    m.broken = f"rank {absent} did not come to a barrier within {self.timeout:g} s"
+                    m.condition.notify_all()
             if m.generation == generation:
                 raise TransportError(m.broken or "")
             if len(set(m.last)) > 1:

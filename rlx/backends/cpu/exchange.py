@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.cpu.target import host_target
-from rlx.driver.collective import abandon, collectives_of
+from rlx.driver.collective import collectives_of
 from rlx.driver.exchange import Exchanges
+from rlx.driver.symmetric import abandon
 from rlx.errors import CollectiveError
 from rlx.host.abi import I64, P
 from rlx.host.emit import V

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.driver.barrier import HELLO, PLAIN, Call, as_call, mismatch
-from rlx.driver.symmetric import TIMEOUT, Rank, SymmetricBuffer, check_copy
+from rlx.driver.barrier import HELLO, Call, mismatch
+from rlx.driver.symmetric import TIMEOUT, Rank, SymmetricBuffer, Transport
 from rlx.errors import CollectiveError, TransportError, whole
 
 PIECE = 16 << 20  # bytes per timeout: a link of 1 MB/s is slow, not dead
@@ -32,7 +32,7 @@ SEGMENTS = "/dev/shm/mpich_shm_"
 LEFT, FAILED = -2, -3  # values of Call.what used only here: the rank leaves; the rank has failed
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """A SymmetricTransport over the ranks of an MPI communicator. All of them must make it together.
 
     `heap_size`: bytes of each rank's heap. `comm`: an mpi4py communicator, which is duplicated (None: COMM_WORLD).
@@ -68,7 +68,7 @@ class MpiTransport:
     # -- the protocol
 
     def put(self, target: SymmetricBuffer, source: np.ndarray) -> None:
-        data = self._bytes(target, source, written=False)
+        data = self.checked(target, source, written=False)
         if target.rank == self.this_rank:
             self._own[target.offset : target.offset + target.len] = data
             return
@@ -83,7 +83,7 @@ class MpiTransport:
             self._timed(send, [peer])
 
     def get(self, source: SymmetricBuffer, into: np.ndarray) -> None:
-        data = self._bytes(source, into, written=True)
+        data = self.checked(source, into, written=True)
         if source.rank == self.this_rank:
             data[...] = self._own[source.offset : source.offset + source.len]
             return
@@ -95,26 +95,15 @@ class MpiTransport:
             self._poll(request.Test, "did not answer", [peer])
             data[start : start + piece.size] = piece
 
-    def barrier(self, call: Call = PLAIN) -> None:
-        call = as_call(call)
-        self._sound()
-        if self.num_ranks == 1:
-            return
-        try:
-            self._agree(call)
-        except CollectiveError:
-            raise
-        except BaseException:  # Ctrl-C, mostly
-            self.abandon()
-            raise
-
     def abandon(self) -> None:
         """This rank has left a common operation before it was done. The others cannot go on, and are told."""
         with suppress(TransportError):
-            self._sound()
+            self.check()
             self._fail(f"rank {self.this_rank.index} was interrupted at a barrier", [self.this_rank.index])
 
-    def _agree(self, call: Call) -> None:
+    def _wait(self, call: Call) -> None:
+        if self.num_ranks == 1:
+            return
         self._calls[self.this_rank.index] = call
         self._fence()
         waiting = dict(zip(self._peers, self._receives))
@@ -165,12 +154,7 @@ class MpiTransport:
         if self._window is not None:
             self._try(self._window.Sync)
 
-    def _bytes(self, buffer: SymmetricBuffer, array: np.ndarray, written: bool) -> np.ndarray:
-        check_copy(buffer, array, self.num_ranks, self.heap_size, written)
-        self._sound()
-        return array.reshape(-1).view(np.uint8)
-
-    def _sound(self) -> None:
+    def check(self) -> None:
         if self._broken is not None:
             raise TransportError(self._broken)
 

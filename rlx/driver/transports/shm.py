@@ -29,14 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
+from rlx.driver.barrier import Call, mismatch
 from rlx.driver.symmetric import PAGE, TIMEOUT, Copies, Rank, SymmetricHeap
 
 from rlx.driver.transports.shm_words import (  # isort: skip
     ABSENT, DIED, HEADER_BYTES, INTERRUPTED, LEFT, LINE_BYTES, PENDING, SHUT, SILENT, STAGE_BYTES, WAITING, BarrierState,
     Header, Line,
 )  # fmt: skip
-from rlx.errors import CallMismatchError, CollectiveError, OptionError, TransportError, UnknownRankError, whole
+from rlx.errors import CallMismatchError, OptionError, TransportError, UnknownRankError, whole
 
 MAGIC = 0x31736B6E61527872  # the layout's version is its last character
 FOLDER = "/dev/shm"
@@ -92,7 +92,7 @@ class ShmTransport(Copies):
         )  # fmt: skip
         from rlx.driver.transports import shm_barrier  # imports the compiler, which only ranks need
 
-        self._wait = shm_barrier.barrier_of(self.state)
+        self._come = shm_barrier.barrier_of(self.state)
         _used.add(self)
 
     def _hurry(self) -> None:
@@ -120,19 +120,12 @@ class ShmTransport(Copies):
         if not self._why:
             self._fail(INTERRUPTED, self.this_rank.index)
 
-    def barrier(self, call: Call = PLAIN) -> None:
-        self.check()
+    def _wait(self, call: Call) -> None:
         m = self.state
-        m.what, m.offset, m.len, m.detail = as_call(call)
-        try:
-            m.number += 1
-            if code := self._wait():
-                self.settle(code)
-        except CollectiveError:
-            raise
-        except BaseException:  # Ctrl-C, mostly
-            self.abandon()
-            raise
+        m.what, m.offset, m.len, m.detail = call
+        m.number += 1
+        if code := self._come():
+            self.settle(code)
 
     def settle(self, code: int) -> None:
         """Continue a barrier that returned `code`, until all ranks have come with the same call. Raises as barrier does. If this
@@ -140,7 +133,7 @@ class ShmTransport(Copies):
         deadline = time.monotonic() + self.timeout
         while code >= WAITING:
             self._look(deadline)
-            code = self._wait()
+            code = self._come()
         if code:
             half = self.state.number % 2 * 4
             error = mismatch([Call(*line.calls[half : half + 4]) for line in self._lines])

@@ -17,8 +17,9 @@ import numpy as np
 
 from rlx.driver import reduce_code
 from rlx.driver.barrier import detail_of
-from rlx.driver.collective import Plan, together
+from rlx.driver.collective import Plan
 from rlx.driver.schedule import MINE, OUT, Address
+from rlx.driver.symmetric import together
 from rlx.driver.transports.shm_barrier import barrier_address
 from rlx.driver.transports.shm_words import INTERRUPTED, LINE_BYTES, PENDING, STAGE_BYTES, BarrierState, Line
 from rlx.forks import Lock
