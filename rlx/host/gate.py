@@ -45,7 +45,7 @@ class Gate(ctypes.Structure):
     def __enter__(self) -> None:
         self.shut, self.owner = 1, threading.get_ident()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.shut, self.owner = self.barred, 0
 
 

@@ -525,8 +525,9 @@ class CompiledGraph:
             self._executable.run_commit()
         else:
             later = self._executable.run()
-        for goal, source in self._feeds.values():
-            self._executable.copy(goal, source)
+        if self._feeds:
+            for goal, source in self._feeds.values():
+                self._executable.copy(goal, source)
         return later
 
     def _feed_of(self, handle: str, output: int) -> tuple[int, int]:
