@@ -379,6 +379,7 @@ class Builder:
             like = next((a.dtype for a in reversed(args) if isinstance(a, Expr)), index_)
             return alu(name, *(a if isinstance(a, Expr) else const(a, like) for a in args), dtype=dtype)
 
+        vars(self)[op] = make  # found without this method from now on
         return make
 
     def cast(self, a: Expr, dtype: DType) -> Expr:

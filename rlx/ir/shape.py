@@ -82,7 +82,8 @@ class Shape:
         dims = (dims,) if isinstance(dims, (int, str, Dim)) else tuple(dims)
         if len(dims) > MAX_RANK:
             raise ShapeError(f"a tensor has at most {MAX_RANK} dims, got {len(dims)}")
-        object.__setattr__(self, "dims", tuple(as_dim(d) for d in dims))
+        plain = all(type(d) is int and d >= 0 for d in dims)  # the usual case, made often
+        object.__setattr__(self, "dims", dims if plain else tuple(as_dim(d) for d in dims))
         object.__setattr__(self, "dtype", as_dtype(dtype))
 
     def __str__(self) -> str:
@@ -124,6 +125,8 @@ class Shape:
 
 def broadcast_dims(*shapes: tuple[DimLike, ...]) -> tuple[DimLike, ...]:
     """numpy's broadcasting rule over dims that may be named: equal, or one of them is 1."""
+    if shapes and shapes.count(shapes[0]) == len(shapes):
+        return shapes[0]
     rank = max((len(s) for s in shapes), default=0)
     out: list[DimLike] = []
     for axis in range(rank):
