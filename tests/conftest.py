@@ -21,11 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 settings.register_profile("rlx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlx")
 
-BYTECODE = "PYTHONPYCACHEPREFIX"
-_bytecode = ""  # the folder that this process has made
-if sys.dont_write_bytecode and BYTECODE not in os.environ:  # else each of hundreds of processes would compile the package first
-    os.environ[BYTECODE] = _bytecode = tempfile.mkdtemp(prefix="rlx-bytecode-")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Without bytecode on disk, each of hundreds of processes that tests start would compile the package first: they share a folder.
+NONE, PREFIX, SHARED = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "RLX_TEST_BYTECODE"
+_made = ""  # the folder, in the process that has made it
+if sys.dont_write_bytecode and PREFIX not in os.environ:
+    if SHARED not in os.environ:
+        os.environ[SHARED] = _made = tempfile.mkdtemp(prefix="rlx-bytecode-")
+    os.environ[PREFIX] = os.environ[SHARED]
+    os.environ.pop(NONE, None)
 
 LONG = (  # files that take long, the longest first
     "tensor_parallel", "language", "ops", "c_backend", "ranks_mpi", "generated_code", "launch", "add_an_op_doc", "padding", "cli",
@@ -44,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Workers of pytest-xdist themselves read the bytecode that libraries were installed with."""
+    if _made:
+        del os.environ[PREFIX]
+        os.environ[NONE] = "1"
+
+
 def pytest_unconfigure() -> None:
-    if _bytecode:
-        shutil.rmtree(_bytecode, ignore_errors=True)
+    if _made:
+        shutil.rmtree(_made, ignore_errors=True)
