@@ -30,7 +30,7 @@ from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
-from rlx.ir.program import Program
+from rlx.ir.program import Program, kernel_labels
 from rlx.ir.target import Target
 
 Function = Callable[[ctypes.Array, ctypes.c_int32], None]
@@ -58,7 +58,7 @@ class CArtifact:
     codes: dict[str, Code]  # by kernel_key
 
     def texts(self) -> dict[str, str]:
-        return {s.kernel.name: self.codes[kernel_key(s.kernel)].text for steps in self.program.phases.values() for s in steps}
+        return {label: self.codes[kernel_key(kernel)].text for kernel, label in kernel_labels(self.program).items()}
 
 
 class CBackend:
