@@ -10,11 +10,12 @@ from rlx.backends.cuda.render import CudaWriter, may_fail
 from rlx.backends.cuda.schedule import Launch
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native, View
-from rlx.ir.ops.attention import PART_KEYS, AttentionAttrs, PartsAttrs, in_parts
+from rlx.ir.ops.attention import AttentionAttrs, PartsAttrs, in_parts
 
 NARROW, DTYPES = ("f16", "bf16"), ("f32", "f16", "bf16")
 MOST_SIZE = 256  # of a head
 THREADS = 128
+PART_KEYS = 128  # dealt out to a part at a time: whole blocks of keys, which have 64 at most
 LEAST_KEYS = 256  # of a part
 MOST_PARTS = 64
 
@@ -27,6 +28,8 @@ def claim(node: Node) -> str | None:
     (*_, size), (*_, keys, width) = node.inputs[0].dims, node.inputs[2].dims
     if not all(isinstance(n, int) and 0 < n <= MOST_SIZE for n in (size, width)):
         return f"fused attention takes heads of at most {MOST_SIZE} elements, not {size} and {width}"
+    if isinstance(node.attrs, PartsAttrs) and node.attrs.block % 64:
+        return f"fused attention deals out keys by multiples of 64, not {node.attrs.block}"
     if keys == 0:
         return "fused attention needs keys; there are none"
     return None
@@ -38,7 +41,7 @@ def split(node: Node, multiprocessors: int) -> Value | None:
     if not shared or heads // shared * queries > 16:
         return None
     parts = min(MOST_PARTS, keys // LEAST_KEYS, 2 * multiprocessors // max(1, batch * shared))
-    return in_parts(node, parts) if parts > 1 else None
+    return in_parts(node, parts, PART_KEYS) if parts > 1 else None
 
 
 @dataclass(frozen=True)
@@ -126,14 +129,14 @@ class AttentionWriter(CudaWriter):
         attrs = native.attrs
         assert isinstance(attrs, AttentionAttrs)
         mask, _ = attrs.split(native.inputs[3:])
-        parts = attrs.parts if isinstance(attrs, PartsAttrs) else 1
+        parts, block = (attrs.parts, attrs.block) if isinstance(attrs, PartsAttrs) else (1, keys)
         masked = {"custom": 1, "bias": 2}.get(attrs.mask, 0)
         window = attrs.window if attrs.mask == "sliding_window" and attrs.window < keys else 0
         yield from (
             f"#define {name} {value}"
             for name, value in {
                 "BATCH": batch, "HEADS": heads, "SHARED": shared, "QUERIES": queries, "KEYS": keys, "SIZE": size, "WIDTH": width,
-                "PARTS": parts, "GROUP": heads // shared, "PART_KEYS": PART_KEYS, "TALL": self.launch.tall,
+                "PARTS": parts, "GROUP": heads // shared, "PART_KEYS": block, "TALL": self.launch.tall,
                 "ORDERED": int(attrs.mask in ("causal", "sliding_window")), "WINDOW": window,
                 "POSITIONED": int(attrs.positioned), "MASKED": masked,
                 "SCALE": f"{attrs.scale or size**-0.5:.9e}f", "CAP": f"{attrs.cap:.9e}f",

@@ -22,6 +22,8 @@ from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
 
 THREADS_EACH = 2048  # resident threads of a multiprocessor
+BLOCKS = 2  # of a multiprocessor that keep it busy: a block runs a point of a reduction
+COLUMNS = 128  # columns of a block that reduces rows down to one, a thread for each
 
 
 class CudaBackend:
@@ -64,6 +66,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
     """Facts of a GPU architecture ("sm_90a"), which need not be in this machine."""
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
+        points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128,
         alignment=256, natives={"attention": attention.claim, "attention_parts": attention.claim},
         computes=_computes, splits={"attention": partial(_in_parts, multiprocessors)},
     )  # fmt: skip
