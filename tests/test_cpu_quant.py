@@ -19,10 +19,12 @@ import rlx
 from rlx.backends.cpu.kernels import quant
 from rlx.errors import AttributeValueError
 from rlx.ir.blocks import FORMATS, Bits, Format, Integers, Panel
-from rlx.ir.dtype import as_dtype, f32, i64, u8
+from rlx.ir.dtype import as_dtype, bf16, f32, i64, u8
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Buffer, Computed, Contract, Expr, Kernel, Load, Local, Loop, Operand, Reduce, Store, Var, const, linear
 from rlx.ir.kernel import k as kx
+from rlx.ir.kernel_parse import parse_kernel
+from rlx.ir.kernel_text import print_kernel
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.target import Target
@@ -63,7 +65,7 @@ def weights(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 
 def product(
-    name: str, x: np.ndarray, w: np.ndarray, target: Target, dims: tuple[int, ...] = (), turned: bool = False
+    name: str, x: np.ndarray, w: np.ndarray, target: Target, dims: tuple[int, ...] = (), turned: bool = False, exact: bool = False
 ) -> np.ndarray:
     """The kernel's result, [m, n]. `dims`: leading dims of x and y. `turned`: both lie columns first."""
     (m, k), n = x.shape, w.shape[0]
@@ -78,7 +80,7 @@ def product(
 
     left = Operand(buffers[0], at(k), place(k)[-2], place(k)[-1])
     store = Store(buffers[2], at(n, i, j), kx.cast(acc, dtype))
-    body = Contract(i, j, dims[-1], n, k, left, Operand(buffers[1], const(0), blocks=name), acc, (store,))
+    body = Contract(i, j, dims[-1], n, k, left, Operand(buffers[1], const(0), blocks=name, exact=exact), acc, (store,))
     kernel = Kernel("quantised", buffers, (), grid, (body,))
     (out,), status = run(kernel, [x.T.copy() if turned else x, panels, None], target)
     assert status == 0
@@ -91,12 +93,12 @@ def rounding_bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return half_steps @ np.abs(w.reshape(len(w), -1, 32)).sum(2).T
 
 
-def check(name: str, x: np.ndarray, w: np.ndarray, target: Target, **places) -> None:
-    got = product(name, x, w, target, **places).astype(np.float64)
+def check(name: str, x: np.ndarray, w: np.ndarray, target: Target, keeps_x: bool = False, **places) -> None:
+    got = product(name, x, w, target, exact=keeps_x, **places).astype(np.float64)
     exact = FORMATS[name].decode_rows(w).astype(np.float64)
     wide = x.astype(np.float64)
     bound = 2e-6 * np.abs(wide) @ np.abs(exact).T + {"float32": 0, "bfloat16": 4e-3, "float16": 5e-4}[x.dtype.name] * np.abs(got)
-    if target.vector_bytes == 64 and "avx512vnni" in target.features:
+    if target.vector_bytes == 64 and "avx512vnni" in target.features and not keeps_x:
         bound = 1.001 * rounding_bound(wide, exact) + bound
     assert (np.abs(got - wide @ exact.T) <= bound + 1e-30).all()
 
@@ -105,19 +107,21 @@ def activations(m: int, k: int, seed: int = 1, dtype: Any = np.float32) -> np.nd
     return np.random.default_rng(seed).standard_normal((m, k), np.float32).astype(dtype)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_products_are_within_the_bound(name, target):
+def test_products_are_within_the_bound(name, target, exact):
     """Odd sizes; one tile and several, panels in place and unpacked; a fence on either side of each buffer."""
     for m, n, blocks in ((1, 33, 2), (3, 64, 1), (5, 31, 2), (19, 70, 1)):
-        check(name, activations(m, blocks * FORMATS[name].block), weights(name, n, blocks * FORMATS[name].block), target)
+        check(name, activations(m, blocks * FORMATS[name].block), weights(name, n, blocks * FORMATS[name].block), target, exact)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_chunks_and_blocks_of_rows(target):
+def test_chunks_and_blocks_of_rows(target, exact):
     """More columns than a chunk, more rows than scratch holds of them."""
-    check("q8_0", activations(130, 2080), weights("q8_0", 40, 2080), target)
-    check("q4_k", activations(2, 1280), weights("q4_k", 40, 1280), target)
+    check("q8_0", activations(130, 2080), weights("q8_0", 40, 2080), target, exact)
+    check("q4_k", activations(2, 1280), weights("q4_k", 40, 1280), target, exact)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -193,6 +197,45 @@ def test_weights_of_a_graph_are_packed_once_and_set_again():
     text = str(compiled.program())
     assert text.count("pack_quant(out") == 1 and text.count("dequant_matmul(") == 2
     assert compiled._executable.memory()["params"] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_a_product_with_decoded_weights_keeps_no_decoded_weights(name, rows):
+    """Their blocks are decoded in the product's kernel, with its epilogue; x is not rounded, whatever the processor."""
+    form, columns = FORMATS[name], 2 * FORMATS[name].block
+    x, packed, g = activations(rows, columns), weights(name, 70, columns), Graph("decoded")
+    w = g.param("w", (70, form.row_bytes(columns)), u8)
+    y = g.input("x", x.shape, f32) @ rlx.dequantize(w, format=name, columns=columns).T
+    g.set_outputs([rlx.relu(y)])
+    compiled = rlx.Session(rlx.Device.CPU).compile(g)
+    compiled.set_param("w", packed)
+    program, exact = compiled.program(), form.decode_rows(packed).astype(np.float64)
+    bound = 2e-6 * np.abs(x) @ np.abs(exact).T
+    assert (np.abs(compiled.run({"x": x})[0] - np.maximum(x @ exact.T, 0)) <= bound).all()
+    assert [s.kernel.origin for s in program.prepare] == [("pack_quant",)]
+    (step,) = program.steps
+    (contract,) = step.kernel.body
+    assert isinstance(contract, Contract) and isinstance(contract.b, Operand) and contract.b.exact
+    assert print_kernel(parse_kernel(print_kernel(step.kernel))) == print_kernel(step.kernel)
+
+
+def test_other_products_with_decoded_weights_stay():
+    """Weights decoded along the columns of the product, x of another dtype, and weights that are no params."""
+
+    def origins(build) -> list[tuple[str, ...]]:
+        g = Graph("g")
+        g.set_outputs([build(g)])
+        return [s.kernel.origin for s in rlx.Session(rlx.Device.CPU).compile(g).program().steps]
+
+    def decoded(w):
+        return rlx.dequantize(w, format="q8_0", columns=64)
+
+    row_bytes = FORMATS["q8_0"].row_bytes(64)
+    plain = origins(lambda g: g.input("x", (3, 64), f32) @ decoded(g.param("w", (64, row_bytes), u8)))
+    narrow = origins(lambda g: g.input("x", (3, 64), bf16) @ decoded(g.param("w", (9, row_bytes), u8)).T)
+    given = origins(lambda g: g.input("x", (3, 64), f32) @ decoded(g.input("w", (9, row_bytes), u8)).T)
+    assert not any("dequant_matmul" in origin for origin in plain + narrow + given)
 
 
 def test_small_weights_lie_together():

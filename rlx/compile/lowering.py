@@ -321,8 +321,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         a = replace(plain, offset=k.add(plain.offset, k.mul(first, plain.row_stride)))
     walked = [*zip(points, facts.b_batch)]
     if is_claimed_product(anchor, b.facts):
-        form = anchor.attrs.format  # type: ignore[union-attr]
-        other = K.Operand(b.buffer(b.places.base(right)), ZERO, blocks=form)
+        form, exact = anchor.attrs.format, anchor.attrs.exact  # type: ignore[union-attr]
+        other = K.Operand(b.buffer(b.places.base(right)), ZERO, blocks=form, exact=exact)
     elif (tiles := b.places.tiles.get(right)) is not None:
         (columns, panel), (summed, group) = tiles.parts[:2]
         assert (columns, summed) == (1, 0), f"{tiles} are no panels of columns"

@@ -15,7 +15,7 @@ from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Tilings, Tuning
 
 PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
-OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "inplace", "reuse", "concurrent")  # others are needed
+OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "quantised", "inplace", "reuse", "concurrent")
 RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line

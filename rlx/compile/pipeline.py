@@ -17,6 +17,7 @@ from rlx.compile.packing import packing
 from rlx.compile.padding import padding
 from rlx.compile.pairs import pairs
 from rlx.compile.precision import precision
+from rlx.compile.quantised import quantised
 from rlx.compile.reductions import reductions
 from rlx.compile.state import state
 from rlx.errors import OptionError, VerifyError
@@ -33,6 +34,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("canonicalise", canonicalise),
     ("precision", precision),
     ("legalise", legalise),
+    ("quantised", quantised),
     ("tidy", canonicalise),
     ("reductions", reductions),
     ("state", state),

@@ -204,7 +204,8 @@ class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
     `panel` > 0 (b only): packed as [ceil(n/panel)][ceil(k/group)][panel][group], strides unused. `offset` may use grid variables.
-    `blocks` (b only): quantised blocks of that format, packed as the backend asked for (Target.packs), in place of both.
+    `blocks` (b only): quantised blocks of that format, packed as the backend asked for (Target.packs), in place of both; unless
+    `exact`, a renderer may round `a` to 8 bits.
     """
 
     buffer: Buffer
@@ -214,6 +215,7 @@ class Operand:
     panel: int = 0
     group: int = 1
     blocks: str = ""
+    exact: bool = False
 
     @property
     def dtype(self) -> DType:

@@ -301,9 +301,9 @@ class KernelParser(ExpressionParser):
         offset, strides, panels = self.index(), (0, 0), (0, 1)
         self.expect(";")
         if self.accept("blocks"):
-            form = self.name("a format")
+            form, exact = self.name("a format"), self.accept("exact")
             self.expect("]")
-            return K.Operand(buffer, offset, blocks=form)
+            return K.Operand(buffer, offset, blocks=form, exact=exact)
         if self.text != "panels":
             strides = self.pair()
         if (strides == (0, 0) and self.text == "panels") or self.accept(";"):

@@ -177,7 +177,7 @@ class _Printer:
             self.line(depth + 2, f"value {value}")
             return self.name(o, "m")
         if o.blocks:
-            return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; blocks {o.blocks}]"
+            return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; blocks {o.blocks}{' exact' * o.exact}]"
         panels = f"; panels {o.panel}, {o.group}" if o.panel or o.group != 1 else ""
         strides = "" if panels and not (o.row_stride or o.col_stride) else f"; {o.row_stride}, {o.col_stride}"
         return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}{strides}{panels}]"

@@ -87,18 +87,24 @@ dequantize = op(
 # -- product with packed weights -----------------------------------------------------------------------------------
 
 
-def _product_shape(attrs: FormatAttrs, x: Shape, packed: Shape) -> Shape:
+class ProductAttrs(FormatAttrs):
+    """`exact`: x keeps its precision. Otherwise a backend may round it to 8 bits, in runs with a scale each."""
+
+    exact: bool = False
+
+
+def _product_shape(attrs: ProductAttrs, x: Shape, packed: Shape) -> Shape:
     if not x.rank or packed.rank != 2:
         raise ShapeError(f"x is [..., k] and the packed weights are [n, row bytes], got {x} and {packed}")
     check_rows(FORMATS[attrs.format], static_dim(x.dims[-1], "dequant_matmul"), packed)
     return x.with_dims((*x.dims[:-1], packed.dims[0]))
 
 
-def _product(attrs: FormatAttrs, x: np.ndarray, packed: np.ndarray) -> np.ndarray:
+def _product(attrs: ProductAttrs, x: np.ndarray, packed: np.ndarray) -> np.ndarray:
     return x @ FORMATS[attrs.format].decode_rows(packed, x.shape[-1]).astype(x.dtype).T
 
 
-def _product_of(attrs: FormatAttrs, x: Value, packed: Value) -> Value:
+def _product_of(attrs: ProductAttrs, x: Value, packed: Value) -> Value:
     wide = x.dtype.compute
     weights = dequantize(packed, attrs.format, static_dim(x.dims[-1], "dequant_matmul")).astype(wide)
     return matmul(x.astype(wide), transpose(weights)).astype(x.dtype)
@@ -116,19 +122,19 @@ def random_weights(form: Format, operand: int = 1) -> Callable[[np.random.Genera
     return settle
 
 
-def _contraction(attrs: FormatAttrs, x: Shape, packed: Shape) -> Contraction:
+def _contraction(attrs: ProductAttrs, x: Shape, packed: Shape) -> Contraction:
     """x [..., k] times the packed weights [n, k] transposed, summed over k."""
     rows = tuple(range(x.rank - 1))
     return Contraction(a_batch=(), a_rows=rows, a_sum=(x.rank - 1,), b_batch=(), b_sum=(1,), b_columns=(0,))
 
 
 dequant_matmul = op(
-    "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=FormatAttrs, arity=(2, 2), product=_contraction,
+    "dequant_matmul", kind=Kind.COMPOSITE, infer=_product_shape, attrs=ProductAttrs, arity=(2, 2), product=_contraction,
     reference=_product, decompose=_product_of, flops=lambda operands, results: 2 * math.prod(results[0]) * operands[0][-1],
     samples=tuple(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
     ),
     doc="Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n] "
-    "in x's dtype; sums are f32 (f64 for f64 x).",
+    "in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products.",
 )  # fmt: skip

@@ -6,7 +6,8 @@ the result differs from the exact one by at most sum over runs of max|x| / 254 *
 whose largest magnitude is below TINY count as zeros. With few rows the panel is read in place, at memory bandwidth; with more
 rows it is unpacked to scratch once per block of rows.
 
-Without VNNI, chunks of a panel are converted to f32 in scratch, for the register tile of contractions; x keeps its precision.
+Without VNNI, or if x has to keep its precision, chunks of a panel are converted to f32 in scratch, for the register tile of
+contractions.
 """
 
 from __future__ import annotations
@@ -91,12 +92,15 @@ def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[
 
 
 def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> _Product:
-    integer = target.vector_bytes == 64 and "avx512vnni" in target.features
+    assert isinstance(contract.b, Operand)
+    integer = target.vector_bytes == 64 and "avx512vnni" in target.features and not contract.b.exact
     return (_Integer if integer else _Float)(kernel, contract, target, tiling)
 
 
 class _Product(Product):
     """The base of both variants."""
+
+    most_scratch = SCRATCH_BYTES
 
     def __init__(
         self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int], highest: int, row_bytes: int
@@ -120,7 +124,7 @@ class _Product(Product):
     def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
         row_tiles = -(-c.m // highest)
         rows = -(-c.m // max(1, row_tiles))
-        fit = max(1, SCRATCH_BYTES // row_bytes // max(1, rows))
+        fit = max(1, self.most_scratch // row_bytes // max(1, rows))
         blocks, wanted = -(-row_tiles // fit), self.wanted
         if isinstance(c.a, Computed):
             wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns recomputes its rows
@@ -384,6 +388,8 @@ class _Integer(_Product):
 
 class _Float(_Product):
     """The variant that converts weights to f32 one chunk at a time; x is copied to scratch as f32."""
+
+    most_scratch = 4 * SCRATCH_BYTES  # weights are converted once per block of rows; of a block, a chunk is used at a time
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
         registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16

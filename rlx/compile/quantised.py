@@ -1,0 +1,43 @@
+"""Products with decoded weights: x @ dequantize(w).T becomes dequant_matmul where the target claims it.
+
+The decoded weight is then in no memory: its kernel decodes blocks where it multiplies them. x keeps its precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlx.compile.legalise import decide
+from rlx.compile.options import CompileOptions
+from rlx.ir.graph import Graph, Node, Value, keep
+from rlx.ir.op import OPS
+from rlx.ir.ops import dequant_matmul
+from rlx.ir.target import Target
+
+
+def quantised(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+    """`graph` with claimed products in place of products with decoded weights."""
+
+    def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        results = keep(node, inputs)
+        made = _product(*inputs) if node.op is OPS["matmul"] else None
+        if made is None or made.shape != node.shapes[0] or decide(made.node, target)[0] != "native":
+            return results
+        return replace(made.node, name=node.name, source=node.source).results
+
+    return graph.rebuild(new) if any(n.op is OPS["dequantize"] for n in graph.nodes()) else graph
+
+
+def _product(x: Value, right: Value) -> Value | None:
+    """x @ right from the packed weights, if `right` is the transpose of decoded ones."""
+    if right.node.op is not OPS["transpose"] or right.rank != 2 or right.node.attrs.axes not in ((), (1, 0)):  # type: ignore[union-attr]
+        return None
+    weights = right.node.inputs[0].node
+    if weights.op is not OPS["dequantize"] or x.dims[-1:] != weights.shapes[0].dims[-1:]:
+        return None
+    form = weights.attrs.format  # type: ignore[union-attr]
+    return dequant_matmul(x, weights.inputs[0], format=form, exact=True)  # type: ignore[return-value]
+
+
+__all__ = ["quantised"]
