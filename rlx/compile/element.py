@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
+from rlx.compile.packing import reduction
 from rlx.ir import kernel as K
 from rlx.ir.contexts import Lowering
 from rlx.ir.dtype import DType, index_
@@ -151,10 +152,7 @@ class KernelBuilder(Lowering):
 
     def _reduction(self, node: Node, coords: tuple[K.Expr, ...]) -> K.Expr:
         """A reduction over any axes, as serial loops inside the current scope."""
-        assert node.op.reduce is not None
-        source = node.inputs[0]
-        facts = node.op.reduce(node.attrs, source.shape)
-        dims = source.shape.static
+        source, facts, dims = node.inputs[0], reduction(node), node.inputs[0].shape.static
         loop_vars = {axis: K.Var("r") for axis in facts.axes}
         outer = iter(c for i, c in enumerate(coords) if not (facts.keepdims and i in facts.axes))
         at = [loop_vars[axis] if axis in loop_vars else next(outer) for axis in range(len(dims))]

@@ -17,7 +17,7 @@ from itertools import count
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
 from rlx.compile.operands import computable, producer
-from rlx.compile.packing import contraction
+from rlx.compile.packing import contraction, reduction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 
@@ -140,13 +140,12 @@ class _Fuser:
 
     def is_product(self, node: Node) -> bool:
         """True if the node is computed as a Contract."""
-        claimed_product = node.op.product is not None and node.op.name in self.followed
-        return claimed_product if self.facts.is_native(node) else node.op.kind is Kind.CONTRACT
+        product = node.op.product is not None and node.op.name in self.followed
+        return product if self.facts.is_native(node) else node.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:
         """True if the node reduces only the last axis."""
-        assert node.op.reduce is not None
-        return node.op.reduce(node.attrs, node.inputs[0].shape).axes == (node.inputs[0].rank - 1,)
+        return reduction(node).axes == (node.inputs[0].rank - 1,)
 
     def place_row_reduction(self, node: Node) -> None:
         """A reduction over the last axis joins, or starts, a row program."""
@@ -204,9 +203,7 @@ class _Fuser:
         """The form in which a pointwise node fits the group's space, or None."""
         dims = node.shapes[0].static
         own = {group.forms[v.node] for v in node.inputs if v.node in group.forms}
-        if "viewed" in own:
-            return None
-        if "dropped" in own:
+        if own & {"dropped", "viewed"}:
             return "dropped" if own == {"dropped"} and dims == group.dims[:-1] else None
         if dims == group.dims and (own != {"row"} or group.dims[-1:] == (1,) or self.rows_allowed(group)):
             return "full"

@@ -16,7 +16,7 @@ from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compile.facts import Facts
 from rlx.compile.groups import Group
 from rlx.compile.operands import is_expensive
-from rlx.compile.packing import contraction
+from rlx.compile.packing import contraction, reduction
 from rlx.ir import kernel as K
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
@@ -225,9 +225,8 @@ class _Rows:
         return K.Computed(row, column, element, value.dtype, tuple(before), tuple(body))
 
     def reduce_of(self, node: Node, at: Sequence[K.Expr]) -> K.Reduce:
-        assert node.op.reduce is not None
         value = self.b.element(node.inputs[0], aligned(node.inputs[0], at))
-        return K.Reduce(K.Var("r", value.dtype), node.op.reduce(node.attrs, node.inputs[0].shape).op, value)
+        return K.Reduce(K.Var("r", value.dtype), reduction(node).op, value)
 
     def row_values(self, p: int, coords: Coords) -> list[K.Stmt]:
         """Bind the row-shaped values of level p, and store those that are read elsewhere."""

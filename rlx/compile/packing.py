@@ -12,7 +12,7 @@ from rlx.compile.layout import static_nodes
 from rlx.compile.legalise import decide
 from rlx.compile.options import CompileOptions
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
-from rlx.ir.op import OPS, Contraction, Kind
+from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import pack, quant_rows, transpose
 from rlx.ir.ops.pack import panels
 from rlx.ir.ops.rules import axis_of
@@ -66,6 +66,12 @@ def contraction(node: Node) -> Contraction:
     facts = node.op.contract or node.op.product
     assert facts is not None
     return facts(node.attrs, *(v.shape for v in node.inputs))
+
+
+def reduction(node: Node) -> Reduction:
+    """The Reduction facts of a reduction node."""
+    assert node.op.reduce is not None
+    return node.op.reduce(node.attrs, node.inputs[0].shape)
 
 
 # -- look-ups out of packs -----------------------------------------------------------------------------------------
@@ -146,4 +152,4 @@ def _again(packed: Value, value: Value) -> Value | None:
     return out
 
 
-__all__ = ["contraction", "is_matrix", "packing"]
+__all__ = ["contraction", "is_matrix", "packing", "reduction"]

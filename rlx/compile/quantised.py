@@ -20,10 +20,9 @@ def quantised(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     """`graph` with claimed products in place of products with decoded weights."""
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        results = keep(node, inputs)
         made = _product(*inputs) if node.op is OPS["matmul"] else None
         if made is None or made.shape != node.shapes[0] or decide(made.node, target)[0] != "native":
-            return results
+            return keep(node, inputs)
         return replace(made.node, name=node.name, source=node.source).results
 
     return graph.rebuild(new) if any(n.op is OPS["dequantize"] for n in graph.nodes()) else graph
@@ -36,8 +35,4 @@ def _product(x: Value, right: Value) -> Value | None:
     weights = right.node.inputs[0].node
     if weights.op is not OPS["dequantize"] or x.dims[-1:] != weights.shapes[0].dims[-1:]:
         return None
-    form = weights.attrs.format  # type: ignore[union-attr]
-    return dequant_matmul(x, weights.inputs[0], format=form, exact=True)  # type: ignore[return-value]
-
-
-__all__ = ["quantised"]
+    return dequant_matmul(x, weights.inputs[0], format=weights.attrs.format, exact=True)  # type: ignore[union-attr, return-value]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from rlx.compile.options import CompileOptions
+from rlx.compile.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
@@ -41,9 +42,8 @@ def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
 
 def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target) -> Value | None:
     """The result of a reduction in several simpler nodes; None if it needs no change."""
-    assert node.op.reduce is not None
     source, result = node.inputs[0], node.shapes[0]
-    dims, axes = source.shape.static, node.op.reduce(node.attrs, source.shape).axes
+    dims, axes = source.shape.static, reduction(node).axes
     real = [(a in axes, d) for a, d in enumerate(dims) if d != 1]
     runs = [(reduced, math.prod(d for _, d in run)) for reduced, run in groupby(real, key=lambda x: x[0])]
     todo = [i for i, (reduced, _) in enumerate(runs) if reduced]

@@ -146,8 +146,7 @@ class _Printer:
         else:
             outputs, inputs = (", ".join(map(self.view, views)) for views in (s.outputs, s.inputs))
             axes = ", ".join(f"{self.var(v, 'i')} < {n}" for v, n in s.axes)
-            axes = f" at {axes}" if axes else ""
-            axes += f": {self.var(s.acc, 'acc')}" if s.acc else ""
+            axes = (f" at {axes}" if axes else "") + (f": {self.var(s.acc, 'acc')}" if s.acc else "")
             head = f"native {name_text(s.op)}({', '.join(attribute_texts(s.attrs))})"
             self.line(depth, " ".join(filter(None, (head, outputs + axes if outputs else axes.strip(), "=", inputs))))
             self.block(s.epilogue, depth + 1)

@@ -21,16 +21,10 @@ from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
-from rlx.errors import (
-    BindingError,
-    DuplicateNameError,
-    InputShapeError,
-    NumericsError,
-    OptionError,
-    UnknownNameError,
-    Unsupported,
-    known,
-)
+
+from rlx.errors import (  # isort: skip
+    BindingError, DuplicateNameError, InputShapeError, NumericsError, OptionError, UnknownNameError, Unsupported, known,
+)  # fmt: skip
 from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,12 @@ from rlx.host.processor import processor
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
-from rlx.ir.target import Producer, Target
+from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
-    from rlx.ir.graph import Node, Value
 
 LLVM_LOADED = 38 << 20  # resident bytes of LLVM's library once it is loaded
 FIRST_COMPILE = 44 << 20  # bytes a process grows by when it compiles a network: LLVM's library and heap, and graphs
@@ -149,11 +149,23 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
 
 
+@dataclass(frozen=True)
+class _Kernels:
+    """A function of a module of rlx.backends.cpu.kernels, imported at the first call."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return getattr(import_module(f"rlx.backends.cpu.kernels.{self.module}"), self.name)(*args, **named)
+
+
 def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
-    splits = {"attention": partial(_attention_in_parts, target.threads)}
-    packs, computes = {"dequant_matmul": _packed_weights}, partial(_computes, target)
-    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=FOLLOWED, follows=_follows)
+    splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
+    packs, computes = {"dequant_matmul": _Kernels("quant", "packs")}, partial(_Kernels("computed", "computes"), target)
+    follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul"})
+    return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=followed, follows=follows)
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
@@ -163,41 +175,5 @@ def whole(numbers: Sequence[Any]) -> list[int]:
     return list(numbers)
 
 
-def _claim_attention(node: Node) -> str | None:
-    from rlx.backends.cpu.kernels import attention
-
-    return attention.claim(node)
-
-
-def _computes(target: Target, producer: Producer) -> bool:
-    from rlx.backends.cpu.kernels import computed
-
-    return computed.computes(target, producer)
-
-
-def _follows(node: Node) -> bool:
-    from rlx.backends.cpu.kernels import computed
-
-    return computed.follows(node)
-
-
-def _attention_in_parts(threads: int, node: Node) -> Value | None:
-    from rlx.backends.cpu.kernels import attention
-
-    return attention.split(node, threads)
-
-
-def _claim_dequant_matmul(node: Node) -> str | None:
-    from rlx.backends.cpu.kernels import quant
-
-    return quant.claim(node)
-
-
-def _packed_weights(node: Node) -> Value:
-    from rlx.backends.cpu.kernels import quant
-
-    return quant.packs(node)
-
-
-FOLLOWED = frozenset({"attention", "dequant_matmul"})
-NATIVES = {"attention": _claim_attention, "attention_parts": _claim_attention, "dequant_matmul": _claim_dequant_matmul}
+_MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops
+NATIVES = {op: _Kernels(module, "claim") for op, module in _MODULES.items()}

@@ -14,7 +14,7 @@ time depends on the number of keys seen, not on the capacity. A single query row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -259,9 +259,12 @@ class _Attention(Module):
                     if scope:
                         at = scope.child(dict(zip(self.axes, (batch, e.bin("add", head, near.index)))))
                         self._epilogue(at, *own, row0, rows)
-                    for name, t, at in zip(("finish", "logs"), (*self.outs, *self.logs), outs):
-                        given = own if name == "finish" else (step(e, stats, first, F32), own[1])
-                        self.call(e, name, self._write(name, t), *given, t.head(e, at, near.index), rows)
+                    for t, at in zip(self.outs, outs):
+                        finish = partial(parts.finish_function, source=self.sums, columns=self.width, lanes=self.lanes)
+                        self.call(e, "finish", partial(finish, to=t.layout), *own, t.head(e, at, near.index), rows)
+                    for t, at in zip(self.logs, outs[1:]):
+                        given = step(e, stats, first, F32), own[1], t.head(e, at, near.index), rows
+                        self.call(e, "logs", partial(parts.logs_function, to=t.layout), *given)
         return self.rendered(e, symbol, tasks)
 
     def _fetched(self, e: Emitter, item: V, block: V) -> None:
@@ -318,12 +321,6 @@ class _Attention(Module):
                 self.call(e, "softmax", softmax, scores, stats, keys)
                 self._weighted(e, *product, rows=rows, hidden=hidden)
         return stats, totals, sums
-
-    def _write(self, name: str, t: Tensor) -> Callable[..., None]:
-        """The function that writes the results of a head: sums over totals, or the logs of the sums of exponentials."""
-        if name == "logs":
-            return partial(parts.logs_function, to=t.layout)
-        return partial(parts.finish_function, source=self.sums, to=t.layout, columns=self.width, lanes=self.lanes)
 
     def _epilogue(self, scope: Scope, sums: V, totals: V, row0: V, rows: V) -> None:
         """The epilogue of the results of a head, whose coordinates `scope` has, from row0 on."""

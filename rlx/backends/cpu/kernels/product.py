@@ -126,7 +126,6 @@ class Product(Module):
         """The epilogue for `count` rows from `first`, columns from j0; the sums of consecutive rows are `pitch`
         apart (0: no gaps)."""
         c, lanes, size = self.c, self.plan.lanes, self.acc.itemsize
-        whole = vectors - (tail > 0)
         hoist(c.epilogue, scope)
         with e.loop(0, count, nonempty=True) as rows:
             at_row = self._at_row(e, scope, i0, e.bin("add", first, rows.index))
@@ -136,7 +135,7 @@ class Product(Module):
             def summed(column: V) -> V:
                 return e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
 
-            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, whole * lanes + tail, lanes, j0)
+            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, (vectors - (tail > 0)) * lanes + tail, lanes, j0)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""
