@@ -129,6 +129,13 @@ def test_long_input_shows_progress_on_a_terminal_only(tmp_path, capsys, kept):
         (["embed", "--file", "no-such-file.txt"], "No such file or directory: 'no-such-file.txt'"),
         (["embed", "x", "--output", "no/such/folder/x.npy"], "no/such/folder/x.npy"),
         (["embed", "x", "--output", "."], "it is a folder"),
+        (["embed", "x", "--device", "cudda"], "no device is called 'cudda'; did you mean 'cuda'"),
+        (["embed", "x", "--device", "cuda:x"], "a device is written NAME or NAME:INDEX"),
+        (["embed", "x", "--device", "cpu:1"], "device CPU:1 cannot be used: there is no such index"),
+        (
+            ["generate", "no/model", "x", "--device", "rocm"],
+            "device ROCM cannot be used: this version of rlx has no ROCM backend",
+        ),
     ],
 )
 def test_errors_are_one_line(args, message, capsys):
@@ -136,6 +143,21 @@ def test_errors_are_one_line(args, message, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("rlx: ") and message in shown
     assert shown.count("\n") == 1 and "Traceback" not in shown
+
+
+def test_the_device_is_the_one_asked_for(tmp_path, vectors, monkeypatch):
+    """The interpreter's vectors are the CPU's within rounding."""
+    devices, compile_ = set(), rlx.Session.compile
+
+    def watched(session: rlx.Session, *given, **how):
+        devices.add(session.device)
+        return compile_(session, *given, **how)
+
+    monkeypatch.setattr(rlx.Session, "compile", watched)
+    out = tmp_path / "vectors.npy"
+    assert exit_code("embed", *TEXTS, "--device", "ref", "--output", str(out)) == 0
+    np.testing.assert_allclose(np.load(out), vectors, atol=1e-5)
+    assert devices == {rlx.Device("ref")}
 
 
 def test_input_that_is_not_text():

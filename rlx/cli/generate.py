@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlx.cli.tuning import Tune, TuningBar
+from rlx.cli.options import DeviceName, Threads, Tune, TuningBar
 from rlx.errors import RlxError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message: apply the model's template.")] = False,
     capacity: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")] = None,
     cache: Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")] = "f32",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    device: Annotated[str, DeviceName] = "cpu",
+    threads: Annotated[int | None, Threads] = None,
     tune: Annotated[float, Tune] = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
 ) -> None:
@@ -47,7 +48,7 @@ def generate(
         text = of_first(transport, _standard_input().encode() if first else b"").decode()
     with loading:
         options = CompileOptions(threads=threads, tune=tune)
-        session = Session(progress=TuningBar().progress, transport=transport)
+        session = Session(device, progress=TuningBar().progress, transport=transport)
         loaded = load(
             model, capacity=capacity, cache=cache, options=options, progress=loading.progress, session=session
         )  # fmt: skip

@@ -13,7 +13,7 @@ import typer
 
 from rlx.cli.generate import generate
 from rlx.cli.launch import launch
-from rlx.cli.tuning import Tune, TuningBar
+from rlx.cli.options import DeviceName, Threads, Tune, TuningBar
 from rlx.errors import RlxError
 from rlx.knobs import drop_columns
 
@@ -65,7 +65,8 @@ def embed(
     ] = None,
     file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use.", show_default="all allowed")] = None,
+    device: Annotated[str, DeviceName] = "cpu",
+    threads: Annotated[int | None, Threads] = None,
     tune: Annotated[float, Tune] = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Print time per phase, and memory use.")] = False,
 ) -> None:
@@ -84,7 +85,7 @@ def embed(
 
     imported = _seconds_since_start()
     bar = TuningBar()
-    options, session = CompileOptions(threads=threads, tune=tune), Session(progress=bar.progress)
+    options, session = CompileOptions(threads=threads, tune=tune), Session(device, progress=bar.progress)
     loaded = load(model or default_folder(), options=options, session=session)
     begun = time.perf_counter()
     vectors = _embed(loaded, lines)

@@ -1,4 +1,4 @@
-"""The option `--tune`, and a progress bar on stderr while steps are measured, if stderr is a terminal."""
+"""Options that several commands have; with `--tune`, a progress bar on stderr while steps are measured, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+DeviceName = typer.Option("--device", help="Device to run on, such as cpu, cuda or cuda:1; `rlx devices` lists them.")
+Threads = typer.Option(min=1, help="Threads of the CPU device.", show_default="all allowed")
 Tune = typer.Option(
     min=0, help="Seconds to spend on autotuning kernels; results are kept on disk.", show_default="0: default tilings"
 )
