@@ -47,7 +47,7 @@ def test_the_callers_python_goes_on_while_a_run_is_under_way():
     g = rlx.Graph("long")
     x = g.input("x", (512, 512), "f32")
     y = x
-    for _ in range(12):
+    for _ in range(48):  # long enough for a caller that gets a core only now and then
         y = y @ x
     g.set_outputs([x[0] + 1.0, y])
     compiled = rlx.Session("cpu").compile(g, rlx.CompileOptions(threads=1))

@@ -31,6 +31,8 @@ def refusal() -> str | None:
         from cuda.bindings import driver  # type: ignore[reportAttributeAccessIssue]
     except ImportError:
         return "it needs the packages cuda-core and nvidia-cuda-nvrtc: pip install rlx[cuda]"
+    except Exception as e:  # noqa: BLE001  the bindings refuse the platform
+        return f"the package cuda-bindings does not load: {e}"
     try:
         status = driver.cuInit(0)[0]
     except RuntimeError:  # the bindings found no library
