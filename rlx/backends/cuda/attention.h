@@ -2,8 +2,8 @@
 /* Attention without a matrix of scores in memory: blocks of keys, the softmax carried from block to block (Milakov and
    Gimelshein, 2018). The generated lines before this file give the sizes and strides as constants:
 
-   BATCH, HEADS, SHARED (key heads), QUERIES, KEYS, SIZE (of a head), WIDTH (of a value), PARTS (of the keys), GROUP = HEADS / SHARED;
-   Q_AT(b, h, m, d), K_AT, V_AT(b, g, n, d), O_AT(p, b, h, m, d), LOG_AT(p, b, h, m), MASK_AT(b, h, m, n): offsets in elements;
+   BATCH, HEADS, SHARED (key heads), QUERIES, KEYS, SIZE (of a head), WIDTH (of a value), GROUP = HEADS / SHARED;
+   Q_AT(b, h, m, d), K_AT, V_AT(b, g, n, d), O_AT(b, h, m, d), MASK_AT(b, h, m, n): offsets in elements;
    ORDERED (causal or a window), WINDOW (0: none), POSITIONED, MASKED (0 none, 1 bool, 2 added), SCALE, CAP;
    TALL: rows of a tile. A row is a query of one of the heads that share a key head: row r is query r % QUERIES. */
 struct rlx_f16 { uint16_t bits; };
@@ -52,11 +52,134 @@ template <class M> RLX_FN float rlx_score(float dot, int b, int h, int m, int n,
   return seen ? s * LOG2E : NEVER;
 }
 
+#ifdef FEW
+/* -- few rows (a decoding step): bound by reading keys and values ----------------------------------------------------- */
+
+/* 8 warps. LANES lanes have 8 elements each of one key and its value; AHEAD keys are loaded at once, to registers. The keys are
+   dealt out to `active` of the PARTS blocks of a key head, STEP at a time. Blocks add up in the order of their parts: the last
+   one to finish does it, and leaves the counter zero. */
+constexpr int ROWS = GROUP * QUERIES, RECORD = ROWS * (WIDTH + 2); /* sums, greatest scores and totals of all rows */
+
+/* The sum of element `e` over `count` records, relative to the greatest score `best`, and the total of the weights `all`. */
+template <bool GLOBAL> RLX_FN float rlx_merged(const float* records, int count, int e, float& best, float& all) {
+  const auto get = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };
+  const float* const tops = records + ROWS * WIDTH + e / WIDTH;
+  best = NEVER, all = 0;
+  for (int w = 0; w < count; w++) best = rlx_max_f32(best, get(tops + w * RECORD));
+  const float base = best == NEVER ? 0 : best;
+  float sum = 0;
+  #pragma unroll 8
+  for (int w = 0; w < count; w++) {
+    const float keep = exp2f(get(tops + w * RECORD) - base);
+    all = fmaf(get(tops + w * RECORD + ROWS), keep, all), sum = fmaf(get(records + w * RECORD + e), keep, sum);
+  }
+  return sum;
+}
+
+template <class Q, class K, class M> RLX_FN void rlx_attention_few(
+    const Q* q, const K* k, const K* v, const M* mask, Q* o, int b, int g, int part, rlx_span span, float* shared, float* scratch, unsigned* counters) {
+  constexpr int WARPS = 8, THREADS = WARPS * 32, ACROSS = 32 / LANES, STEP = WARPS * ACROSS * AHEAD;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES * 8;
+  const int units = (span.end - span.low + STEP - 1) / STEP, active = units < PARTS ? units : PARTS;
+  if (part >= active) return;
+  float* const qs = shared; /* [ROWS][LANES * 8] */
+  float* const records = qs + ROWS * LANES * 8;
+  for (int e = threadIdx.x; e < ROWS * LANES * 8; e += THREADS) {
+    const int r = e / (LANES * 8), d = e % (LANES * 8);
+    qs[e] = d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d)]) : 0;
+  }
+  __syncthreads();
+  float top[ROWS], total[ROWS], sums[ROWS][8];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    top[r] = NEVER, total[r] = 0;
+    for (int c = 0; c < 8; c++) sums[r][c] = 0;
+  }
+  for (int unit = part; unit < units; unit += active) {
+    const int first = span.low + unit * STEP + warp * ACROSS + lane / LANES;
+    K keys[AHEAD][8], values[AHEAD][8];
+    #pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const int n = first + u * WARPS * ACROSS < span.end ? first + u * WARPS * ACROSS : span.end - 1;
+      rlx_fetch<8>(keys[u], k + K_AT(b, g, n, SIZE == LANES * 8 || at < SIZE ? at : 0));
+    }
+    #pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const int n = first + u * WARPS * ACROSS < span.end ? first + u * WARPS * ACROSS : span.end - 1;
+      rlx_fetch<8>(values[u], v + V_AT(b, g, n, WIDTH == LANES * 8 || at < WIDTH ? at : 0));
+    }
+    #pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float x[8], s[AHEAD], best = top[r];
+      *(float4*)x = *(const float4*)(qs + r * LANES * 8 + at), *(float4*)(x + 4) = *(const float4*)(qs + r * LANES * 8 + at + 4);
+      #pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        s[u] = 0;
+        for (int c = 0; c < 8; c++) s[u] = fmaf(SIZE == LANES * 8 || at < SIZE ? rlx_wide(keys[u][c]) : 0, x[c], s[u]);
+      }
+      #pragma unroll
+      for (int by = LANES / 2; by > 0; by /= 2)
+        #pragma unroll
+        for (int u = 0; u < AHEAD; u++) s[u] += rlx_from(s[u], 32, by);
+      #pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        s[u] = rlx_score(s[u], b, g * GROUP + r / QUERIES, r % QUERIES, first + u * WARPS * ACROSS, span, mask);
+        best = rlx_max_f32(best, s[u]);
+      }
+      const float base = best == NEVER ? 0 : best, keep = exp2f(top[r] - base);
+      top[r] = best, total[r] *= keep;
+      for (int c = 0; c < 8; c++) sums[r][c] *= keep;
+      #pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        s[u] = exp2f(s[u] - base), total[r] += s[u];
+        for (int c = 0; c < 8; c++) sums[r][c] = fmaf(s[u], rlx_wide(values[u][c]), sums[r][c]);
+      }
+    }
+  }
+  /* each group of LANES lanes leaves a record: a warp ACROSS of them */
+  float* const own = records + (warp * ACROSS + lane / LANES) * RECORD;
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    for (int c = 0; c < 8; c++)
+      if (WIDTH == LANES * 8 || at < WIDTH) own[r * WIDTH + at + c] = sums[r][c];
+    if (at == 0) own[ROWS * WIDTH + r] = top[r], own[ROWS * WIDTH + ROWS + r] = total[r];
+  }
+  __syncthreads();
+  float* const mine = scratch + blockIdx.x * RECORD;
+  for (int e = threadIdx.x; e < ROWS * WIDTH; e += THREADS) {
+    const int r = e / WIDTH;
+    float best, all;
+    const float sum = rlx_merged<false>(records, WARPS * ACROSS, e, best, all);
+    if (active == 1) {
+      rlx_set(o + O_AT(b, g * GROUP + r / QUERIES, r % QUERIES, e % WIDTH), all == 0 ? 0 : sum / all);
+    } else {
+      mine[e] = sum;
+      if (e % WIDTH == 0) mine[ROWS * WIDTH + r] = best, mine[ROWS * WIDTH + ROWS + r] = all;
+    }
+  }
+  if (active == 1) return;
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counters + blockIdx.x / PARTS, 1) == active - 1;
+    if (last) counters[blockIdx.x / PARTS] = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int e = threadIdx.x; e < ROWS * WIDTH; e += THREADS) {
+    float best, all;
+    const float sum = rlx_merged<true>(scratch + blockIdx.x / PARTS * PARTS * RECORD, active, e, best, all);
+    rlx_set(o + O_AT(b, g * GROUP + e / WIDTH / QUERIES, e / WIDTH % QUERIES, e % WIDTH), all == 0 ? 0 : sum / all);
+  }
+}
+#elif !defined NARROW
 /* -- by multiply-adds ------------------------------------------------------------------------------------------------- */
 
 /* 4 warps of 4 rows each; a lane has a key of the block for the scores, and columns of the values for the sums. */
 template <class Q, class K, class M> RLX_FN void rlx_attention_plain(
-    const Q* q, const K* k, const K* v, const M* mask, Q* o, Q* logs, int b, int g, int part, int row0, rlx_span span, float* shared) {
+    const Q* q, const K* k, const K* v, const M* mask, Q* o, int b, int g, int row0, rlx_span span, float* shared) {
   constexpr int ROWS = TALL / 4, BLOCK = 32, PITCH = (SIZE + 3) / 4 * 4 + 4, COLUMNS = (WIDTH + 31) / 32;
   float* const qs = shared;                /* [TALL][PITCH] */
   float* const ks = qs + TALL * PITCH;     /* [BLOCK][PITCH] */
@@ -72,7 +195,6 @@ template <class Q, class K, class M> RLX_FN void rlx_attention_plain(
     for (int c = 0; c < COLUMNS; c++) sums[r][c] = 0;
   }
   for (int n0 = span.low / BLOCK * BLOCK; n0 < span.end; n0 += BLOCK) {
-    if (n0 / PART_KEYS % PARTS != part) continue;
     __syncthreads();
     for (int e = threadIdx.x; e < BLOCK * (PITCH - 4); e += 128) {
       const int n = n0 + e / (PITCH - 4), d = e % (PITCH - 4);
@@ -125,12 +247,10 @@ template <class Q, class K, class M> RLX_FN void rlx_attention_plain(
     const float scale = total[r] == 0 ? 0 : 1 / total[r];
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
-      if (c * 32 + lane < WIDTH) rlx_set(o + O_AT(part, b, h, m, c * 32 + lane), total[r] == 0 ? 0 : sums[r][c] * scale);
-    if (logs && lane == 0) rlx_set(logs + LOG_AT(part, b, h, m), top[r] / LOG2E + logf(total[r]));
+      if (c * 32 + lane < WIDTH) rlx_set(o + O_AT(b, h, m, c * 32 + lane), total[r] == 0 ? 0 : sums[r][c] * scale);
   }
 }
-
-#ifdef NARROW
+#else
 /* -- on tensor cores -------------------------------------------------------------------------------------------------- */
 
 RLX_FN void rlx_fetch_16(void* to, const void* from, bool there) {
@@ -155,7 +275,7 @@ RLX_FN uint32_t rlx_pair(float low, float high) {
 
 /* 4 warps: TALL / 16 of them along the rows, the others along the keys of a block. */
 template <class T, class M> RLX_FN void rlx_attention_tensor(
-    const T* q, const T* k, const T* v, const M* mask, T* o, T* logs, int b, int g, int part, int row0, rlx_span span, unsigned char* shared) {
+    const T* q, const T* k, const T* v, const M* mask, T* o, int b, int g, int row0, rlx_span span, unsigned char* shared) {
   constexpr int ACROSS = 4 * 16 / TALL, BLOCK = (SIZE > 128 || WIDTH > 128) && ACROSS < 4 ? 32 : 64, OWN = BLOCK / ACROSS;
   constexpr int K_PITCH = SIZE + 8, V_PITCH = WIDTH + 8, STAGE = BLOCK * (K_PITCH + V_PITCH);
   T* const ring = (T*)shared;
@@ -191,16 +311,10 @@ template <class T, class M> RLX_FN void rlx_attention_tensor(
     }
     asm volatile("cp.async.commit_group;");
   };
-  const auto next = [&](int n0) { /* the first block from n0 on that belongs to this part */
-    if constexpr (PARTS > 1)
-      while (n0 < span.end && n0 / PART_KEYS % PARTS != part) n0 += BLOCK;
-    return n0;
-  };
-
-  int n0 = next(span.low / BLOCK * BLOCK), stage = 0;
+  int n0 = span.low / BLOCK * BLOCK, stage = 0;
   if (n0 < span.end) fetch(n0, 0);
   while (n0 < span.end) {
-    const int after = next(n0 + BLOCK);
+    const int after = n0 + BLOCK;
     if (after < span.end) {
       fetch(after, stage ^ 1);
       asm volatile("cp.async.wait_group 1;");
@@ -293,8 +407,7 @@ template <class T, class M> RLX_FN void rlx_attention_tensor(
         const float keep = exp2f(tops[w * TALL + r] - base);
         all += totals[w * TALL + r] * keep, sum += kept[(w * TALL + r) * WIDTH + e % WIDTH] * keep;
       }
-      rlx_set(o + O_AT(part, b, h, m, e % WIDTH), all == 0 ? 0 : sum / all);
-      if (logs && e % WIDTH == 0) rlx_set(logs + LOG_AT(part, b, h, m), best / LOG2E + logf(all));
+      rlx_set(o + O_AT(b, h, m, e % WIDTH), all == 0 ? 0 : sum / all);
     }
     return;
   }
@@ -305,10 +418,9 @@ template <class T, class M> RLX_FN void rlx_attention_tensor(
     const float scale = total[i] == 0 ? 0 : 1 / total[i];
     #pragma unroll
     for (int c = 0; c < WIDTH / 8; c++) {
-      rlx_set(o + O_AT(part, b, h, m, c * 8 + lane % 4 * 2), total[i] == 0 ? 0 : sums[c][2 * i] * scale);
-      rlx_set(o + O_AT(part, b, h, m, c * 8 + lane % 4 * 2 + 1), total[i] == 0 ? 0 : sums[c][2 * i + 1] * scale);
+      rlx_set(o + O_AT(b, h, m, c * 8 + lane % 4 * 2), total[i] == 0 ? 0 : sums[c][2 * i] * scale);
+      rlx_set(o + O_AT(b, h, m, c * 8 + lane % 4 * 2 + 1), total[i] == 0 ? 0 : sums[c][2 * i + 1] * scale);
     }
-    if (logs && lane % 4 == 0) rlx_set(logs + LOG_AT(part, b, h, m), top[i] / LOG2E + logf(total[i]));
   }
 }
 #endif

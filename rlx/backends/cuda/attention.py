@@ -8,15 +8,14 @@ from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter, may_fail
 from rlx.backends.cuda.schedule import Launch
-from rlx.ir.graph import Node, Value
+from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
-from rlx.ir.ops.attention import AttentionAttrs, PartsAttrs, in_parts
+from rlx.ir.ops.attention import AttentionAttrs
 
 NARROW, DTYPES = ("f16", "bf16"), ("f32", "f16", "bf16")
 MOST_SIZE = 256  # of a head
 THREADS = 128
-PART_KEYS = 128  # dealt out to a part at a time: whole blocks of keys, which have 64 at most
-LEAST_KEYS = 256  # of a part
+FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 MOST_PARTS = 64
 
 
@@ -28,27 +27,21 @@ def claim(node: Node) -> str | None:
     (*_, size), (*_, keys, width) = node.inputs[0].dims, node.inputs[2].dims
     if not all(isinstance(n, int) and 0 < n <= MOST_SIZE for n in (size, width)):
         return f"fused attention takes heads of at most {MOST_SIZE} elements, not {size} and {width}"
-    if isinstance(node.attrs, PartsAttrs) and node.attrs.block % 64:
-        return f"fused attention deals out keys by multiples of 64, not {node.attrs.block}"
     if keys == 0:
         return "fused attention needs keys; there are none"
     return None
 
 
-def split(node: Node, multiprocessors: int) -> Value | None:
-    """A decoding step with its keys split into parts that keep all multiprocessors busy; None where heads alone do."""
-    (batch, heads, queries, _), (_, shared, keys, _) = (v.shape.static for v in node.inputs[:2])
-    if not shared or heads // shared * queries > 16:
-        return None
-    parts = min(MOST_PARTS, keys // LEAST_KEYS, 2 * multiprocessors // max(1, batch * shared))
-    return in_parts(node, parts, PART_KEYS) if parts > 1 else None
-
-
 @dataclass(frozen=True)
 class AttentionLaunch(Launch):
+    """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1."""
+
     tall: int = 64
     tensor: bool = True
     tiles: int = 1
+    lanes: int = 0
+    ahead: int = 0
+    parts: int = 1
 
     @property
     def points(self) -> int:
@@ -56,22 +49,31 @@ class AttentionLaunch(Launch):
 
     @property
     def blocks(self) -> int:
-        return self.tiles
+        return self.tiles * self.parts
 
 
 def native_of(kernel: Kernel) -> Native | None:
     found = next((s for s in kernel.body if isinstance(s, Native)), None)
-    return found if found is not None and found.op in ("attention", "attention_parts") else None
+    return found if found is not None and found.op == "attention" else None
 
 
-def launch(kernel: Kernel) -> AttentionLaunch:
+def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
     native = native_of(kernel)
     assert native is not None
     q, k, v = native.inputs[:3]
-    (batch, heads, queries, size), (_, shared, _, width) = q.dims, v.dims
+    (batch, heads, queries, size), (_, shared, keys, width) = q.dims, v.dims
+    rows = heads // max(1, shared) * queries
+    if 0 < rows <= FEW_ROWS and size % 8 == width % 8 == 0 and _in_chunks(k) and _in_chunks(v):
+        lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
+        groups, ahead = FEW_THREADS // lanes, 4 if rows <= 8 else 2
+        parts = min(MOST_PARTS, -(-keys // (groups * ahead)), max(1, 2 * multiprocessors // max(1, batch * shared)))
+        record = 4 * rows * (width + 2)
+        return AttentionLaunch(
+            kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + groups * record, scratch=record if parts > 1 else 0,
+            counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False, tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts,
+        )  # fmt: skip
     same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
     tensor = same and size % 16 == width % 16 == 0 and _in_chunks(k) and _in_chunks(v)
-    rows = heads // max(1, shared) * queries
     tall = (64 if rows > 32 else 32 if rows > 16 else 16) if tensor else 16
     if tensor:
         across = 64 // tall
@@ -80,8 +82,7 @@ def launch(kernel: Kernel) -> AttentionLaunch:
     else:
         pitch = -(-size // 4) * 4 + 4
         nbytes = 4 * ((tall + 32) * pitch + 32 * -(-width // 32) * 32)
-    parts = native.attrs.parts if isinstance(native.attrs, PartsAttrs) else 1
-    tiles = -(-rows // tall) * batch * shared * parts
+    tiles = -(-rows // tall) * batch * shared
     return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tensor=tensor, tiles=tiles)
 
 
@@ -98,25 +99,27 @@ class AttentionWriter(CudaWriter):
         assert native is not None
         arguments = ", ".join(self.arguments())
         lines = [*self.constants(native), (Path(__file__).parent / "attention.h").read_text()]
-        lines += [f'extern "C" __global__ void __launch_bounds__({THREADS})', f"{name}({arguments}) {{"]
-        lines += ["  extern __shared__ __align__(16) unsigned char shared[];", "  int tile = blockIdx.x;"]
+        lines += [f'extern "C" __global__ void __launch_bounds__({at.threads})', f"{name}({arguments}) {{", "  rlx_begin();"]
+        lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
+        lines += [f"  const int part = blockIdx.x % {at.parts};"]
         tall = -(-(native.inputs[0].dims[1] // native.inputs[2].dims[1]) * native.inputs[0].dims[2] // at.tall)
-        for var, n in (("row0", tall), ("g", "SHARED"), ("b", "BATCH")):
+        for var, n in (("row0", tall), ("g", "SHARED")):
             lines += [f"  const int {var} = tile % {n}{f' * {at.tall}' * (var == 'row0')};", f"  tile /= {n};"]
         mask, start = native.attrs.split(native.inputs[3:])  # type: ignore[union-attr]
         given = "0"
         if start is not None:
-            given = f"{self.names[start.buffer]}[{start.offset} + b * {start.strides[0] if start.strides else 0}]"
+            given = f"{self.names[start.buffer]}[{start.offset} + tile * {start.strides[0] if start.strides else 0}]"
         status = "status" if may_fail(self.kernel) else "(int*)0"
-        lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, tile == 0 ? {status} : (int*)0);")
+        lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, part == 0 ? {status} : (int*)0);")
         operands = [self.pointer(v) for v in native.inputs[:3]]
-        operands.append("(const unsigned char*)0" if mask is None else self.pointer(mask))
-        operands += [self.pointer(v) for v in native.outputs]
-        if len(native.outputs) == 1:
-            operands.append(f"({ELEMENTS[native.outputs[0].buffer.dtype.name]}*)0")
-        way = "tensor" if at.tensor else "plain"
-        memory = "shared" if at.tensor else "(float*)shared"
-        lines.append(f"  rlx_attention_{way}({', '.join(operands)}, b, g, tile, row0, span, {memory});")
+        operands += ["(const unsigned char*)0" if mask is None else self.pointer(mask), self.pointer(native.outputs[0]), "tile", "g"]
+        if at.lanes:
+            parted = ["(float*)rlx_scratch", "rlx_counters"] if at.counters else ["(float*)0", "(unsigned*)0"]
+            operands += ["part", "span", "(float*)shared", *parted]
+        else:
+            operands += ["row0", "span", "shared" if at.tensor else "(float*)shared"]
+        way = "few" if at.lanes else "tensor" if at.tensor else "plain"
+        lines.append(f"  rlx_attention_{way}({', '.join(operands)});")
         return "\n".join([*lines, "}", ""])
 
     def pointer(self, view: View) -> str:
@@ -129,28 +132,25 @@ class AttentionWriter(CudaWriter):
         attrs = native.attrs
         assert isinstance(attrs, AttentionAttrs)
         mask, _ = attrs.split(native.inputs[3:])
-        parts, block = (attrs.parts, attrs.block) if isinstance(attrs, PartsAttrs) else (1, keys)
         masked = {"custom": 1, "bias": 2}.get(attrs.mask, 0)
         window = attrs.window if attrs.mask == "sliding_window" and attrs.window < keys else 0
         yield from (
             f"#define {name} {value}"
             for name, value in {
                 "BATCH": batch, "HEADS": heads, "SHARED": shared, "QUERIES": queries, "KEYS": keys, "SIZE": size, "WIDTH": width,
-                "PARTS": parts, "GROUP": heads // shared, "PART_KEYS": block, "TALL": self.launch.tall,
+                "PARTS": self.launch.parts, "GROUP": heads // shared, "TALL": self.launch.tall,
                 "ORDERED": int(attrs.mask in ("causal", "sliding_window")), "WINDOW": window,
                 "POSITIONED": int(attrs.positioned), "MASKED": masked,
                 "SCALE": f"{attrs.scale or size**-0.5:.9e}f", "CAP": f"{attrs.cap:.9e}f",
             }.items()
         )  # fmt: skip
+        if self.launch.lanes:
+            yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}"
         if self.launch.tensor:
             yield f'#define NARROW "{native.inputs[0].buffer.dtype.name}"'
         q, k, v = native.inputs[:3]
-        out, *logs = native.outputs
-        partial = len(out.dims) == 5
-        yield from (at_macro(name, "bhmd", view) for name, view in (("Q", q),))
+        yield from (at_macro(name, "bhmd", view) for name, view in (("Q", q), ("O", native.outputs[0])))
         yield from (at_macro(name, "bgnd", view) for name, view in (("K", k), ("V", v)))
-        yield at_macro("O", "pbhmd", out if partial else View(out.buffer, (1, *out.dims), (0, *out.strides), out.offset))
-        yield at_macro("LOG", "pbhm", logs[0]) if logs else "#define LOG_AT(p, b, h, m) 0"
         if mask is not None:
             lead = 4 - len(mask.dims)
             yield at_macro("MASK", "bhmn", View(mask.buffer, (1,) * lead + mask.dims, (0,) * lead + mask.strides, mask.offset))
@@ -164,4 +164,4 @@ def at_macro(name: str, axes: str, view: View) -> str:
     return f"#define {name}_AT({', '.join(axes)}) ({' + '.join([*terms, str(view.offset)])})"
 
 
-__all__ = ["AttentionLaunch", "AttentionWriter", "claim", "launch", "native_of", "split"]
+__all__ = ["AttentionLaunch", "AttentionWriter", "claim", "launch", "native_of"]

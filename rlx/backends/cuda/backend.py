@@ -5,7 +5,7 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 from rlx.backends.cuda import attention
 from rlx.backends.cuda.code import CudaCode, compile_kernels
@@ -17,7 +17,6 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.dtype import DTYPES
-from rlx.ir.graph import Node, Value
 from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
 
@@ -67,18 +66,14 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128,
-        alignment=256, natives={"attention": attention.claim, "attention_parts": attention.claim},
-        computes=_computes, splits={"attention": partial(_in_parts, multiprocessors)},
+        alignment=256, natives={"attention": attention.claim},
+        computes=_computes,
     )  # fmt: skip
 
 
 def _computes(producer: Producer) -> bool:
     """A product with few rows computes them in every block: that costs less than another kernel."""
     return producer.side == 0 and producer.m <= MOST_ROWS and producer.batch == 1
-
-
-def _in_parts(multiprocessors: int, node: Node) -> Value | None:
-    return attention.split(node, multiprocessors)
 
 
 @cache

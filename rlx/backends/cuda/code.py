@@ -32,6 +32,7 @@ class CudaCode:
     threads: int
     shared: int
     scratch: int
+    counters: int
     more: tuple[str, ...]
     maps: tuple[TensorMap, ...] = ()
 
@@ -72,12 +73,12 @@ def compile_kernels(kernels: Sequence[tuple[str, Kernel]], arch: str) -> list[Cu
         key, kernel = keyed
         name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         if kernel.collective:
-            return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, ())
+            return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, 0, ())
         at = launch_of(kernel, arch)
         maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
         text = text_of(at, name)
         return CudaCode(
-            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, tuple(arguments_of(at)), maps
+            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters, tuple(arguments_of(at)), maps
         )
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once

@@ -50,6 +50,7 @@ class CudaExecutable(Loaded):
         super().__init__(program, params or ParamStore(), handles or HandleStore(), memory, constants)
         codes = [artifact.codes[kernel_key(s.kernel)] for steps in program.phases.values() for s in steps]
         self._scratch = memory.allocate(max((c.scratch * c.blocks for c in codes), default=0))
+        self._counters = memory.allocate(4 * max((c.counters for c in codes), default=0))  # zero between kernels
         self._status = memory.allocate(4 * max(1, len(program.steps)))
         self._may_fail = ["status" in artifact.codes[kernel_key(s.kernel)].more for s in program.steps]
         self.exchanges = Exchanges(program, transport, self._may_fail)
@@ -80,7 +81,7 @@ class CudaExecutable(Loaded):
 
     def memory(self) -> dict[str, int]:
         code = sum(len(c.cubin) for c in self.artifact.codes.values())
-        return super().memory() | {"scratch": self._scratch.nbytes + self._status.nbytes, "code": code}
+        return super().memory() | {"scratch": self._scratch.nbytes + self._counters.nbytes + self._status.nbytes, "code": code}
 
     # -- running
 
@@ -180,16 +181,16 @@ class CudaExecutable(Loaded):
         sizes = [b.size * b.dtype.itemsize for b in step.kernel.buffers]
         if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
             raise PlanError(f"{self.program.name}: the buffers of {step.kernel.name} are larger than its arguments {step.args}")
-        more = {"scratch": self._scratch.address, "status": status}
+        more = {"scratch": self._scratch.address, "counters": self._counters.address, "status": status}
         code = self.artifact.codes[kernel_key(step.kernel)]
         return [*(given.get(a) or self.address(a) for a in step.args), *(more[name] for name in code.more)]
 
-    def _launch(self, step: Step, given: Mapping[int, int] | None = None, number: int = 0) -> None:
+    def _launch(self, step: Step, given: Mapping[int, int] | None = None, number: int = 0, early: bool = False) -> None:
         code = self.artifact.codes[kernel_key(step.kernel)]
         if code.blocks:
             arguments = self.arguments(step, given or {}, self._status.address + 4 * number)
             maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
-            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps)
+            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
 
 
 class Exchange:
@@ -234,7 +235,7 @@ class Replay:
         )
         try:
             for n, step in enumerate(self.steps, self.first):
-                self.owner._launch(step, number=max(0, n))
+                self.owner._launch(step, number=max(0, n), early=n > self.first)
         finally:
             graph = check(gpu.driver.cuStreamEndCapture(stream), "recording a run")
         made = check(gpu.driver.cuGraphInstantiate(graph, 0), "recording a run")

@@ -176,12 +176,22 @@ class Gpu:
         ), "describing a tensor")  # fmt: skip
 
     def launch(
-        self, function: Any, blocks: int, threads: int, shared: int, arguments: Sequence[int], maps: Sequence[Any] = ()
-    ) -> None:
-        """Queue a kernel whose arguments are descriptors of tensors, then addresses."""
+        self, function: Any, blocks: int, threads: int, shared: int, arguments: Sequence[int], maps: Sequence[Any] = (),
+        early: bool = False,
+    ) -> None:  # fmt: skip
+        """Queue a kernel whose arguments are descriptors of tensors, then addresses. `early`: its blocks may start before the kernel
+        queued before it ends; each waits for that itself (rlx_begin)."""
+        d, config = self.driver, self.driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self.use()
+        if early and self.capability >= 90:
+            attribute = d.CUlaunchAttribute()
+            attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
         values = ((*maps, *arguments), (*(None for _ in maps), *(ctypes.c_void_p for _ in arguments)))
-        sizes = (blocks, 1, 1, threads, 1, 1, shared)
-        check(self.driver.cuLaunchKernel(function, *sizes, self.use(), values, 0), "launching a kernel")
+        check(d.cuLaunchKernelEx(config, function, values, 0), "launching a kernel")
 
 
 @cache

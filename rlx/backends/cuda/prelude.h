@@ -38,3 +38,12 @@ RLX_WRAPS(uint16_t, uint32_t, u16)
 RLX_WRAPS(uint32_t, uint32_t, u32)
 RLX_WRAPS(uint64_t, uint64_t, u64)
 RLX_WRAPS(rlx_index, rlx_uindex, index)
+
+/* The first statement of every kernel: waits until all earlier kernels of the run have ended, then lets the next one be placed on
+   multiprocessors that become free, so that only its work is left to start. */
+RLX_FN void rlx_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -65,6 +65,8 @@ class CudaWriter(Writer):
             found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{' __restrict__' * free} {self.name(b, 'b')}")
         if self.launch.scratch:
             found.append("unsigned char* rlx_scratch")
+        if self.launch.counters:
+            found.append("unsigned* rlx_counters")
         return found + ["int* status"] * may_fail(self.kernel)
 
     def function(self, name: str) -> str:
@@ -74,6 +76,7 @@ class CudaWriter(Writer):
             f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})',
             f"{name}({', '.join(self.arguments())}) {{",
         ]
+        self.line("rlx_begin();")
         for text in self.coordinates():
             self.line(text)
         self.declare_locals()
@@ -295,8 +298,8 @@ class CudaWriter(Writer):
 
 
 def arguments_of(launch: Launch) -> Sequence[str]:
-    """Additional arguments after the buffers, in order: "scratch", "status"."""
-    return ["scratch"] * bool(launch.scratch) + ["status"] * may_fail(launch.kernel)
+    """Additional arguments after the buffers, in order: "scratch", "counters", "status"."""
+    return ["scratch"] * bool(launch.scratch) + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
 
 
 __all__ = ["WIDE", "CudaWriter", "arguments_of", "may_fail"]

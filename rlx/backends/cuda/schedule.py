@@ -30,7 +30,8 @@ SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a m
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
     `vector`: consecutive points of the last axis for each thread.
-    `scratch`: bytes of global memory that each block needs for its Locals, 0 if they are in shared memory (`shared` bytes)."""
+    `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
+    `counters`: 32-bit words of global memory that are zero before and after the launch."""
 
     kernel: Kernel
     team: int
@@ -38,6 +39,7 @@ class Launch:
     shared: int = 0
     scratch: int = 0
     vector: int = 1
+    counters: int = 0
 
     @property
     def points(self) -> int:
