@@ -23,7 +23,8 @@ from rlx.ir.kernel import Kernel
 
 @dataclass(frozen=True)
 class CudaCode:
-    """One kernel: its CUDA C++, its cubin, and how it is launched. `more`: arguments behind the buffers."""
+    """One kernel: its CUDA C++, its cubin, and how it is launched. `more`: arguments behind the buffers.
+    `early`: the buffer that is read before earlier kernels of the run end, if none of them writes it."""
 
     name: str
     text: str
@@ -35,6 +36,7 @@ class CudaCode:
     counters: int
     more: tuple[str, ...]
     maps: tuple[TensorMap, ...] = ()
+    early: int | None = None
 
 
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
@@ -78,7 +80,8 @@ def compile_kernels(kernels: Sequence[tuple[str, Kernel]], arch: str) -> list[Cu
         maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
         text = text_of(at, name)
         return CudaCode(
-            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters, tuple(arguments_of(at)), maps
+            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters, tuple(arguments_of(at)), maps,
+            getattr(at, "early", None),
         )
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once

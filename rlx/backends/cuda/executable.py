@@ -22,6 +22,8 @@ from rlx.ir.kernel import STATUS
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program, Region, Step, kernel_labels
 
+NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
+
 
 @dataclass(frozen=True)
 class CudaArtifact:
@@ -181,8 +183,9 @@ class CudaExecutable(Loaded):
         sizes = [b.size * b.dtype.itemsize for b in step.kernel.buffers]
         if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
             raise PlanError(f"{self.program.name}: the buffers of {step.kernel.name} are larger than its arguments {step.args}")
-        more = {"scratch": self._scratch.address, "counters": self._counters.address, "status": status}
         code = self.artifact.codes[kernel_key(step.kernel)]
+        early = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
+        more = {"scratch": self._scratch.address, "counters": self._counters.address, "status": status, "early": int(early)}
         return [*(given.get(a) or self.address(a) for a in step.args), *(more[name] for name in code.more)]
 
     def _launch(self, step: Step, given: Mapping[int, int] | None = None, number: int = 0, early: bool = False) -> None:

@@ -1,15 +1,18 @@
 """Contractions with few rows, bound by reading the right operand once.
 
 A block first puts its rows of the left operand into shared memory; they may be computed there (a norm in front of the product).
-Where columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis;
-where rows are, each lane has adjacent columns and the warps share the summed axis. Sums are in a fixed order.
+Where columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis: a
+lane has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. The first batch is loaded before the
+kernels in front end, if no kernel of a run writes it (`early`). Where rows are contiguous, each lane has adjacent columns and the
+warps share the summed axis. Sums are in a fixed order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
@@ -19,8 +22,9 @@ from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Operand, Stmt,
 
 MOST_ROWS = 8
 THREADS, WARPS = 256, 8
-AT_ONCE = 2  # columns of a warp
-RESIDENT = 4  # blocks of a multiprocessor
+MOST_COLUMNS = 4  # of a warp at a time
+IN_FLIGHT = 16  # loads of a lane with one row; half of that with more, whose sums take registers
+RESIDENT = 2  # blocks of a multiprocessor
 SHARED_BYTES = 160 << 10
 BYTES = 16  # of one load
 
@@ -28,12 +32,30 @@ BYTES = 16  # of one load
 @dataclass(frozen=True)
 class GemvLaunch(Launch):
     along: bool = True
-    size: int = 1
+    size: int = 1  # elements of a load
     each: int = 1  # blocks of a grid point
+    columns: int = 1  # of a warp at a time
+    ahead: int = 1  # loads of a lane from each of its columns at a time
+    batches: int = 1  # of these along the summed axis
 
     @property
     def blocks(self) -> int:
         return math.prod(n for _, n in self.kernel.grid) * self.each
+
+    @property
+    def contract(self) -> Contract:
+        return next(s for s in self.kernel.body if isinstance(s, Contract))
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a row in shared memory; behind the row are zeros."""
+        return self.batches * self.ahead * 32 * self.size if self.along else self.contract.k
+
+    @property
+    def early(self) -> int | None:
+        """The buffer that is read before earlier kernels end, if no kernel of a run writes it."""
+        assert isinstance(self.contract.b, Operand)
+        return self.kernel.buffers.index(self.contract.b.buffer) if self.along else None
 
 
 def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
@@ -46,9 +68,7 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
     along = c.b.row_stride == 1 or c.k == 1
     if not along and c.b.col_stride != 1 and c.n > 1:
         return None
-    staged = 4 * c.m * -(-c.k // 8) * 8
-    locals_ = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in kernel.locals)
-    if staged + locals_ > SHARED_BYTES or any(x.var is not c.i for x in kernel.limits):
+    if any(x.var is not c.i for x in kernel.limits):
         return None
     item = c.b.dtype.itemsize
     stride, extent = (c.b.col_stride, c.k) if along else (c.b.row_stride, c.n)
@@ -56,9 +76,17 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
     while size > 1 and (extent % size or stride % size or not _multiple(c.b.offset, kernel, size)):
         size //= 2
     points = math.prod(n for _, n in kernel.grid)
-    tiles = -(-c.n // (WARPS * AT_ONCE if along else 32 * size))
-    each = min(tiles, max(1, RESIDENT * multiprocessors // points)) if along else tiles
-    return GemvLaunch(kernel, THREADS, THREADS, shared=staged + locals_, along=along, size=size, each=each)
+    most = max(1, RESIDENT * multiprocessors // points)
+    columns = min(MOST_COLUMNS, -(-c.n // (most * WARPS))) if along else 1
+    chunks = -(-c.k // (32 * size))
+    batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 else IN_FLIGHT // 2))
+    tiles = -(-c.n // (WARPS * columns if along else 32 * size))
+    found = GemvLaunch(
+        kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, most) if along else tiles, columns=columns,
+        ahead=-(-chunks // batches), batches=batches,
+    )  # fmt: skip
+    held = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in kernel.locals) + 4 * c.m * found.pitch
+    return replace(found, shared=held) if held <= SHARED_BYTES else None
 
 
 def _multiple(offset: Expr, kernel: Kernel, size: int) -> bool:
@@ -87,20 +115,26 @@ class GemvWriter(CudaWriter):
             yield f"point /= {extent};"
 
     def declare_locals(self) -> None:
-        c = self.contract
+        c = self.launch.contract
         super().declare_locals()
         used = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
         if not self.kernel.locals:
             self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
         self.line(f"float* const rows = (float*)(rlx_shared + {used});  // {c.m} rows of the left operand")
 
-    @property
-    def contract(self) -> Contract:
-        return next(s for s in self.kernel.body if isinstance(s, Contract))
+    occupancy = f", {RESIDENT}"
 
-    @property
-    def pitch(self) -> int:
-        return -(-self.contract.k // 8) * 8
+    def arguments(self) -> list[str]:
+        return super().arguments() + ["long long early"] * self.launch.along
+
+    def begin(self) -> None:
+        """The launch's first loads may be of weights."""
+        if self.launch.along:
+            self.declare_batch()
+            self.line("if (early) first();")
+        super().begin()
+        if self.launch.along:
+            self.line("if (!early) first();")
 
     def statement(self, s: Stmt) -> None:
         if not isinstance(s, Contract):
@@ -113,8 +147,11 @@ class GemvWriter(CudaWriter):
         return None
 
     def at(self, step: str) -> str:
-        """Where element `step` of a row is staged: the even and the odd groups of 4 apart, so that lanes read adjacent ones."""
-        return f"({step}) / 8 * 4 + ({step}) % 4 + ({step}) / 4 % 2 * {self.pitch // 2}" if self.launch.size == 8 else f"({step})"
+        """Where element `step` of a row is staged: first groups of 4 of all loads, then second ones, so that lanes read adjacent ones."""
+        size = self.launch.size
+        if size <= 4:
+            return step
+        return f"{step} / {size} * 4 + {step} % 4 + {step} % {size} / 4 * {self.launch.pitch * 4 // size}"
 
     def stage(self, c: Contract) -> None:
         with self.scope([f"for (int r = 0; r < {c.m}; r++) {{"]):
@@ -131,52 +168,83 @@ class GemvWriter(CudaWriter):
             with self.scope([f"for (rlx_index {name} = me; {name} < {c.k}; {name} += {THREADS}) {{"]), self.alone():
                 self.own.append(value)
                 (text,) = self.block(body, [value])
-                self.line(f"rows[r * {self.pitch} + {self.at(name)}] = {text};")
+                self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = {text};")
+            if self.launch.pitch > c.k:
+                name = self.fresh("i")
+                with self.scope([f"for (int {name} = {c.k} + me; {name} < {self.launch.pitch}; {name} += {THREADS}) {{"]):
+                    self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = 0;")
             self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *body)
 
-    def operand(self, o: Operand, size: int, row: str, column: str, name: str) -> None:
-        """float NAME[size]: consecutive elements of the right operand from (row, column) on."""
+    def address(self, o: Operand, row: str, column: str) -> str:
+        """The address of an element of the right operand."""
         r, c = Var("r", index_), Var("c", index_)
         self.names[r], self.names[c] = f"(rlx_index)({row})", f"(rlx_index)({column})"
         index = self.made(k.add(o.offset, k.add(k.mul(r, const(o.row_stride)), k.mul(c, const(o.col_stride)))))
-        element = CUDA.element(o.dtype)
-        self.line(f"{element} {name}_[{size}];")
-        self.line(f"rlx_fetch<{size}>({name}_, {self.names[o.buffer]} + {index});")
+        return f"{self.names[o.buffer]} + {index}"
+
+    def widened(self, o: Operand, size: int, held: str, name: str) -> None:
+        """float NAME[size] from the elements HELD[size]."""
+        wide = CUDA.loads.get(o.dtype.name, "{0}[{1}]").format(held, "v")
         self.line(f"float {name}[{size}];")
-        wide = CUDA.loads.get(o.dtype.name, "{0}[{1}]").format(f"{name}_", "v")
         self.line(f"for (int v = 0; v < {size}; v++) {name}[v] = {wide};")
+
+    def declare_batch(self) -> None:
+        """A batch of loads in flight, `fetch(u, column, batch)` to load its number u, and `first()` for all of the first batch."""
+        at, c = self.launch, self.launch.contract
+        assert isinstance(c.b, Operand)
+        self.line(f"{CUDA.element(c.b.dtype)} held[{at.ahead}][{at.columns}][{at.size}];")
+        with self.lambda_("const auto fetch = [&](int u, int column0, int batch) {"):
+            self.line(f"const int d = ((batch * {at.ahead} + u) * 32 + lane) * {at.size};")
+            last = f"d < {c.k} ? d : {c.k - at.size}" if at.pitch > c.k else "d"
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
+                column = f"column0 + n < {c.n} ? column0 + n : {c.n - 1}"
+                self.line(f"rlx_stream<{at.size}>(held[u][n], {self.address(c.b, last, column)});")
+        with self.lambda_("const auto first = [&]() {"):
+            self.line("#pragma unroll")
+            self.line(f"for (int u = 0; u < {at.ahead}; u++) fetch(u, (slot * {WARPS} + warp) * {at.columns}, 0);")
+
+    @contextmanager
+    def lambda_(self, opening: str) -> Iterator[None]:
+        with self.scope([opening]):
+            yield
+        self.lines[-1] += ";"
 
     def by_columns(self, c: Contract, m: str) -> None:
         """Lanes share the summed axis; the last lanes of a warp write the columns."""
-        at, size = self.launch, self.launch.size
-        assert isinstance(c.b, Operand)
-        step = WARPS * AT_ONCE
-        with self.scope(
-            [f"for (int column0 = slot * {step} + warp * {AT_ONCE}; column0 < {c.n}; column0 += {at.each * step}) {{"]
-        ):
-            self.line(f"float sum[{AT_ONCE}][{c.m}] = {{}};")
-            with self.scope(["#pragma unroll 4", f"for (int d = lane * {size}; d < {c.k}; d += {32 * size}) {{"]):
-                for n in range(AT_ONCE):
-                    column = f"column0 + {n} < {c.n} ? column0 + {n} : {c.n - 1}"
-                    self.operand(c.b, size, "d", column, f"w{n}")
-                with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
-                    self.line(f"float x[{size}];")
-                    if size == 8:
-                        self.line(f"const float* const from = rows + r * {self.pitch} + d / 2;")
-                        self.line(
-                            f"*(float4*)x = *(const float4*)from, *(float4*)(x + 4) = *(const float4*)(from + {self.pitch // 2});"
-                        )
-                    else:
-                        self.line(f"for (int v = 0; v < {size}; v++) x[v] = rows[r * {self.pitch} + d + v];")
-                    for n in range(AT_ONCE):
-                        self.line(f"for (int v = 0; v < {size}; v++) sum[{n}][r] = fmaf(x[v], w{n}[v], sum[{n}][r]);")
+        at, many = self.launch, self.launch.columns
+        step = WARPS * many
+        with self.scope([f"for (int column0 = (slot * {WARPS} + warp) * {many}; column0 < {c.n}; column0 += {at.each * step}) {{"]):
+            self.line(f"float sum[{many}][{c.m}] = {{}};")
+            with self.scope(["#pragma unroll 1", f"for (int batch = 0; batch < {at.batches}; batch++) {{"]):
+                self.line(f"const bool last = batch == {at.batches - 1};")
+                self.line(f"const int column1 = last ? column0 + {at.each * step} : column0;")
+                with self.scope(["#pragma unroll", f"for (int u = 0; u < {at.ahead}; u++) {{"]):
+                    self.products(c)
             self.line("float mine = 0;")
-            with self.scope(["#pragma unroll", f"for (int e = 0; e < {AT_ONCE * c.m}; e++) {{"]):
+            with self.scope(["#pragma unroll", f"for (int e = 0; e < {many * c.m}; e++) {{"]):
                 self.line(f"float all = sum[e / {c.m}][e % {c.m}];")
                 self.line("for (int by = 16; by > 0; by /= 2) all += rlx_from(all, 32, by);")
                 self.line("if (lane == e) mine = all;")
-            with self.scope([f"if (lane < {AT_ONCE * c.m} && column0 + lane / {c.m} < {c.n} && lane % {c.m} < {m}) {{"]):
+            with self.scope([f"if (lane < {many * c.m} && column0 + lane / {c.m} < {c.n} && lane % {c.m} < {m}) {{"]):
                 self.finish(c, f"lane % {c.m}", f"column0 + lane / {c.m}", "mine")
+
+    def products(self, c: Contract) -> None:
+        """Uses load number u of the batch, and puts the one `ahead` loads later in its place."""
+        at, size = self.launch, self.launch.size
+        assert isinstance(c.b, Operand)
+        self.line(f"float w[{at.columns}][{size}];")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
+            self.widened(c.b, size, "held[u][n]", "x")
+            self.line(f"for (int v = 0; v < {size}; v++) w[n][v] = x[v];")
+        self.line(f"if (column1 < {c.n}) fetch(u, column1, last ? 0 : batch + 1);")
+        with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
+            self.line(f"float x[{size}];")
+            chunk, pieces = f"((batch * {at.ahead} + u) * 32 + lane)", max(1, size // 4)
+            self.line(f"const float* const from = rows + r * {at.pitch} + {chunk} * {min(4, size)};")
+            for piece in range(pieces):
+                self.line(f"rlx_fetch<{min(4, size)}>(*(float(*)[{min(4, size)}])(x + {4 * piece}), from + {at.pitch // pieces * piece});")
+            self.line(f"for (int n = 0; n < {at.columns}; n++)")
+            self.line(f"  for (int v = 0; v < {size}; v++) sum[n][r] = fmaf(x[v], w[n][v], sum[n][r]);")
 
     def by_rows(self, c: Contract, m: str) -> None:
         """A lane has adjacent columns; the warps share the summed axis and add their sums in shared memory."""
@@ -188,9 +256,11 @@ class GemvWriter(CudaWriter):
             self.scope([f"if (column0 < {c.n}) {{"]),
             self.scope(["#pragma unroll 8", f"for (int d = warp; d < {c.k}; d += {WARPS}) {{"]),
         ):
-            self.operand(c.b, size, "d", "column0", "w")
+            self.line(f"{CUDA.element(c.b.dtype)} held[{size}];")
+            self.line(f"rlx_fetch<{size}>(held, {self.address(c.b, 'd', 'column0')});")
+            self.widened(c.b, size, "held", "w")
             with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
-                self.line(f"const float x = rows[r * {self.pitch} + {self.at('d')}];")
+                self.line(f"const float x = rows[r * {self.launch.pitch} + {self.at('d')}];")
                 self.line(f"for (int v = 0; v < {size}; v++) sum[r][v] = fmaf(x, w[v], sum[r][v]);")
         self.line(f"__shared__ float parts[{WARPS}][{c.m}][{32 * size}];")
         self.line(f"for (int r = 0; r < {c.m}; r++)")

@@ -76,10 +76,10 @@ class CudaWriter(Writer):
             f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})',
             f"{name}({', '.join(self.arguments())}) {{",
         ]
-        self.line("rlx_begin();")
         for text in self.coordinates():
             self.line(text)
         self.declare_locals()
+        self.begin()
         self.limits = {v: text for v, n in self.ranges() if (text := self.limit(v, n))}
         for var, _ in k.grid:
             if var in self.limits:
@@ -89,6 +89,9 @@ class CudaWriter(Writer):
         else:
             self.block(k.body)
         return "\n".join([*head, *self.lines, "}", ""])
+
+    def begin(self) -> None:
+        self.line("rlx_begin();")
 
     def coordinates(self) -> Iterator[str]:
         """The grid point of this thread, from the last axis to the first."""
@@ -298,8 +301,10 @@ class CudaWriter(Writer):
 
 
 def arguments_of(launch: Launch) -> Sequence[str]:
-    """Additional arguments after the buffers, in order: "scratch", "counters", "status"."""
-    return ["scratch"] * bool(launch.scratch) + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
+    """Additional arguments after the buffers, in order."""
+    early = getattr(launch, "early", None) is not None
+    return (["scratch"] * bool(launch.scratch) + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
+            + ["early"] * early)  # fmt: skip
 
 
 __all__ = ["WIDE", "CudaWriter", "arguments_of", "may_fail"]

@@ -72,6 +72,16 @@ template <int V, class E> RLX_FN void rlx_fetch(E (&out)[V], const E* at) {
     memcpy((char*)out + n * bytes, &got, bytes);
   }
 }
+/* The same for elements that no other block reads: a load that stays where it stands in the program. */
+template <int V, class E> RLX_FN void rlx_stream(E (&out)[V], const E* at) {
+  if constexpr (V * sizeof(E) == 16) {
+    uint4 got;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at));
+    memcpy(out, &got, 16);
+  } else {
+    rlx_fetch<V>(out, at);
+  }
+}
 template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
   constexpr int bytes = V * sizeof(E) < 16 ? V * sizeof(E) : 16;
   typedef typename rlx_chunk<bytes>::type chunk;
