@@ -70,7 +70,8 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
         record = 4 * rows * (width + 2)
         return AttentionLaunch(
             kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + groups * record, scratch=record if parts > 1 else 0,
-            counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False, tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts,
+            counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False, tiles=batch * shared, lanes=lanes, ahead=ahead,
+            parts=parts,
         )  # fmt: skip
     same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
     tensor = same and size % 16 == width % 16 == 0 and _in_chunks(k) and _in_chunks(v)
@@ -112,7 +113,8 @@ class AttentionWriter(CudaWriter):
         status = "status" if may_fail(self.kernel) else "(int*)0"
         lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, part == 0 ? {status} : (int*)0);")
         operands = [self.pointer(v) for v in native.inputs[:3]]
-        operands += ["(const unsigned char*)0" if mask is None else self.pointer(mask), self.pointer(native.outputs[0]), "tile", "g"]
+        operands.append("(const unsigned char*)0" if mask is None else self.pointer(mask))
+        operands += [self.pointer(native.outputs[0]), "tile", "g"]
         if at.lanes:
             parted = ["(float*)rlx_scratch", "rlx_counters"] if at.counters else ["(float*)0", "(unsigned*)0"]
             operands += ["part", "span", "(float*)shared", *parted]

@@ -80,8 +80,8 @@ def compile_kernels(kernels: Sequence[tuple[str, Kernel]], arch: str) -> list[Cu
         maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
         text = text_of(at, name)
         return CudaCode(
-            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters, tuple(arguments_of(at)), maps,
-            getattr(at, "early", None),
+            name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
+            tuple(arguments_of(at)), maps, getattr(at, "early", None),
         )
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once

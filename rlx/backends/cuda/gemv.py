@@ -147,7 +147,7 @@ class GemvWriter(CudaWriter):
         return None
 
     def at(self, step: str) -> str:
-        """Where element `step` of a row is staged: first groups of 4 of all loads, then second ones, so that lanes read adjacent ones."""
+        """Where element `step` of a row is staged: the first 4 of every load, then the next, so that lanes read adjacent ones."""
         size = self.launch.size
         if size <= 4:
             return step
@@ -189,7 +189,7 @@ class GemvWriter(CudaWriter):
         self.line(f"for (int v = 0; v < {size}; v++) {name}[v] = {wide};")
 
     def declare_batch(self) -> None:
-        """A batch of loads in flight, `fetch(u, column, batch)` to load its number u, and `first()` for all of the first batch."""
+        """A batch of loads in flight; `fetch(u, column, batch)` starts number u, `first()` all of the first batch."""
         at, c = self.launch, self.launch.contract
         assert isinstance(c.b, Operand)
         self.line(f"{CUDA.element(c.b.dtype)} held[{at.ahead}][{at.columns}][{at.size}];")
@@ -212,12 +212,12 @@ class GemvWriter(CudaWriter):
     def by_columns(self, c: Contract, m: str) -> None:
         """Lanes share the summed axis; the last lanes of a warp write the columns."""
         at, many = self.launch, self.launch.columns
-        step = WARPS * many
-        with self.scope([f"for (int column0 = (slot * {WARPS} + warp) * {many}; column0 < {c.n}; column0 += {at.each * step}) {{"]):
+        step = at.each * WARPS * many
+        with self.scope([f"for (int column0 = (slot * {WARPS} + warp) * {many}; column0 < {c.n}; column0 += {step}) {{"]):
             self.line(f"float sum[{many}][{c.m}] = {{}};")
             with self.scope(["#pragma unroll 1", f"for (int batch = 0; batch < {at.batches}; batch++) {{"]):
                 self.line(f"const bool last = batch == {at.batches - 1};")
-                self.line(f"const int column1 = last ? column0 + {at.each * step} : column0;")
+                self.line(f"const int column1 = last ? column0 + {step} : column0;")
                 with self.scope(["#pragma unroll", f"for (int u = 0; u < {at.ahead}; u++) {{"]):
                     self.products(c)
             self.line("float mine = 0;")
@@ -242,7 +242,8 @@ class GemvWriter(CudaWriter):
             chunk, pieces = f"((batch * {at.ahead} + u) * 32 + lane)", max(1, size // 4)
             self.line(f"const float* const from = rows + r * {at.pitch} + {chunk} * {min(4, size)};")
             for piece in range(pieces):
-                self.line(f"rlx_fetch<{min(4, size)}>(*(float(*)[{min(4, size)}])(x + {4 * piece}), from + {at.pitch // pieces * piece});")
+                to = f"*(float(*)[{min(4, size)}])(x + {4 * piece})"
+                self.line(f"rlx_fetch<{min(4, size)}>({to}, from + {at.pitch // pieces * piece});")
             self.line(f"for (int n = 0; n < {at.columns}; n++)")
             self.line(f"  for (int v = 0; v < {size}; v++) sum[n][r] = fmaf(x[v], w[n][v], sum[n][r]);")
 

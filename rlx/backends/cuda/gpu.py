@@ -179,8 +179,8 @@ class Gpu:
         self, function: Any, blocks: int, threads: int, shared: int, arguments: Sequence[int], maps: Sequence[Any] = (),
         early: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a kernel whose arguments are descriptors of tensors, then addresses. `early`: its blocks may start before the kernel
-        queued before it ends; each waits for that itself (rlx_begin)."""
+        """Queue a kernel whose arguments are descriptors of tensors, then addresses. `early`: its blocks may start before the
+        kernel queued before it ends; each waits for that itself (rlx_begin)."""
         d, config = self.driver, self.driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
