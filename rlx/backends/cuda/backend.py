@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 from rlx.backends.cuda import attention
-from rlx.backends.cuda.code import CudaCode, compile_kernels
+from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
@@ -50,7 +50,10 @@ class CudaBackend:
         """CompileError: NVRTC rejects a kernel, which is a fault of the renderer."""
         (arch,) = program.target.features
         codes = self._codes.setdefault(arch, Codes(lambda kernels: compile_kernels(kernels, arch)))
-        return CudaArtifact(program, codes.of(s.kernel for steps in program.phases.values() for s in steps))
+        launches, phases = groups_of(program, arch), program.phases
+        wanted = [[program.steps[n].kernel for n in group] for group in launches]
+        wanted += [[s.kernel] for phase in ("prepare", "commit", "abort") for s in phases[phase]]
+        return CudaArtifact(program, codes.of_keys({key_of(kernels): kernels for kernels in wanted}), launches)
 
     def load(
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,

@@ -14,16 +14,19 @@ from rlx.backends.cuda import attention
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
+from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, launch
 from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
+from rlx.ir.kernel_text import kernel_key
+from rlx.ir.program import Program
 
 
 @dataclass(frozen=True)
 class CudaCode:
-    """One kernel: its CUDA C++, its cubin, and how it is launched. `more`: arguments behind the buffers.
+    """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
     `early`: the buffer that is read before earlier kernels of the run end, if none of them writes it."""
 
     name: str
@@ -34,7 +37,7 @@ class CudaCode:
     shared: int
     scratch: int
     counters: int
-    more: tuple[str, ...]
+    more: tuple[tuple[str, ...], ...]
     maps: tuple[TensorMap, ...] = ()
     early: int | None = None
 
@@ -51,9 +54,13 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
 
 def text_of(at: Launch, name: str) -> str:
     """The translation unit of one kernel."""
-    wide = at.points >= WIDE or any(b.size >= WIDE for b in at.kernel.buffers) or at.blocks * at.threads >= WIDE
     own = (Path(__file__).parent / "hopper.h").read_text() if isinstance(at, TensorLaunch) else ""
-    return prologue(wide) + own + WRITERS[type(at)](at).function(name)
+    return prologue(is_wide(at)) + own + WRITERS[type(at)](at).function(name)
+
+
+def is_wide(at: Launch) -> bool:
+    """True if positions take 64 bits."""
+    return at.points >= WIDE or any(b.size >= WIDE for b in at.kernel.buffers) or at.blocks * at.threads >= WIDE
 
 
 def prologue(wide: bool) -> str:
@@ -68,26 +75,44 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
 }  # fmt: skip
 
 
-def compile_kernels(kernels: Sequence[tuple[str, Kernel]], arch: str) -> list[CudaCode]:
-    """The code of each kernel (by its kernel_key), compiled in parallel threads. CompileError: a fault of the renderer."""
+def groups_of(program: Program, arch: str) -> tuple[tuple[int, ...], ...]:
+    """The launches of a run, as numbers of steps."""
+    kernels = [s.kernel for s in program.steps]
+    return tuple(groups(program, [not k.collective and may_join(launch_of(k, arch)) for k in kernels]))
 
-    def one(keyed: tuple[str, Kernel]) -> CudaCode:
-        key, kernel = keyed
+
+def key_of(kernels: Sequence[Kernel]) -> str:
+    return "\n".join(kernel_key(kernel) for kernel in kernels)
+
+
+def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str) -> list[CudaCode]:
+    """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer."""
+
+    def one(keyed: tuple[str, Sequence[Kernel]]) -> CudaCode:
+        key, (kernel, *others) = keyed
         name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         if kernel.collective:
             return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, 0, ())
+        if others:
+            return together(name, [kernel, *others])
         at = launch_of(kernel, arch)
         maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
         text = text_of(at, name)
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
-            tuple(arguments_of(at)), maps, getattr(at, "early", None),
+            (tuple(arguments_of(at)),), maps, getattr(at, "early", None),
         )
+
+    def together(name: str, kernels: Sequence[Kernel]) -> CudaCode:
+        group = Group([kernel_key(k) for k in kernels], [launch_of(k, arch) for k in kernels])
+        text = prologue(any(map(is_wide, group.members))) + group.function(name)
+        more = tuple(tuple(arguments_of(at)) for at in group.members)
+        return CudaCode(name, text, cubin(text, arch), group.blocks, group.threads, group.shared, 0, 0, more)
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as threads:
-        return list(threads.map(one, kernels))
+        return list(threads.map(one, launches))
 
 
 def cubin(text: str, arch: str) -> bytes:
@@ -100,4 +125,4 @@ def cubin(text: str, arch: str) -> bytes:
         raise CompileError(f"NVRTC rejects a kernel for {arch}: {str(e)[:3000]}") from e
 
 
-__all__ = ["CudaCode", "compile_kernels", "cubin", "launch_of", "text_of"]
+__all__ = ["CudaCode", "compile_kernels", "cubin", "groups_of", "key_of", "launch_of", "text_of"]

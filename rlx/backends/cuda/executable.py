@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.code import CudaCode, key_of
 from rlx.backends.cuda.gpu import CudaMemory, check
+from rlx.backends.cuda.render import may_fail
 from rlx.backends.shared.loaded import POISON, Loaded, check_fits
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
@@ -19,24 +20,29 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CollectiveError, IndexRangeError, PlanError
 from rlx.ir.kernel import STATUS
-from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program, Region, Step, kernel_labels
 
+Numbered = Sequence[tuple[int, Step]]  # steps of one launch, with their numbers
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 
 
 @dataclass(frozen=True)
 class CudaArtifact:
-    """Artifact protocol (rlx.driver.backend): the code of each kernel by its kernel_key."""
+    """Artifact protocol (rlx.driver.backend): the code of each launch by the key_of its kernels. `launches`: those of a run, as
+    numbers of steps."""
 
     program: Program
     codes: Mapping[str, CudaCode]
+    launches: tuple[tuple[int, ...], ...]
     written: Callable[[], dict[str, str]] | None = None
 
     def texts(self) -> dict[str, str]:
         if self.written is not None:
             return self.written()
-        return {label: self.codes[kernel_key(kernel)].text for kernel, label in kernel_labels(self.program).items()}
+        phases, labels = self.program.phases, kernel_labels(self.program)
+        launches = [[self.program.steps[n].kernel for n in group] for group in self.launches]
+        launches += [[s.kernel] for phase in ("prepare", "commit", "abort") for s in phases[phase]]
+        return {labels[k]: self.codes[key_of(kernels)].text for kernels in reversed(launches) for k in kernels}
 
 
 class CudaExecutable(Loaded):
@@ -50,11 +56,11 @@ class CudaExecutable(Loaded):
         program, self.gpu, self._memory = artifact.program, memory.gpu, memory
         self.artifact, self.functions = artifact, functions
         super().__init__(program, params or ParamStore(), handles or HandleStore(), memory, constants)
-        codes = [artifact.codes[kernel_key(s.kernel)] for steps in program.phases.values() for s in steps]
+        codes = artifact.codes.values()
         self._scratch = memory.allocate(max((c.scratch * c.blocks for c in codes), default=0))
         self._counters = memory.allocate(4 * max((c.counters for c in codes), default=0))  # zero between kernels
         self._status = memory.allocate(4 * max(1, len(program.steps)))
-        self._may_fail = ["status" in artifact.codes[kernel_key(s.kernel)].more for s in program.steps]
+        self._may_fail = [may_fail(s.kernel) for s in program.steps]
         self.exchanges = Exchanges(program, transport, self._may_fail)
         for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
@@ -94,7 +100,7 @@ class CudaExecutable(Loaded):
             held[buffer] = self.device_memory.allocate(array.nbytes)
             self.device_memory.copy_in(held[buffer], bytes_of(np.ascontiguousarray(array)))
         for i in steps:
-            self._launch(self.program.prepare[i], {buffer: block.address for buffer, block in held.items()})
+            self._launch([(0, self.program.prepare[i])], {buffer: block.address for buffer, block in held.items()})
         if held:
             self.gpu.wait()  # before their memory is freed
 
@@ -142,7 +148,7 @@ class CudaExecutable(Loaded):
         """Undo the in-place updates made by the steps before `failed`."""
         for at, step in self.program.abort:
             if at < failed:
-                self._launch(step)
+                self._launch([(0, step)])
 
     def _check_status(self) -> None:
         """IndexRangeError: a Check of a step failed."""
@@ -161,37 +167,42 @@ class CudaExecutable(Loaded):
     def _steps(self) -> list[Replay | Exchange]:
         """The steps between collectives as graphs, and the collectives."""
         parts: list[Replay | Exchange] = []
-        for n, step in enumerate(self.program.steps):
-            if step.kernel.collective:
-                parts.append(Exchange(self, n, step))
+        for group in self.artifact.launches:
+            steps = [(n, self.program.steps[n]) for n in group]
+            if steps[0][1].kernel.collective:
+                parts.append(Exchange(self, *steps[0]))
             elif parts and isinstance(parts[-1], Replay):
-                parts[-1].steps.append(step)
+                parts[-1].launches.append(steps)
             else:
-                parts.append(Replay(self, n, [step]))
+                parts.append(Replay(self, group[0], [steps]))
         return parts
 
     @cached_property
     def _commit_part(self) -> Replay:
-        return Replay(self, -1, list(self.program.commit))
+        return Replay(self, -1, [[(0, step)] for step in self.program.commit])
 
     def _commit(self) -> None:
         if self.program.commit:
             self._commit_part.run()
 
-    def arguments(self, step: Step, given: Mapping[int, int], status: int) -> list[int]:
+    def arguments(self, step: Step, given: Mapping[int, int], more: Sequence[int]) -> list[int]:
         """The addresses that a step's kernel takes. PlanError: its arguments are larger than the buffers it is given."""
         sizes = [b.size * b.dtype.itemsize for b in step.kernel.buffers]
         if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
             raise PlanError(f"{self.program.name}: the buffers of {step.kernel.name} are larger than its arguments {step.args}")
-        code = self.artifact.codes[kernel_key(step.kernel)]
-        early = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
-        more = {"scratch": self._scratch.address, "counters": self._counters.address, "status": status, "early": int(early)}
-        return [*(given.get(a) or self.address(a) for a in step.args), *(more[name] for name in code.more)]
+        return [*(given.get(a) or self.address(a) for a in step.args), *more]
 
-    def _launch(self, step: Step, given: Mapping[int, int] | None = None, number: int = 0, early: bool = False) -> None:
-        code = self.artifact.codes[kernel_key(step.kernel)]
+    def _launch(self, steps: Numbered, given: Mapping[int, int] | None = None, early: bool = False) -> None:
+        code = self.artifact.codes[key_of([step.kernel for _, step in steps])]
         if code.blocks:
-            arguments = self.arguments(step, given or {}, self._status.address + 4 * number)
+            arguments: list[int] = []
+            for (number, step), names in zip(steps, code.more):
+                known = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
+                more = {
+                    "scratch": self._scratch.address, "counters": self._counters.address,
+                    "status": self._status.address + 4 * number, "early": int(known),
+                }  # fmt: skip
+                arguments += self.arguments(step, given or {}, [more[name] for name in names])
             maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
             self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
 
@@ -219,8 +230,8 @@ class Exchange:
 class Replay:
     """The kernels of the steps from number `first` on as one CUDA graph, made at the first run."""
 
-    def __init__(self, owner: CudaExecutable, first: int, steps: list[Step]) -> None:
-        self.owner, self.first, self.steps = owner, first, steps
+    def __init__(self, owner: CudaExecutable, first: int, launches: list[Numbered]) -> None:
+        self.owner, self.first, self.launches = owner, first, launches
         self._graph: Any = None
 
     def run(self) -> None:
@@ -237,8 +248,8 @@ class Replay:
             "recording a run",
         )
         try:
-            for n, step in enumerate(self.steps, self.first):
-                self.owner._launch(step, number=max(0, n), early=n > self.first)
+            for n, steps in enumerate(self.launches):
+                self.owner._launch(steps, early=n > 0)
         finally:
             graph = check(gpu.driver.cuStreamEndCapture(stream), "recording a run")
         made = check(gpu.driver.cuGraphInstantiate(graph, 0), "recording a run")

@@ -57,6 +57,7 @@ class CudaWriter(Writer):
 
     # -- the function
 
+    block_number = "blockIdx.x"
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
 
     def arguments(self) -> list[str]:
@@ -69,13 +70,16 @@ class CudaWriter(Writer):
             found.append("unsigned* rlx_counters")
         return found + ["int* status"] * may_fail(self.kernel)
 
-    def function(self, name: str) -> str:
+    def function(self, name: str, member: bool = False) -> str:
+        """`member`: as a function of the device, whose last argument is the number of the block among its own."""
         k, at = self.kernel, self.launch
-        head = [
-            f"// {' '.join(k.origin)}",
-            f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})',
-            f"{name}({', '.join(self.arguments())}) {{",
-        ]
+        how = f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})'
+        arguments = self.arguments()
+        if member:
+            how, self.block_number = "RLX_FN void", "rlx_block"
+            arguments.append("unsigned rlx_block")
+            self.line(f"if (threadIdx.x >= {at.threads}) return;")
+        head = [f"// {' '.join(k.origin)}", how, f"{name}({', '.join(arguments)}) {{"]
         for text in self.coordinates():
             self.line(text)
         self.declare_locals()
@@ -99,7 +103,7 @@ class CudaWriter(Writer):
         each = at.threads // at.team
         yield f"const int me = threadIdx.x % {at.team};" if at.team > 1 else "const int me = 0;"
         mine = "" if each == 1 else f" * {each} + threadIdx.x / {at.team}" if at.team > 1 else f" * {each} + threadIdx.x"
-        yield f"rlx_index point = (rlx_index)blockIdx.x{mine};"
+        yield f"rlx_index point = (rlx_index){self.block_number}{mine};"
         yield f"if (point >= {at.points}) return;"
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
             name, size = self.name(var, "g"), at.vector if n == 0 else 1
@@ -120,7 +124,7 @@ class CudaWriter(Writer):
             if at.team == 1:
                 self.line(CUDA.local(element, name, x))
                 continue
-            base = "rlx_shared" if at.shared else f"rlx_scratch + (size_t)blockIdx.x * {at.scratch}"
+            base = "rlx_shared" if at.shared else f"rlx_scratch + (size_t){self.block_number} * {at.scratch}"
             each, bytes_ = at.threads // at.team, -(-max(1, x.size) * x.dtype.itemsize // 16) * 16
             mine = "" if each == 1 else f" + threadIdx.x / {at.team} * {bytes_}"
             self.line(f"{element}* const {name} = ({element}*)({base} + {offset}{mine});")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
@@ -17,13 +17,16 @@ Code = TypeVar("Code")
 class Codes(Generic[Code]):
     """LRU cache of code by kernel_key, with `kept` entries. `make` compiles the missing kernels in one batch."""
 
-    def __init__(self, make: Callable[[Sequence[tuple[str, Kernel]]], Sequence[Code]], kept: int = KEPT) -> None:
+    def __init__(self, make: Callable[[Sequence[tuple[str, Any]]], Sequence[Code]], kept: int = KEPT) -> None:
         self._make, self._kept, self._lock = make, kept, threading.Lock()
         self._codes: OrderedDict[str, Code] = OrderedDict()
 
     def of(self, kernels: Iterable[Kernel]) -> dict[str, Code]:
         """The code of each kernel, by its key."""
-        wanted = {kernel_key(kernel): kernel for kernel in {id(x): x for x in kernels}.values()}
+        return self.of_keys({kernel_key(kernel): kernel for kernel in {id(x): x for x in kernels}.values()})
+
+    def of_keys(self, wanted: Mapping[str, Any]) -> dict[str, Code]:
+        """The code of anything that `make` takes, by a key that says all of it."""
         with self._lock:
             found = {key: self._codes[key] for key in wanted if key in self._codes}
             missing = [(key, kernel) for key, kernel in wanted.items() if key not in found]
