@@ -195,10 +195,12 @@ class GemvWriter(CudaWriter):
         self.line(f"{CUDA.element(c.b.dtype)} held[{at.ahead}][{at.columns}][{at.size}];")
         with self.lambda_("const auto fetch = [&](int u, int column0, int batch) {"):
             self.line(f"const int d = ((batch * {at.ahead} + u) * 32 + lane) * {at.size};")
-            last = f"d < {c.k} ? d : {c.k - at.size}" if at.pitch > c.k else "d"
             with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
+                if at.pitch > c.k:  # zeros, since infinity times the zeros behind a row is NaN
+                    self.line(f"for (int v = 0; v < {at.size}; v++) held[u][n][v] = 0;")
+                    self.line(f"if (d >= {c.k}) continue;")
                 column = f"column0 + n < {c.n} ? column0 + n : {c.n - 1}"
-                self.line(f"rlx_stream<{at.size}>(held[u][n], {self.address(c.b, last, column)});")
+                self.line(f"rlx_stream<{at.size}>(held[u][n], {self.address(c.b, 'd', column)});")
         with self.lambda_("const auto first = [&]() {"):
             self.line("#pragma unroll")
             self.line(f"for (int u = 0; u < {at.ahead}; u++) fetch(u, (slot * {WARPS} + warp) * {at.columns}, 0);")
