@@ -12,6 +12,7 @@ from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
+from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -69,8 +70,8 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128,
-        alignment=256, natives={"attention": attention.claim},
-        computes=_computes,
+        alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
+        packs={"dequant_matmul": packed.packs}, followed=frozenset({"dequant_matmul"}), computes=_computes,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from rlx.backends.cuda import attention
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
+from rlx.backends.cuda.gemv_blocks import BlocksLaunch, BlocksWriter, of_blocks
 from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, launch
@@ -45,7 +46,7 @@ class CudaCode:
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if attention.native_of(kernel):
         return attention.launch(kernel)
-    if found := few_rows(kernel):
+    if found := few_rows(kernel) or of_blocks(kernel):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
@@ -70,7 +71,7 @@ def prologue(wide: bool) -> str:
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter,
-    TensorLaunch: TensorWriter, Tile: TileWriter, GemvLaunch: GemvWriter,
+    TensorLaunch: TensorWriter, Tile: TileWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter,
 }  # fmt: skip
 

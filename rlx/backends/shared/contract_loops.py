@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlx.backends.shared.packed import panel as panel_of
 from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Operand, Reduce, Stmt, Var, alu, const, k
 
 
@@ -36,6 +37,10 @@ def _element(o: Operand | Computed, row: Expr, column: Expr, depth: int) -> tupl
     """Element (row, column) of an operand that sums `depth` products, and the statements that compute it."""
     if isinstance(o, Computed):
         return (Let(o.column, column), *o.body), k.cast(o.value, o.dtype)
+    if o.blocks:
+        p = panel_of(o.blocks)
+        blocks = k.mul(k.div(column, p.rows), depth // p.plain.block * p.packed.nbytes)
+        return (), p.packed.element(row, lambda at: Load(o.buffer, k.add(o.offset, k.add(blocks, at))), k.rem(column, p.rows))
     if not o.panel:
         index = alu("add", alu("mul", row, const(o.row_stride)), alu("mul", column, const(o.col_stride)))
     else:  # [ceil(n/panel)][ceil(depth/group)][panel][group]

@@ -24,17 +24,13 @@ from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_fu
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, Plan, distinct, kept_locals, other_tasks
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
+from rlx.backends.shared.packed import PANEL, STEP, claim, packs, panel
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.blocks import FORMATS, Bits, Panel
+from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
-from rlx.ir.graph import CONSTANT, PARAM, Node, Value
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
-from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.target import Target
 
-PANEL = 32  # rows of a panel: two 64-byte vectors of dwords
-STEP = 32  # elements per iteration ("turn") of the innermost loop
-DTYPES = ("f32", "bf16", "f16")
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
 TINY = 2.0**-100  # below it a reciprocal could overflow
@@ -44,37 +40,6 @@ TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth hand
 GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
 TASKS_PER_THREAD = 4
 MAGIC = 0x4B400000  # bits of 1.5 * 2**23: adding a small float to it leaves the nearest integer in the low bits
-
-
-def claim(node: Node) -> str | None:
-    """None if `render` has a kernel for this node; else the reason why not."""
-    x, packed = node.inputs
-    if x.dtype.name not in DTYPES:
-        return f"quantised weights multiply {', '.join(DTYPES)}, not {x.dtype.name}"
-    p = panel(node.attrs.format)  # type: ignore[union-attr]
-    f, fault = p.plain, p.fault()
-    if fault or len(f.q.parts) > 2 or p.each(f.scales) > 2 or p.each(f.mins) > 1:
-        return fault or f"no kernel for {f.name}: it has over two parts of an integer, two scales or one min in {STEP} elements"
-    if not x.dims or not isinstance(x.dims[-1], int) or x.dims[-1] % f.block:
-        return f"columns come in whole blocks of {f.block}, {x.shape} has {x.dims[-1] if x.dims else 'none'}"
-    if x.shape.num_elements == 0 or packed.shape.num_elements == 0:
-        return "there is nothing to multiply"
-    return None if _is_known(packed) else "only weights that are params are packed"
-
-
-def panel(format: str) -> Panel:
-    """The panels that `render` reads."""
-    return Panel(FORMATS[format], PANEL, STEP)
-
-
-def _is_known(value: Value) -> bool:
-    node = value.node
-    return node.op in (PARAM, CONSTANT) or (node.op.ahead and all(map(_is_known, node.inputs)))
-
-
-def packs(node: Node) -> Value:
-    """The weights of a claimed node, packed as `render` expects its second operand."""
-    return pack_quant(node.inputs[1], format=node.attrs.format, rows=PANEL, step=STEP)  # type: ignore[union-attr, return-value]
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
@@ -475,3 +440,6 @@ class _Float(_Product):
                             value = e.bin("fmul", value, scales[4 * n * len(scales) // STEP][v])
                             value = e.bin("fsub", value, least[v]) if least else value
                             e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
+
+
+__all__ = ["axes", "claim", "packs", "panel", "render"]

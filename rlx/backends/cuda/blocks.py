@@ -1,0 +1,129 @@
+"""CUDA C++ that reads panels of quantised weights (rlx.ir.blocks.Panel), derived from the table of formats.
+
+A warp reads a turn of a panel: 32 elements of 32 rows. Lane 4 * g + t has rows 4g to 4g + 3, whose dwords are one 16-byte load,
+and of each row two runs of four adjacent elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rlx.backends.shared.packed import PANEL, panel
+from rlx.ir.blocks import Integers, Panel
+
+HALVES = (0, 1)  # runs of a lane
+
+
+def of_lane(values: Sequence[int]) -> str:
+    """The number of lane t of 4, as an expression."""
+    a, b, c, d = values
+    if a == b == c == d:
+        return str(a)
+    if a == b and c == d:
+        return f"({a} + t / 2 * {c - a})"
+    return f"({a} + t * {b - a})" if [a + n * (b - a) for n in range(4)] == [a, b, c, d] else f"({a} + t % 2 * {b - a})"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a warp reads a turn. `half`: the first or the second run of each lane."""
+
+    panel: Panel
+
+    @property
+    def bits(self) -> int:
+        return sum(part.bits for part in self.panel.plain.q.parts)
+
+    @property
+    def exact(self) -> bool:
+        """Whether rlx_narrow_pair takes the integers."""
+        return self.bits < 8 or self.panel.packed.zero == 128
+
+    @property
+    def groups(self) -> int:
+        """Scales of a turn."""
+        return self.panel.each(self.panel.plain.scales) or 1
+
+    def runs(self, half: int) -> list[int]:
+        """The number of a lane's run of four elements, for t = 0 to 3. All lanes of a half have elements of one scale."""
+        return [4 * half + t if self.groups == 2 else 2 * t + half for t in range(4)]
+
+    def dwords(self, part: int, half: int) -> tuple[int, ...]:
+        """The number of the dword with the bits of part `part`."""
+        each, order = 32 // self.panel.plain.q.parts[part].bits, self.panel.dwords
+        return tuple(order.index((part, 4 * run // each * each)) for run in self.runs(half))
+
+    @cached_property
+    def loads(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The distinct 16-byte loads of a lane: the part and its dwords for t = 0 to 3."""
+        return list(dict.fromkeys((p, self.dwords(p, h)) for h in HALVES for p in range(len(self.panel.plain.q.parts))))
+
+    def word(self, half: int) -> str:
+        """Four integers of row `row` (0 to 3) of the lane, a byte each."""
+        found, q = [], self.panel.plain.q
+        for part, bits in enumerate(q.parts):
+            shift = of_lane([run % (8 // bits.bits) * bits.bits for run in self.runs(half)])
+            text = f"a.q[{self.loads.index((part, self.dwords(part, half)))}][row]"
+            text = text if shift == "0" else f"{text} >> {shift}"
+            text = text if bits.bits == 8 else f"({text} & 0x{bits.mask * 0x01010101:08x}u)"
+            found.append(f"({text} << {q.shifts[part]})" if q.shifts[part] else text)
+        return " | ".join(found)
+
+    def small(self, integers: Integers, at: int, by: str) -> str:
+        """Element `row` of the bytes `at`, times `by`."""
+        word = f"(a.small[{at}] ^ 0x80808080u)" if integers.signed else f"a.small[{at}]"
+        less = (1 << 23) + 128 * integers.signed
+        return f"{by}[row] * (__uint_as_float(__byte_perm({word}, 0x4b000000u, 0x7440 + row)) - {less}.0f)"
+
+    def header(self) -> str:
+        """blocks.h with the functions of the format."""
+        before, _, after = (Path(__file__).parent / "blocks.h").read_text().partition("// Here are the functions of the format")
+        return before + self.functions() + after.partition("\n")[2]
+
+    def functions(self) -> str:
+        """rlx_turn: the bytes of a lane. rlx_load_turn: turn `turn` of a block of a panel. rlx_word: four integers of a row.
+        rlx_factors: scales and mins of the lane's rows."""
+        p, f = self.panel, self.panel.packed
+        count, each = len(f.numbers), p.each(f.scales)
+        smalls = each + p.each(f.mins)
+        lines = [
+            f"constexpr int RLX_BITS = {self.bits}, RLX_ZERO = {f.zero}, RLX_GROUPS = {self.groups};",
+            f"constexpr bool RLX_MINS = {str(f.mins is not None).lower()};",
+            f"struct rlx_turn {{ uint32_t q[{len(self.loads)}][4]; uint2 number[{count}]; uint32_t small[{max(1, smalls)}]; }};",
+            "RLX_FN rlx_turn rlx_load_turn(const unsigned char* block, int turn, int lane) {",
+            "  const int g = lane / 4, t = lane % 4;",
+            f"  const unsigned char* const at = block + {p.turns_at} + turn * {p.turn_bytes};",
+            "  rlx_turn a;",
+        ]
+        for n, (_, dwords) in enumerate(self.loads):
+            lines.append(f"  rlx_load_dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
+        lines += [f"  a.number[{n}] = __ldg((const uint2*)(block + {at} + g * 8));" for n, at in enumerate(f.numbers)]
+        lines += [f"  a.small[{n}] = __ldg((const uint32_t*)(at + {n * PANEL} + g * 4));" for n in range(smalls)]
+        lines += ["  return a;", "}"]
+        for half in HALVES:
+            lines += [f"RLX_FN uint32_t rlx_word{half}(const rlx_turn& a, int row, int t) {{ return {self.word(half)}; }}"]
+        lines += [
+            "template <int HALF> RLX_FN uint32_t rlx_word(const rlx_turn& a, int row, int t) {",
+            "  return HALF ? rlx_word1(a, row, t) : rlx_word0(a, row, t);",
+            "}",
+            f"RLX_FN int rlx_run(int half, int t) {{ return half ? {of_lane(self.runs(1))} : {of_lane(self.runs(0))}; }}",
+            f"RLX_FN void rlx_factors(const rlx_turn& a, float (&scale)[{self.groups}][4], float (&least)[4]) {{",
+            f"  float number[{count}][4];",
+            f"  for (int n = 0; n < {count}; n++) rlx_wide_4(number[n], a.number[n]);",
+            "  #pragma unroll",
+            "  for (int row = 0; row < 4; row++) {",
+        ]
+        for n in range(self.groups):
+            lines.append(f"    scale[{n}][row] = {self.small(f.scales, n, 'number[0]') if f.scales else 'number[0][row]'};")
+        lines += [f"    least[row] = {self.small(f.mins, each, 'number[1]') if f.mins else '0.0f'};", "  }", "}", ""]
+        return "\n".join(lines)
+
+
+def turn_of(form: str) -> Turn:
+    return Turn(panel(form))
+
+
+__all__ = ["Turn", "of_lane", "turn_of"]

@@ -1,0 +1,129 @@
+"""Products with quantised weights on CUDA: which kernel they get, the bits that lanes read, and results on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.blocks import Turn, of_lane
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.gemv_blocks import BlocksLaunch
+from rlx.backends.cuda.gpu import refusal
+from rlx.backends.shared.packed import PANEL, STEP, panel
+from rlx.compile import lower
+from rlx.ir.blocks import FORMATS
+from rlx.ir.dtype import as_dtype
+from rlx.ir.kernel import Kernel
+from rlx.ir.ops.quant import random_weights
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
+on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
+TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}  # of the largest element: the last rounding, of f32 sums otherwise
+
+
+def product(form: str, m: int, n: int, k: int, dtype: str = "f32", norm: bool = False, exact: bool = False) -> rlx.Graph:
+    """relu(norm(x) @ w.T) + z"""
+    g = rlx.Graph("product")
+    x, w = g.input("x", (m, k), dtype), g.param("w", (n, FORMATS[form].row_bytes(k)), "u8")
+    y = rlx.rms_norm(x, g.param("s", (k,), dtype)) if norm else x
+    g.set_outputs([rlx.relu(rlx.dequant_matmul(y, w, format=form, exact=exact)) + g.input("z", (m, n), dtype)])
+    return g
+
+
+def kernels(g: rlx.Graph, steps: str = "steps") -> list[Kernel]:
+    return [s.kernel for s in getattr(lower(g, target("sm_90a"), rlx.CompileOptions()), steps)]
+
+
+# -- without a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_one_kernel_with_norm_and_epilogue(form):
+    (kernel,) = kernels(product(form, 2, 100, 512, "f32", norm=True))
+    at = launch_of(kernel)
+    assert type(at) is BlocksLaunch and at.columns == 6  # an f32 number is three of bf16
+    assert cubin(text_of(at, "kernel"), "sm_90a")
+
+
+def test_a_long_sum_is_shared_by_the_blocks_of_a_cluster():
+    (kernel,) = kernels(product("q4_k", 1, 1024, 14336, "bf16"))
+    at = launch_of(kernel)
+    assert isinstance(at, BlocksLaunch) and at.parts > 1 and at.parts * at.turns * STEP >= 14336
+    text = text_of(at, "kernel")
+    assert f"__cluster_dims__({at.parts})" in text and cubin(text, "sm_90a")
+
+
+def test_weights_are_packed_ahead_of_runs():
+    assert [k.origin for k in kernels(product("q8_0", 1, 64, 64), "prepare")] == [("pack_quant",)]
+
+
+def test_what_no_claimed_kernel_takes_is_decoded():
+    unaligned = product("q8_0", 1, 100, 40)
+    assert not any(type(launch_of(k)) is BlocksLaunch for k in kernels(unaligned))
+    g = rlx.Graph("computed")  # weights that are not known before runs
+    g.set_outputs([rlx.dequant_matmul(g.input("x", (1, 32), "f32"), g.input("w", (8, 34), "u8"), format="q8_0")])
+    assert not any(type(launch_of(k)) is BlocksLaunch for k in kernels(g))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_lanes_read_the_integers_of_their_rows(form):
+    """The text of a lane's four integers, evaluated, against the format's own positions."""
+    p, rng = panel(form), np.random.default_rng(0)
+    turn, raw = Turn(p), rng.integers(0, 256, p.packed.nbytes + 4 * PANEL, np.uint8)
+    place = lambda text, t: eval(text.replace("/", "//"), {"t": t})  # noqa: E731
+    for row in (0, 1, 6, 31):
+        want = p.packed.q.read(raw[4 * row :][: p.packed.nbytes])
+        for n, t, half in ((n, t, half) for n in range(p.plain.block // STEP) for t in range(4) for half in range(2)):
+            first = p.turns_at + n * p.turn_bytes + p.dwords_at + 4 * row
+            at = [first + place(of_lane(dwords), t) * 4 * PANEL for _, dwords in turn.loads]
+            held = SimpleNamespace(q=[[int(raw[i : i + 4].view("<u4")[0])] for i in at])
+            word = eval(turn.word(half).replace("u)", ")").replace("/", "//"), {"a": held, "t": t, "row": 0}) & 0xFFFFFFFF
+            begin = n * STEP + 4 * turn.runs(half)[t]
+            assert [word >> 8 * i & 255 for i in range(4)] == want[begin : begin + 4].tolist()
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def check(form: str, m: int, n: int, k: int, dtype: str = "f32", norm: bool = False, exact: bool = False, tolerance=None) -> None:
+    rng = np.random.default_rng(m * n + k)
+    compiled, numpy = rlx.Session("cuda").compile(product(form, m, n, k, dtype, norm, exact)), as_dtype(dtype).numpy
+    w = np.zeros((n, FORMATS[form].row_bytes(k)), np.uint8)
+    random_weights(FORMATS[form])(rng, [w, w])
+    compiled.set_param("w", w)
+    x, z = rng.standard_normal((m, k)).astype(numpy), rng.standard_normal((m, n)).astype(numpy)
+    wide = x.astype(np.float64)
+    if norm:
+        scale = rng.standard_normal(k).astype(numpy)
+        compiled.set_param("s", scale)
+        wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * scale.astype(np.float64)
+        wide = wide.astype(numpy).astype(np.float64)
+    want = np.maximum(wide @ FORMATS[form].decode_rows(w, k).astype(np.float64).T, 0) + z.astype(np.float64)
+    (found,) = compiled.run({"x": x, "z": z})
+    np.testing.assert_allclose(found.astype(np.float64), want, rtol=0, atol=(tolerance or TOLERANCE[dtype]) * np.abs(want).max())
+    assert np.array_equal(found, compiled.run({"x": x, "z": z})[0])
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMATS)
+def test_few_rows_of_every_format(form):
+    check(form, 1, 96, FORMATS[form].block)
+    check(form, 3, 1003, 1024, "bf16", norm=True)
+    check(form, 8, 33, 4096, "f16")
+    check(form, 40, 65, 512, "f32", exact=True)
+
+
+@on_gpu
+def test_infinities_and_nan_stay_in_their_rows():
+    w = np.zeros((32, 34), np.uint8)
+    random_weights(FORMATS["q8_0"])(np.random.default_rng(0), [w, w])
+    compiled = rlx.Session("cuda").compile(product("q8_0", 3, 32, 32))
+    compiled.set_param("w", w)
+    x = np.ones((3, 32), np.float32)
+    x[0, 3], x[1, 5] = np.inf, np.nan
+    (found,) = compiled.run({"x": x, "z": np.zeros((3, 32), np.float32)})
+    assert not np.isfinite(found[0]).all() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
