@@ -8,21 +8,18 @@ from collections.abc import Iterator
 import device_conformance as conformance
 import numpy as np
 import pytest
-from op_cases import cases
 
 import rlx
 from rlx.backends.cuda import attention, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
-from rlx.backends.cuda.code import cubin, launch_of, prologue, text_of
+from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
-from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.compile import lower
 from rlx.errors import DeviceUnavailableError
 from rlx.ir.kernel import Kernel, Load, Var, const, k
-from rlx.ir.kernel_text import kernel_key
 
 HOPPER = target("sm_90a")
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
@@ -46,27 +43,7 @@ def one(build) -> Kernel:
     return found
 
 
-# -- every op compiles ---------------------------------------------------------------------------------------------
-
-
-def test_every_op_compiles_for_hopper():
-    """The samples of every op in its first dtype, 60 kernels to a translation unit."""
-    chosen = {}
-    for case in cases(dtypes=HOPPER.dtypes):
-        chosen.setdefault((case.op.name, str(case.sample)), case)
-    texts: dict[str, str] = {}
-    for name in conformance.NAMES:
-        g, *_ = conformance.together(name, [c for c in chosen.values() if c.op.name == name])
-        for kernel in kernels(g):
-            found = launch_of(kernel, "sm_90a")
-            if type(found) is Launch:  # the others have functions of their own in front
-                texts.setdefault(kernel_key(kernel), text_of(found, f"kernel{len(texts)}"))
-    assert len(texts) > 300
-    own = [text.removeprefix(prologue(False)) for text in texts.values() if text.startswith(prologue(False))]
-    assert len(own) == len(texts)
-    for first in range(0, len(own), 60):
-        assert cubin(prologue(False) + "".join(own[first : first + 60]), "sm_90a")
-
+# -- kernels --------------------------------------------------------------------------------------------------------
 
 PRODUCTS = {
     "bf16": (TensorLaunch, lambda g: g.input("x", (256, 512), "bf16") @ g.input("y", (512, 384), "bf16")),
@@ -109,6 +86,15 @@ def test_elements_take_a_thread_and_rows_a_team():
     assert rows.team == 32 and rows.points == 4096
     long = launch_of(one(lambda g: rlx.softmax(g.input("x", (3, 50_000), "f32"))), "sm_90a")
     assert long.team == 1024 and long.blocks == 3
+
+
+def test_a_team_has_read_what_one_of_its_threads_overwrites():
+    build = lambda g: rlx.scatter_add(g.input("x", (7,), "f32"), g.input("i", (9,), "i32"), g.input("u", (9,), "f32"))  # noqa: E731
+    text = text_of(launch_of(one(build), "sm_90a"), "kernel")
+    lines = [line.strip() for line in text[text.index("extern") :].splitlines()]
+    (added,) = [n for n, line in enumerate(lines) if line.startswith("if (t") and "l0[" in line]
+    assert lines[added - 2 : added] == ["__syncwarp();", "if (me == 0) {"]
+    assert any("= t" in line and "l0[" in line for line in lines[: added - 2])  # the loaded value
 
 
 def test_vectors_need_aligned_unconditional_accesses():

@@ -19,6 +19,7 @@ from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, launch
 from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
+from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
@@ -50,6 +51,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
+    if found := on_warps(kernel):
+        return found
     return tiled(kernel) if has_tiles(kernel) else launch(kernel)
 
 
@@ -71,7 +74,8 @@ def prologue(wide: bool) -> str:
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter,
-    TensorLaunch: TensorWriter, Tile: TileWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
+    TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
+    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter,
 }  # fmt: skip
 

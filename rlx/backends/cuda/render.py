@@ -199,6 +199,9 @@ class CudaWriter(Writer):
         if not self.shared or not held:
             return super().write(held)
         stores = tuple(held)
+        written = {s.buffer for s in stores}
+        if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
+            self.line(self.sync)  # every thread has read what the first one overwrites
         with self.scope(["if (me == 0) {"]):
             super().write(held)
         self.exchanged(*stores)

@@ -32,11 +32,11 @@ def stores(stmts: Sequence[Stmt], var: Var, size: int) -> list[Store]:
 
 
 def in_vector(x: Load | Store, var: Var, size: int) -> bool:
-    return not isinstance(x.buffer, Local) and coefficient(x.index, var) == 1 and _aligned(x.index, var, size)
+    return not isinstance(x.buffer, Local) and coefficient(x.index, var) == 1 and aligned(x.index, var, size)
 
 
-def _aligned(e: Expr, var: Var, size: int) -> bool:
-    """True if `e` is a multiple of `size` wherever `var` is."""
+def aligned(e: Expr, var: Var | None, size: int) -> bool:
+    """True if `e` is a multiple of `size` wherever `var` (if there is one) is."""
     if e is var:
         return True
     if isinstance(e, Const):
@@ -44,8 +44,8 @@ def _aligned(e: Expr, var: Var, size: int) -> bool:
     if not isinstance(e, Alu):
         return False
     if e.op in ("add", "sub"):
-        return all(_aligned(a, var, size) for a in e.args)
-    return e.op == "mul" and any(_aligned(a, var, size) for a in e.args)
+        return all(aligned(a, var, size) for a in e.args)
+    return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["loads", "stores", "width"]
+__all__ = ["aligned", "loads", "stores", "width"]

@@ -1,0 +1,230 @@
+"""Contractions of f16 and bf16 on the tensor cores of every GPU since compute capability 8.0 (mma.sync).
+
+A block of 8 warps computes a tile of the result. Tiles of both operands pass through a ring in shared memory, which is filled by
+asynchronous copies of 16 bytes where an operand's strides allow them, else element by element. The epilogue runs on rows staged
+in shared memory, with vector accesses. tensor.py has the faster kernel of capability 9.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.vectors import aligned, width
+from rlx.ir.dtype import f32, index_
+from rlx.ir.kernel import Contract, Kernel, Operand, Stmt, Var, const, k
+
+NARROW = ("f16", "bf16")
+LEAST = 8  # rows, columns and products of a sum that are worth it
+THREADS, DOWN, ACROSS = 256, 2, 4  # a block's warps cover its tile as DOWN x ACROSS
+DEPTH, STAGES = 32, 4  # products of a tile; tiles of the ring
+CHUNK = 8  # elements of 16 bytes, by which rows are padded too: matrices are then read without bank conflicts
+TILES = ((128, 128), (128, 64), (64, 64))
+MULTIPROCESSORS = 108
+L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
+
+
+@dataclass(frozen=True)
+class Source:
+    """One operand. `along`: its contiguous axis is the summed one. `copied`: by 16 bytes at a time."""
+
+    along: bool
+    copied: bool
+
+    def pitch(self, size: int) -> int:
+        """Elements between the rows of its tile in shared memory."""
+        return (DEPTH if self.along else size) + CHUNK
+
+    def elements(self, size: int) -> int:
+        return (size if self.along else DEPTH) * self.pitch(size)
+
+
+@dataclass(frozen=True)
+class WarpLaunch(Launch):
+    """A block for each tile of `rows` x `columns` elements of each point of the grid."""
+
+    rows: int = 128
+    columns: int = 128
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def contract(self) -> Contract:
+        (found,) = self.kernel.body
+        assert isinstance(found, Contract)
+        return found
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return -(-self.contract.m // self.rows), -(-self.contract.n // self.columns)
+
+    @property
+    def blocks(self) -> int:
+        return self.points * math.prod(self.tiles)
+
+
+def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS) -> WarpLaunch | None:
+    """The launch of a contraction of narrow floats; None: it is none, or too small."""
+    c = kernel.body[0] if len(kernel.body) == 1 else None
+    if not isinstance(c, Contract) or c.rows or kernel.locals or c.acc.dtype != f32 or min(c.m, c.n, c.k) < LEAST:
+        return None
+    if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or c.a.dtype != c.b.dtype or c.a.dtype.name not in NARROW:
+        return None
+    if c.a.panel or c.a.blocks or c.b.panel or c.b.blocks or any(x.var is not c.i for x in kernel.limits):
+        return None
+    sources = _source(c.a, c.a.row_stride, c.a.col_stride), _source(c.b, c.b.col_stride, c.b.row_stride)
+    points = math.prod(n for _, n in kernel.grid)
+    rows, columns = min(TILES, key=lambda tile: _cost(c, points, tile, multiprocessors))
+    nbytes = STAGES * 2 * (sources[0].elements(rows) + sources[1].elements(columns))
+    return WarpLaunch(kernel, THREADS, THREADS, shared=nbytes, rows=rows, columns=columns, sources=sources)
+
+
+def _source(o: Operand, stride: int, step: int) -> Source:
+    """Rows (or columns) `stride` elements apart, of elements `step` apart."""
+    along = step == 1 or stride != 1
+    contiguous, other = (step, stride) if along else (stride, step)
+    return Source(along, contiguous == 1 and other % CHUNK == 0 and aligned(o.offset, None, CHUNK))
+
+
+def _cost(c: Contract, points: int, tile: tuple[int, int], multiprocessors: int) -> float:
+    """Rounds of all multiprocessors, two blocks each, times the work of a tile: its products, and reading its operands."""
+    rows, columns = tile
+    rounds = -(-(points * -(-c.m // rows) * -(-c.n // columns)) // (2 * multiprocessors))
+    return rounds * (rows * columns + 48 * (rows + columns))
+
+
+class WarpWriter(CudaWriter):
+    launch: WarpLaunch
+    occupancy = ", 2"
+
+    def coordinates(self) -> Iterator[str]:
+        rows, columns = self.launch.tiles
+        yield "const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
+        yield f"rlx_index point = blockIdx.x / {rows * columns};"
+        yield f"const int flat = blockIdx.x % {rows * columns}, band = flat / {L2_ROWS * columns} * {L2_ROWS};"
+        yield f"const int high = {rows} - band < {L2_ROWS} ? {rows} - band : {L2_ROWS}, rest = flat - band * {columns};"
+        yield f"const int row0 = (band + rest % high) * {self.launch.rows}, column0 = rest / high * {self.launch.columns};"
+        for var, extent in reversed(self.kernel.grid):
+            name = self.name(var, "g")
+            yield f"const rlx_index {name} = point % {extent};"
+            yield f"point /= {extent};"
+
+    def statement(self, s: Stmt) -> None:
+        if not isinstance(s, Contract):
+            return super().statement(s)
+        most = self.limit(s.i, s.m) or str(s.m)
+        self.line(f"if (row0 >= {most}) return;")
+        self.line("extern __shared__ __align__(16) unsigned char rlx_ring[];")
+        with self.alone():
+            self.copying(s, most)
+            self.products(s)
+            self.epilogue(s, most)
+        return None
+
+    def copying(self, c: Contract, most: str) -> None:
+        """The function that fills one stage of the ring."""
+        at, (left, right) = self.launch, self.launch.sources
+        assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
+        size = left.elements(at.rows)
+        self.line(f"const auto copy = [&](int step) {{  // tiles of {DEPTH} products")
+        with self.scope([f"if (step * {DEPTH} < {c.k}) {{"]):
+            self.line(f"const int k0 = step * {DEPTH};")
+            start = f"(uint16_t*)rlx_ring + step % {STAGES} * {size + right.elements(at.columns)}"
+            self.line(f"uint16_t* const left = {start}, *const right = left + {size};")
+            for name, source, o, first, count, end in (
+                ("left", left, c.a, "row0", at.rows, most), ("right", right, c.b, "column0", at.columns, str(c.n)),
+            ):  # fmt: skip
+                self.chunks(name, source, o, c, first, count, end)
+        self.line("rlx_fetched(); };")
+
+    def chunks(self, name: str, source: Source, o: Operand, c: Contract, first: str, count: int, end: str) -> None:
+        stride, step = (o.row_stride, o.col_stride) if o is c.a else (o.col_stride, o.row_stride)
+        across = (DEPTH if source.along else count) // CHUNK  # chunks of a row of the tile
+        with self.scope(["#pragma unroll", f"for (int e = threadIdx.x; e < {count * DEPTH // CHUNK}; e += {THREADS}) {{"]):
+            slow, fast = f"e / {across}", f"e % {across} * {CHUNK}"
+            self.line(f"const int at = {first} + {slow if source.along else fast}, d = k0 + {fast if source.along else slow};")
+            self.line(f"uint16_t* const to = {name} + {slow} * {source.pitch(count)} + {fast};")
+            if source.copied:
+                have, inside = (f"{c.k} - d", f"at < {end}") if source.along else (f"{end} - at", f"d < {c.k}")
+                self.line(f"int n = {inside} ? {have} : 0;")
+                self.line(f"n = n < 0 ? 0 : n < {CHUNK} ? n : {CHUNK};")
+                index = self.element(o, "(n ? at : 0)", "(n ? d : 0)", stride, step)
+                self.line(f"rlx_fetch_16(to, {self.names[o.buffer]} + {index}, n * 2);")
+                return
+            self.line(f"uint16_t got[{CHUNK}];")
+            with self.scope(["#pragma unroll", f"for (int v = 0; v < {CHUNK}; v++) {{"]):
+                place, depth = ("at", "d + v") if source.along else ("at + v", "d")
+                self.line("got[v] = 0;")
+                with self.scope([f"if ({place} < {end} && {depth} < {c.k}) {{"]):
+                    self.line(f"got[v] = {self.names[o.buffer]}[{self.element(o, place, depth, stride, step)}];")
+            self.line(f"rlx_put<{CHUNK}>(to, got);")
+
+    def element(self, o: Operand, place: str, depth: str, stride: int, step: int) -> str:
+        """Where the operand has the element of row (or column) `place` and product `depth`."""
+        at, d = Var("place", index_), Var("depth", index_)
+        self.names[at], self.names[d] = f"(rlx_index)({place})", f"(rlx_index)({depth})"
+        return self.made(k.add(o.offset, k.add(k.mul(at, const(stride)), k.mul(d, const(step)))))
+
+    def products(self, c: Contract) -> None:
+        at, (left, right), steps = self.launch, self.launch.sources, -(-c.k // DEPTH)
+        tall, wide = at.rows // DOWN, at.columns // ACROSS
+        self.line(f"const int row_in = warp / {ACROSS} * {tall}, column_in = warp % {ACROSS} * {wide};")
+        self.line(f"float sum[{tall // 16}][{wide // 8}][4] = {{}};")
+        self.line(f"for (int step = 0; step < {STAGES - 1}; step++) copy(step);")
+        with self.scope([f"for (int step = 0; step < {steps}; step++) {{"]):
+            self.line(f"rlx_await<{STAGES - 2}>();")
+            self.line("__syncthreads();  // the tiles of this step are there, those of the last one are not read any more")
+            self.line(f"copy(step + {STAGES - 1});")
+            size = left.elements(at.rows)
+            start = f"(const uint16_t*)rlx_ring + step % {STAGES} * {size + right.elements(at.columns)}"
+            self.line(f"const uint16_t* const left = {start}, *const right = left + {size};")
+            with self.scope(["#pragma unroll", f"for (int d = 0; d < {DEPTH}; d += 16) {{"]):
+                self.line(f"uint32_t a[{tall // 16}][4], b[{wide // 16}][4];")
+                for name, side, source, count, n in (
+                    ("a", "left", left, at.rows, tall // 16), ("b", "right", right, at.columns, wide // 16),
+                ):  # fmt: skip
+                    how = f"{str(source.along).lower()}, {source.pitch(count)}"
+                    inner = "row_in" if side == "left" else "column_in"
+                    self.line("#pragma unroll")
+                    self.line(f"for (int n = 0; n < {n}; n++) rlx_{side}<{how}>({name}[n], {side}, {inner} + n * 16, d);")
+                self.line("#pragma unroll")
+                self.line(f"for (int r = 0; r < {tall // 16}; r++)")
+                self.line("#pragma unroll")
+                self.line(f"  for (int n = 0; n < {wide // 8}; n++)")
+                name = c.a.dtype.name
+                self.line(f"    rlx_product_{name}(sum[r][n], a[r], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);")
+        self.line("__syncthreads();")
+
+    def epilogue(self, c: Contract, most: str) -> None:
+        at, size = self.launch, width(c.epilogue, (), c.j, c.n)
+        tall, wide = at.rows // DOWN, at.columns // ACROSS
+        pitch = wide + 4
+        self.line(f"float* const staged = (float*)rlx_ring + warp * {16 * pitch};")
+        with self.scope(["#pragma unroll", f"for (int r = 0; r < {tall // 16}; r++) {{"]):
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {wide // 8}; n++) {{"]):
+                self.line(f"float* const to = staged + lane / 4 * {pitch} + n * 8 + lane % 4 * 2;")
+                self.line("*(float2*)to = make_float2(sum[r][n][0], sum[r][n][1]);")
+                self.line(f"*(float2*)(to + 8 * {pitch}) = make_float2(sum[r][n][2], sum[r][n][3]);")
+            self.line("__syncwarp();")
+            with self.scope(["#pragma unroll 1", f"for (int e = lane * {size}; e < {16 * wide}; e += {32 * size}) {{"]):
+                i, j0 = self.fresh("i"), self.fresh("j")
+                self.line(f"const rlx_index {i} = row0 + row_in + r * 16 + e / {wide};")
+                self.line(f"const rlx_index {j0} = column0 + column_in + e % {wide};")
+                self.line(f"if ({i} >= {most} || {j0} >= {c.n}) continue;")
+                self.names[c.i] = i
+                self.names[c.acc] = f"staged[e / {wide} * {pitch} + e % {wide}" + (" + v]" if size > 1 else "]")
+                if size > 1:
+                    self.in_vectors(c.epilogue, (), c.j, size, j0)
+                else:
+                    self.names[c.j] = j0
+                    self.block(c.epilogue)
+            self.line("__syncwarp();")
+
+    def function(self, name: str) -> str:
+        return (Path(__file__).parent / "warps.h").read_text() + super().function(name)
+
+
+__all__ = ["WarpLaunch", "WarpWriter", "on_warps"]

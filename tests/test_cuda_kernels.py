@@ -1,0 +1,83 @@
+"""Kernels of the CUDA backend compile for every architecture, without spills; products take the tensor cores that there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
+
+import cuda_kernels
+
+import rlx
+from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.contract import Tile
+from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.warps import Source, WarpLaunch
+from rlx.compile import lower
+from rlx.ir.kernel import Kernel
+
+
+def product(arch: str, m: int, k: int, n: int, dtype: str = "bf16", turned: tuple[bool, bool] = (False, False)) -> Kernel:
+    g = rlx.Graph("product")
+    x, y = g.input("x", (k, m) if turned[0] else (m, k), dtype), g.input("y", (n, k) if turned[1] else (k, n), dtype)
+    g.set_outputs([rlx.gelu((x.T if turned[0] else x) @ (y.T if turned[1] else y))])
+    (step,) = lower(g, target(arch), rlx.CompileOptions()).steps
+    return step.kernel
+
+
+@pytest.mark.parametrize(
+    ("arch", "only", "least"), [("sm_90a", "", 600), ("sm_80", "model bert", 20), ("sm_100", "model bert", 20)]
+)
+def test_a_sample_of_kernels_compiles_without_spills(arch, only, least):
+    built = cuda_kernels.kernels(arch, only, sample=True)
+    assert len(built) >= least
+    assert not cuda_kernels.faults(built, arch)
+
+
+def test_a_kernel_that_spills_is_found():
+    """So is one that keeps an array in local memory, or does not compile."""
+    kernel = replace(launch_of(product("sm_80", 64, 64, 64), "sm_80"), threads=1024)
+    hold = 'asm volatile("ld.global.f32 %0, [%1];" : "=f"(v[n]) : "l"(p + n));'
+    give = 'asm volatile("st.global.f32 [%1], %0;" :: "f"(v[n]), "l"(p - n));'
+    all_of = "#pragma unroll\nfor (int n = 0; n < 100; n++) "
+    bodies = {
+        "spills": f"float v[100];\n{all_of}{hold}\n__syncthreads();\n{all_of}{give}",
+        "local memory": "volatile float v[64];\nfor (int n = 0; n < 64; n++) v[n] = p[n];\np[0] = v[(int)p[1]];",
+        "NVRTC rejects it": "p[0] = nothing;",
+    }
+    for word, body in bodies.items():
+        text = f'extern "C" __global__ void __launch_bounds__(1024) kernel(float* p) {{\n{body}\n}}\n'
+        found = cuda_kernels.faults([cuda_kernels.Built("here", "kernel", kernel, text)], "sm_80")
+        assert any(word in fault and fault.startswith("here") for fault in found), (word, found)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_products_of_other_architectures_take_their_tensor_cores(arch):
+    for turned in ((False, False), (True, True)):
+        for m, k, n in ((256, 512, 384), (101, 103, 105), (8, 64, 8)):
+            found = launch_of(product(arch, m, k, n, turned=turned), arch)
+            if m > 8 or not turned[0]:
+                assert isinstance(found, WarpLaunch) == (m > 8), (m, turned)
+            text = text_of(found, "kernel")
+            assert "wgmma" not in text and cubin(text, arch)
+
+
+def test_only_strides_of_whole_chunks_are_copied_asynchronously():
+    def sources(m: int, k: int, n: int, **more) -> tuple[Source, ...]:
+        found = launch_of(product("sm_80", m, k, n, **more), "sm_80")
+        assert isinstance(found, WarpLaunch)
+        return found.sources
+
+    assert sources(64, 64, 64) == (Source(True, True), Source(False, True))
+    assert sources(64, 64, 64, turned=(True, True)) == (Source(False, True), Source(True, True))
+    assert sources(64, 60, 64) == (Source(True, False), Source(False, True))
+    assert sources(64, 64, 63) == (Source(True, True), Source(False, False))
+
+
+def test_other_products_keep_their_kernels():
+    assert type(launch_of(product("sm_90a", 64, 64, 64), "sm_90a")) is TensorLaunch
+    assert type(launch_of(product("sm_80", 64, 64, 64, "f32"), "sm_80")) is Tile
+    assert type(launch_of(product("sm_80", 64, 4, 64), "sm_80")) is Tile  # too few products for a tile of 32
