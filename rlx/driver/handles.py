@@ -114,6 +114,11 @@ class HandleStore:
         """Generated functions do not check states. They fall back to Python if states are undefined or runs are queued."""
         self.queue.tell(bool(self._torn) or self.queue.last is not None)
 
+    @property
+    def blocked(self) -> bool:
+        """Whether a run cannot begin: states are undefined, or a queued run is known to have failed."""
+        return bool(self._torn) or self.queue.failed
+
     def check(self) -> None:
         """BindingError: the contents of a state are undefined."""
         if self._torn:

@@ -25,12 +25,21 @@ if TYPE_CHECKING:
 DEPTH = 64  # maximum number of queued commands; each holds its inputs
 
 
+class Ended:
+    """The future of a command that was executed at once."""
+
+    def result(self) -> None: ...
+
+
+ENDED = Ended()
+
+
 class RunQueue:
     """A CommandStream. If a command raises, later ones are cancelled, because they depend on its results, until `wait` has raised
     the error. `last`: the future of the newest command; None: nothing to wait for."""
 
     def __init__(self) -> None:
-        self.last: Future[None] | None = None
+        self.last: Future[None] | Ended | None = None
         self.gates: WeakSet[Gate] = WeakSet()  # of the executables that use this queue; `queued` tells them to wait
         self._room, self._lock = threading.Semaphore(DEPTH), threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
@@ -60,12 +69,9 @@ class RunQueue:
 
     def at_once(self, command: Callable[[], object]) -> None:
         """Execute a command now, in the caller's thread. As for queued commands, its error is raised by `wait`."""
-        from concurrent.futures import Future
-
         with self._lock:
             at = self._number()
-            self.last = Future()
-            self.last.set_result(None)
+            self.last = ENDED
         while self._pending and (len(self._pending) >= DEPTH or self._pending[0][1].done()):
             self._settle()
         try:
@@ -92,7 +98,7 @@ class RunQueue:
             self._room.release()
 
     def _do(self, at: int, command: Callable[[], object]) -> None:
-        if not self.failed and isinstance(later := command(), Pending):
+        if not self.failed and (later := command()) is not None and isinstance(later, Pending):
             self._pending.append((at, later))
 
     def _settle(self) -> None:

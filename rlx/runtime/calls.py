@@ -18,6 +18,7 @@ from rlx.driver.backend import Executable
 from rlx.errors import BindingError
 from rlx.host.gate import FastCall
 from rlx.runtime.binding import by_name, by_position
+from rlx.runtime.outputs import OutputView
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -75,10 +76,12 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
             raise BindingError(f"the array bound to input {decl.name!r} is in another input's slot, which each call overwrites")
     core, run_slots = graph._core or graph, type(graph).run_slots
     outputs = None
-    if not graph.options.debug and graph._visible:
-        outputs = tuple(v.view() for v in graph._output_views)
-        for view in outputs:
-            view.flags.writeable = False
+    if not graph.options.debug:
+        in_place = [OutputView(core, i) if v is None else v.view() for i, v in enumerate(graph._output_views)]
+        for view in in_place:
+            if isinstance(view, np.ndarray):
+                view.flags.writeable = False
+        outputs = tuple(in_place)
 
     def slow() -> tuple[Any, ...]:
         run_slots(core, arrays)

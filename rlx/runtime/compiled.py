@@ -199,8 +199,8 @@ class CompiledGraph:
         """The fastest path: returns a function without arguments that runs on these arrays.
 
         Each call reads the arrays' current contents, without a copy if the kernels can read them in place. It returns the outputs
-        in place: the same read-only arrays every time, valid until the next run (in debug mode OutputViews, which raise when
-        stale). The function keeps the arrays and this executable alive.
+        in place: the same read-only arrays every time, valid until the next run (in debug mode, and where the host does not see
+        the device's memory, OutputViews). The function keeps the arrays and this executable alive.
 
         BindingError: not numpy arrays, or an array in the slot of another input. Each call raises as run_slots does."""
         return bound(self, inputs)

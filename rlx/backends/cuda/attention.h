@@ -20,10 +20,10 @@ RLX_FN void rlx_set(rlx_bf16* to, float a) { to->bits = rlx_near_bf16(a); }
 struct rlx_span { int low, end, first; }; /* keys [low, end) are seen by some row of the tile; `first`: position of query 0 */
 
 /* `given`: the position of the first query, where POSITIONED. */
-RLX_FN rlx_span rlx_keys(int row0, int64_t given, int* status) {
+RLX_FN rlx_span rlx_keys(int row0, int64_t given, rlx_status* status) {
   int first = KEYS - QUERIES;
   if (POSITIONED) {
-    if ((given < 0 || given > KEYS - QUERIES) && status) *status = 1;
+    if ((given < 0 || given > KEYS - QUERIES) && status) rlx_fail(status, 1);
     first = given < 0 ? 0 : given > KEYS - QUERIES ? KEYS - QUERIES : (int)given;
   }
   const bool one_head = row0 / QUERIES == (row0 + TALL - 1) / QUERIES;

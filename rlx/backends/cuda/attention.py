@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.backends.cuda.render import CudaWriter, may_fail
+from rlx.backends.cuda.render import BEGIN, CudaWriter, may_fail
 from rlx.backends.cuda.schedule import Launch
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
@@ -100,7 +100,7 @@ class AttentionWriter(CudaWriter):
         assert native is not None
         arguments = ", ".join(self.arguments())
         lines = [*self.constants(native), (Path(__file__).parent / "attention.h").read_text()]
-        lines += [f'extern "C" __global__ void __launch_bounds__({at.threads})', f"{name}({arguments}) {{", "  rlx_begin();"]
+        lines += [f'extern "C" __global__ void __launch_bounds__({at.threads})', f"{name}({arguments}) {{", BEGIN]
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
         tall = -(-(native.inputs[0].dims[1] // native.inputs[2].dims[1]) * native.inputs[0].dims[2] // at.tall)
@@ -110,8 +110,8 @@ class AttentionWriter(CudaWriter):
         given = "0"
         if start is not None:
             given = f"{self.names[start.buffer]}[{start.offset} + tile * {start.strides[0] if start.strides else 0}]"
-        status = "status" if may_fail(self.kernel) else "(int*)0"
-        lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, part == 0 ? {status} : (int*)0);")
+        status = "status" if may_fail(self.kernel) else "(rlx_status*)0"
+        lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, part == 0 ? {status} : (rlx_status*)0);")
         operands = [self.pointer(v) for v in native.inputs[:3]]
         operands.append("(const unsigned char*)0" if mask is None else self.pointer(mask))
         operands += [self.pointer(native.outputs[0]), "tile", "g"]

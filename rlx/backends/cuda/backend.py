@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 from rlx.backends.cuda import attention
-from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of
+from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
@@ -21,6 +21,7 @@ from rlx.ir.dtype import DTYPES
 from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
 
+SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
 BLOCKS = 2  # of a multiprocessor that keep it busy: a block runs a point of a reduction
 COLUMNS = 128  # columns of a block that reduces rows down to one, a thread for each
@@ -54,14 +55,18 @@ class CudaBackend:
         launches, phases = groups_of(program, arch), program.phases
         wanted = [[program.steps[n].kernel for n in group] for group in launches]
         wanted += [[s.kernel] for phase in ("prepare", "commit", "abort") for s in phases[phase]]
-        return CudaArtifact(program, codes.of_keys({key_of(kernels): kernels for kernels in wanted}), launches)
+        found = codes.of_keys({key_of(kernels): kernels for kernels in wanted})
+        coded = {name: [found[key_of([s.kernel])] for s in steps] for name, steps in phases.items() if name != "steps"}
+        coded["steps"] = [found[key_of([program.steps[n].kernel for n in group])] for group in launches]
+        return CudaArtifact(program, coded, launches, support(arch))
 
     def load(
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,
     ) -> CudaExecutable:  # fmt: skip
         memory = memory_of(index)
-        functions = {c.name: memory.gpu.function(c.cubin, c.name, c.shared) for c in artifact.codes.values() if c.cubin}
+        functions = {c.name: memory.gpu.function(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin}
+        functions |= {name: memory.gpu.function(artifact.support, name, 0) for name in SUPPORT}
         return CudaExecutable(artifact, memory, functions, params, handles, transport)
 
 

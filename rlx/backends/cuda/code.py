@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -120,6 +121,12 @@ def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str)
         return list(threads.map(one, launches))
 
 
+@cache
+def support(arch: str) -> bytes:
+    """The machine code of support.h: kernels of the executable itself."""
+    return cubin(prologue(True) + (Path(__file__).parent / "support.h").read_text(), arch)
+
+
 def cubin(text: str, arch: str) -> bytes:
     from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
@@ -130,4 +137,4 @@ def cubin(text: str, arch: str) -> bytes:
         raise CompileError(f"NVRTC rejects a kernel for {arch}: {str(e)[:3000]}") from e
 
 
-__all__ = ["CudaCode", "compile_kernels", "cubin", "groups_of", "key_of", "launch_of", "text_of"]
+__all__ = ["CudaCode", "compile_kernels", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of"]

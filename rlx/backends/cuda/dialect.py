@@ -52,7 +52,7 @@ CUDA = CudaDialect(
     {**c_dialect.LOADS, **{n: f"rlx_wide_{n}({{0}}[{{1}}])" for n in NARROW}},
     {**c_dialect.STORES, **{n: f"{{0}}[{{1}}] = rlx_near_{n}({{2}});" for n in NARROW}},
     {**c_dialect.ROUNDED, **{n: f"rlx_wide_{n}(rlx_near_{n}({{0}}))" for n in NARROW}},
-    literal, _cast, c_dialect.bitcast, _local,
+    literal, _cast, c_dialect.bitcast, _local, check="if (!{0}) rlx_fail(status, {1});",
 )  # fmt: skip
 
 __all__ = ["CUDA", "prelude"]

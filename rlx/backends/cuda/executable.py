@@ -1,52 +1,71 @@
-"""A program loaded on a GPU: its memory, its kernels, and a run as the replay of one CUDA graph."""
+"""A program loaded on a GPU: its memory, its kernels, and a run as the replay of one CUDA graph.
+
+Runs are asynchronous. A failed Check sets a flag of the HandleStore, and the kernels behind it that change a state, or what the
+undoing needs, do nothing where the flag is set: neither those of the same run nor those of runs queued behind it. The host undoes
+the run when it waits for it, and clears the flag.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.code import CudaCode, key_of
-from rlx.backends.cuda.gpu import CudaMemory, check
-from rlx.backends.cuda.render import may_fail
-from rlx.backends.shared.loaded import POISON, Loaded, check_fits
-from rlx.driver.exchange import Exchanges
+from rlx.backends.cuda.calls import fast_call
+from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.gpu import CudaMemory
+from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
+from rlx.backends.shared.loaded import POISON, check_fits
+from rlx.backends.shared.transacted import Transacted
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import CollectiveError, IndexRangeError, PlanError
-from rlx.ir.kernel import STATUS
+from rlx.errors import IndexRangeError, PlanError
+from rlx.host.gate import FastCall
+from rlx.ir import kernel as kernel_ir
 from rlx.ir.program import Program, Region, Step, kernel_labels
 
-Numbered = Sequence[tuple[int, Step]]  # steps of one launch, with their numbers
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
+COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
+COPY_BLOCKS = 1024  # at most
 
 
 @dataclass(frozen=True)
 class CudaArtifact:
-    """Artifact protocol (rlx.driver.backend): the code of each launch by the key_of its kernels. `launches`: those of a run, as
-    numbers of steps."""
+    """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch of a run. `launches`:
+    those, as numbers of steps. `support`: the machine code of support.h."""
 
     program: Program
-    codes: Mapping[str, CudaCode]
+    coded: Mapping[str, Sequence[CudaCode]]
     launches: tuple[tuple[int, ...], ...]
+    support: bytes
     written: Callable[[], dict[str, str]] | None = None
+
+    @property
+    def codes(self) -> list[CudaCode]:
+        """Each once."""
+        return list({c.name: c for codes in self.coded.values() for c in codes}.values())
 
     def texts(self) -> dict[str, str]:
         if self.written is not None:
             return self.written()
-        phases, labels = self.program.phases, kernel_labels(self.program)
-        launches = [[self.program.steps[n].kernel for n in group] for group in self.launches]
-        launches += [[s.kernel] for phase in ("prepare", "commit", "abort") for s in phases[phase]]
-        return {labels[k]: self.codes[key_of(kernels)].text for kernels in reversed(launches) for k in kernels}
+        labels, texts = kernel_labels(self.program), {}
+        for name, steps in self.program.phases.items():
+            groups = self.launches if name == "steps" else [(n,) for n in range(len(steps))]
+            for group, code in zip(groups, self.coded[name], strict=True):
+                texts |= {labels[steps[n].kernel]: code.text for n in group}
+        return {label: texts[label] for label in labels.values()}
 
 
-class CudaExecutable(Loaded):
+class CudaExecutable(Transacted):
     """Executable protocol (rlx.driver.backend) in the memory of a GPU. All work of a process goes to one stream of the GPU."""
+
+    asynchronous = True
 
     def __init__(
         self, artifact: CudaArtifact, memory: CudaMemory, functions: Mapping[str, Any], params: ParamStore | None = None,
@@ -55,22 +74,35 @@ class CudaExecutable(Loaded):
     ) -> None:  # fmt: skip
         program, self.gpu, self._memory = artifact.program, memory.gpu, memory
         self.artifact, self.functions = artifact, functions
-        super().__init__(program, params or ParamStore(), handles or HandleStore(), memory, constants)
-        codes = artifact.codes.values()
-        self._scratch = memory.allocate(max((c.scratch * c.blocks for c in codes), default=0))
-        self._counters = memory.allocate(4 * max((c.counters for c in codes), default=0))  # zero between kernels
-        self._status = memory.allocate(4 * max(1, len(program.steps)))
-        self._may_fail = [may_fail(s.kernel) for s in program.steps]
-        self.exchanges = Exchanges(program, transport, self._may_fail)
+        order = [n for group in artifact.launches for n in group]
+        names = [more for code in artifact.coded["steps"] for more in code.more or [()]]
+        self.checks = {n: i for i, n in enumerate(n for n, more in zip(order, names, strict=True) if "status" in more)}
+        may_fail = [n in self.checks for n in range(len(order))]
+        super().__init__(program, params, handles, memory, transport, may_fail, constants)
+        self._turn = {n: turn for turn, group in enumerate(artifact.launches) for n in group}  # step -> its launch
+        self._scratch = memory.allocate(max((c.scratch * c.blocks for c in artifact.codes), default=0))
+        self._counters = memory.allocate(4 * max((c.counters for c in artifact.codes), default=0))  # zero between kernels
+        self._statuses = memory.allocate(16 * (len(self.checks) + 1))  # of `checks`; the last one is of prepare
+        self._guarded, self._kept = guarded(program, self.decls)
         for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
+        self._watch()
 
     # -- buffers
 
     def use_handles(self, store: HandleStore) -> None:
         super().use_handles(store)
-        self.__dict__.pop("_steps", None)
-        self.__dict__.pop("_commit", None)
+        for name in ("ring", "_fed", "_whole", "_steps", "_commits"):
+            self.__dict__.pop(name, None)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Make the statuses of the steps point to the flag of this store."""
+        self.watch = self._memory.watch(self.handles, Watch)
+        rows = np.zeros((len(self.checks) + 1, 2), np.int64)
+        rows[:-1, 1] = self.watch.halt
+        rows[-1, 1] = self._ahead.address + 4  # no flag: the word beside the code
+        self._memory.copy_in(self._statuses, bytes_of(rows))
 
     def poison(self) -> None:
         """Fill memory with undefined contents with a pattern that shows up in results."""
@@ -80,6 +112,7 @@ class CudaExecutable(Loaded):
 
     def clone(self) -> CudaExecutable:
         shared = self.exchanges.transport, self.constants
+        self._flush()
         other = CudaExecutable(self.artifact, self._memory, self.functions, self.params, self.handles.copy(), *shared)
         self.device_memory.copy(other.arena.block, self.arena.block)
         return other
@@ -88,8 +121,46 @@ class CudaExecutable(Loaded):
         return dict(self.gpu.allocated)
 
     def memory(self) -> dict[str, int]:
-        code = sum(len(c.cubin) for c in self.artifact.codes.values())
-        return super().memory() | {"scratch": self._scratch.nbytes + self._counters.nbytes + self._status.nbytes, "code": code}
+        own = self._scratch.nbytes + self._counters.nbytes + self._statuses.nbytes
+        code = sum(len(c.cubin) for c in self.artifact.codes) + len(self.artifact.support)
+        return super().memory() | {"scratch": own, "code": code}
+
+    @cached_property
+    def ring(self) -> Ring:
+        """Of the small inputs, and those that must stay where a run has failed."""
+        fed, room = [], FED
+        for id in self.program.inputs:
+            if id != self.program.extent and (id in self._kept or self.decls[id].nbytes <= room):
+                fed.append(self.decls[id])
+                room -= self.decls[id].nbytes
+        return Ring(self, fed, self._kept)
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        check_fits(self.decls[buffer], array)
+        if buffer in self.ring.inputs:
+            self.ring.write(buffer, array)
+        else:
+            self.device_memory.copy_in(self.block(buffer), bytes_of(array))
+
+    def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        if self.decls[buffer].region is Region.INPUT:
+            self._flush()
+        return super().read(buffer, start, count)
+
+    def _flush(self) -> None:
+        if self.ring.written:
+            self.ring.flush(self)
+
+    def copy(self, goal: int, source: int) -> None:
+        to, nbytes = self.block(goal), self.block(goal).nbytes
+        blocks = min(-(-nbytes // COPY_BYTES), COPY_BLOCKS)
+        if blocks:
+            self.support("rlx_copy", blocks, [to.address, self.address(source), nbytes, self.watch.halt])
+
+    @property
+    def _ahead(self) -> Block:
+        """The status of prepare steps."""
+        return self._statuses.part(16 * len(self.checks), 16)
 
     # -- running
 
@@ -99,166 +170,145 @@ class CudaExecutable(Loaded):
             check_fits(self.decls[buffer], array)
             held[buffer] = self.device_memory.allocate(array.nbytes)
             self.device_memory.copy_in(held[buffer], bytes_of(np.ascontiguousarray(array)))
+        checked = False
         for i in steps:
-            self._launch([(0, self.program.prepare[i])], {buffer: block.address for buffer, block in held.items()})
+            code, addresses = self.artifact.coded["prepare"][i], {buffer: block.address for buffer, block in held.items()}
+            self._launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
+            checked |= "status" in code.more[0]
+        if checked:
+            self._check_prepared()
         if held:
             self.gpu.wait()  # before their memory is freed
 
-    def run(self) -> None:
-        self.run_steps()
-        if self.exchanges.agreement:
-            self._agree()
-        self._commit()
+    def _check_prepared(self) -> None:
+        found = np.zeros(2, np.int32)
+        self.device_memory.copy_out(self._ahead.part(0, 8), bytes_of(found))
+        if found[0]:
+            self.device_memory.fill(self._ahead.part(0, 8), 0)
+            raise IndexRangeError(f"{self.program.name}: {kernel_ir.STATUS[int(found[0])]} where weights are prepared")
 
-    def run_steps(self) -> None:
-        done = -1
-        try:
-            self.exchanges.begin()
-            for part in self._steps:
-                done = part.first
-                part.run()
-            self._check_status()
-        except (IndexRangeError, CollectiveError) as e:
-            if isinstance(e, IndexRangeError):
-                self.exchanges.give_up()
-            self._undo(len(self.program.steps) if isinstance(e, IndexRangeError) else done)
-            raise
-        finally:
-            self.exchanges.release()
+    def run(self) -> CudaRun | None:
+        """None also where a run cannot fail: what reads its results comes behind it."""
+        if self.exchanges.steps or self.program.collectives:
+            self._flush()
+            super().run()
+            return None
+        if len(self.ring.written) < len(self.ring.inputs):  # some keep what they held
+            self._flush()
+            number = self._whole.queue()
+        else:
+            number = self.start()
+        return None if number is None else CudaRun(self, number)
 
-    def run_commit(self) -> None:
-        self._agree()
-        self._commit()
+    def start(self) -> int | None:
+        """Queue a run on the inputs in the ring's current slot. Its number in the Watch; None: it cannot fail."""
+        if not self.ring.inputs:
+            return self._whole.queue()
+        self.ring.turn += 1
+        self.ring.written.clear()
+        return self._fed.queue()
 
-    def run_abort(self) -> None:
-        self.exchanges.give_up()
-        self._undo(len(self.program.steps))
+    def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
+        return fast_call(self, wanted)
 
-    def run_refuse(self) -> None:
-        self.exchanges.refuse()
+    @property
+    def commit_launches(self) -> list[Launch]:
+        return [(code, [(None, step)]) for code, step in zip(self.artifact.coded["commit"], self.program.commit, strict=True)]
 
-    def _agree(self) -> None:
-        try:
-            self.exchanges.agree()
-        except CollectiveError:
-            self._undo(len(self.program.steps))
-            raise
+    @cached_property
+    def step_launches(self) -> list[Launch]:
+        launches = zip(self.artifact.coded["steps"], self.artifact.launches, strict=True)
+        return [(code, [(n, self.program.steps[n]) for n in group]) for code, group in launches]
 
-    def _undo(self, failed: int) -> None:
-        """Undo the in-place updates made by the steps before `failed`."""
-        for at, step in self.program.abort:
-            if at < failed:
-                self._launch([(0, step)])
+    @cached_property
+    def _whole(self) -> Replay:
+        return Replay(self, [*self.step_launches, *self.commit_launches])
 
-    def _check_status(self) -> None:
-        """IndexRangeError: a Check of a step failed."""
-        if not any(self._may_fail):
-            return
-        found = np.zeros(max(1, len(self.program.steps)), np.int32)
-        self.device_memory.copy_out(self._status, bytes_of(found))
-        if found.any():
-            self.device_memory.fill(self._status, 0)
-            at = int(np.flatnonzero(found)[0])
-            kernel, why = self.program.steps[at].kernel, STATUS[int(found[at])]
-            where = f"{kernel.name} ({' '.join(kernel.origin)})"
-            raise IndexRangeError(f"{self.program.name}: {why} in {where}; nothing was committed")
+    @cached_property
+    def _fed(self) -> Replay:
+        return Replay(self, self._whole.launches, fed=True)
+
+    def execute(self) -> None:
+        self._flush()
+        for part in self._steps:
+            self.done = part.first
+            part.run()
+        self.done = len(self.program.steps)
 
     @cached_property
     def _steps(self) -> list[Replay | Exchange]:
-        """The steps between collectives as graphs, and the collectives."""
+        """The launches between collectives as graphs, and the collectives."""
         parts: list[Replay | Exchange] = []
-        for group in self.artifact.launches:
-            steps = [(n, self.program.steps[n]) for n in group]
+        for code, steps in self.step_launches:
             if steps[0][1].kernel.collective:
-                parts.append(Exchange(self, *steps[0]))
+                parts.append(Exchange(self, steps[0][0] or 0, steps[0][1]))
             elif parts and isinstance(parts[-1], Replay):
-                parts[-1].launches.append(steps)
+                parts[-1].launches.append((code, steps))
             else:
-                parts.append(Replay(self, group[0], [steps]))
+                parts.append(Replay(self, [(code, steps)]))
         return parts
 
+    def settle(self, watch: Watch, number: int) -> None:
+        """Wait for run `number`. IndexRangeError: it failed; `done` then says where."""
+        if not watch.ended(number):
+            self.gpu.wait()
+        if not watch.failed(number):
+            return
+        self.done = list(self.checks)[int(watch.report[STATUS])]
+        kernel, why = self.program.steps[self.done].kernel, kernel_ir.STATUS[int(watch.report[CODE])]
+        watch.reset()
+        where = f"{kernel.name} ({' '.join(kernel.origin)})"
+        raise IndexRangeError(f"{self.program.name}: {why} in {where}; nothing was committed")
+
     @cached_property
-    def _commit_part(self) -> Replay:
-        return Replay(self, -1, [[(0, step)] for step in self.program.commit])
+    def _commits(self) -> Replay:
+        return Replay(self, self.commit_launches)
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
         if self.program.commit:
-            self._commit_part.run()
+            self._commits.queue()
 
-    def arguments(self, step: Step, given: Mapping[int, int], more: Sequence[int]) -> list[int]:
+    def undo(self, failed: int) -> None:
+        """Undo the updates that were saved by launches before that of step `failed`."""
+        for (at, step), code in zip(self.program.abort, self.artifact.coded["abort"], strict=True):
+            if self._turn[at] < self._turn.get(failed, len(self._turn)):
+                self._launch(code, [(None, step)], {"status": 0, "halt": 0})
+
+    # -- kernels
+
+    def _launch(
+        self, code: CudaCode, steps: Numbered, own: Mapping[str, int] = MappingProxyType({}),
+        given: Mapping[int, int] = MappingProxyType({}), early: bool = False,
+    ) -> None:  # fmt: skip
+        """Queue a launch of a run or, where its step has no number, of the commit: behind a failure it changes no state. `own`:
+        arguments behind the buffers instead of those of a run. `given`: addresses of arguments that are not in their own memory.
+        `early`: as in Gpu.launch."""
+        arguments: list[int] = []
+        for (number, step), names in zip(steps, code.more):
+            known = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
+            more = {
+                "scratch": self._scratch.address, "counters": self._counters.address, "early": int(known and early),
+                "status": 0 if number not in self.checks else self._statuses.address + 16 * self.checks[number],
+                "halt": self.watch.halt if number is None or number in self._guarded else 0, **own,
+            }  # fmt: skip
+            arguments += self._arguments(step, given, [more[name] for name in names])
+        if code.blocks:
+            maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
+            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
+
+    def _arguments(self, step: Step, given: Mapping[int, int], more: Sequence[int]) -> list[int]:
         """The addresses that a step's kernel takes. PlanError: its arguments are larger than the buffers it is given."""
         sizes = [b.size * b.dtype.itemsize for b in step.kernel.buffers]
         if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
             raise PlanError(f"{self.program.name}: the buffers of {step.kernel.name} are larger than its arguments {step.args}")
         return [*(given.get(a) or self.address(a) for a in step.args), *more]
 
-    def _launch(self, steps: Numbered, given: Mapping[int, int] | None = None, early: bool = False) -> None:
-        code = self.artifact.codes[key_of([step.kernel for _, step in steps])]
-        if code.blocks:
-            arguments: list[int] = []
-            for (number, step), names in zip(steps, code.more):
-                known = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
-                more = {
-                    "scratch": self._scratch.address, "counters": self._counters.address,
-                    "status": self._status.address + 4 * number, "early": int(known),
-                }  # fmt: skip
-                arguments += self.arguments(step, given or {}, [more[name] for name in names])
-            maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
-            self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
+    def support(self, name: str, blocks: int, arguments: Sequence[int], threads: int = 256, early: bool = False) -> None:
+        """Queue a kernel of support.h."""
+        self.gpu.launch(self.functions[name], blocks, threads, 0, arguments, early=early)
 
-
-class Exchange:
-    """Step `first`, a collective, which the driver performs on host arrays."""
-
-    def __init__(self, owner: CudaExecutable, first: int, step: Step) -> None:
-        self.owner, self.first, self.step = owner, first, step
-
-    def run(self) -> None:
-        own, kernel = self.owner, self.step.kernel
-        own._check_status()
-        arrays = [np.empty(b.size, b.dtype.numpy) for b in kernel.buffers]
-        blocks = [own.block(a) for a in self.step.args]
-        for array, block in zip(arrays, blocks):
-            own.device_memory.copy_out(block.part(0, array.nbytes), bytes_of(array))
-        assert kernel.collective
-        own.exchanges.perform(kernel.collective, *arrays)
-        for array, block, b in zip(arrays, blocks, kernel.buffers):
-            if b.writable:
-                own.device_memory.copy_in(block.part(0, array.nbytes), bytes_of(array))
-
-
-class Replay:
-    """The kernels of the steps from number `first` on as one CUDA graph, made at the first run."""
-
-    def __init__(self, owner: CudaExecutable, first: int, launches: list[Numbered]) -> None:
-        self.owner, self.first, self.launches = owner, first, launches
-        self._graph: Any = None
-
-    def run(self) -> None:
-        gpu = self.owner.gpu
-        stream = gpu.use()
-        if self._graph is None:
-            self._graph = self._captured(stream)
-        check(gpu.driver.cuGraphLaunch(self._graph, stream), "replaying a run")
-
-    def _captured(self, stream: Any) -> Any:
-        gpu = self.owner.gpu
-        check(
-            gpu.driver.cuStreamBeginCapture(stream, gpu.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED),
-            "recording a run",
-        )
-        try:
-            for n, steps in enumerate(self.launches):
-                self.owner._launch(steps, early=n > 0)
-        finally:
-            graph = check(gpu.driver.cuStreamEndCapture(stream), "recording a run")
-        made = check(gpu.driver.cuGraphInstantiate(graph, 0), "recording a run")
-        check(gpu.driver.cuGraphDestroy(graph), "recording a run")
-        return made
-
-    def __del__(self) -> None:
-        if self._graph is not None:
-            self.owner.gpu.driver.cuGraphExecDestroy(self._graph)
+    def end_arguments(self) -> list[int]:
+        return [self.watch.halt, self._statuses.address, len(self.checks), self.watch.report.ctypes.data]
 
 
 __all__ = ["CudaArtifact", "CudaExecutable"]

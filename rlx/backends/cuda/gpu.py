@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlx.driver.device import Device
+from rlx.driver.handles import HandleStore
 from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
@@ -71,6 +73,7 @@ class Gpu:
         if not 0 <= index < count():
             raise DeviceUnavailableError(f"there is no cuda:{index}; there are {count()} GPUs, from cuda:0")
         self.index, self.driver = index, driver
+        self._set_current, self._launch_graph = driver.cuCtxSetCurrent, driver.cuGraphLaunch
         self.device = check(driver.cuDeviceGet(index), f"opening cuda:{index}")
         names = driver.CUdevice_attribute
         wanted = {
@@ -109,6 +112,13 @@ class Gpu:
             if self._stream is None:
                 self._stream = check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}")
         return self._stream
+
+    def replay(self, graph: Any) -> None:
+        """Queue an instantiated graph. Some CUDA call of this Gpu came before."""
+        self._set_current(self._context)
+        found = self._launch_graph(graph, self._stream)
+        if found[0]:
+            check(found, "replaying a run")
 
     def wait(self) -> None:
         check(self.driver.cuStreamSynchronize(self.use()), f"waiting for cuda:{self.index}")
@@ -149,6 +159,17 @@ class Gpu:
     def fill(self, address: int, byte: int, nbytes: int) -> None:
         if nbytes:
             check(self.driver.cuMemsetD8Async(address, byte, nbytes, self.use()), "filling memory")
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Zeroed bytes of host memory that the GPU reads and writes at the same address, freed with the last view."""
+        self.use()
+        flags = self.driver.CU_MEMHOSTALLOC_PORTABLE | self.driver.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(check(self.driver.cuMemHostAlloc(max(1, nbytes), flags), f"pinning {nbytes} bytes"))
+        held = (ctypes.c_uint8 * nbytes).from_address(address)
+        weakref.finalize(held, self.driver.cuMemFreeHost, address).atexit = False
+        array = np.ctypeslib.as_array(held)
+        array[...] = 0
+        return array
 
     # -- code
 
@@ -235,6 +256,7 @@ class CudaMemory:
 
     def __init__(self, index: int) -> None:
         self.device, self.gpu = Device("cuda", index), gpu(index)
+        self._watches: weakref.WeakKeyDictionary[HandleStore, Any] = weakref.WeakKeyDictionary()
 
     def allocate(self, nbytes: int, alignment: int = 64) -> DeviceBlock:
         address = self.gpu.allocate(nbytes)
@@ -254,6 +276,12 @@ class CudaMemory:
 
     def fill(self, block: Any, byte: int) -> None:
         self.gpu.fill(block.address, byte, block.nbytes)
+
+    def watch(self, store: HandleStore, make: Callable[[CudaMemory], Any]) -> Any:
+        """The account of failures (rlx.backends.cuda.runs.Watch) of the runs on a store."""
+        if store not in self._watches:
+            self._watches[store] = make(self)
+        return self._watches[store]
 
     def freeze(self, blocks: Sequence[Any]) -> None:
         """Nothing is shared, so nothing needs to be prepared."""

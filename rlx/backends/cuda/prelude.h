@@ -39,6 +39,16 @@ RLX_WRAPS(uint32_t, uint32_t, u32)
 RLX_WRAPS(uint64_t, uint64_t, u64)
 RLX_WRAPS(rlx_index, rlx_uindex, index)
 
+/* The result of a step's Checks, and the flag that stops what follows. */
+struct rlx_status { int code, unused; int* halt; };
+RLX_FN void rlx_fail(rlx_status* status, int code) {
+  if (!status) return; /* undoing repeats checks that have passed */
+  status->code = code;
+  atomicCAS(status->halt, 0, 1);
+}
+/* Whether a run on the same states has failed: its block, all of it, does nothing. Kernels that change no state get no flag. */
+RLX_FN bool rlx_halted(const int* halt) { return halt && __syncthreads_or(*(const volatile int*)halt); }
+
 /* The first statement of every kernel: waits until all earlier kernels of the run have ended, then lets the next one be placed on
    multiprocessors that become free, so that only its work is left to start. */
 RLX_FN void rlx_begin() {

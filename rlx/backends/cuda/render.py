@@ -16,6 +16,7 @@ from rlx.ir.kernel import EXTREMES, Check, Expr, Kernel, Load, Loop, Native, Red
 from rlx.ir.overlap import unaliased
 
 LONG_SUM = 8192  # f32 additions of one thread, at most; more are done in f64
+BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # of every kernel, before it reads what others write
 WIDE = 1 << 31  # positions from here on need 64 bits
 
 
@@ -68,7 +69,7 @@ class CudaWriter(Writer):
             found.append("unsigned char* rlx_scratch")
         if self.launch.counters:
             found.append("unsigned* rlx_counters")
-        return found + ["int* status"] * may_fail(self.kernel)
+        return [*found, *["rlx_status* status"] * may_fail(self.kernel), "const int* halt"]
 
     def function(self, name: str, member: bool = False) -> str:
         """`member`: as a function of the device, whose last argument is the number of the block among its own."""
@@ -95,7 +96,7 @@ class CudaWriter(Writer):
         return "\n".join([*head, *self.lines, "}", ""])
 
     def begin(self) -> None:
-        self.line("rlx_begin();")
+        self.line(BEGIN)
 
     def coordinates(self) -> Iterator[str]:
         """The grid point of this thread, from the last axis to the first."""
@@ -311,7 +312,7 @@ def arguments_of(launch: Launch) -> Sequence[str]:
     """Additional arguments after the buffers, in order."""
     early = getattr(launch, "early", None) is not None
     return (["scratch"] * bool(launch.scratch) + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
-            + ["early"] * early)  # fmt: skip
+            + ["halt"] + ["early"] * early)  # fmt: skip
 
 
-__all__ = ["WIDE", "CudaWriter", "arguments_of", "may_fail"]
+__all__ = ["BEGIN", "WIDE", "CudaWriter", "arguments_of", "may_fail"]

@@ -12,14 +12,14 @@ from typing import Self
 
 import numpy as np
 
-from rlx.backends.shared.loaded import POISON, Loaded, check_fits
+from rlx.backends.shared.loaded import POISON, check_fits
+from rlx.backends.shared.transacted import Transacted
 from rlx.driver.device import Device
-from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, HostMemory, Memory, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import CollectiveError, IndexRangeError
+from rlx.errors import IndexRangeError
 from rlx.ir.kernel import STATUS, Check, Kernel, walk
 from rlx.ir.program import Program, Region, Step
 
@@ -28,18 +28,17 @@ HOST = HostMemory(Device.CPU)
 RunKernel = Callable[[Kernel, Sequence[np.ndarray]], int]
 
 
-class StepwiseExecutable(Loaded):
+class StepwiseExecutable(Transacted):
     """Executable protocol (rlx.driver.backend) over `run_kernel`. `code_bytes`: size of its machine code, for memory()."""
 
     def __init__(
         self, program: Program, run_kernel: RunKernel, params: ParamStore | None, handles: HandleStore | None,
         transport: SymmetricTransport | None = None, code_bytes: int = 0, memory: Memory = HOST,
     ) -> None:  # fmt: skip
-        super().__init__(program, params or ParamStore(), handles or HandleStore(), memory)
+        may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
+        super().__init__(program, params, handles, memory, transport, may_fail)
         memory.fill(self.arena.block, POISON)
         self.code_bytes, self._run_kernel = code_bytes, run_kernel
-        may_fail = [any(isinstance(s, Check) for s in walk(step.kernel.body)) for step in program.steps]
-        self.exchanges = Exchanges(program, transport, may_fail)
         for b in program.buffers:  # params are in the store from the start
             self.block(b.id)
 
@@ -64,61 +63,17 @@ class StepwiseExecutable(Loaded):
             check_fits(self.decls[buffer], array)
         arrays = {buffer: np.require(array, requirements=["C", "A"]) for buffer, array in (given or {}).items()}
         for i in steps:
-            self._run(self.program.prepare[i], arrays)
+            self.launch(self.program.prepare[i], arrays)
 
-    def run(self) -> None:
-        self.run_steps()
-        if self.exchanges.agreement:
-            self._agree()
-        self._commit()
-
-    def run_steps(self) -> None:
+    def execute(self) -> None:
         for b in self.program.buffers:
             if b.region in (Region.ARENA, Region.OUTPUT):
                 self.device_memory.fill(self.block(b.id), POISON)
-        done = 0
-        try:
-            self.exchanges.begin()
-            for step in self.program.steps:
-                self._run(step)
-                done += 1
-        except (IndexRangeError, CollectiveError) as e:
-            if isinstance(e, IndexRangeError):
-                self.exchanges.give_up()
-            self._undo(done)
-            raise
-        finally:
-            self.exchanges.release()
+        for step in self.program.steps:
+            self.launch(step)
+            self.done += 1
 
-    def run_commit(self) -> None:
-        self._agree()
-        self._commit()
-
-    def run_abort(self) -> None:
-        self.exchanges.give_up()
-        self._undo(len(self.program.steps))
-
-    def run_refuse(self) -> None:
-        self.exchanges.refuse()
-
-    def _agree(self) -> None:
-        try:
-            self.exchanges.agree()
-        except CollectiveError:
-            self._undo(len(self.program.steps))
-            raise
-
-    def _undo(self, failed: int) -> None:
-        """Undo the in-place updates made by the steps before `failed`."""
-        for at, step in self.program.abort:
-            if at < failed:
-                self._run(step)
-
-    def _commit(self) -> None:
-        for step in self.program.commit:
-            self._run(step)
-
-    def _run(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
+    def launch(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
         arrays = [bytes_of(given[a]) if a in given else self.data(a) for a in step.args]
         arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]
         if step.kernel.collective:

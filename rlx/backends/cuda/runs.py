@@ -1,0 +1,223 @@
+"""How runs are put on a GPU: CUDA graphs of their kernels, inputs through a ring in pinned memory, the account of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from rlx.backends.cuda.gpu import CudaMemory, check
+from rlx.driver.memory import bytes_of
+from rlx.errors import IndexRangeError, RlxError
+from rlx.ir.program import BufferDecl, Step
+
+if TYPE_CHECKING:
+    from rlx.backends.cuda.code import CudaCode
+    from rlx.backends.cuda.executable import CudaExecutable
+
+Numbered = Sequence[tuple[int | None, Step]]  # steps of one launch, with their numbers; None: of the commit
+Launch: TypeAlias = "tuple[CudaCode, Numbered]"
+SLOTS = 16  # runs whose inputs may wait in a ring
+FED = 64 << 10  # bytes of inputs that a kernel reads from pinned memory; larger ones are copied by the copy engine
+REMEMBERED = 16  # failures of a store, for runs that were cancelled by them and are waited for later
+FAILED, STATUS, CODE, ENDED = range(4)  # words of Watch.report
+
+
+class Watch:
+    """The failures of the runs on one HandleStore (rlx_watch and rlx_report in support.h). Runs that may fail are numbered from 1
+    on; `started`: how many were queued."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory, self.gpu = memory, memory.gpu
+        self.block = memory.allocate(16)
+        self.report = self.gpu.pinned(32).view(np.int64)
+        self.started = 0
+        self._cancelled: list[tuple[int, int]] = []  # (the run that failed, the last one that it cancelled)
+
+    @property
+    def halt(self) -> int:
+        """Address of the flag that stops what changes states."""
+        return self.block.address
+
+    def ended(self, number: int) -> bool:
+        return bool(self.report[ENDED] >= number)
+
+    def failed(self, number: int) -> bool:
+        """Whether run `number`, which has ended, failed. RlxError: an earlier one did, and cancelled it."""
+        first = int(self.report[FAILED])
+        if first == number:
+            return True
+        if 0 < first < number or any(low < number <= high for low, high in self._cancelled):
+            raise RlxError("a run queued before this one on the same states failed, so this one changed no state")
+        return False
+
+    def reset(self) -> None:
+        """The host has been told of the failure: runs queued from now on are performed."""
+        self._cancelled = [*self._cancelled[-REMEMBERED:], (int(self.report[FAILED]), self.started)]
+        self.report[FAILED] = 0
+        self._memory.fill(self.block.part(0, 4), 0)
+
+
+class CudaRun:
+    """Pending protocol (rlx.driver.stream): run `number` of a Watch."""
+
+    def __init__(self, owner: CudaExecutable, number: int) -> None:
+        self._owner, self._watch, self._number = owner, owner.watch, number
+
+    def done(self) -> bool:
+        return self._watch.ended(self._number)
+
+    def wait(self) -> None:
+        try:
+            self._owner.settle(self._watch, self._number)
+        except IndexRangeError:
+            self._owner.undo(self._owner.done)
+            raise
+
+
+class Ring:
+    """Inputs on their way to the arena. The host fills a slot of pinned memory; the first kernel of the run copies it (rlx_feed)
+    and counts the slots it has taken."""
+
+    def __init__(self, owner: CudaExecutable, inputs: Sequence[BufferDecl], kept: set[int]) -> None:
+        """`kept`: inputs that stay as they are where a run has failed, since the undoing reads them."""
+        self._gpu, memory = owner.gpu, owner.device_memory
+        self.inputs, offset, rows = {b.id: n for n, b in enumerate(inputs)}, 0, []
+        places = []
+        for b in inputs:
+            rows.append((owner.address(b.id), offset, b.nbytes, b.id in kept))
+            places.append(offset)
+            offset += -(-max(b.nbytes, 1) // 16) * 16
+        self.slot_bytes = offset
+        self.memory = self._gpu.pinned(SLOTS * offset + 64)
+        self._taken = self.memory[SLOTS * offset :][:8].view(np.int64)
+        self.turn = 0  # slots given to runs
+        self.written: set[int] = set()  # inputs that lie in the current slot
+        self.slots = [
+            [
+                self.memory[k * offset + at :][: b.nbytes].view(b.shape.dtype.numpy).reshape(b.shape.static)
+                for b, at in zip(inputs, places)
+            ]
+            for k in range(SLOTS)
+        ]
+        self.table = memory.allocate(32 * len(rows) + 16)
+        memory.copy_in(self.table.part(16, 32 * len(rows)), bytes_of(np.array(rows, np.int64)))
+        ring = self.memory.ctypes.data
+        self.arguments = [
+            self.table.address + 16, len(rows), self.table.address, ring, offset, SLOTS, ring + SLOTS * offset, owner.watch.halt
+        ]  # fmt: skip
+
+    def room(self) -> list[np.ndarray]:
+        """The arrays of the current slot. Waits until the run that used it has read it."""
+        if self.turn - int(self._taken[0]) >= SLOTS:
+            self._gpu.wait()
+        return self.slots[self.turn % SLOTS]
+
+    def write(self, buffer: int, array: np.ndarray) -> None:
+        np.copyto(self.room()[self.inputs[buffer]], array)
+        self.written.add(buffer)
+
+    def flush(self, owner: CudaExecutable) -> None:
+        """Copy inputs that were written without a run to the arena now."""
+        slot = self.room()
+        for buffer in sorted(self.written):
+            owner.device_memory.copy_in(owner.block(buffer), bytes_of(slot[self.inputs[buffer]]))
+        self.written.clear()
+
+
+class Replay:
+    """Launches as one CUDA graph, made at the first run. `fed`: the graph begins with the kernel that takes the inputs from the
+    ring."""
+
+    def __init__(self, owner: CudaExecutable, launches: Sequence[Launch], fed: bool = False) -> None:
+        self.owner, self.launches, self.fed = owner, list(launches), fed
+        self.first = (self.launches[0][1][0][0] or 0) if launches else 0
+        self._graph: Any = None
+        self._watched = False  # known with the graph
+
+    def run(self) -> None:
+        number = self.queue()
+        if number is not None:
+            self.owner.settle(self.owner.watch, number)
+
+    def queue(self) -> int | None:
+        """Start it. The number of the run in the Watch; None: it cannot fail."""
+        gpu = self.owner.gpu
+        gpu.replay(self._graph if self._graph is not None else self.graph())
+        if not self._watched:
+            return None
+        self.owner.watch.started += 1
+        return self.owner.watch.started
+
+    @property
+    def watched(self) -> bool:
+        return any(n in self.owner.checks for _, steps in self.launches for n, _ in steps)
+
+    def graph(self) -> Any:
+        if self._graph is None:
+            self._graph = self._captured(self.owner.gpu.use())
+        return self._graph
+
+    def _captured(self, stream: Any) -> Any:
+        gpu, own, self._watched = self.owner.gpu, self.owner, self.watched
+        mode = gpu.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        check(gpu.driver.cuStreamBeginCapture(stream, mode), "recording a run")
+        try:
+            if self.fed:
+                own.support("rlx_feed", 1, own.ring.arguments)
+            for n, (code, steps) in enumerate(self.launches):
+                own._launch(code, steps, early=n > 0 or self.fed)
+            if self._watched:
+                own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
+        finally:
+            graph = check(gpu.driver.cuStreamEndCapture(stream), "recording a run")
+        made = check(gpu.driver.cuGraphInstantiate(graph, 0), "recording a run")
+        check(gpu.driver.cuGraphDestroy(graph), "recording a run")
+        return made
+
+    def __del__(self) -> None:
+        if self._graph is not None:
+            with suppress(Exception):  # the interpreter is ending
+                self.owner.gpu.driver.cuGraphExecDestroy(self._graph)
+
+
+class Exchange:
+    """Step `first`, a collective, which the driver performs on host arrays."""
+
+    def __init__(self, owner: CudaExecutable, first: int, step: Step) -> None:
+        self.owner, self.first, self.step = owner, first, step
+
+    def run(self) -> None:
+        own, kernel = self.owner, self.step.kernel
+        arrays = [np.empty(b.size, b.dtype.numpy) for b in kernel.buffers]
+        blocks = [own.block(a) for a in self.step.args]
+        for array, block in zip(arrays, blocks):
+            own.device_memory.copy_out(block.part(0, array.nbytes), bytes_of(array))
+        assert kernel.collective
+        own.exchanges.perform(kernel.collective, *arrays)
+        for array, block, b in zip(arrays, blocks, kernel.buffers):
+            if b.writable:
+                own.device_memory.copy_in(block.part(0, array.nbytes), bytes_of(array))
+
+
+def guarded(program: Any, decls: Mapping[int, BufferDecl]) -> tuple[set[int], set[int]]:
+    """The steps that must not run behind a failed one, and the inputs that must stay: they write states, or bytes that the
+    undoing of the failed run reads."""
+    states = set(program.handles)
+    offsets = program.plan.offsets
+    read = {a for _, step in program.abort for a in step.reads if a not in states}
+    kept = [(offsets[a], offsets[a] + decls[a].nbytes) for a in read if a in offsets]
+
+    def stays(buffer: int) -> bool:
+        if buffer in states:
+            return True
+        at = offsets.get(buffer)
+        return at is not None and any(at < high and low < at + decls[buffer].nbytes for low, high in kept)
+
+    steps = {n for n, step in enumerate(program.steps) if any(map(stays, step.writes))}
+    return steps, {b for b in program.inputs if stays(b)}
+
+
+__all__ = ["FED", "CudaRun", "Exchange", "Replay", "Ring", "Watch", "guarded"]

@@ -1,0 +1,52 @@
+/* The kernels of the executable itself: the end of a run that may fail, inputs from pinned memory, copies that a failure cancels. */
+
+/* What the runs on one HandleStore share. halt: 0; 1 from a failed Check on; 2 once that run has ended. */
+struct rlx_watch { int halt, unused; int64_t runs; };
+/* In pinned memory: the run that failed (0: none), which of its statuses, its code; the runs that have ended. */
+struct rlx_report { int64_t failed, status, code, ended; };
+
+extern "C" __global__ void rlx_end(rlx_watch* watch, rlx_status* status, int64_t count, volatile rlx_report* report) {
+  rlx_begin();
+  const int64_t run = ++watch->runs;
+  if (watch->halt) {
+    for (int i = (int)count - 1; i >= 0; i--) {
+      if (status[i].code && watch->halt == 1) report->status = i, report->code = status[i].code;
+      status[i].code = 0;
+    }
+    __threadfence_system();
+    if (watch->halt == 1) report->failed = run;
+    watch->halt = 2;
+    __threadfence_system();
+  }
+  report->ended = run;
+}
+
+RLX_FN void rlx_move(unsigned char* to, const unsigned char* from, int64_t nbytes, int64_t first, int64_t step) {
+  for (int64_t i = first * 16; i + 16 <= nbytes; i += step * 16) {
+    uint32_t a, b, c, d;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(from + i));
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to + i), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  }
+  for (int64_t i = nbytes / 16 * 16 + first; i < nbytes; i += step) to[i] = ((const volatile unsigned char*)from)[i];
+}
+
+/* One input: where it goes, its place in a slot of the ring, and whether it stays where a run has failed. */
+struct rlx_part { unsigned char* to; int64_t from, nbytes, kept; };
+
+/* Copies the inputs of this run from the ring's next slot. One block. */
+extern "C" __global__ void rlx_feed(
+    const rlx_part* parts, int64_t count, int64_t* turn, const unsigned char* ring, int64_t slot, int64_t slots,
+    volatile int64_t* taken, const int* halt) {
+  const unsigned char* from = ring + *turn % slots * slot;
+  const int stay = *halt;
+  for (int64_t p = 0; p < count; p++) {
+    if (!(stay && parts[p].kept)) rlx_move(parts[p].to, from + parts[p].from, parts[p].nbytes, threadIdx.x, blockDim.x);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *taken = ++*turn;
+}
+
+extern "C" __global__ void rlx_copy(unsigned char* to, const unsigned char* from, int64_t nbytes, const int* halt) {
+  if (*halt) return;
+  rlx_move(to, from, nbytes, (int64_t)blockIdx.x * blockDim.x + threadIdx.x, (int64_t)gridDim.x * blockDim.x);
+}

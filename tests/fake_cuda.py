@@ -1,0 +1,269 @@
+"""A CUDA driver without a GPU: memory of the host, a stream that runs nothing before somebody waits, graphs, interpreted kernels.
+
+It shows what the executable asks of a driver, and in which order; it says nothing about generated code.
+
+`installed(driver)` puts it where rlx looks for the real one. `driver.answers[function]` is the status of its next calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlx.backends import get
+from rlx.backends.cuda import backend, gpu
+from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.render import may_fail
+from rlx.backends.ref.interpret import run_kernel
+from rlx.ir.kernel import Kernel
+
+Status = IntEnum("Status", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
+                            "CUDA_ERROR_NOT_READY": 600, "CUDA_ERROR_ILLEGAL_ADDRESS": 700})  # fmt: skip
+OK = Status.CUDA_SUCCESS
+
+
+class Names:
+    """An enumeration whose members are their own names."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class FakeDriver:
+    """`devices`: compute capability of each GPU. `memory`: bytes of a GPU. `kernels`: by name. `calls`: number by function."""
+
+    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
+    CUdevice_attribute = CUfunction_attribute = CUstreamCaptureMode = Names()
+
+    def __init__(self, devices: Sequence[int] = (90,), memory: int = 1 << 30) -> None:
+        self.devices, self.free, self.kernels = list(devices), memory, dict[str, Sequence[Kernel]]()
+        self.answers: dict[str, Status] = {}
+        self.calls: Counter[str] = Counter()
+        self.blocks: dict[int, Any] = {}
+        self._queued: list[Callable[[], None]] = []
+        self._recording: list[Callable[[], None]] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        found: Any = object.__getattribute__(self, name)
+        if not name.startswith("cu") or not callable(found):
+            return found
+
+        def call(*given: Any) -> tuple[Any, ...]:
+            self.calls[name] += 1
+            status: Any = self.answers.get(name, OK)
+            return found(*given) if status == OK else (status,)  # type: ignore[reportReturnType]
+
+        return call
+
+    # -- devices
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        return (OK,)
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return OK, len(self.devices)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        return OK, index
+
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[Any, ...]:
+        return OK, b"Fake GPU\0\0"
+
+    def cuDeviceTotalMem(self, device: int) -> tuple[Any, ...]:
+        return OK, self.free
+
+    def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple[Any, ...]:
+        major, minor = divmod(self.devices[device], 10)
+        return OK, major if attribute.endswith("_MAJOR") else minor if attribute.endswith("_MINOR") else 132
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return OK, f"context {device}"
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Any, ...]:
+        return (OK,)
+
+    # -- memory
+
+    def _take(self, nbytes: int) -> tuple[Any, ...]:
+        if nbytes > self.free:
+            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
+        block = (ctypes.c_uint8 * (nbytes + 256))(*[0xEE] * 0)
+        address = ctypes.addressof(block)
+        self.blocks[address := address + -address % 256] = block, nbytes
+        self.free -= nbytes
+        return OK, address
+
+    def _give(self, address: int) -> tuple[Any, ...]:
+        self.run()
+        self.free += self.blocks.pop(address)[1]
+        return (OK,)
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+        return self._take(nbytes)
+
+    def cuMemFree(self, address: int) -> tuple[Any, ...]:
+        return self._give(address)
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
+        return self._take(nbytes)
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        return self._give(address)
+
+    def cuMemGetInfo(self) -> tuple[Any, ...]:
+        return OK, self.free, 1 << 30
+
+    def cuMemsetD8Async(self, address: int, byte: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        return self._queue(lambda: ctypes.memset(address, byte, nbytes))
+
+    def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        held = ctypes.string_at(source, nbytes)  # pageable memory is read before the call returns
+        return self._queue(lambda: ctypes.memmove(to, held, nbytes))
+
+    def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        return self._queue(lambda: ctypes.memmove(to, source, nbytes))
+
+    def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        return self._queue(lambda: ctypes.memmove(to, source, nbytes))
+
+    # -- the stream and graphs
+
+    def _queue(self, command: Callable[[], Any]) -> tuple[Any, ...]:
+        (self._queued if self._recording is None else self._recording).append(command)
+        return (OK,)
+
+    def run(self) -> None:
+        while self._queued:
+            self._queued.pop(0)()
+
+    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+        return OK, "stream"
+
+    def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
+        self.run()
+        return (OK,)
+
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
+        self._recording = []
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
+        made, self._recording = self._recording, None
+        return OK, made
+
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any, ...]:
+        return OK, list(graph)
+
+    def cuGraphDestroy(self, graph: Any) -> tuple[Any, ...]:
+        return (OK,)
+
+    def cuGraphExecDestroy(self, graph: Any) -> tuple[Any, ...]:
+        return (OK,)
+
+    def cuGraphLaunch(self, graph: Any, stream: Any) -> tuple[Any, ...]:
+        self._queued += graph
+        return (OK,)
+
+    # -- kernels
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        return OK, image
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
+        return OK, name.decode()
+
+    def CUlaunchConfig(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def CUlaunchAttribute(self) -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
+
+    CUlaunchAttributeID = Names()
+
+    def cuLaunchKernelEx(self, config: Any, name: str, values: Any, extra: int) -> tuple[Any, ...]:
+        perform = getattr(self, name, None)
+        return self._queue(lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0])))
+
+    def _group(self, kernels: Sequence[Kernel], values: list[int]) -> None:
+        for kernel in kernels:
+            count = len(kernel.buffers) + may_fail(kernel) + 1
+            self._kernel(kernel, values[:count])
+            values = values[count:]
+
+    def _kernel(self, kernel: Kernel, values: Sequence[int]) -> None:
+        addresses, more, halt = values[: len(kernel.buffers)], values[len(kernel.buffers) : -1], values[-1]
+        if halt and words(halt, 1, np.int32)[0]:
+            return
+        arrays = [words(a, b.size, b.dtype.numpy) for a, b in zip(addresses, kernel.buffers, strict=True)]
+        if (code := run_kernel(kernel, arrays)) and more[0]:
+            words(more[0], 1, np.int32)[0] = code
+            flag = words(int(words(more[0] + 8, 1)[0]), 1, np.int32)
+            flag[0] = flag[0] or 1
+
+    def rlx_end(self, watch: int, statuses: int, count: int, report: int) -> None:
+        halt, runs, told, status = words(watch, 1, np.int32), words(watch, 2), words(report, 4), words(statuses, 2 * count)
+        runs[1] += 1
+        if halt[0] == 1:
+            first = int(np.flatnonzero(status[::2])[0])
+            told[:3] = runs[1], first, status[2 * first] & 0xFFFFFFFF
+        if halt[0]:
+            status[::2], halt[0] = 0, 2
+        told[3] = runs[1]
+
+    def rlx_feed(self, parts: int, count: int, turn: int, ring: int, slot: int, slots: int, taken: int, halt: int) -> None:
+        turns, stay = words(turn, 1), words(halt, 1, np.int32)[0]
+        for to, source, nbytes, kept in words(parts, 4 * count).reshape(-1, 4).tolist():
+            if not (stay and kept):
+                ctypes.memmove(to, ring + int(turns[0]) % slots * slot + source, nbytes)
+        turns[0] += 1
+        words(taken, 1)[0] = turns[0]
+
+    def rlx_copy(self, to: int, source: int, nbytes: int, halt: int) -> None:
+        if not words(halt, 1, np.int32)[0]:
+            ctypes.memmove(to, source, nbytes)
+
+
+def words(address: int, count: int, dtype: Any = np.int64) -> np.ndarray:
+    raw = (ctypes.c_uint8 * (count * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)  # type: ignore[call-overload]
+
+
+@contextmanager
+def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`driver` as cuda.bindings.driver; None: the package is not installed."""
+    bindings = ModuleType("cuda.bindings")
+    if driver is not None:
+        bindings.driver = driver  # type: ignore[attr-defined]
+
+    def compiled(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str) -> list[CudaCode]:
+        made = []
+        for n, (_, kernels) in enumerate(launches, len(driver.kernels) if driver else 0):
+            more = tuple((*["status"] * may_fail(k), "halt") for k in kernels)
+            blocks = 0 if kernels[0].collective else 1
+            made.append(CudaCode(f"kernel{n}", "// interpreted", b"fake", blocks, 1, 0, 0, 0, more))
+            assert driver is not None
+            driver.kernels[f"kernel{n}"] = kernels
+        return made
+
+    caches = (gpu.count, gpu.gpu, backend.memory_of, get)
+    with patch.context() as within:
+        within.setitem(sys.modules, "cuda", SimpleNamespace(bindings=bindings))  # type: ignore[arg-type]
+        within.setitem(sys.modules, "cuda.bindings", bindings)
+        within.setattr(backend, "compile_kernels", compiled)
+        within.setattr(backend, "support", lambda arch: b"fake")
+        for cached in caches:
+            cached.cache_clear()
+        try:
+            yield
+        finally:
+            for cached in caches:
+                cached.cache_clear()

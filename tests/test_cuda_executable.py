@@ -1,0 +1,199 @@
+"""The CUDA executable on a driver without a GPU (fake_cuda): runs that end later, failures, and what a driver may answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import device_conformance as conformance
+import numpy as np
+import pytest
+from fake_cuda import FakeDriver, Status, installed
+
+import rlx
+from rlx.backends import available
+from rlx.backends.cuda.backend import memory_of
+from rlx.driver.stream import Pending
+from rlx.errors import DeviceError, DeviceUnavailableError, IndexRangeError, OutOfMemoryError
+
+F = np.float32
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    with installed(made, monkeypatch):
+        yield made
+
+
+@pytest.mark.parametrize("name", [n for n, _ in conformance.checks("cuda") if not n.startswith(("op ", "ranks"))])
+def test_it_conforms(name: str, driver: FakeDriver) -> None:
+    """But for ranks: its one stream would wait for itself if several threads used it."""
+    dict(conformance.checks("cuda"))[name]()
+
+
+def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
+    """total += table[i]. Rows past 3 are an IndexRangeError."""
+    g = rlx.Graph("picker")
+    table, i = g.constant(np.arange(4, dtype=F) + 1), g.input("i", (), "i32")
+    total = g.handle(rlx.BufferHandle("total", (), "f32"))
+    row = rlx.gather(table, i)
+    g.assign(total, total + row)
+    g.set_outputs([total + row])
+    return rlx.Session("cuda").compile(g, handles=store)
+
+
+def at(i: int) -> dict[str, np.ndarray]:
+    return {"i": np.array(i, np.int32)}
+
+
+def rows() -> rlx.CompiledGraph:
+    """h[at] = x in place, and then a lookup that may fail."""
+    g = rlx.Graph("rows")
+    h, x = g.handle(rlx.BufferHandle("h", (8, 4), "f32")), g.input("x", (1, 4), "f32")
+    row, i = g.input("at", (), "i32"), g.input("i", (), "i32")
+    new = rlx.update_rows(h, x, row)
+    g.assign(h, new)
+    g.set_outputs([rlx.sum(new), rlx.gather(g.constant(np.arange(4, dtype=F)), i)])
+    return rlx.Session("cuda").compile(g)
+
+
+def row(value: float, row: int, i: int = 0) -> dict[str, np.ndarray]:
+    return {"x": np.full((1, 4), value, F), "at": np.array(row, np.int32), "i": np.array(i, np.int32)}
+
+
+def test_runs_behind_a_failed_one_change_no_state_of_any_executable_on_the_store(driver: FakeDriver) -> None:
+    first = picker()
+    second = picker(first.handles)
+    for compiled, i in ((first, 1), (first, 9), (first, 2), (second, 3)):
+        compiled.commit_no_wait(at(i))
+    with pytest.raises(IndexRangeError, match="queued run 1 of 4.*the 2 behind it were not run"):
+        first.sync_pending()
+    assert first.read_handle("total") == 2
+    first.commit_no_wait(at(3))
+    second.run(at(0))
+    assert first.read_handle("total") == 7
+
+
+def test_a_failed_run_is_undone_with_what_it_saved_whatever_was_queued_behind_it(driver: FakeDriver) -> None:
+    compiled = rows()
+    assert compiled.program().abort
+    for given in (row(1, 0), row(2, 1), row(3, 1, 7), *(row(9, k) for k in range(5))):
+        compiled.commit_no_wait(given)
+    with pytest.raises(IndexRangeError, match="queued run 2 of 8: .* in gather"):
+        compiled.sync_pending()
+    want = np.zeros((8, 4), F)
+    want[0], want[1] = 1, 2
+    np.testing.assert_array_equal(compiled.read_handle("h"), want)
+    for bad in (row(5, 8), row(5, -1), row(6, 2, 4)):
+        with pytest.raises(IndexRangeError):
+            compiled.run(bad)
+        np.testing.assert_array_equal(compiled.read_handle("h"), want)
+    total, found = compiled.run(row(4, 3, 2))
+    assert (total, found) == (28, 2)
+
+
+def test_a_run_that_cannot_fail_is_not_waited_for(driver: FakeDriver) -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (3,), "f32") + 1.0])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.run_slots([np.zeros(3, F)])
+    driver.calls.clear()
+    for i in range(10):
+        compiled.run_slots([np.full(3, i, F)])
+    assert set(driver.calls) == {"cuCtxSetCurrent", "cuGraphLaunch"} and driver.calls["cuGraphLaunch"] == 10
+    assert compiled.outputs_view()[0].numpy().tolist() == [10, 10, 10]
+    call = compiled.bound([given := np.zeros(3, F)])
+    for i in range(40):  # more than the ring holds
+        given[...] = i
+        (out,) = call()
+        if i % 7 == 0:
+            assert out.numpy().tolist() == [i + 1] * 3
+
+
+def test_the_status_of_a_run_arrives_later(driver: FakeDriver) -> None:
+    compiled = picker()
+    compiled.run(at(0))
+    later = compiled._executable.run()
+    assert isinstance(later, Pending) and not later.done()
+    later.wait()
+    assert later.done() and compiled.read_handle("total") == 2
+
+
+def test_every_run_of_a_pipeline_keeps_its_outputs(driver: FakeDriver) -> None:
+    g = rlx.Graph("two")
+    x = g.input("x", (3, 5), "f32")
+    g.set_outputs([x + 1.0, rlx.sum(x)])
+    found = rlx.Session("cuda").compile(g).run_pipelined([{"x": np.full((3, 5), i, F)} for i in range(50)])
+    assert all((a == i + 1).all() and b == 15 * i for i, (a, b) in enumerate(found))
+
+
+def test_another_store_is_used_by_every_part_of_a_run(driver: FakeDriver) -> None:
+    """Graphs hold addresses: those of the commit too."""
+    compiled = picker()
+    compiled._executable.run_steps()
+    compiled._executable.run_commit()
+    old = compiled.handles
+    compiled.use_handles(rlx.runtime.HandleStore())
+    compiled._executable.run_steps()
+    compiled._executable.run_commit()
+    assert compiled.read_handle("total") == 1 and old.read("total") == 1
+
+
+# -- what a driver may answer --------------------------------------------------------------------------------------
+
+
+def plus(size: int = 1 << 16) -> rlx.Graph:
+    g = rlx.Graph("plus")
+    g.set_outputs([g.input("x", (size,), "f32") + g.param("w", (size,), "f32")])
+    return g
+
+
+def test_no_room_is_an_error_and_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(memory=2 << 20)
+    with installed(driver, monkeypatch):
+        compiled = rlx.Session("cuda").compile(plus())
+        compiled.set_param("w", np.ones(1 << 16, F))
+        free = driver.free
+        with pytest.raises(OutOfMemoryError, match="no room"):
+            rlx.Session("cuda").compile(plus(1 << 18))
+        assert driver.free == free
+        assert compiled.run({"x": np.ones(1 << 16, F)})[0][7] == 2
+
+
+def test_a_lost_gpu_is_an_error_that_says_so(driver: FakeDriver) -> None:
+    compiled = picker()
+    driver.answers["cuStreamSynchronize"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS.*lost.*new process"):
+        compiled.run(at(0))
+    driver.answers["cuGraphLaunch"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceError, match="replaying a run: .*lost"):
+        compiled.run(at(0))
+
+
+@pytest.mark.parametrize("make,match", [
+    (lambda: None, r"pip install rlx\[cuda\]"),
+    (lambda: FakeDriver(devices=()), "no NVIDIA GPU"),
+    (lambda: FakeDriver(devices=(75,)), r"compute capability is 7.5; rlx needs 8.0"),
+])  # fmt: skip
+def test_a_machine_that_cannot_says_why(make, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(make(), monkeypatch):
+        assert not rlx.is_available("cuda")
+        with pytest.raises(DeviceUnavailableError, match=match):
+            rlx.Session("cuda")
+
+
+def test_a_driver_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    driver.answers["cuInit"] = Status.CUDA_ERROR_NO_DEVICE
+    with installed(driver, monkeypatch), pytest.raises(DeviceUnavailableError, match="NO_DEVICE"):
+        rlx.Session("cuda")
+
+
+def test_several_gpus_have_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(FakeDriver(devices=(90, 75, 90)), monkeypatch):
+        found = available()
+        assert found["cuda:0"] is None and found["cuda:2"] is None and "compute capability" in str(found["cuda:1"])
+        compiled = rlx.Session("cuda:2").compile(plus())
+        assert str(compiled.device) == "CUDA:2" and memory_of(2).gpu.index == 2
+        with pytest.raises(DeviceUnavailableError, match=r"no such index|there is no cuda:3"):
+            rlx.Session("cuda:3")
