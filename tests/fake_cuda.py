@@ -53,7 +53,7 @@ class FakeDriver:
         self._recording: list[Callable[[], None]] | None = None
 
     def __getattribute__(self, name: str) -> Any:
-        found: Any = object.__getattribute__(self, name)
+        found = object.__getattribute__(self, name)
         if not name.startswith("cu") or not callable(found):
             return found
 
