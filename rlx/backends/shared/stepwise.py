@@ -73,6 +73,15 @@ class StepwiseExecutable(Transacted):
             self.launch(step)
             self.done += 1
 
+    def commit(self) -> None:
+        for step in self.program.commit:
+            self.launch(step)
+
+    def undo(self, failed: int) -> None:
+        for at, step in self.program.abort:
+            if at < failed:
+                self.launch(step)
+
     def launch(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
         arrays = [bytes_of(given[a]) if a in given else self.data(a) for a in step.args]
         arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]

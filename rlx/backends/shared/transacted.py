@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from rlx.backends.shared.loaded import Loaded
@@ -11,12 +12,12 @@ from rlx.driver.memory import Block, Memory
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import CollectiveError, IndexRangeError
-from rlx.ir.program import Program, Step
+from rlx.ir.program import Program
 
 
-class Transacted(Loaded):
-    """The part of an Executable (rlx.driver.backend) that runs. A subclass supplies `execute` and `launch`. `done`: the steps of
-    this run that precede the one that failed."""
+class Transacted(Loaded, ABC):
+    """The part of an Executable (rlx.driver.backend) that runs. `done`: the steps of a run that precede the one that
+    failed."""
 
     done = 0
 
@@ -28,13 +29,17 @@ class Transacted(Loaded):
         super().__init__(program, params or ParamStore(), handles or HandleStore(), memory, constants)
         self.exchanges = Exchanges(program, transport, may_fail)
 
+    @abstractmethod
     def execute(self) -> None:
         """All steps, without the commit; sets `done`. IndexRangeError, CollectiveError: a step failed."""
-        raise NotImplementedError
 
-    def launch(self, step: Step) -> None:
-        """One step of commit or abort."""
-        raise NotImplementedError
+    @abstractmethod
+    def commit(self) -> None:
+        """Copy the next states to the handles."""
+
+    @abstractmethod
+    def undo(self, failed: int) -> None:
+        """Undo the in-place updates that were saved by the steps before `failed`."""
 
     def run(self) -> object:
         self.run_steps()
@@ -72,16 +77,6 @@ class Transacted(Loaded):
         except CollectiveError:
             self.undo(len(self.program.steps))
             raise
-
-    def undo(self, failed: int) -> None:
-        """Undo the in-place updates that were saved by the steps before `failed`."""
-        for at, step in self.program.abort:
-            if at < failed:
-                self.launch(step)
-
-    def commit(self) -> None:
-        for step in self.program.commit:
-            self.launch(step)
 
 
 __all__ = ["Transacted"]
