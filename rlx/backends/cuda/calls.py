@@ -7,18 +7,15 @@ These functions handle the common case and leave all others, and every error, to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.runs import CudaRun
+from rlx.backends.cuda.runs import CudaRun, Owner
 from rlx.host.gate import FastCall
 
-if TYPE_CHECKING:
-    from rlx.backends.cuda.executable import CudaExecutable
 
-
-def fast_call(own: CudaExecutable, wanted: FastCall) -> Callable[..., Any] | None:
+def fast_call(own: Owner, wanted: FastCall) -> Callable[..., Any] | None:
     if own.program.collectives or wanted.form == "dict":
         return None
     run = _run_of(own, wanted)
@@ -40,7 +37,7 @@ def fast_call(own: CudaExecutable, wanted: FastCall) -> Callable[..., Any] | Non
     return run_slots
 
 
-def _run_of(own: CudaExecutable, wanted: FastCall) -> Callable[[Sequence[np.ndarray]], bool]:
+def _run_of(own: Owner, wanted: FastCall) -> Callable[[Sequence[np.ndarray]], bool]:
     """A function that starts a run on checked arrays. False: it is not the common case, and nothing has changed."""
     gate, changes = wanted.gate, own.params.changes
     acquire, release, copyto = gate.lock.acquire, gate.lock.release, np.copyto

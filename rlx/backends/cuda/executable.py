@@ -92,13 +92,14 @@ class CudaExecutable(Transacted):
 
     def use_handles(self, store: HandleStore) -> None:
         super().use_handles(store)
-        for name in ("ring", "_fed", "_whole", "_steps", "_commits"):
-            self.__dict__.pop(name, None)
+        for name in ("_fed", "_whole", "_steps", "_commits"):
+            vars(self).pop(name, None)
         self._watch()
 
     def _watch(self) -> None:
         """Make the statuses of the steps point to the flag of this store."""
-        self.watch = self._memory.watch(self.handles, Watch)
+        self._ring: Ring | None = None
+        self.watch: Watch = self._memory.watch(self.handles, Watch)
         rows = np.zeros((len(self.checks) + 1, 2), np.int64)
         rows[:-1, 1] = self.watch.halt
         rows[-1, 1] = self._ahead.address + 4  # no flag: the word beside the code
@@ -125,9 +126,13 @@ class CudaExecutable(Transacted):
         code = sum(len(c.cubin) for c in self.artifact.codes) + len(self.artifact.support)
         return super().memory() | {"scratch": own, "code": code}
 
-    @cached_property
+    @property
     def ring(self) -> Ring:
         """Of the small inputs, and those that must stay where a run has failed."""
+        self._ring = self._ring or self._made_ring()
+        return self._ring
+
+    def _made_ring(self) -> Ring:
         fed, room = [], FED
         for id in self.program.inputs:
             if id != self.program.extent and (id in self._kept or self.decls[id].nbytes <= room):
@@ -173,7 +178,7 @@ class CudaExecutable(Transacted):
         checked = False
         for i in steps:
             code, addresses = self.artifact.coded["prepare"][i], {buffer: block.address for buffer, block in held.items()}
-            self._launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
+            self.launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
             checked |= "status" in code.more[0]
         if checked:
             self._check_prepared()
@@ -272,11 +277,11 @@ class CudaExecutable(Transacted):
         """Undo the updates that were saved by launches before that of step `failed`."""
         for (at, step), code in zip(self.program.abort, self.artifact.coded["abort"], strict=True):
             if self._turn[at] < self._turn.get(failed, len(self._turn)):
-                self._launch(code, [(None, step)], {"status": 0, "halt": 0})
+                self.launch(code, [(None, step)], {"status": 0, "halt": 0})
 
     # -- kernels
 
-    def _launch(
+    def launch(
         self, code: CudaCode, steps: Numbered, own: Mapping[str, int] = MappingProxyType({}),
         given: Mapping[int, int] = MappingProxyType({}), early: bool = False,
     ) -> None:  # fmt: skip

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
-from rlx.backends.cuda.gpu import CudaMemory, check
-from rlx.driver.memory import bytes_of
+from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.gpu import CudaMemory, Gpu, check
+from rlx.driver.exchange import Exchanges
+from rlx.driver.handles import HandleStore
+from rlx.driver.memory import Block, Memory, bytes_of
+from rlx.driver.params import ParamStore
 from rlx.errors import IndexRangeError, RlxError
-from rlx.ir.program import BufferDecl, Step
-
-if TYPE_CHECKING:
-    from rlx.backends.cuda.code import CudaCode
-    from rlx.backends.cuda.executable import CudaExecutable
+from rlx.ir.program import BufferDecl, Program, Step
 
 Numbered = Sequence[tuple[int | None, Step]]  # steps of one launch, with their numbers; None: of the commit
-Launch: TypeAlias = "tuple[CudaCode, Numbered]"
+Launch = tuple[CudaCode, Numbered]
 SLOTS = 16  # runs whose inputs may wait in a ring
 FED = 64 << 10  # bytes of inputs that a kernel reads from pinned memory; larger ones are copied by the copy engine
 REMEMBERED = 16  # failures of a store, for runs that were cancelled by them and are waited for later
 FAILED, STATUS, CODE, ENDED = range(4)  # words of Watch.report
+
+
+class Owner(Protocol):
+    """The parts of a CudaExecutable that the classes below use."""
+
+    program: Program
+    params: ParamStore
+    handles: HandleStore
+    exchanges: Exchanges
+    decls: dict[int, BufferDecl]
+    device_memory: Memory
+    gpu: Gpu
+    watch: Watch
+    checks: dict[int, int]
+    done: int
+
+    @property
+    def ring(self) -> Ring: ...
+    def block(self, buffer: int) -> Block: ...
+    def address(self, buffer: int) -> int: ...
+    def write(self, buffer: int, array: np.ndarray) -> None: ...
+    def start(self) -> int | None: ...
+    def settle(self, watch: Watch, number: int) -> None: ...
+    def undo(self, failed: int) -> None: ...
+    def launch(self, code: CudaCode, steps: Numbered, *, early: bool) -> None: ...
+    def support(self, name: str, blocks: int, arguments: Sequence[int], threads: int = 256, early: bool = False) -> None: ...
+    def end_arguments(self) -> list[int]: ...
 
 
 class Watch:
@@ -63,7 +90,7 @@ class Watch:
 class CudaRun:
     """Pending protocol (rlx.driver.stream): run `number` of a Watch."""
 
-    def __init__(self, owner: CudaExecutable, number: int) -> None:
+    def __init__(self, owner: Owner, number: int) -> None:
         self._owner, self._watch, self._number = owner, owner.watch, number
 
     def done(self) -> bool:
@@ -81,7 +108,7 @@ class Ring:
     """Inputs on their way to the arena. The host fills a slot of pinned memory; the first kernel of the run copies it (rlx_feed)
     and counts the slots it has taken."""
 
-    def __init__(self, owner: CudaExecutable, inputs: Sequence[BufferDecl], kept: set[int]) -> None:
+    def __init__(self, owner: Owner, inputs: Sequence[BufferDecl], kept: set[int]) -> None:
         """`kept`: inputs that stay as they are where a run has failed, since the undoing reads them."""
         self._gpu, memory = owner.gpu, owner.device_memory
         self.inputs, offset, rows = {b.id: n for n, b in enumerate(inputs)}, 0, []
@@ -119,7 +146,7 @@ class Ring:
         np.copyto(self.room()[self.inputs[buffer]], array)
         self.written.add(buffer)
 
-    def flush(self, owner: CudaExecutable) -> None:
+    def flush(self, owner: Owner) -> None:
         """Copy inputs that were written without a run to the arena now."""
         slot = self.room()
         for buffer in sorted(self.written):
@@ -131,7 +158,7 @@ class Replay:
     """Launches as one CUDA graph, made at the first run. `fed`: the graph begins with the kernel that takes the inputs from the
     ring."""
 
-    def __init__(self, owner: CudaExecutable, launches: Sequence[Launch], fed: bool = False) -> None:
+    def __init__(self, owner: Owner, launches: Sequence[Launch], fed: bool = False) -> None:
         self.owner, self.launches, self.fed = owner, list(launches), fed
         self.first = (self.launches[0][1][0][0] or 0) if launches else 0
         self._graph: Any = None
@@ -168,7 +195,7 @@ class Replay:
             if self.fed:
                 own.support("rlx_feed", 1, own.ring.arguments)
             for n, (code, steps) in enumerate(self.launches):
-                own._launch(code, steps, early=n > 0 or self.fed)
+                own.launch(code, steps, early=n > 0 or self.fed)
             if self._watched:
                 own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
         finally:
@@ -186,7 +213,7 @@ class Replay:
 class Exchange:
     """Step `first`, a collective, which the driver performs on host arrays."""
 
-    def __init__(self, owner: CudaExecutable, first: int, step: Step) -> None:
+    def __init__(self, owner: Owner, first: int, step: Step) -> None:
         self.owner, self.first, self.step = owner, first, step
 
     def run(self) -> None:
@@ -202,7 +229,7 @@ class Exchange:
                 own.device_memory.copy_in(block.part(0, array.nbytes), bytes_of(array))
 
 
-def guarded(program: Any, decls: Mapping[int, BufferDecl]) -> tuple[set[int], set[int]]:
+def guarded(program: Program, decls: Mapping[int, BufferDecl]) -> tuple[set[int], set[int]]:
     """The steps that must not run behind a failed one, and the inputs that must stay: they write states, or bytes that the
     undoing of the failed run reads."""
     states = set(program.handles)
