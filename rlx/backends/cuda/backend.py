@@ -5,10 +5,12 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 from rlx.backends.cuda import attention
-from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of, support
+from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, groups_of, key_of, support, whole
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
@@ -59,6 +61,31 @@ class CudaBackend:
         coded = {name: [found[key_of([s.kernel])] for s in steps] for name, steps in phases.items() if name != "steps"}
         coded["steps"] = [found[key_of([program.steps[n].kernel for n in group])] for group in launches]
         return CudaArtifact(program, coded, launches, support(arch))
+
+    def compiler(self) -> str:
+        return compiler_version()
+
+    def to_parts(self, artifact: CudaArtifact) -> tuple[Any, list[bytes]]:
+        at = {code.name: i for i, code in enumerate(artifact.codes)}
+        coded = {name: [at[code.name] for code in codes] for name, codes in artifact.coded.items()}
+        head = {"codes": [code.described() for code in artifact.codes], "coded": coded, "launches": artifact.launches}
+        return head, [artifact.support, *(code.cubin for code in artifact.codes)]
+
+    def from_parts(
+        self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]
+    ) -> CudaArtifact:
+        helpers, *cubins = parts
+        made = [CudaCode.read(row, cubin) for row, cubin in zip(code["codes"], cubins, strict=True)]
+        coded = {name: [made[i] for i in whole(code["coded"][name])] for name in program.phases}
+        launches = tuple(tuple(whole(group)) for group in code["launches"])
+        if sorted(n for group in launches for n in group) != list(range(len(program.steps))):
+            raise ValueError("the launches are not the steps of the program")
+        for name, steps in program.phases.items():
+            groups = [[steps[n] for n in group] for group in launches] if name == "steps" else [[step] for step in steps]
+            for group, found in zip(groups, coded[name], strict=True):
+                if not group[0].kernel.collective and len(found.more) != len(group):
+                    raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
+        return CudaArtifact(program, coded, launches, helpers, texts)
 
     def load(
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
