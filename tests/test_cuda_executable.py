@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import device_conformance as conformance
 import numpy as np
@@ -77,6 +79,27 @@ def test_runs_behind_a_failed_one_change_no_state_of_any_executable_on_the_store
     first.commit_no_wait(at(3))
     second.run(at(0))
     assert first.read_handle("total") == 7
+
+
+def test_other_threads_use_the_gpu_while_one_records_its_run(driver: FakeDriver) -> None:
+    memory, gpu = memory_of(0), memory_of(0).gpu
+    ours, theirs = memory.allocate(4), memory.allocate(4)
+
+    def launch() -> None:
+        gpu.fill(ours.address, 1, 4)
+        other = threading.Thread(target=lambda: gpu.fill(theirs.address, 2, 4))
+        other.start()
+        other.join()
+
+    def found(block: Any) -> list[int]:
+        memory.copy_out(block, bytes_ := np.zeros(4, np.uint8))
+        return bytes_.tolist()
+
+    graph = gpu.recorded(launch)
+    assert (found(ours), found(theirs)) == ([0] * 4, [2] * 4)
+    memory.fill(theirs, 3)
+    gpu.replay(graph)
+    assert (found(ours), found(theirs)) == ([1] * 4, [3] * 4)
 
 
 def test_a_failed_run_is_undone_with_what_it_saved_whatever_was_queued_behind_it(driver: FakeDriver) -> None:
