@@ -17,6 +17,7 @@ from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.kernel import Kernel, Load, Var, const, k
@@ -84,8 +85,53 @@ def test_elements_take_a_thread_and_rows_a_team():
     assert (wide.team, wide.vector, wide.blocks * wide.threads * 4) == (1, 4, 4096 * 4096)
     rows = launch_of(one(lambda g: rlx.softmax(g.input("x", (4096, 512), "f32"))), "sm_90a")
     assert rows.team == 32 and rows.points == 4096
+    assert rows.row and (rows.row.rounds, rows.row.size, rows.shared) == (4, 4, 0)  # kept in registers
     long = launch_of(one(lambda g: rlx.softmax(g.input("x", (3, 50_000), "f32"))), "sm_90a")
-    assert long.team == 1024 and long.blocks == 3
+    assert long.team == 1024 and long.blocks == 3 and long.row is None
+
+
+ROWS = {
+    "even": ((64, 1024), "bf16", 1),  # launches of the loops; loads of x in them
+    "ragged": ((64, 1000), "f32", 1),
+    "unaligned": ((64, 1001), "f32", 1),
+    "few": ((3, 4096), "f32", 1),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_registers_are_loaded_once(name):
+    dims, dtype, count = ROWS[name]
+    found = launch_of(one(lambda g: rlx.softmax(g.input("x", dims, dtype))), "sm_90a")
+    text = text_of(found, "kernel")
+    assert found.row and text.split("kernel(")[1].count("rlx_fetch<") == count
+    assert cubin(text, "sm_90a")
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (2, 1, 0), (0, 2, 1)])
+def test_transposes_go_through_shared_memory(axes):
+    dims = (64, 96, 80)[: len(axes)]
+    moved = one(lambda g: rlx.copy(rlx.transpose(g.input("x", dims, "bf16"), axes)))
+    mixed = one(lambda g: g.input("x", tuple(dims[a] for a in axes), "f32") + rlx.transpose(g.input("y", dims, "f32"), axes))
+    for found in (launch_of(moved, "sm_90a"), launch_of(mixed, "sm_90a")):
+        assert isinstance(found, TileLaunch) and len(found.staged) == 1
+        assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_no_tile_where_whole_lines_are_read():
+    for build in (
+        lambda g: rlx.copy(rlx.transpose(g.input("x", (8, 128, 12, 64), "f32"), (0, 2, 1, 3))),
+        lambda g: g.input("x", (64, 64), "f32") * g.input("y", (64, 1), "f32"),
+        lambda g: rlx.copy(rlx.transpose(g.input("x", (4096, 3), "f32"), (1, 0))),
+    ):
+        assert type(launch_of(one(build), "sm_90a")) is Launch
+
+
+def test_columns_are_reduced_by_adjacent_lanes():
+    for build in (lambda x: rlx.sum(x, axis=(0,)), lambda x: rlx.cumsum(x, axis=0), lambda x: rlx.argmax(x, axis=0)):
+        found = launch_of(one(lambda g, build=build: build(g.input("x", (4096, 4096), "f32"))), "sm_90a")
+        assert found.lanes == 32 and found.blocks == 128
+        assert cubin(text_of(found, "kernel"), "sm_90a")
+    assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites():

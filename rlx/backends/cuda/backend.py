@@ -25,8 +25,8 @@ from rlx.ir.target import Producer, Target
 
 SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
-BLOCKS = 2  # of a multiprocessor that keep it busy: a block runs a point of a reduction
-COLUMNS = 128  # columns of a block that reduces rows down to one, a thread for each
+BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
+COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
 
 class CudaBackend:

@@ -23,6 +23,7 @@ from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, launch
 from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
+from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
@@ -80,7 +81,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if found := on_warps(kernel):
         return found
-    return tiled(kernel) if has_tiles(kernel) else launch(kernel)
+    return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -100,7 +101,7 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter,
+    Launch: CudaWriter, TileLaunch: TileTransposer,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter,

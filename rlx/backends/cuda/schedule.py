@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rlx.backends.cuda.rows import Row, row_of
 from rlx.backends.cuda.vectors import width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Kernel, Let, Load, Local, Loop, Stmt, Var, coefficient, walk
+from rlx.ir.kernel import Check, Kernel, Let, Load, Local, Loop, Stmt, coefficient, walk
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -29,7 +30,8 @@ SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a m
 @dataclass(frozen=True)
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
-    `vector`: consecutive points of the last axis for each thread.
+    `vector`: consecutive points of the last axis for each thread. `row`: the part of a row that a thread keeps in registers.
+    `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
     `counters`: 32-bit words of global memory that are zero before and after the launch."""
 
@@ -40,6 +42,8 @@ class Launch:
     scratch: int = 0
     vector: int = 1
     counters: int = 0
+    lanes: int = 1
+    row: Row | None = None
 
     @property
     def points(self) -> int:
@@ -54,13 +58,42 @@ class Launch:
 def launch(kernel: Kernel) -> Launch:
     """The mapping of a kernel as loops."""
     kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
+    if (warps := _warps(kernel)) > 1:
+        return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     team = _team(kernel)
+    if team > 1 and (found := row_of(kernel, (WARP, *BLOCK_SIZES), math.prod(n for _, n in kernel.grid) < FEW_POINTS)):
+        return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     threads = THREADS if team <= WARP else team
     if team == 1:
         kernel = in_loops(long_sums(kernel))
         return Launch(kernel, 1, threads, vector=_vector(kernel))
-    held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in kernel.locals) * (threads // team)
-    return Launch(kernel, team, threads, held) if held <= SHARED_BYTES else Launch(kernel, team, threads, 0, held)
+    return _with_memory(Launch(kernel, team, threads))
+
+
+def _with_memory(at: Launch) -> Launch:
+    """Room for the Locals of a block."""
+    held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in at.kernel.locals) * (at.threads // at.team)
+    return replace(at, shared=held) if held <= SHARED_BYTES else replace(at, scratch=held)
+
+
+def _warps(kernel: Kernel) -> int:
+    """Warps of a block that share the rows of 32 adjacent columns; 1: the loops do not run down columns, or points suffice."""
+    shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
+    if not shared or not kernel.grid or kernel.limits:
+        return 1
+    column, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid)
+    found = [(coefficient(x.index, s.var), coefficient(x.index, column)) for s in shared for x in _memory_loads(s)]
+    if any(i == 1 and c != 0 for i, c in found) or not any(c == 1 and i != 0 for i, c in found):
+        return 1
+    most = min(WARP, max(s.extent for s in shared) // PER_THREAD)
+    wanted = 1
+    while wanted < most and points * wanted < BUSY_THREADS * 2:
+        wanted *= 2
+    return wanted
+
+
+def _memory_loads(s: Loop) -> list[Load]:
+    return [x for x in walk((s,)) if isinstance(x, Load) and not isinstance(x.buffer, Local)]
 
 
 def _flattened(kernel: Kernel) -> Kernel:
@@ -78,7 +111,7 @@ def _team(kernel: Kernel) -> int:
     if not shared:
         return 1 if not kernel.locals else WARP
     points, longest = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared)
-    if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s, s.var) for s in shared):
+    if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
     if longest <= WARP * PER_THREAD * 4 and points >= FEW_POINTS:
         return WARP
@@ -106,7 +139,10 @@ def _of_a_point(body: tuple[Stmt, ...]) -> list[Loop]:
 
 
 def is_shared(loop: Loop) -> bool:
-    return loop.vector and (not loop.carries or (loop.in_lanes and _independent(loop)))
+    """True if the team shares the iterations: they are independent except for reductions and running totals."""
+    if not loop.vector:
+        return bool(loop.reduces) and not loop.carries and all(isinstance(s, Let | Check) for s in loop.body)
+    return not loop.carries or (loop.in_lanes and _independent(loop))
 
 
 def _independent(loop: Loop) -> bool:
@@ -116,7 +152,6 @@ def _independent(loop: Loop) -> bool:
     return all(own.isdisjoint(walk(c.added)) for c in loop.carries)
 
 
-def _contiguous(loop: Loop, var: Var) -> bool:
+def _contiguous(loop: Loop) -> bool:
     """True if consecutive iterations load consecutive elements."""
-    loads = [x for x in walk((loop,)) if isinstance(x, Load) and not isinstance(x.buffer, Local)]
-    return any(coefficient(x.index, var) == 1 for x in loads)
+    return any(coefficient(x.index, loop.var) == 1 for x in _memory_loads(loop))
