@@ -67,11 +67,15 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
     import torch
 
     g = rlx.Graph("case")
-    g.set_outputs([case.ours(*(g.input(f"x{n}", d, dtype) for n, d in enumerate(case.dims)))])
+    leaf = lambda n, d: (g.input if len(d) > 1 else g.param)(f"x{n}", d, dtype)  # noqa: E731
+    g.set_outputs([case.ours(*(leaf(n, d) for n, d in enumerate(case.dims)))])
     compiled = rlx.Session("cuda").compile(g)
     torch.manual_seed(0)
     held = [torch.randn(d, device="cuda", dtype={"f32": torch.float32, "bf16": torch.bfloat16}[dtype]) for d in case.dims]
-    compiled.run_slots([host(x, dtype) for x in held])
+    for n, x in enumerate(held):
+        if x.ndim == 1:
+            compiled.set_param(f"x{n}", host(x, dtype))
+    compiled.run_slots([host(x, dtype) for x in held if x.ndim > 1])
     result = compiled.outputs_view()[0].numpy()
     wanted = case.theirs(torch, *(x.double() for x in held)).double()
     off = float((torch.from_numpy(result.astype(np.float32)).cuda() - wanted).abs().max() / max(1.0, float(wanted.abs().max())))

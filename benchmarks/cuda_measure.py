@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlx.backends.cuda.executable import Replay
 from rlx.backends.cuda.gpu import check, gpu
 
 Call = Callable[[], object]
@@ -59,11 +60,11 @@ def kernel_times(compiled: Any, repeats: int = 20) -> list[tuple[str, int, float
     d, stream, total, count = device.driver, device.use(), Counter[str](), Counter[str]()
     first, last = (check(d.cuEventCreate(0), "timing") for _ in range(2))
     elapsed = getattr(d, "cuEventElapsedTime_v2", None) or d.cuEventElapsedTime
-    for n, step in enumerate(executable.program.steps):
-        executable._launch(step, number=n)
+    for step in executable.program.steps:
+        many = Replay(executable, -repeats, [step] * repeats)
+        many.run()
         check(d.cuEventRecord(first, stream), "timing")
-        for _ in range(repeats):
-            executable._launch(step, number=n)
+        many.run()
         check(d.cuEventRecord(last, stream), "timing")
         check(d.cuEventSynchronize(last), "timing")
         code = " ".join(step.kernel.origin)

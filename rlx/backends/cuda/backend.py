@@ -6,10 +6,10 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from rlx.backends.cuda import attention
+from rlx.backends.cuda import attention, splits
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, groups_of, key_of, support, whole
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
@@ -104,6 +104,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128,
         alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"dequant_matmul"}), computes=_computes,
+        splits={"cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
     )  # fmt: skip
 
 

@@ -30,14 +30,14 @@ def may_fail(kernel: Kernel) -> bool:
 
 
 class Partial(NamedTuple):
-    """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, make one
-    of a value and its iteration, and get the result from one."""
+    """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, add a
+    value and its iteration, and get the result."""
 
     name: str
     type: str
     init: str
     combine: Callable[[str, str], str]
-    made: Callable[[str, str], str]
+    add: Callable[[str, str], str]
     result: Callable[[str], str]
 
 
@@ -266,10 +266,10 @@ class CudaWriter(Writer):
             self.spread(s)
             self.exchanged(s)
 
-    def head(self, s: Loop, text: str) -> list[str]:
-        """A reduction by one thread loads several elements before it waits for the first."""
+    def head(self, s: Loop, text: str, size: int = 1) -> list[str]:
+        """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first."""
         simple = s.reduces and not s.carries and all(isinstance(x, Let | Check) for x in s.body)
-        return [f"#pragma unroll {UNROLLED}", text] if simple else [text]
+        return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
 
     def end_iteration(self, s: Loop) -> None:
         if self.shared:
@@ -291,7 +291,7 @@ class CudaWriter(Writer):
 
         def combine(values: list[str]) -> None:
             for p, value in zip(parts, values):
-                self.line(f"{p.name} = {p.combine(p.name, p.made(value, self.names[s.var]))};")
+                self.line(p.add(value, self.names[s.var]))
 
         size = 1 if s.var in self.limits or self.down else width(s.body, ends, s.var, s.extent)
         while size > 1 and s.extent < size * team:
@@ -299,8 +299,8 @@ class CudaWriter(Writer):
         if row := self.row:
             self.part_of_row(s, row, f"{i}_0", lambda: self.in_vectors(s.body, ends, s.var, row.size, f"{i}_0", combine))
         elif size > 1:
-            head = f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{"
-            with self.scope([head]), self.alone():
+            head = self.head(s, f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{", size)
+            with self.scope(head), self.alone():
                 self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
         else:
             head = self.head(s, f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{")
@@ -333,12 +333,13 @@ class CudaWriter(Writer):
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
             return Partial(
                 name, place, f"{{{CUDA.literal(0, dtype)}, -1}}", lambda a, b: f"rlx_first<{largest}>({a}, {b})",
-                lambda value, at: f"{place}{{{value}, {at}}}", lambda text: f"{text}.at",
+                lambda value, at: f"rlx_next<{largest}>({name}, {value}, {at});", lambda text: f"{text}.at",
             )  # fmt: skip
         wide = f64 if r.op == "add" and dtype == f32 and count > LONG_SUM else dtype
+        combine = lambda a, b: CUDA.apply(r.op, (a, b), wide, wide)  # noqa: E731
         return Partial(
-            name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), lambda a, b: CUDA.apply(r.op, (a, b), wide, wide),
-            lambda value, at: f"({self.type(wide)}){value}", lambda text: f"({self.type(dtype)}){text}",
+            name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), combine,
+            lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};", lambda text: f"({self.type(dtype)}){text}",
         )  # fmt: skip
 
 

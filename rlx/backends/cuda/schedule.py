@@ -15,12 +15,12 @@ from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Check, Kernel, Let, Load, Local, Loop, Stmt, coefficient, walk
+from rlx.ir.kernel import Check, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
 
 THREADS = 256  # of a block of small teams
 WARP = 32
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
-PER_THREAD = 8  # elements of a row for each thread of its team, at least
+PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many where points are not few
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
 MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads read columns at full rate
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
@@ -113,9 +113,10 @@ def _team(kernel: Kernel) -> int:
     points, longest = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared)
     if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
-    if longest <= WARP * PER_THREAD * 4 and points >= FEW_POINTS:
+    if longest <= 4 * WARP * PER_THREAD and points >= FEW_POINTS:
         return WARP
-    return next((n for n in BLOCK_SIZES if n * PER_THREAD >= longest), BLOCK_SIZES[-1])
+    each = PER_THREAD if points < FEW_POINTS else 4 * PER_THREAD
+    return next((n for n in BLOCK_SIZES if n * each >= longest), BLOCK_SIZES[-1])
 
 
 def _vector(kernel: Kernel) -> int:
@@ -141,8 +142,16 @@ def _of_a_point(body: tuple[Stmt, ...]) -> list[Loop]:
 def is_shared(loop: Loop) -> bool:
     """True if the team shares the iterations: they are independent except for reductions and running totals."""
     if not loop.vector:
-        return bool(loop.reduces) and not loop.carries and all(isinstance(s, Let | Check) for s in loop.body)
+        return not loop.carries and all(isinstance(s, Let | Check | Store) for s in loop.body) and _apart(loop)
     return not loop.carries or (loop.in_lanes and _independent(loop))
+
+
+def _apart(loop: Loop) -> bool:
+    """True if no iteration reads or writes an element that another writes."""
+    stores = [s for s in loop.body if isinstance(s, Store)]
+    place = {s.buffer: s.index for s in stores}
+    touched = [x for x in walk((loop,)) if isinstance(x, Load | Store) and x.buffer in place]
+    return all(coefficient(e, loop.var) for e in place.values()) and all(x.index is place[x.buffer] for x in touched)
 
 
 def _independent(loop: Loop) -> bool:

@@ -128,6 +128,11 @@ template <class V> struct rlx_place { V value; rlx_index at; };
 template <class V> RLX_FN rlx_place<V> rlx_from(rlx_place<V> a, int lanes, int by) {
   return {rlx_from(a.value, lanes, by), rlx_from(a.at, lanes, by)};
 }
+/* The next element of the same thread, after all that `a` is of. */
+template <bool LARGEST, class V> RLX_FN void rlx_next(rlx_place<V>& a, V value, rlx_index at) {
+  const bool worse = LARGEST ? value <= a.value : a.value <= value;
+  if (a.at < 0 || (!worse && a.value == a.value)) a = {value, at};
+}
 template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, rlx_place<V> b) {
   if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
   const bool nan_a = a.value != a.value, nan_b = b.value != b.value;
