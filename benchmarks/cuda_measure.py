@@ -60,14 +60,15 @@ def kernel_times(compiled: Any, repeats: int = 20) -> list[tuple[str, int, float
     d, stream, total, count = device.driver, device.use(), Counter[str](), Counter[str]()
     first, last = (check(d.cuEventCreate(0), "timing") for _ in range(2))
     elapsed = getattr(d, "cuEventElapsedTime_v2", None) or d.cuEventElapsedTime
-    for step in executable.program.steps:
-        many = Replay(executable, -repeats, [step] * repeats)
+    for group in executable.artifact.launches:
+        steps = [(n, executable.program.steps[n]) for n in group]
+        many = Replay(executable, group[0], [steps] * repeats)
         many.run()
         check(d.cuEventRecord(first, stream), "timing")
         many.run()
         check(d.cuEventRecord(last, stream), "timing")
         check(d.cuEventSynchronize(last), "timing")
-        code = " ".join(step.kernel.origin)
+        code = " | ".join(" ".join(step.kernel.origin) for _, step in steps)
         total[code] += check(elapsed(first, last), "timing") / repeats * 1e3  # type: ignore[assignment]
         count[code] += 1
     return [(name, count[name], us) for name, us in total.most_common()]

@@ -339,7 +339,8 @@ class CudaWriter(Writer):
         combine = lambda a, b: CUDA.apply(r.op, (a, b), wide, wide)  # noqa: E731
         return Partial(
             name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), combine,
-            lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};", lambda text: f"({self.type(dtype)}){text}",
+            lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
+            lambda text: f"({self.type(dtype)}){text}",
         )  # fmt: skip
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.nest import identity, nested
 from rlx.ir.dtype import DType
 from rlx.ir.kernel import Alu, Buffer, Carry, Expr, Let, Load, Loop, Store, walk
-
-if TYPE_CHECKING:
-    from rlx.backends.cuda.render import CudaWriter
 
 LEAST = 4  # elements of a thread and a round, at least
 LEAST_DOWN = 8  # where the loop runs down columns
@@ -39,9 +36,9 @@ class Total:
 
 
 class Scan:
-    """Writes the loop `s`, whose carries are running totals."""
+    """Writes the loop `s`, whose carries are running totals, with `writer`, a CudaWriter."""
 
-    def __init__(self, writer: CudaWriter, s: Loop) -> None:
+    def __init__(self, writer: Any, s: Loop) -> None:
         self.w, self.s, self.team = writer, s, writer.launch.team
         self.totals = [self.total(c) for c in s.carries]
         self.ends: Sequence[Expr] = [t.added for t in self.totals]
