@@ -16,10 +16,13 @@ from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
+from rlx.compile.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
+from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Kernel, Load, Var, const, k
 
 HOPPER = target("sm_90a")
@@ -115,6 +118,50 @@ def test_transposes_go_through_shared_memory(axes):
     for found in (launch_of(moved, "sm_90a"), launch_of(mixed, "sm_90a")):
         assert isinstance(found, TileLaunch) and len(found.staged) == 1
         assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_an_index_beyond_32_bits_stays_out_of_range():
+    kernel = one(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64")))
+    text = text_of(launch_of(kernel, "sm_90a"), "kernel")
+    assert "rlx_position(x0)" in text and cubin(text, "sm_90a")
+
+
+def test_sums_by_index_take_a_lane_for_each_column():
+    made = one(
+        lambda g: rlx.scatter_add(g.input("x", (100, 64), "f32"), g.input("i", (5000,), "i32"), g.input("u", (5000, 64), "f32"))
+    )
+    found = launch_of(made, "sm_90a")
+    assert (found.team, found.lanes, found.threads, found.blocks) == (1, 32, 32, 2)
+    text = text_of(found, "kernel")
+    assert "__sync" not in text.split("kernel(")[1] and cubin(text, "sm_90a")
+
+
+def test_long_rows_are_divided():
+    counts = lambda build: [launch_of(kernel, "sm_90a").blocks for kernel in kernels(graph(build))]  # noqa: E731
+    assert max(counts(lambda g: rlx.cumsum(g.input("x", (1, 10**7), "f32"), axis=1))) >= 132
+    assert len(counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1))) == 1
+    assert max(counts(lambda g: rlx.top_k(g.input("x", (1, 151_936), "f32"), k=50)[0])) >= 64
+    assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 2  # the sort and the copy of its head
+
+
+SPLITS = {
+    "running totals": lambda x: [rlx.cumsum(x, axis=1, reverse=True), rlx.cumsum(x, axis=1, exclusive=True)],
+    "greatest": lambda x: list(rlx.top_k(x, k=7)),
+    "least": lambda x: list(rlx.top_k(x, k=7, largest=False)),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_divided_ops_have_the_same_results(name):
+    g = rlx.Graph("g")
+    g.set_outputs(SPLITS[name](g.input("x", (2, 98_304), "f32")))
+    made = legalise(g, HOPPER, rlx.CompileOptions())
+    assert len(list(made.nodes())) > len(list(g.nodes()))
+    x = np.random.default_rng(0).integers(-9, 9, (2, 98_304)).astype(np.float32)  # sums are exact; many ties
+    x[1, ::1000] = np.nan if "totals" not in name else 0
+    x[0] = -np.inf if name == "greatest" else x[0]
+    for found, wanted in zip(evaluate(made, {"x": x}), evaluate(g, {"x": x})):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_no_tile_where_whole_lines_are_read():
@@ -213,5 +260,8 @@ def test_a_bad_index_leaves_every_state_as_it_was():
     compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i32"))))
     with pytest.raises(IndexRangeError):
         compiled.run({"x": np.zeros(5, np.float32), "i": np.array([0, 7], np.int32)})
+    wide = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64"))))
+    with pytest.raises(rlx.IndexRangeError):  # positions have 32 bits
+        wide.run({"x": np.zeros(5, np.float32), "i": np.array([0, 1 << 32], np.int64)})
     (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
     assert good.tolist() == [4, 1]

@@ -142,7 +142,7 @@ class CudaWriter(Writer):
             if at.row:
                 self.line(f"{element} {name}[{at.row.rounds}][{at.row.size}];")
                 continue
-            if at.team == 1:
+            if at.team == at.lanes == 1:
                 self.line(CUDA.local(element, name, x))
                 continue
             base = "rlx_shared" if at.shared else f"rlx_scratch + (size_t){self.block_number} * {at.scratch}"

@@ -7,6 +7,7 @@ run in every thread of the team with the same values; the iterations of its vect
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.rows import Row, row_of
@@ -58,6 +59,8 @@ class Launch:
 def launch(kernel: Kernel) -> Launch:
     """The mapping of a kernel as loops."""
     kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
+    if kernel.locals and _serial(kernel):
+        return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     team = _team(kernel)
@@ -74,6 +77,19 @@ def _with_memory(at: Launch) -> Launch:
     """Room for the Locals of a block."""
     held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in at.kernel.locals) * (at.threads // at.team)
     return replace(at, shared=held) if held <= SHARED_BYTES else replace(at, scratch=held)
+
+
+def _serial(kernel: Kernel) -> bool:
+    """True if most iterations run in order, so that more threads than one for a point would wait for each other."""
+    shared = sum(s.extent for s in _of_a_point(kernel.body))
+    return sum(_in_order(kernel.body)) > max(WARP, shared)
+
+
+def _in_order(body: tuple[Stmt, ...]) -> Iterator[int]:
+    """The extents of the loops that neither a team shares nor contain such a loop."""
+    for s in body:
+        if isinstance(s, Loop) and not is_shared(s):
+            yield from _in_order(s.body) if _of_a_point(s.body) else (s.extent,)
 
 
 def _warps(kernel: Kernel) -> int:
