@@ -10,8 +10,6 @@ from rlx.backends.cuda.vectors import loads, width
 from rlx.backends.shared.nest import operands, postorder
 from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, walk
 
-REGISTERS = 64  # of a thread for elements of its row
-FEW_REGISTERS = 16  # where points are few: then more threads share a row
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly
 Key = tuple[object, ...]
 
@@ -28,8 +26,9 @@ class Row:
     keys: frozenset[Key]
 
 
-def row_of(kernel: Kernel, teams: tuple[int, ...], few: bool) -> tuple[int, Row] | None:
-    """The smallest team that can keep its row in registers, and the row; None if there is nothing to keep, or no room."""
+def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int) -> tuple[int, Row] | None:
+    """The smallest team that can keep its row in that many registers of a thread, and the row; None if there is nothing to keep,
+    or no room."""
     loops = [s for s in kernel.body if isinstance(s, Loop)]
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
         return None
@@ -48,7 +47,7 @@ def row_of(kernel: Kernel, teams: tuple[int, ...], few: bool) -> tuple[int, Row]
         while size > 1 and extent < team * size:
             size //= 2
         rounds = -(-extent // (team * size))
-        if rounds * size * bits <= 32 * (FEW_REGISTERS if few else REGISTERS):
+        if rounds * size * bits <= 32 * registers:
             return team, Row(extent, size, rounds, frozenset(own), _repeated(loops, size))
     return None
 

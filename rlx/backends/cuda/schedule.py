@@ -24,6 +24,8 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many where points are not few
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
 MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads read columns at full rate
+REGISTERS = 64  # of a thread for elements of its row
+FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
@@ -63,8 +65,8 @@ def launch(kernel: Kernel) -> Launch:
         return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
-    team = _team(kernel)
-    if team > 1 and (found := row_of(kernel, (WARP, *BLOCK_SIZES), math.prod(n for _, n in kernel.grid) < FEW_POINTS)):
+    team, few = _team(kernel), math.prod(n for _, n in kernel.grid) < FEW_POINTS
+    if team > 1 and (found := row_of(kernel, (WARP, *BLOCK_SIZES), FEW_REGISTERS if few else REGISTERS)):
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     threads = THREADS if team <= WARP else team
     if team == 1:
@@ -126,13 +128,18 @@ def _team(kernel: Kernel) -> int:
     shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
     if not shared:
         return 1 if not kernel.locals else WARP
-    points, longest = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared)
+    points, longest, work = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared), max(map(_work, shared))
     if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
-    if longest <= 4 * WARP * PER_THREAD and points >= FEW_POINTS:
+    if work <= 4 * WARP * PER_THREAD and points >= FEW_POINTS:
         return WARP
     each = PER_THREAD if points < FEW_POINTS else 4 * PER_THREAD
-    return next((n for n in BLOCK_SIZES if n * each >= longest), BLOCK_SIZES[-1])
+    return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
+
+
+def _work(loop: Loop) -> int:
+    """Iterations of the loop, those of the loops inside included."""
+    return loop.extent * max([1, *(_work(s) for s in loop.body if isinstance(s, Loop))])
 
 
 def _vector(kernel: Kernel) -> int:
