@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlx.backends.cuda.executable import Replay
 from rlx.backends.cuda.gpu import check, gpu
+from rlx.backends.cuda.runs import Replay
 
 Call = Callable[[], object]
 
@@ -44,12 +44,12 @@ def _wait_all(wait: Call) -> None:
 
 
 def replay(compiled: Any) -> Call:
-    """The graph of a compiled program, replayed without copies of inputs and outputs."""
+    """The graph of a compiled program, replayed without copies of inputs and outputs, and without a wait."""
     parts = compiled._executable._steps
 
     def run() -> None:
         for part in parts:
-            part.run()
+            part.queue()
 
     return run
 
@@ -60,12 +60,11 @@ def kernel_times(compiled: Any, repeats: int = 20) -> list[tuple[str, int, float
     d, stream, total, count = device.driver, device.use(), Counter[str](), Counter[str]()
     first, last = (check(d.cuEventCreate(0), "timing") for _ in range(2))
     elapsed = getattr(d, "cuEventElapsedTime_v2", None) or d.cuEventElapsedTime
-    for group in executable.artifact.launches:
-        steps = [(n, executable.program.steps[n]) for n in group]
-        many = Replay(executable, group[0], [steps] * repeats)
-        many.run()
+    for launched, steps in executable.step_launches:
+        many = Replay(executable, [(launched, steps)] * repeats)
+        many.queue()
         check(d.cuEventRecord(first, stream), "timing")
-        many.run()
+        many.queue()
         check(d.cuEventRecord(last, stream), "timing")
         check(d.cuEventSynchronize(last), "timing")
         code = " | ".join(" ".join(step.kernel.origin) for _, step in steps)

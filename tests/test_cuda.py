@@ -160,7 +160,7 @@ def test_divided_ops_have_the_same_results(name):
     x = np.random.default_rng(0).integers(-9, 9, (2, 98_304)).astype(np.float32)  # sums are exact; many ties
     x[1, ::1000] = np.nan if "totals" not in name else 0
     x[0] = -np.inf if name == "greatest" else x[0]
-    for found, wanted in zip(evaluate(made, {"x": x}), evaluate(g, {"x": x})):
+    for found, wanted in zip(evaluate(made, {"x": x})[0], evaluate(g, {"x": x})[0], strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -252,6 +252,41 @@ def test_a_machine_without_a_gpu_says_what_is_missing():
 @pytest.mark.parametrize("name", ["add", "softmax", "matmul", "attention", "cumsum", "sort", "argmax", "take_rows"])
 def test_ops_agree_with_the_reference(name):
     conformance.check_op("cuda", name)
+
+
+@on_gpu
+def test_random_numbers_have_the_bits_of_the_cpu():
+    g = rlx.Graph("g")
+    key, counter = g.input("key", (2,), "u32"), g.input("counter", (), "u32")
+    g.set_outputs([rlx.random_bits(key, counter, dims=(3, 1001)), rlx.random_uniform(key, counter, dims=(1001,))])
+    given = {"key": np.array([7, 1 << 31], np.uint32), "counter": np.array(5, np.uint32)}
+    for ours, wanted in zip(rlx.Session("cuda").compile(g).run(given), rlx.Session("cpu").compile(g).run(given)):
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint32), np.asarray(wanted).view(np.uint32))
+
+
+SHAPES = {  # with odd sizes, so that threads and lanes are left over
+    "transpose": (lambda x: rlx.copy(rlx.transpose(x, (1, 0))) * 2.0, (67, 131)),
+    "running totals of rows": (lambda x: rlx.cumsum(x, axis=1), (5, 3001)),
+    "running totals of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (517, 45)),
+    "long running totals": (lambda x: rlx.cumsum(x, axis=1), (1, 1_000_003)),
+    "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
+    "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
+    "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
+    "greatest of rows": (lambda x: rlx.argmax(x, axis=1), (77, 1003)),
+    "softmax": (lambda x: rlx.softmax(x) * 64.0, (9, 1001)),
+    "sort beyond shared memory": (lambda x: rlx.sort(x)[1], (2, 20_000)),
+    "top k of long rows": (lambda x: rlx.top_k(x, k=9)[1], (2, 50_001)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_awkward_shapes_agree_with_the_reference(name):
+    build, dims = SHAPES[name]
+    g = graph(lambda g: build(g.input("x", dims, "f32")))
+    x = np.random.default_rng(3).integers(-4, 5, dims).astype(np.float32)  # sums are exact, and many elements are equal
+    (found,), ((wanted,), _) = rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})
+    np.testing.assert_allclose(found, wanted, rtol=0 if name != "softmax" else 1e-5)
 
 
 @on_gpu
