@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from devices import DEVICES
 
 import rlx
 from rlx import knobs
@@ -30,6 +29,7 @@ from rlx.errors import (
     Unsupported,
 )
 
+DEVICES = ("ref", "ref:1", "cpu")
 F = np.float32
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import DEVICES
 
 import rlx
 from rlx.errors import (
@@ -31,6 +30,7 @@ from rlx.errors import (
 )
 
 F = np.float32
+DEVICES = ("ref", "ref:1", "cpu")
 
 
 @pytest.fixture(params=DEVICES)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import BEGIN, CudaWriter, may_fail
 from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.vectors import width
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
 from rlx.ir.ops.attention import AttentionAttrs
@@ -34,7 +36,8 @@ def claim(node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class AttentionLaunch(Launch):
-    """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1."""
+    """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1.
+    `block`: keys of a block, without tensor cores."""
 
     tall: int = 64
     tensor: bool = True
@@ -42,6 +45,7 @@ class AttentionLaunch(Launch):
     lanes: int = 0
     ahead: int = 0
     parts: int = 1
+    block: int = 0
 
     @property
     def points(self) -> int:
@@ -63,7 +67,7 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
     q, k, v = native.inputs[:3]
     (batch, heads, queries, size), (_, shared, keys, width) = q.dims, v.dims
     rows = heads // max(1, shared) * queries
-    if 0 < rows <= FEW_ROWS and size % 8 == width % 8 == 0 and _in_chunks(k) and _in_chunks(v):
+    if 0 < rows <= FEW_ROWS and size % 8 == width % 8 == 0 and in_chunks(k) and in_chunks(v):
         lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
         groups, ahead = FEW_THREADS // lanes, 4 if rows <= 8 else 2
         parts = min(MOST_PARTS, -(-keys // (groups * ahead)), max(1, 2 * multiprocessors // max(1, batch * shared)))
@@ -74,22 +78,42 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
             parts=parts,
         )  # fmt: skip
     same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
-    tensor = same and size % 16 == width % 16 == 0 and _in_chunks(k) and _in_chunks(v)
-    tall = (64 if rows > 32 else 32 if rows > 16 else 16) if tensor else 16
+    tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
     if tensor:
+        tall = 64 if rows > 32 else 32 if rows > 16 else 16
         across = 64 // tall
         block = 32 if max(size, width) > 128 and across < 4 else 64
         nbytes = max(4 * block * (size + width + 16), 4 * across * tall * (2 + width))
-    else:
-        pitch = -(-size // 4) * 4 + 4
-        nbytes = 4 * ((tall + 32) * pitch + 32 * -(-width // 32) * 32)
+        return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tiles=-(-rows // tall) * batch * shared)
+    tall, block = plain_shape(max(size, width), rows)
+    pitch, columns = -(-size // 4) * 4 + 4, -(-width // 64) * 64 if width > 32 else 32 if width > 16 else 16
+    nbytes = 4 * ((tall + block) * pitch + block * columns + tall * (block + 4))
     tiles = -(-rows // tall) * batch * shared
-    return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tensor=tensor, tiles=tiles)
+    return AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
 
 
-def _in_chunks(view: View) -> bool:
-    """True if rows are contiguous and start at multiples of 16 bytes."""
-    return view.strides[3] == 1 and view.offset % 8 == 0 and all(s % 8 == 0 for s, n in zip(view.strides[:3], view.dims) if n > 1)
+def plain_shape(size: int, rows: int) -> tuple[int, int]:
+    """Rows of a tile and keys of a block, of a kernel without tensor cores."""
+    tall, block = (128, 64) if size <= 128 else (64, 32)
+    return min(tall, max(16, 1 << (rows - 1).bit_length())), block
+
+
+def in_chunks(view: View, size: int = 8) -> bool:
+    """True if rows are contiguous and start at multiples of `size` elements."""
+    outer = zip(view.strides[:3], view.dims)
+    return view.strides[3] == 1 and view.offset % size == 0 and all(s % size == 0 for s, n in outer if n > 1)
+
+
+def stored_width(native: Native, most: int) -> int:
+    """Elements of the result that are stored at once."""
+    if native.acc is not None:
+        return min(most, width(native.epilogue, (), *native.axes[-1]))
+    (out,) = native.outputs
+    return next(n for n in (8, 4, 2, 1) if n == 1 or (n <= most and in_chunks(out, n) and out.dims[3] % n == 0))
+
+
+def header(name: str) -> str:
+    return (Path(__file__).parent / name).read_text()
 
 
 class AttentionWriter(CudaWriter):
@@ -99,30 +123,63 @@ class AttentionWriter(CudaWriter):
         native, at = native_of(self.kernel), self.launch
         assert native is not None
         arguments = ", ".join(self.arguments())
-        lines = [*self.constants(native), (Path(__file__).parent / "attention.h").read_text()]
+        way = "few" if at.lanes else "mma" if at.tensor else "plain"
+        vector = stored_width(native, 2 if at.tensor else 4 if not at.lanes and native.inputs[2].dims[3] > 32 else 1)
+        lines = [*self.constants(native), f"#define VECTOR {vector}", header("softmax.h"), header("attention.h")]
+        lines += [] if at.lanes else [header(f"{way}.h")]
         lines += [f'extern "C" __global__ void __launch_bounds__({at.threads})', f"{name}({arguments}) {{", BEGIN]
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
         tall = -(-(native.inputs[0].dims[1] // native.inputs[2].dims[1]) * native.inputs[0].dims[2] // at.tall)
         for var, n in (("row0", tall), ("g", "SHARED")):
             lines += [f"  const int {var} = tile % {n}{f' * {at.tall}' * (var == 'row0')};", f"  tile /= {n};"]
-        mask, start = native.attrs.split(native.inputs[3:])  # type: ignore[union-attr]
-        given = "0"
-        if start is not None:
-            given = f"{self.names[start.buffer]}[{start.offset} + tile * {start.strides[0] if start.strides else 0}]"
-        status = "status" if may_fail(self.kernel) else "(rlx_status*)0"
-        lines.append(f"  const rlx_span span = rlx_keys(row0, {given}, part == 0 ? {status} : (rlx_status*)0);")
-        operands = [self.pointer(v) for v in native.inputs[:3]]
-        operands.append("(const unsigned char*)0" if mask is None else self.pointer(mask))
-        operands += [self.pointer(native.outputs[0]), "tile", "g"]
+        position, status = self.start(native, "tile"), f"part == 0 ? {self.status} : (rlx_status*)0"
+        lines.append(f"  const rlx_span span = rlx_keys(row0, {position}, {status});")
+        lines += self.put(native, vector)
+        operands = [*map(self.pointer, native.inputs[:3]), self.mask(native), "put", "tile", "g"]
         if at.lanes:
             parted = ["(float*)rlx_scratch", "rlx_counters"] if at.counters else ["(float*)0", "(unsigned*)0"]
             operands += ["part", "span", "(float*)shared", *parted]
         else:
             operands += ["row0", "span", "shared" if at.tensor else "(float*)shared"]
-        way = "few" if at.lanes else "tensor" if at.tensor else "plain"
         lines.append(f"  rlx_attention_{way}({', '.join(operands)});")
         return "\n".join([*lines, "}", ""])
+
+    @property
+    def status(self) -> str:
+        return "status" if may_fail(self.kernel) else "(rlx_status*)0"
+
+    def start(self, native: Native, batch: str) -> str:
+        """The position of the first query."""
+        _, start = native.attrs.split(native.inputs[3:])  # type: ignore[union-attr]
+        if start is None:
+            return "0"
+        return f"{self.names[start.buffer]}[{start.offset} + {batch} * {start.strides[0] if start.strides else 0}]"
+
+    def mask(self, native: Native) -> str:
+        mask, _ = native.attrs.split(native.inputs[3:])  # type: ignore[union-attr]
+        return "(const unsigned char*)0" if mask is None else self.pointer(mask)
+
+    def put(self, native: Native, size: int) -> list[str]:
+        """`put(b, h, m, d, values)`: stores elements d to d + size of the result, or runs the epilogue on them."""
+        before, self.lines = self.lines, []
+        if native.acc is None:
+            (out,) = native.outputs
+            store = CUDA.stores.get(out.buffer.dtype.name, "{0}[{1}] = {2};").format("made", "v", "values[v]")
+            self.line(f"{CUDA.element(out.buffer.dtype)} made[{size}];")
+            self.line(f"for (int v = 0; v < {size}; v++) {store}")
+            self.line(f"rlx_put<{size}>({self.names[out.buffer]} + O_AT(at_b, at_h, at_m, at_d), made);")
+        else:
+            self.names.update(zip((v for v, _ in native.axes), ("at_b", "at_h", "at_m", "at_d")))
+            self.names[native.acc] = "values[v]" if size > 1 else "values[0]"
+            with self.alone():
+                if size > 1:
+                    self.in_vectors(native.epilogue, (), native.axes[-1][0], size, "at_d")
+                else:
+                    self.block(native.epilogue)
+        body, self.lines = self.lines, before
+        head = "const auto put = [&](rlx_index at_b, rlx_index at_h, rlx_index at_m, rlx_index at_d, const float* values) {"
+        return [f"  {head}", *(f"  {line}" for line in body), "  };"]
 
     def pointer(self, view: View) -> str:
         """A view's first element; its offset is in the macro of its coordinates."""
@@ -148,10 +205,15 @@ class AttentionWriter(CudaWriter):
         )  # fmt: skip
         if self.launch.lanes:
             yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}"
+        if self.launch.block:
+            yield f"#define BLOCK {self.launch.block}"
+            for name, view in (("K", native.inputs[1]), ("V", native.inputs[2])):
+                chunks = view.buffer.dtype.name == "f32" and in_chunks(view, 4) and view.dims[3] % 4 == 0
+                yield f"#define {name}_CHUNKS {int(chunks)}"
         if self.launch.tensor:
             yield f'#define NARROW "{native.inputs[0].buffer.dtype.name}"'
         q, k, v = native.inputs[:3]
-        yield from (at_macro(name, "bhmd", view) for name, view in (("Q", q), ("O", native.outputs[0])))
+        yield from (at_macro(name, "bhmd", view) for name, view in (("Q", q), *(("O", view) for view in native.outputs)))
         yield from (at_macro(name, "bgnd", view) for name, view in (("K", k), ("V", v)))
         if mask is not None:
             lead = 4 - len(mask.dims)
@@ -166,4 +228,4 @@ def at_macro(name: str, axes: str, view: View) -> str:
     return f"#define {name}_AT({', '.join(axes)}) ({' + '.join([*terms, str(view.offset)])})"
 
 
-__all__ = ["AttentionLaunch", "AttentionWriter", "claim", "launch", "native_of"]
+__all__ = ["AttentionLaunch", "AttentionWriter", "claim", "header", "in_chunks", "launch", "native_of", "stored_width"]

@@ -6,31 +6,25 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from rlx.backends.cuda import attention
+from rlx.backends.cuda import attention, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, BlocksWriter, of_blocks
 from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
-from rlx.backends.cuda.schedule import Launch, launch
-from rlx.backends.cuda.tensor import TensorLaunch, TensorMap, TensorWriter, on_tensor_cores
-from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
+from rlx.backends.cuda.schedule import Launch, TensorMap, launch
+from rlx.backends.cuda.tensor import TensorLaunch, TensorWriter, on_tensor_cores
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
-
-MORE = frozenset({"scratch", "counters", "status", "halt", "early"})  # arguments of kernels behind the buffers
 
 
 @dataclass(frozen=True)
@@ -50,38 +44,17 @@ class CudaCode:
     maps: tuple[TensorMap, ...] = ()
     early: int | None = None
 
-    def described(self) -> list[Any]:
-        """All but the text and the cubin, for JSON."""
-        maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
-        sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
-        return [self.name, sizes, self.more, maps, self.early]
-
-    @staticmethod
-    def read(row: Any, cubin: bytes) -> CudaCode:
-        """From `described`. ValueError, TypeError: the row is no such thing."""
-        name, sizes, more, maps, early = row
-        blocks, threads, shared, scratch, counters = whole(sizes)
-        tensors = [
-            TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
-            for n, first, dtype, dims, strides, box in maps
-        ]
-        names = tuple(tuple(map(str, each)) for each in more)
-        if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
-            raise ValueError(f"{str(row)[:80]} describes no kernel")
-        begins = None if early is None else whole([early])[0]
-        return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, names, tuple(tensors), begins)
-
 
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if attention.native_of(kernel):
-        return attention.launch(kernel)
+        return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel)
     if found := few_rows(kernel) or of_blocks(kernel):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
     if found := on_warps(kernel):
         return found
-    return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
+    return tiled(kernel) if has_tiles(kernel) else launch(kernel)
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -101,10 +74,10 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter, TileLaunch: TileTransposer,
+    Launch: CudaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
-    attention.AttentionLaunch: attention.AttentionWriter,
+    attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 
 
@@ -129,11 +102,10 @@ def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str)
         if others:
             return together(name, [kernel, *others])
         at = launch_of(kernel, arch)
-        maps = tuple(side.tensor for side in at.sides if side.tensor) if isinstance(at, TensorLaunch) else ()
         text = text_of(at, name)
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
-            (tuple(arguments_of(at)),), maps, getattr(at, "early", None),
+            (tuple(arguments_of(at)),), at.maps, getattr(at, "early", None),
         )
 
     def together(name: str, kernels: Sequence[Kernel]) -> CudaCode:
@@ -146,21 +118,6 @@ def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str)
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as threads:
         return list(threads.map(one, launches))
-
-
-def compiler_version() -> str:
-    """Name and version of the package that brings NVRTC. Loads no library."""
-    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12", "cuda-bindings"):
-        with suppress(PackageNotFoundError):
-            return f"{package} {version(package)}"
-    return "NVRTC of unknown version"
-
-
-def whole(numbers: Sequence[Any]) -> list[int]:
-    """Numbers read from a file. ValueError: one is not an integer, or is negative."""
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
-    return list(numbers)
 
 
 @cache
@@ -179,6 +136,4 @@ def cubin(text: str, arch: str) -> bytes:
         raise CompileError(f"NVRTC rejects a kernel for {arch}: {str(e)[:3000]}") from e
 
 
-__all__ = [
-    "CudaCode", "compile_kernels", "compiler_version", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of", "whole",
-]  # fmt: skip
+__all__ = ["CudaCode", "compile_kernels", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Launch, TensorMap
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Const, Contract, Expr, Kernel, Operand, Stmt, Var, coefficient, const, k
@@ -27,19 +27,6 @@ PITCH = CHUNK + 4  # floats between staged rows, against bank conflicts
 STAGING = 8 * 16 * PITCH * 4  # bytes: 16 rows for each of 8 warps
 SHARED = 227 << 10
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A tensor for bulk copies: buffer argument, first byte, dims, byte strides of all but the innermost axis, and the box that
-    one copy fetches. The innermost axis comes first."""
-
-    argument: int
-    offset: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,6 +45,10 @@ class TensorLaunch(Launch):
     stages: int = 4
     sides: tuple[Side, ...] = ()
     multiprocessors: int = 132
+
+    @property
+    def maps(self) -> tuple[TensorMap, ...]:
+        return tuple(side.tensor for side in self.sides if side.tensor)
 
     @property
     def contract(self) -> Contract:
@@ -341,4 +332,4 @@ def product_function(columns: int, sides: Sequence[Side], dtype: str) -> str:
     )
 
 
-__all__ = ["TensorLaunch", "TensorMap", "TensorWriter", "on_tensor_cores"]
+__all__ = ["TensorLaunch", "TensorWriter", "on_tensor_cores"]

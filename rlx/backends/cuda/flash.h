@@ -1,0 +1,269 @@
+
+/* Attention by warp groups of compute capability 9.0. One warp group copies; each of the GROUPS others has 64 queries of a head.
+
+   Scores of a block of keys come from shared memory, stay in registers, and are the left operand of the product with the values.
+   The softmax of a block runs while the tensor cores do the product of the block before it, and, where groups take turns
+   (rlx_turn), the products of another group. The lines before this file give the constants of attention.h, and
+   GROUPS, BLOCK (keys), STAGES (of the ring), HEAD_BAND (heads walked together), VECTOR (elements of a store),
+   rlx_scores(s, q, k, add): s = q @ kT (+ s), 16 deep, and rlx_values(sums, p, v, add): sums = p @ v (+ sums), 16 keys. */
+constexpr int TILE_ROWS = 64 * GROUPS, DOWN = (QUERIES + TILE_ROWS - 1) / TILE_ROWS, TILES = BATCH * HEADS * DOWN;
+constexpr int SIZE_PARTS = (SIZE + 63) / 64, WIDTH_PARTS = (WIDTH + 63) / 64; /* of 64 elements: 128 bytes of a row */
+constexpr int Q_PART = TILE_ROWS * 128, KV_PART = BLOCK * 128;
+constexpr int Q_BYTES = SIZE_PARTS * Q_PART, K_BYTES = SIZE_PARTS * KV_PART, V_BYTES = WIDTH_PARTS * KV_PART;
+constexpr int CHUNK = 32, PITCH = CHUNK + 4; /* columns staged for stores, floats between staged rows */
+
+RLX_FN void rlx_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
+RLX_FN void rlx_pass(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 1) : "memory"); }
+RLX_FN void rlx_group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 5) : "memory"); }
+RLX_FN uint32_t rlx_pair(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn." NARROW "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+/* Registers that asynchronous products have written are not read before this. */
+template <int N> RLX_FN void rlx_ready(float (&x)[N]) {
+  #pragma unroll
+  for (int n = 0; n < N; n++) asm volatile("" : "+f"(x[n])::"memory");
+}
+
+/* A tile of queries: row0 + 64 * GROUPS rows of head h of batch b. They see keys [low, end); `first`: position of query 0. */
+struct rlx_queries { int b, h, row0, low, end, first; };
+
+/* Blocks take tiles in turns; -1: there are no more. Within a band of heads, whose keys stay in the L2 cache, tiles with more keys
+   come first. */
+RLX_FN int rlx_nth(int round) {
+  const int n = round * gridDim.x + blockIdx.x;
+  return n < TILES ? n : -1;
+}
+template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_status* status) {
+  const int band = n / (HEAD_BAND * DOWN) * HEAD_BAND, rest = n - band * DOWN;
+  const int heads = BATCH * HEADS - band < HEAD_BAND ? BATCH * HEADS - band : HEAD_BAND, down = rest / heads;
+  const int head = band + rest % heads;
+  rlx_queries out = {head / HEADS, head % HEADS, (ORDERED ? DOWN - 1 - down : down) * TILE_ROWS, 0, KEYS, KEYS - QUERIES};
+  if (POSITIONED) {
+    const int64_t given = start(out.b);
+    if ((given < 0 || given > KEYS - QUERIES) && status) rlx_fail(status, 1);
+    out.first = given < 0 ? 0 : given > KEYS - QUERIES ? KEYS - QUERIES : (int)given;
+    out.end = out.first + QUERIES;
+  }
+  const int high = out.row0 + TILE_ROWS < QUERIES ? out.row0 + TILE_ROWS : QUERIES;
+  if (ORDERED) out.end = out.first + high;
+  if (WINDOW && out.first + out.row0 - WINDOW + 1 > 0) out.low = (out.first + out.row0 - WINDOW + 1) / BLOCK * BLOCK;
+  return out;
+}
+
+struct rlx_ring { unsigned char *q, *k, *v; uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty; };
+
+template <class S> RLX_FN void rlx_flash_copies(
+    const rlx_ring& r, const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, const S& start, rlx_status* status) {
+  int turn = 0;
+  for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
+    const rlx_queries t = rlx_tile_of(n, start, status);
+    if (round > 0) rlx_await(r.q_empty, (round - 1) & 1);
+    rlx_expect(r.q_full, Q_BYTES);
+    for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.q + p * Q_PART, map_q, r.q_full, p * 64, t.row0, t.h, t.b);
+    for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
+      const int s = turn % STAGES, parity = (turn / STAGES - 1) & 1;
+      if (turn >= STAGES) rlx_await(r.k_empty + s, parity);
+      rlx_expect(r.k_full + s, K_BYTES);
+      for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.k + s * K_BYTES + p * KV_PART, map_k, r.k_full + s, p * 64, n0, t.h / GROUP, t.b);
+      if (turn >= STAGES) rlx_await(r.v_empty + s, parity);
+      rlx_expect(r.v_full + s, V_BYTES);
+      for (int p = 0; p < WIDTH_PARTS; p++) rlx_load_box(r.v + s * V_BYTES + p * KV_PART, map_v, r.v_full + s, p * 64, n0, t.h / GROUP, t.b);
+    }
+  }
+}
+
+/* Scores become NEVER where a query does not see a key. A thread has columns 8 * c + lane % 4 * 2 + {0, 1} of rows m0 and m0 + 8. */
+template <class M> RLX_FN void rlx_hide(float (&s)[BLOCK / 2], const rlx_queries& t, int n0, int m0, const M* mask) {
+  const int column = n0 + threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int m = m0 + i * 8, at = t.first + m;
+    const int end = (ORDERED && at + 1 < t.end ? at + 1 : t.end) - column, low = WINDOW ? at - WINDOW + 1 - column : 0;
+    #pragma unroll
+    for (int c = 0; c < BLOCK / 8; c++)
+      #pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float& x = s[c * 4 + i * 2 + j];
+        bool seen = c * 8 + j < end && (!WINDOW || c * 8 + j >= low);
+#if MASKED
+        const int row = m < QUERIES ? m : 0, n = column + c * 8 + j < KEYS ? column + c * 8 + j : 0;
+#if MASKED == 1
+        seen = seen && mask[MASK_AT(t.b, t.h, row, n)];
+#else
+        x = fmaf(rlx_wide(mask[MASK_AT(t.b, t.h, row, n)]), LOG2E, x);
+#endif
+#endif
+        x = seen ? x : NEVER;
+      }
+  }
+}
+
+/* Scores to weights, with the largest score and the sum of each row so far; `keep`: the factor of earlier sums. */
+template <class M> RLX_FN void rlx_weights(
+    float (&s)[BLOCK / 2], float (&top)[2], float (&total)[2], float (&keep)[2], const rlx_queries& t, int n0, int m0, int group, const M* mask) {
+  #pragma unroll
+  for (int n = 0; n < BLOCK / 2; n++) s[n] = rlx_score_of(s[n]);
+  const int first = t.row0 + group * 64;
+  const int every = ORDERED ? t.first + first + 1 : t.end; /* keys that all rows of the group see, if they are not too early */
+  if (MASKED || n0 + BLOCK > every || (WINDOW && n0 <= t.first + first + 63 - WINDOW)) rlx_hide(s, t, n0, m0, mask);
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float best[2] = {top[i], s[i * 2 + 1]}; /* two chains */
+    #pragma unroll
+    for (int c = 0; c < BLOCK / 8; c++) best[0] = fmaxf(best[0], s[c * 4 + i * 2]), best[1] = fmaxf(best[1], s[c * 4 + i * 2 + 1]);
+    best[0] = fmaxf(best[0], best[1]);
+    best[0] = fmaxf(best[0], rlx_from(best[0], 32, 1));
+    best[0] = fmaxf(best[0], rlx_from(best[0], 32, 2));
+    const float base = best[0] == NEVER ? 0 : best[0] * FACTOR;
+    keep[i] = rlx_exp2(fmaf(top[i], FACTOR, -base)), top[i] = best[0];
+    float sum[2] = {0, 0};
+    #pragma unroll
+    for (int c = 0; c < BLOCK / 8; c++)
+      #pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float& x = s[c * 4 + i * 2 + j];
+        x = rlx_exp2(fmaf(x, FACTOR, -base)), sum[j] += x;
+      }
+    total[i] = fmaf(total[i], keep[i], sum[0] + sum[1]);
+  }
+}
+
+/* Values of keys that no query of the tile sees become 0: a product of 0 and NaN is NaN. */
+RLX_FN void rlx_clear(unsigned char* v, const rlx_queries& t, int n0, int group) {
+  const int low = WINDOW ? t.first + t.row0 - WINDOW + 1 : 0;
+  for (int e = threadIdx.x % 128; e < V_BYTES / 16; e += 128) {
+    const int n = n0 + e / 8 % BLOCK;
+    if (n < low || n >= t.end) *(uint4*)(v + e * 16) = make_uint4(0, 0, 0, 0);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  rlx_group_sync(group);
+}
+
+RLX_FN void rlx_all_scores(float (&s)[BLOCK / 2], const unsigned char* q, const unsigned char* k) {
+  rlx_products_begin();
+  #pragma unroll
+  for (int d = 0; d < SIZE / 16; d++)
+    rlx_scores(s, rlx_tile(q + d / 4 * Q_PART + d % 4 * 32, 1), rlx_tile(k + d / 4 * KV_PART + d % 4 * 32, 1), d > 0);
+  rlx_products_end();
+}
+RLX_FN void rlx_all_values(float (&sums)[WIDTH / 2], const uint32_t (&p)[BLOCK / 16][4], const unsigned char* v, bool add) {
+  rlx_products_begin();
+  #pragma unroll
+  for (int n = 0; n < BLOCK / 16; n++) rlx_values(sums, p[n], rlx_tile(v + n * 2048, KV_PART), add || n > 0);
+  rlx_products_end();
+}
+RLX_FN void rlx_narrow(uint32_t (&p)[BLOCK / 16][4], const float (&s)[BLOCK / 2]) {
+  #pragma unroll
+  for (int n = 0; n < BLOCK / 4; n++) p[n / 4][n % 4] = rlx_pair(s[n * 2], s[n * 2 + 1]);
+}
+
+template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& r, float* staged, const S& start, const M* mask, const F& put) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, group = threadIdx.x / 128 - 1;
+  const unsigned char* const q = r.q + group * 64 * 128;
+  const auto release = [&](uint64_t* b) { if (lane == 0) rlx_arrive(b); };
+  if (GROUPS > 1 && group == GROUPS - 1) rlx_pass(0);
+  int turn = 0;
+  for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
+    const rlx_queries t = rlx_tile_of(n, start, (rlx_status*)0);
+    const int m0 = t.row0 + group * 64 + warp * 16 + lane / 4;
+    float top[2] = {NEVER, NEVER}, total[2] = {0, 0}, keep[2], sums[WIDTH / 2], s[BLOCK / 2];
+    uint32_t p[BLOCK / 16][4];
+    const auto values = [&](int n0, int before) { /* begin the product of p with the values of the block from n0 on */
+      unsigned char* const v = r.v + before % STAGES * V_BYTES;
+      rlx_await(r.v_full + before % STAGES, before / STAGES & 1);
+      if (POSITIONED && (n0 + BLOCK > t.end || (WINDOW && n0 == t.low))) rlx_clear(v, t, n0, group);
+      rlx_all_values(sums, p, v, n0 > t.low);
+    };
+    const auto scores = [&] {
+      rlx_await(r.k_full + turn % STAGES, turn / STAGES & 1);
+      rlx_all_scores(s, q, r.k + turn % STAGES * K_BYTES);
+    };
+    rlx_await(r.q_full, round & 1);
+    if (t.low >= t.end) {
+      release(r.q_empty);
+      #pragma unroll
+      for (int c = 0; c < WIDTH / 2; c++) sums[c] = 0;
+    } else {
+      scores();
+      rlx_products_wait<0>();
+      rlx_ready(s);
+      release(r.k_empty + turn % STAGES);
+      rlx_weights(s, top, total, keep, t, t.low, m0, group, mask);
+      rlx_narrow(p, s);
+      turn++;
+      int n0 = t.low + BLOCK;
+      for (; n0 < t.end; n0 += BLOCK, turn++) {
+        if (GROUPS > 1) rlx_turn(group);
+        scores();
+        values(n0 - BLOCK, turn - 1);
+        if (GROUPS > 1) rlx_pass((group + 1) % GROUPS);
+        rlx_products_wait<1>();
+        rlx_ready(s);
+        release(r.k_empty + turn % STAGES);
+        rlx_weights(s, top, total, keep, t, n0, m0, group, mask);
+        rlx_products_wait<0>();
+        rlx_ready(sums);
+        release(r.v_empty + (turn - 1) % STAGES);
+        rlx_narrow(p, s);
+        #pragma unroll
+        for (int c = 0; c < WIDTH / 2; c++) sums[c] *= keep[c / 2 % 2];
+      }
+      release(r.q_empty);
+      values(n0 - BLOCK, turn - 1);
+      rlx_products_wait<0>();
+      rlx_ready(sums);
+      release(r.v_empty + (turn - 1) % STAGES);
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      total[i] += rlx_from(total[i], 32, 1);
+      total[i] += rlx_from(total[i], 32, 2);
+      keep[i] = 1 / total[i];
+    }
+    #pragma unroll
+    for (int c = 0; c < WIDTH / 2; c++) sums[c] = total[c / 2 % 2] == 0 ? 0 : sums[c] * keep[c / 2 % 2];
+    #pragma unroll
+    for (int chunk = 0; chunk < WIDTH; chunk += CHUNK) { /* through shared memory, so that stores are vectors */
+      #pragma unroll
+      for (int c = 0; c < CHUNK && chunk + c < WIDTH; c += 8) {
+        float* const to = staged + lane / 4 * PITCH + c + lane % 4 * 2;
+        const float* const from = sums + (chunk + c) / 2;
+        *(float2*)to = make_float2(from[0], from[1]), *(float2*)(to + 8 * PITCH) = make_float2(from[2], from[3]);
+      }
+      __syncwarp();
+      #pragma unroll 1
+      for (int e = lane * VECTOR; e < 16 * CHUNK; e += 32 * VECTOR) {
+        const int m = t.row0 + group * 64 + warp * 16 + e / CHUNK, d = chunk + e % CHUNK;
+        if (m < QUERIES && d < WIDTH) put(t.b, t.h, m, d, staged + e / CHUNK * PITCH + e % CHUNK);
+      }
+      __syncwarp();
+    }
+  }
+}
+
+template <class S, class M, class F> RLX_FN void rlx_flash(
+    const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, unsigned char* shared, const S& start, const M* mask, const F& put, rlx_status* status) {
+  rlx_ring r;
+  r.q = shared, r.k = r.q + Q_BYTES, r.v = r.k + STAGES * K_BYTES;
+  float* const staged = (float*)(r.v + STAGES * V_BYTES);
+  r.q_full = (uint64_t*)(staged + 4 * GROUPS * 16 * PITCH), r.q_empty = r.q_full + 1;
+  r.k_full = r.q_empty + 1, r.k_empty = r.k_full + STAGES, r.v_full = r.k_empty + STAGES, r.v_empty = r.v_full + STAGES;
+  if (threadIdx.x == 0) {
+    rlx_barrier(r.q_full, 1), rlx_barrier(r.q_empty, 4 * GROUPS);
+    for (int s = 0; s < STAGES; s++) {
+      rlx_barrier(r.k_full + s, 1), rlx_barrier(r.k_empty + s, 4 * GROUPS);
+      rlx_barrier(r.v_full + s, 1), rlx_barrier(r.v_empty + s, 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    if constexpr (GROUPS > 1) rlx_keep<KEPT>();
+    if (threadIdx.x == 0) rlx_flash_copies(r, map_q, map_k, map_v, start, status);
+  } else {
+    if constexpr (GROUPS > 1) rlx_take<TAKEN>();
+    rlx_flash_sums(r, staged + (threadIdx.x / 32 - 4) * 16 * PITCH, start, mask, put);
+  }
+}

@@ -1,0 +1,154 @@
+"""Attention of the CUDA backend: which kernel a shape takes, what they compile to, and on a GPU the results against float64."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from test_cuda import graph, kernels, nvrtc, on_gpu
+
+import rlx
+from rlx.backends.cuda import flash
+from rlx.backends.cuda.attention import AttentionLaunch
+from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.flash import FlashLaunch
+from rlx.ir.op import OPS
+from rlx.ir.ops.attention import AttentionAttrs
+
+assert nvrtc
+
+
+def build(q, kv, dtype, mask="none", operand=None, after=None, positioned=False, **facts):
+    """A graph of one attention; q and kv are shapes. `operand`: dims of its mask. `after`: what follows it."""
+
+    def made(g: rlx.Graph):
+        operands = [g.input("mask", operand, "bool" if mask == "custom" else dtype)] if operand else []
+        operands += [g.input("start", (q[0],), "i32")] if positioned else []
+        out = rlx.attention(
+            g.input("q", q, dtype), *(g.input(n, kv, dtype) for n in "kv"), *operands, mask=mask, positioned=positioned, **facts
+        )
+        return after(out) if after else out
+
+    return graph(made)
+
+
+def launch(*shape, arch="sm_90a", **facts):
+    (kernel,) = kernels(build(*shape, **facts))
+    return launch_of(kernel, arch)
+
+
+def side_by_side(x):
+    batch, heads, rows, size = x.shape.static
+    return rlx.reshape(rlx.transpose(x, (0, 2, 1, 3)), (batch, rows, heads * size))
+
+
+# -- which kernel --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 96, 128, 256])
+def test_many_queries_of_narrow_floats_take_warp_groups(size):
+    found = launch((2, 8, 200, size), (2, 4, 300, size), "bf16", mask="causal")
+    assert isinstance(found, FlashLaunch) and len(found.maps) == 3 and found.shared <= flash.SHARED
+    assert found.tiles == 2 * 8 * -(-200 // found.tall)
+
+
+@pytest.mark.parametrize(
+    "q, kv, dtype, arch",
+    [
+        ((1, 8, 200, 64), (1, 8, 200, 64), "bf16", "sm_80"),  # an older GPU
+        ((1, 8, 200, 64), (1, 8, 200, 64), "f32", "sm_90a"),
+        ((1, 8, 200, 40), (1, 8, 200, 40), "bf16", "sm_90a"),  # no multiple of 16
+        ((1, 8, 20, 64), (1, 8, 200, 64), "bf16", "sm_90a"),  # a tile of 64 queries would be mostly empty
+    ],
+)
+def test_other_shapes_take_other_kernels(q, kv, dtype, arch):
+    assert type(launch(q, kv, dtype, arch=arch)) is AttentionLaunch
+
+
+# -- their code ----------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "whole": ((2, 4, 300, 128), (2, 4, 300, 128), "bf16", {}),
+    "causal": ((1, 4, 2048, 64), (1, 2, 2048, 64), "f16", {"mask": "causal"}),
+    "a long head": ((1, 2, 128, 256), (1, 2, 400, 256), "bf16", {"mask": "causal"}),
+    "a cache": ((1, 4, 100, 96), (1, 2, 700, 96), "bf16", {"mask": "sliding_window", "window": 50, "positioned": True}),
+    "a bias and a cap": ((1, 4, 64, 64), (1, 2, 100, 64), "f16", {"mask": "bias", "operand": (4, 64, 100), "cap": 5.0}),
+    "padded keys": ((2, 4, 128, 32), (2, 4, 128, 32), "bf16", {"mask": "custom", "operand": (2, 1, 1, 128)}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_warp_groups_keep_everything_in_registers(name):
+    from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
+
+    *shape, facts = SHAPES[name]
+    found, log = launch(*shape, **facts), io.StringIO()
+    assert isinstance(found, FlashLaunch)
+    options = ProgramOptions(arch="sm_90a", std="c++17", fma=False, ptxas_options=["-v"])
+    Program(text_of(found, "kernel"), "c++", options).compile("cubin", logs=log)
+    assert "0 bytes stack frame, 0 bytes spill stores" in log.getvalue() and "serialized" not in log.getvalue()
+
+
+@pytest.mark.parametrize("dtype, size", [("f32", 8), ("f32", 64), ("f32", 128), ("f32", 256), ("bf16", 40), ("f32", 30)])
+def test_kernels_without_tensor_cores_compile(dtype, size):
+    found = launch((1, 4, 200, size), (1, 2, 300, size), dtype, mask="causal")
+    assert type(found) is AttentionLaunch and found.block and not found.tensor and found.shared <= flash.SHARED
+    assert cubin(text_of(found, "kernel"), "sm_80")
+
+
+@pytest.mark.parametrize("rows, dtype", [(1, "bf16"), (40, "bf16"), (200, "bf16"), (200, "f32")])
+def test_a_cast_of_heads_side_by_side_needs_no_other_kernel(rows, dtype):
+    to = "f32" if dtype == "bf16" else "bf16"
+    shape = (2, 4, rows, 64)
+    (kernel,) = kernels(build(shape, shape, dtype, after=lambda x: side_by_side(x).astype(to)))
+    assert cubin(text_of(launch_of(kernel, "sm_90a"), "kernel"), "sm_90a")
+
+
+def test_heads_are_written_where_the_next_product_reads_them():
+    weights = lambda g: g.input("w", (256, 64), "bf16")  # noqa: E731
+    g = rlx.Graph("g")
+    q, k, v = (g.input(n, (2, 4, 100, 64), "bf16") for n in "qkv")
+    g.set_outputs([side_by_side(rlx.attention(q, k, v)) @ weights(g)])
+    assert [kernel.name for kernel in kernels(g)] == ["attention", "matmul"]
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------
+
+CASES = {
+    **SHAPES,
+    "a window": ((1, 4, 300, 128), (1, 2, 300, 128), "f16", {"mask": "sliding_window", "window": 100}),
+    "f32": ((2, 4, 200, 64), (2, 2, 300, 64), "f32", {"mask": "causal"}),
+    "f32 in a cache": ((2, 4, 70, 100), (2, 2, 300, 100), "f32", {"mask": "sliding_window", "window": 50, "positioned": True}),
+    "f32, a long head": ((1, 2, 100, 256), (1, 2, 100, 256), "f32", {"mask": "bias", "operand": (2, 100, 100), "cap": 3.0}),
+    "few queries": ((2, 4, 20, 80), (2, 4, 90, 80), "bf16", {"mask": "causal", "positioned": True}),
+}
+MOST = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}  # relative to the norm: rounding of weights and results
+
+
+@on_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_results_agree_with_float64(name):
+    """Rows of a cache past the last query are NaN; batch 0 of a bool mask sees no key."""
+    *shape, facts = CASES[name]
+    q, kv, dtype = shape
+    compiled = rlx.Session("cuda").compile(build(*shape, **facts))
+    rng, numpy = np.random.default_rng(0), rlx.as_dtype(dtype).numpy
+    inputs = {n: rng.standard_normal(q if n == "q" else kv).astype(numpy) for n in "qkv"}
+    if facts.get("operand"):
+        inputs["mask"] = rng.standard_normal(facts["operand"]).astype(numpy)
+        if facts["mask"] == "custom":
+            inputs["mask"] = rng.random(facts["operand"]) > 0.3
+            inputs["mask"][0] = False
+    if facts.get("positioned"):
+        inputs["start"] = np.arange(3, 3 + q[0], dtype=np.int32)
+        for n, first in enumerate(inputs["start"]):
+            for x in "kv":
+                inputs[x][n, :, first + q[2] :] = np.nan
+    attrs = AttentionAttrs(**{n: v for n, v in facts.items() if n in AttentionAttrs.__annotations__})
+    exact = [a if a.dtype.kind in "bi" else np.asarray(a, np.float64) for a in inputs.values()]
+    want = OPS["attention"].reference(attrs, *exact)
+    (found,) = compiled.run(inputs)
+    found = np.asarray(found, np.float64)
+    assert np.isfinite(found).all()
+    assert np.linalg.norm(found - want) <= MOST[dtype] * np.linalg.norm(want)
