@@ -1,8 +1,11 @@
 
 /* Quantised blocks on tensor cores: weights as exact small integers in bf16. */
+/* Loads that stay where they stand in the program. */
 RLX_FN void rlx_load_dwords(uint32_t (&a)[4], const void* at) {
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "l"(at));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "l"(at));
 }
+RLX_FN void rlx_load_halves(uint2& a, const void* at) { asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(a.x), "=r"(a.y) : "l"(at)); }
+RLX_FN void rlx_load_bytes(uint32_t& a, const void* at) { asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(a) : "l"(at)); }
 RLX_FN void rlx_wide_4(float (&a)[4], uint2 halves) {
   a[0] = rlx_wide_f16((uint16_t)halves.x), a[1] = rlx_wide_f16((uint16_t)(halves.x >> 16));
   a[2] = rlx_wide_f16((uint16_t)halves.y), a[3] = rlx_wide_f16((uint16_t)(halves.y >> 16));
@@ -86,9 +89,16 @@ template <int TILES> RLX_FN void rlx_multiply_turn(
   }
 }
 
-/* The weights of a turn, rounded to bf16, in lines of 128 bytes for each row of the panel: chunk n of 16 bytes of line r is at
+template <bool F16> RLX_FN uint32_t rlx_near_pair(float low, float high) {
+  uint32_t out;
+  if constexpr (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+/* The weights of a turn, rounded to f16 or bf16, in lines of 128 bytes for each row of the panel: chunk n of 16 bytes of line r is at
    n ^ (r % 8). `chunk`: where the turn begins. */
-RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines, int chunk) {
+template <bool F16> RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines, int chunk) {
   float scale[RLX_GROUPS][4], least[4];
   rlx_factors(turn, scale, least);
   #pragma unroll
@@ -105,8 +115,7 @@ RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines
         w[i] = scale[half % RLX_GROUPS][row] * q;
         if constexpr (RLX_MINS) w[i] -= least[row];
       }
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(runs[half].x) : "f"(w[1]), "f"(w[0]));
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(runs[half].y) : "f"(w[3]), "f"(w[2]));
+      runs[half] = make_uint2(rlx_near_pair<F16>(w[0], w[1]), rlx_near_pair<F16>(w[2], w[3]));
     }
     if constexpr (RLX_GROUPS == 1) {  // adjacent runs
       *(uint4*)(lines + line * 128 + (chunk + t ^ line % 8) * 16) = make_uint4(runs[0].x, runs[0].y, runs[1].x, runs[1].y);
@@ -115,6 +124,10 @@ RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines
         *(uint2*)(lines + line * 128 + (chunk + rlx_run(half, t) / 2 ^ line % 8) * 16 + t % 2 * 8) = runs[half];
     }
   }
+}
+
+RLX_FN void rlx_clear_turn(int lane, unsigned char* lines, int chunk) {
+  for (int n = 0; n < 4; n++) *(uint4*)(lines + lane * 128 + (chunk + n ^ lane % 8) * 16) = make_uint4(0, 0, 0, 0);
 }
 
 /* Blocks of a cluster. */

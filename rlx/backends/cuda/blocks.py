@@ -100,8 +100,8 @@ class Turn:
         ]
         for n, (_, dwords) in enumerate(self.loads):
             lines.append(f"  rlx_load_dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
-        lines += [f"  a.number[{n}] = __ldg((const uint2*)(block + {at} + g * 8));" for n, at in enumerate(f.numbers)]
-        lines += [f"  a.small[{n}] = __ldg((const uint32_t*)(at + {n * PANEL} + g * 4));" for n in range(smalls)]
+        lines += [f"  rlx_load_halves(a.number[{n}], block + {at} + g * 8);" for n, at in enumerate(f.numbers)]
+        lines += [f"  rlx_load_bytes(a.small[{n}], at + {n * PANEL} + g * 4);" for n in range(smalls)]
         lines += ["  return a;", "}"]
         for half in HALVES:
             lines += [f"RLX_FN uint32_t rlx_word{half}(const rlx_turn& a, int row, int t) {{ return {self.word(half)}; }}"]

@@ -48,7 +48,7 @@ class CudaCode:
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if attention.native_of(kernel):
         return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel)
-    if found := few_rows(kernel) or of_blocks(kernel):
+    if found := few_rows(kernel) or of_blocks(kernel, clusters=int(arch[3:].rstrip("af")) >= 90):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
