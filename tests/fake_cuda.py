@@ -50,7 +50,7 @@ class FakeDriver:
         self.calls: Counter[str] = Counter()
         self.blocks: dict[int, Any] = {}
         self._queued: list[Callable[[], None]] = []
-        self._recording: list[Callable[[], None]] | None = None
+        self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
 
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
@@ -123,22 +123,22 @@ class FakeDriver:
         return OK, self.free, 1 << 30
 
     def cuMemsetD8Async(self, address: int, byte: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._queue(lambda: ctypes.memset(address, byte, nbytes))
+        return self._queue(stream, lambda: ctypes.memset(address, byte, nbytes))
 
     def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
         held = ctypes.string_at(source, nbytes)  # pageable memory is read before the call returns
-        return self._queue(lambda: ctypes.memmove(to, held, nbytes))
+        return self._queue(stream, lambda: ctypes.memmove(to, held, nbytes))
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._queue(lambda: ctypes.memmove(to, source, nbytes))
+        return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
 
     def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._queue(lambda: ctypes.memmove(to, source, nbytes))
+        return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
 
     # -- the stream and graphs
 
-    def _queue(self, command: Callable[[], Any]) -> tuple[Any, ...]:
-        (self._queued if self._recording is None else self._recording).append(command)
+    def _queue(self, stream: str, command: Callable[[], Any]) -> tuple[Any, ...]:
+        self._recording.get(stream, self._queued).append(command)
         return (OK,)
 
     def run(self) -> None:
@@ -146,19 +146,21 @@ class FakeDriver:
             self._queued.pop(0)()
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
-        return OK, "stream"
+        return OK, f"stream {self.calls['cuStreamCreate']}"
+
+    def cuStreamDestroy(self, stream: str) -> tuple[Any, ...]:
+        return (OK,)
 
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
         self.run()
         return (OK,)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
-        self._recording = []
+        self._recording[stream] = []
         return (OK,)
 
     def cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
-        made, self._recording = self._recording, None
-        return OK, made
+        return OK, self._recording.pop(stream)
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any, ...]:
         return OK, list(graph)
@@ -191,7 +193,9 @@ class FakeDriver:
 
     def cuLaunchKernelEx(self, config: Any, name: str, values: Any, extra: int) -> tuple[Any, ...]:
         perform = getattr(self, name, None)
-        return self._queue(lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0])))
+        return self._queue(
+            config.hStream, lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0]))
+        )
 
     def _group(self, kernels: Sequence[Kernel], values: list[int]) -> None:
         for kernel in kernels:

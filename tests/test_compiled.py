@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from devices import DEVICES
 
 import rlx
 from rlx import knobs
@@ -29,7 +30,6 @@ from rlx.errors import (
     Unsupported,
 )
 
-DEVICES = ("ref", "ref:1", "cpu")
 F = np.float32
 
 

@@ -16,9 +16,13 @@ from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
+from rlx.compile.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
+from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Kernel, Load, Var, const, k
 
 HOPPER = target("sm_90a")
@@ -84,8 +88,97 @@ def test_elements_take_a_thread_and_rows_a_team():
     assert (wide.team, wide.vector, wide.blocks * wide.threads * 4) == (1, 4, 4096 * 4096)
     rows = launch_of(one(lambda g: rlx.softmax(g.input("x", (4096, 512), "f32"))), "sm_90a")
     assert rows.team == 32 and rows.points == 4096
+    assert rows.row and (rows.row.rounds, rows.row.size, rows.shared) == (4, 4, 0)  # kept in registers
     long = launch_of(one(lambda g: rlx.softmax(g.input("x", (3, 50_000), "f32"))), "sm_90a")
-    assert long.team == 1024 and long.blocks == 3
+    assert long.team == 1024 and long.blocks == 3 and long.row is None
+
+
+ROWS = {
+    "even": ((64, 1024), "bf16", 1),  # launches of the loops; loads of x in them
+    "ragged": ((64, 1000), "f32", 1),
+    "unaligned": ((64, 1001), "f32", 1),
+    "few": ((3, 4096), "f32", 1),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_registers_are_loaded_once(name):
+    dims, dtype, count = ROWS[name]
+    found = launch_of(one(lambda g: rlx.softmax(g.input("x", dims, dtype))), "sm_90a")
+    text = text_of(found, "kernel")
+    assert found.row and text.split("kernel(")[1].count("rlx_fetch<") == count
+    assert cubin(text, "sm_90a")
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (2, 1, 0), (0, 2, 1)])
+def test_transposes_go_through_shared_memory(axes):
+    dims = (64, 96, 80)[: len(axes)]
+    moved = one(lambda g: rlx.copy(rlx.transpose(g.input("x", dims, "bf16"), axes)))
+    mixed = one(lambda g: g.input("x", tuple(dims[a] for a in axes), "f32") + rlx.transpose(g.input("y", dims, "f32"), axes))
+    for found in (launch_of(moved, "sm_90a"), launch_of(mixed, "sm_90a")):
+        assert isinstance(found, TileLaunch) and len(found.staged) == 1
+        assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_an_index_beyond_32_bits_stays_out_of_range():
+    kernel = one(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64")))
+    text = text_of(launch_of(kernel, "sm_90a"), "kernel")
+    assert "rlx_position(x0)" in text and cubin(text, "sm_90a")
+
+
+def test_sums_by_index_take_a_lane_for_each_column():
+    made = one(
+        lambda g: rlx.scatter_add(g.input("x", (100, 64), "f32"), g.input("i", (5000,), "i32"), g.input("u", (5000, 64), "f32"))
+    )
+    found = launch_of(made, "sm_90a")
+    assert (found.team, found.lanes, found.threads, found.blocks) == (1, 32, 32, 2)
+    text = text_of(found, "kernel")
+    assert "__sync" not in text.split("kernel(")[1] and cubin(text, "sm_90a")
+
+
+def test_long_rows_are_divided():
+    counts = lambda build: [launch_of(kernel, "sm_90a").blocks for kernel in kernels(graph(build))]  # noqa: E731
+    assert max(counts(lambda g: rlx.cumsum(g.input("x", (1, 10**7), "f32"), axis=1))) >= 132
+    assert len(counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1))) == 1
+    assert max(counts(lambda g: rlx.top_k(g.input("x", (1, 151_936), "f32"), k=50)[0])) >= 64
+    assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 2  # the sort and the copy of its head
+
+
+SPLITS = {
+    "running totals": lambda x: [rlx.cumsum(x, axis=1, reverse=True), rlx.cumsum(x, axis=1, exclusive=True)],
+    "greatest": lambda x: list(rlx.top_k(x, k=7)),
+    "least": lambda x: list(rlx.top_k(x, k=7, largest=False)),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_divided_ops_have_the_same_results(name):
+    g = rlx.Graph("g")
+    g.set_outputs(SPLITS[name](g.input("x", (2, 98_304), "f32")))
+    made = legalise(g, HOPPER, rlx.CompileOptions())
+    assert len(list(made.nodes())) > len(list(g.nodes()))
+    x = np.random.default_rng(0).integers(-9, 9, (2, 98_304)).astype(np.float32)  # sums are exact; many ties
+    x[1, ::1000] = np.nan if "totals" not in name else 0
+    x[0] = -np.inf if name == "greatest" else x[0]
+    for found, wanted in zip(evaluate(made, {"x": x})[0], evaluate(g, {"x": x})[0], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_no_tile_where_whole_lines_are_read():
+    for build in (
+        lambda g: rlx.copy(rlx.transpose(g.input("x", (8, 128, 12, 64), "f32"), (0, 2, 1, 3))),
+        lambda g: g.input("x", (64, 64), "f32") * g.input("y", (64, 1), "f32"),
+        lambda g: rlx.copy(rlx.transpose(g.input("x", (4096, 3), "f32"), (1, 0))),
+    ):
+        assert type(launch_of(one(build), "sm_90a")) is Launch
+
+
+def test_columns_are_reduced_by_adjacent_lanes():
+    for build in (lambda x: rlx.sum(x, axis=(0,)), lambda x: rlx.cumsum(x, axis=0), lambda x: rlx.argmax(x, axis=0)):
+        found = launch_of(one(lambda g, build=build: build(g.input("x", (4096, 4096), "f32"))), "sm_90a")
+        assert found.lanes == 32 and found.blocks == 128
+        assert cubin(text_of(found, "kernel"), "sm_90a")
+    assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
 
 
 def test_a_team_has_read_what_one_of_its_threads_overwrites():
@@ -162,10 +255,48 @@ def test_ops_agree_with_the_reference(name):
 
 
 @on_gpu
+def test_random_numbers_have_the_bits_of_the_cpu():
+    g = rlx.Graph("g")
+    key, counter = g.input("key", (2,), "u32"), g.input("counter", (), "u32")
+    g.set_outputs([rlx.random_bits(key, counter, dims=(3, 1001)), rlx.random_uniform(key, counter, dims=(1001,))])
+    given = {"key": np.array([7, 1 << 31], np.uint32), "counter": np.array(5, np.uint32)}
+    for ours, wanted in zip(rlx.Session("cuda").compile(g).run(given), rlx.Session("cpu").compile(g).run(given)):
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint32), np.asarray(wanted).view(np.uint32))
+
+
+SHAPES = {  # with odd sizes, so that threads and lanes are left over
+    "transpose": (lambda x: rlx.copy(rlx.transpose(x, (1, 0))) * 2.0, (67, 131)),
+    "running totals of rows": (lambda x: rlx.cumsum(x, axis=1), (5, 3001)),
+    "running totals of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (517, 45)),
+    "long running totals": (lambda x: rlx.cumsum(x, axis=1), (1, 1_000_003)),
+    "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
+    "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
+    "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
+    "greatest of rows": (lambda x: rlx.argmax(x, axis=1), (77, 1003)),
+    "softmax": (lambda x: rlx.softmax(x) * 64.0, (9, 1001)),
+    "sort beyond shared memory": (lambda x: rlx.sort(x)[1], (2, 20_000)),
+    "top k of long rows": (lambda x: rlx.top_k(x, k=9)[1], (2, 50_001)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_awkward_shapes_agree_with_the_reference(name):
+    build, dims = SHAPES[name]
+    g = graph(lambda g: build(g.input("x", dims, "f32")))
+    x = np.random.default_rng(3).integers(-4, 5, dims).astype(np.float32)  # sums are exact, and many elements are equal
+    (found,), ((wanted,), _) = rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})
+    np.testing.assert_allclose(found, wanted, rtol=0 if name != "softmax" else 1e-5)
+
+
+@on_gpu
 def test_a_bad_index_leaves_every_state_as_it_was():
     conformance.check_states("cuda")
     compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i32"))))
     with pytest.raises(IndexRangeError):
         compiled.run({"x": np.zeros(5, np.float32), "i": np.array([0, 7], np.int32)})
+    wide = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64"))))
+    with pytest.raises(rlx.IndexRangeError):  # positions have 32 bits
+        wide.run({"x": np.zeros(5, np.float32), "i": np.array([0, 1 << 32], np.int64)})
     (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
     assert good.tolist() == [4, 1]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import device_conformance as conformance
 import numpy as np
@@ -10,10 +14,13 @@ import pytest
 from fake_cuda import FakeDriver, Status, installed
 
 import rlx
+from rlx import knobs
 from rlx.backends import available
+from rlx.backends.cuda import backend
 from rlx.backends.cuda.backend import memory_of
 from rlx.driver.stream import Pending
 from rlx.errors import DeviceError, DeviceUnavailableError, IndexRangeError, OutOfMemoryError
+from rlx.host import disk
 
 F = np.float32
 
@@ -72,6 +79,27 @@ def test_runs_behind_a_failed_one_change_no_state_of_any_executable_on_the_store
     first.commit_no_wait(at(3))
     second.run(at(0))
     assert first.read_handle("total") == 7
+
+
+def test_other_threads_use_the_gpu_while_one_records_its_run(driver: FakeDriver) -> None:
+    memory, gpu = memory_of(0), memory_of(0).gpu
+    ours, theirs = memory.allocate(4), memory.allocate(4)
+
+    def launch() -> None:
+        gpu.fill(ours.address, 1, 4)
+        other = threading.Thread(target=lambda: gpu.fill(theirs.address, 2, 4))
+        other.start()
+        other.join()
+
+    def found(block: Any) -> list[int]:
+        memory.copy_out(block, bytes_ := np.zeros(4, np.uint8))
+        return bytes_.tolist()
+
+    graph = gpu.recorded(launch)
+    assert (found(ours), found(theirs)) == ([0] * 4, [2] * 4)
+    memory.fill(theirs, 3)
+    gpu.replay(graph)
+    assert (found(ours), found(theirs)) == ([1] * 4, [3] * 4)
 
 
 def test_a_failed_run_is_undone_with_what_it_saved_whatever_was_queued_behind_it(driver: FakeDriver) -> None:
@@ -137,6 +165,50 @@ def test_another_store_is_used_by_every_part_of_a_run(driver: FakeDriver) -> Non
     compiled._executable.run_steps()
     compiled._executable.run_commit()
     assert compiled.read_handle("total") == 1 and old.read("total") == 1
+
+
+# -- from the cache on disk
+
+
+def test_a_program_from_the_cache_runs_without_compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = FakeDriver()
+    with knobs.override(RLX_CACHE=1, RLX_CACHE_DIR=str(tmp_path)):
+        with installed(driver, monkeypatch):
+            disk._opened.cache_clear()
+            assert picker().report().cache.state == "compiled"
+            first = rows()
+            first.run(row(1, 0))
+        with installed(driver, monkeypatch):
+            monkeypatch.setattr(backend, "compile_kernels", lambda *_: pytest.fail("compiled again"))
+            again = rows()
+            assert again.report().cache.state == "cached" and again.report().texts == first.report().texts
+            with pytest.raises(IndexRangeError):
+                again.run(row(6, 2, 4))
+            assert not again.read_handle("h").any() and again.run(row(2, 1))[0] == 8  # type: ignore[union-attr]
+    disk._opened.cache_clear()
+
+
+def test_an_artifact_that_is_not_whole_is_refused(driver: FakeDriver) -> None:
+    compiled = rows()
+    artifact, made = compiled._executable.artifact, backend.CudaBackend()  # type: ignore[attr-defined]
+    head, parts = made.to_parts(artifact)
+    read = lambda **changed: made.from_parts(artifact.program, head | changed, parts, dict)  # noqa: E731
+    assert read().launches == artifact.launches
+    assert {c.name: (c.more, c.cubin) for c in read().codes} == {c.name: (c.more, c.cubin) for c in artifact.codes}
+    (name, sizes, *rest), *others = head["codes"]
+    for changed in (
+        {"launches": artifact.launches[1:]}, {"coded": head["coded"] | {"steps": [0]}}, {"codes": others},
+        {"codes": [[name, [-1, *sizes[1:]], *rest], *others]}, {"codes": [[name, sizes, [["halt", "x"]], *rest[1:]], *others]},
+    ):  # fmt: skip
+        with pytest.raises((ValueError, IndexError)):
+            read(**changed)
+
+
+def test_keys_of_the_cache_cover_the_headers_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = [], os.open
+    monkeypatch.setattr(disk.os, "open", lambda path, *rest: (opened.append(path), real(path, *rest))[1])
+    disk.source_digest.__wrapped__()
+    assert {Path(p).name for p in opened} >= {"attention.h", "prelude.h", "support.h", "c_prelude.h", "executable.py"}
 
 
 # -- what a driver may answer --------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,14 @@ from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import Source, WarpLaunch
 from rlx.compile import lower
 from rlx.ir.kernel import Kernel
+
+
+def test_the_page_s_example_shows_the_code_of_every_kernel(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "cuda.md").read_text("utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/cuda.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert shown.count('extern "C" __global__') == 2 and "rlx_reduce<32>" in shown and "rlx_product" in shown
 
 
 def product(arch: str, m: int, k: int, n: int, dtype: str = "bf16", turned: tuple[bool, bool] = (False, False)) -> Kernel:

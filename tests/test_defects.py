@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import DEVICES
 
 import rlx
 from rlx.errors import (
@@ -30,7 +31,6 @@ from rlx.errors import (
 )
 
 F = np.float32
-DEVICES = ("ref", "ref:1", "cpu")
 
 
 @pytest.fixture(params=DEVICES)

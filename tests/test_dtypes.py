@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from devices import TWO as DEVICES
 
 import rlx
 from rlx import knobs
@@ -17,7 +18,6 @@ from rlx.ir.dtype import as_dtype, index_
 from rlx.ir.graph import Graph, Value
 
 F8 = ("f8e4m3", "f8e5m2")
-DEVICES = ("ref", "cpu")
 RNG = np.random.default_rng(3)
 
 

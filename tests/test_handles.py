@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from devices import TWO as DEVICES
 
 import rlx
 from rlx.backends.cpu import memory
@@ -17,7 +18,6 @@ from rlx.errors import BindingError, IndexRangeError, InputShapeError, OptionErr
 from rlx.runtime import CompiledGraph, HandleStore, Session
 
 F = np.float32
-DEVICES = ("ref", "cpu")
 SHARED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are shared on Linux alone")
 
 

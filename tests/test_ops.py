@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import pytest
 from device_conformance import NAMES, check_op
+from devices import DEVICES
 from op_cases import cases
 
 from rlx.ir.graph import Graph
-
-DEVICES = ("ref", "ref:1", "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

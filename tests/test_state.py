@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from devices import DEVICES
 
 import rlx
 from rlx.backends import get
@@ -15,7 +16,6 @@ from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Node
 from rlx.ir.verify import faults
 
-DEVICES = ("ref", "ref:1", "cpu")
 F = np.float32
 
 

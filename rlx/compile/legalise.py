@@ -102,7 +102,8 @@ def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
         how, why = decide(results[0].node, target)
         if how == "refused":
             raise CompileError(f"graph {graph.name!r}: {where(results[0].node)} cannot be compiled for {target.name}: {why}")
-        split = target.splits.get(node.op.name) if how == "native" else None
+        splittable = how == "native" or node.op.name not in target.natives
+        split = target.splits.get(node.op.name) if splittable else None
         if split and (made := split(results[0].node)) is not None:
             return expand(results[0].node, new, made)
         return expand(results[0].node, new) if how == "decomposed" else results

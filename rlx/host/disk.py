@@ -181,7 +181,7 @@ def source_digest() -> str:
     for folder, inside in folders:
         for name in sorted(os.listdir(folder)):
             path = f"{folder}/{name}"
-            if name.endswith(".py"):
+            if name.endswith((".py", ".h")):
                 number = os.open(path, os.O_RDONLY)
                 content = os.read(number, os.fstat(number).st_size + 1)
                 os.close(number)

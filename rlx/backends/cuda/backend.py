@@ -5,10 +5,12 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
 
-from rlx.backends.cuda import attention
-from rlx.backends.cuda.code import CudaCode, compile_kernels, groups_of, key_of, support
+from rlx.backends.cuda import attention, splits
+from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, groups_of, key_of, support, whole
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
@@ -23,8 +25,8 @@ from rlx.ir.target import Producer, Target
 
 SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
-BLOCKS = 2  # of a multiprocessor that keep it busy: a block runs a point of a reduction
-COLUMNS = 128  # columns of a block that reduces rows down to one, a thread for each
+BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
+COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
 
 class CudaBackend:
@@ -60,6 +62,31 @@ class CudaBackend:
         coded["steps"] = [found[key_of([program.steps[n].kernel for n in group])] for group in launches]
         return CudaArtifact(program, coded, launches, support(arch))
 
+    def compiler(self) -> str:
+        return compiler_version()
+
+    def to_parts(self, artifact: CudaArtifact) -> tuple[Any, list[bytes]]:
+        at = {code.name: i for i, code in enumerate(artifact.codes)}
+        coded = {name: [at[code.name] for code in codes] for name, codes in artifact.coded.items()}
+        head = {"codes": [code.described() for code in artifact.codes], "coded": coded, "launches": artifact.launches}
+        return head, [artifact.support, *(code.cubin for code in artifact.codes)]
+
+    def from_parts(
+        self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]
+    ) -> CudaArtifact:
+        helpers, *cubins = parts
+        made = [CudaCode.read(row, cubin) for row, cubin in zip(code["codes"], cubins, strict=True)]
+        coded = {name: [made[i] for i in whole(code["coded"][name])] for name in program.phases}
+        launches = tuple(tuple(whole(group)) for group in code["launches"])
+        if sorted(n for group in launches for n in group) != list(range(len(program.steps))):
+            raise ValueError("the launches are not the steps of the program")
+        for name, steps in program.phases.items():
+            groups = [[steps[n] for n in group] for group in launches] if name == "steps" else [[step] for step in steps]
+            for group, found in zip(groups, coded[name], strict=True):
+                if not group[0].kernel.collective and len(found.more) != len(group):
+                    raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
+        return CudaArtifact(program, coded, launches, helpers, texts)
+
     def load(
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,
@@ -77,6 +104,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128,
         alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
+        splits={"cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
     )  # fmt: skip
 
 

@@ -6,10 +6,13 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rlx.backends.cuda import attention, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
@@ -20,11 +23,14 @@ from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, TensorMap, launch
 from rlx.backends.cuda.tensor import TensorLaunch, TensorWriter, on_tensor_cores
+from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
+
+MORE = frozenset({"scratch", "counters", "status", "halt", "early"})  # arguments of kernels behind the buffers
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,27 @@ class CudaCode:
     maps: tuple[TensorMap, ...] = ()
     early: int | None = None
 
+    def described(self) -> list[Any]:
+        """All but the text and the cubin, for JSON."""
+        maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
+        sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
+        return [self.name, sizes, self.more, maps, self.early]
+
+    @staticmethod
+    def read(row: Any, cubin: bytes) -> CudaCode:
+        """From `described`. ValueError, TypeError: the row is no such thing."""
+        name, sizes, more, maps, early = row
+        blocks, threads, shared, scratch, counters = whole(sizes)
+        tensors = [
+            TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
+            for n, first, dtype, dims, strides, box in maps
+        ]
+        names = tuple(tuple(map(str, each)) for each in more)
+        if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
+            raise ValueError(f"{str(row)[:80]} describes no kernel")
+        begins = None if early is None else whole([early])[0]
+        return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, names, tuple(tensors), begins)
+
 
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if attention.native_of(kernel):
@@ -54,7 +81,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if found := on_warps(kernel):
         return found
-    return tiled(kernel) if has_tiles(kernel) else launch(kernel)
+    return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -74,7 +101,7 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter,
+    Launch: CudaWriter, TileLaunch: TileTransposer,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
@@ -120,6 +147,21 @@ def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str)
         return list(threads.map(one, launches))
 
 
+def compiler_version() -> str:
+    """Name and version of the package that brings NVRTC. Loads no library."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12", "cuda-bindings"):
+        with suppress(PackageNotFoundError):
+            return f"{package} {version(package)}"
+    return "NVRTC of unknown version"
+
+
+def whole(numbers: Sequence[Any]) -> list[int]:
+    """Numbers read from a file. ValueError: one is not an integer, or is negative."""
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
+    return list(numbers)
+
+
 @cache
 def support(arch: str) -> bytes:
     """The machine code of support.h: kernels of the executable itself."""
@@ -136,4 +178,6 @@ def cubin(text: str, arch: str) -> bytes:
         raise CompileError(f"NVRTC rejects a kernel for {arch}: {str(e)[:3000]}") from e
 
 
-__all__ = ["CudaCode", "compile_kernels", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of"]
+__all__ = [
+    "CudaCode", "compile_kernels", "compiler_version", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of", "whole",
+]  # fmt: skip

@@ -34,6 +34,8 @@ def _cast(a: str, source: DType, to: DType) -> str:
     if to.name in NARROW and source != to:
         single = f"rlx_odd({a})" if source.name == "f64" else f"(float){a}"
         return f"rlx_wide_{to.name}(rlx_near_{to.name}({single}))"
+    if to == index_ and source.name in ("u32", "i64", "u64"):
+        return f"rlx_position({a})"
     return c_dialect.cast(a, source, to)
 
 

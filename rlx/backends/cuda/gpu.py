@@ -85,7 +85,7 @@ class Gpu:
             attribute = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
             self.facts[ours] = int(check(driver.cuDeviceGetAttribute(attribute, self.device), f"asking cuda:{index}"))
         self.capability = self.facts["major"] * 10 + self.facts["minor"]
-        self._lock = threading.Lock()
+        self._lock, self._recording = threading.Lock(), threading.local()
         self._context: Any = None
         self._stream: Any = None
         self.allocated = {"count": 0, "live_bytes": 0, "total_bytes": 0}
@@ -101,7 +101,7 @@ class Gpu:
         return f"sm_{self.capability}" + "a" * (self.capability >= 90)
 
     def use(self) -> Any:
-        """Make the context current in this thread; the stream of all work of this process."""
+        """Make the context current in this thread; the stream of all work of this process, or of what this thread records."""
         with self._lock:
             if self._context is None:
                 self._context = check(
@@ -111,7 +111,25 @@ class Gpu:
         with self._lock:
             if self._stream is None:
                 self._stream = check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}")
-        return self._stream
+        return getattr(self._recording, "stream", self._stream)
+
+    def recorded(self, launch: Callable[[], None]) -> Any:
+        """The kernels that `launch` queues in this thread as an executable graph. Other threads go on using the GPU."""
+        d, doing = self.driver, "recording a run"
+        self.use()
+        self._recording.stream = stream = check(d.cuStreamCreate(1), doing)
+        try:
+            check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), doing)
+            try:
+                launch()
+            finally:
+                graph = check(d.cuStreamEndCapture(stream), doing)
+        finally:
+            del self._recording.stream
+            d.cuStreamDestroy(stream)
+        made = check(d.cuGraphInstantiate(graph, 0), doing)
+        check(d.cuGraphDestroy(graph), doing)
+        return made
 
     def replay(self, graph: Any) -> None:
         """Queue an instantiated graph. Some CUDA call of this Gpu came before."""

@@ -18,6 +18,13 @@ typedef unsigned long long rlx_uindex;
 #define NAN __int_as_float(0x7fc00000)
 #define INFINITY __int_as_float(0x7f800000)
 
+/* A number as a position: one out of range stays out of range. */
+RLX_FN rlx_index rlx_position(int64_t a) {
+  return sizeof(rlx_index) == 8 ? a : a > 0x7fffffffLL ? 0x7fffffff : a < -0x7fffffffLL ? -0x7fffffff : (rlx_index)a;
+}
+RLX_FN rlx_index rlx_position(uint64_t a) { return rlx_position(a >> 63 ? 0x7fffffffffffffffLL : (int64_t)a); }
+RLX_FN rlx_index rlx_position(uint32_t a) { return rlx_position((int64_t)a); }
+
 RLX_FN float rlx_wide_f16(uint16_t a) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(a)); return out; }
 RLX_FN uint16_t rlx_near_f16(float a) { uint16_t out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(a)); return out; }
 RLX_FN float rlx_wide_bf16(uint16_t a) { return __uint_as_float((uint32_t)a << 16); }

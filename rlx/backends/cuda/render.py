@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.schedule import Launch, is_shared
+from rlx.backends.cuda.rows import Key, Row, key_of
+from rlx.backends.cuda.scan import Scan
+from rlx.backends.cuda.schedule import WARP, Launch, is_shared
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
-from rlx.ir.kernel import EXTREMES, Check, Expr, Kernel, Load, Loop, Native, Reduce, Stmt, Store, Var, walk
+from rlx.ir.kernel import EXTREMES, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, walk
 from rlx.ir.overlap import unaliased
 
+UNROLLED = 8  # iterations of a reduction by one thread
+LANE = f"threadIdx.x % {WARP}"
 LONG_SUM = 8192  # f32 additions of one thread, at most; more are done in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # of every kernel, before it reads what others write
 WIDE = 1 << 31  # positions from here on need 64 bits
@@ -26,14 +30,14 @@ def may_fail(kernel: Kernel) -> bool:
 
 
 class Partial(NamedTuple):
-    """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, make one
-    of a value and its iteration, and get the result from one."""
+    """The running result of a reduction in one thread: its C++ type and first value, and texts that combine two of them, add a
+    value and its iteration, and get the result."""
 
     name: str
     type: str
     init: str
     combine: Callable[[str, str], str]
-    made: Callable[[str, str], str]
+    add: Callable[[str, str], str]
     result: Callable[[str], str]
 
 
@@ -46,10 +50,16 @@ class CudaWriter(Writer):
         self.own: list[Expr] = []
         self.vector_loads: dict[int, str] = {}
         self.vector_stores: dict[int, str] = {}
-        self.sync = "__syncwarp();" if launch.team == 32 else "__syncthreads();"
+        self.sync = "__syncwarp();" if launch.team == WARP and launch.lanes == 1 else "__syncthreads();"
+        self.down = "_down" if launch.lanes > 1 else ""  # of the functions that combine the values of a team
         inside = list(walk(launch.kernel.body))
         stored = {s.buffer for s in inside if isinstance(s, Store)}
-        self.passed = stored & {x.buffer for x in inside if isinstance(x, Load)}  # memory by which threads exchange values
+        self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
+        self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
+        self.loaded: set[Key] = set()
+        registers = self.row.locals if self.row else frozenset()
+        # memory by which threads exchange values
+        self.passed = stored.difference(registers) & {x.buffer for x in inside if isinstance(x, Load)}
 
     def made(self, e: Expr) -> str:
         """The value of an expression that is not part of the kernel. It is kept, since names are found by identity."""
@@ -89,11 +99,15 @@ class CudaWriter(Writer):
         for var, _ in k.grid:
             if var in self.limits:
                 self.line(f"if ({self.names[var]} >= {self.limits[var]}) return;")
+        self.body()
+        return "\n".join([*head, *self.lines, "}", ""])
+
+    def body(self) -> None:
+        k, at = self.kernel, self.launch
         if at.vector > 1:
             self.in_vectors(k.body, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
         else:
             self.block(k.body)
-        return "\n".join([*head, *self.lines, "}", ""])
 
     def begin(self) -> None:
         self.line(BEGIN)
@@ -102,19 +116,22 @@ class CudaWriter(Writer):
         """The grid point of this thread, from the last axis to the first."""
         at = self.launch
         each = at.threads // at.team
-        yield f"const int me = threadIdx.x % {at.team};" if at.team > 1 else "const int me = 0;"
-        mine = "" if each == 1 else f" * {each} + threadIdx.x / {at.team}" if at.team > 1 else f" * {each} + threadIdx.x"
-        yield f"rlx_index point = (rlx_index){self.block_number}{mine};"
+        me, place = (f"threadIdx.x % {at.team}", f"threadIdx.x / {at.team}") if at.lanes == 1 else (f"threadIdx.x / {WARP}", LANE)
+        me, place = ("0", "threadIdx.x") if at.team == 1 else (me, place)
+        yield f"const int me = {me};"
+        mine = "" if each == 1 else f" * {each} + {place}"
+        yield f"rlx_uindex point = (rlx_uindex){self.block_number}{mine};"
         yield f"if (point >= {at.points}) return;"
+        left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
             name, size = self.name(var, "g"), at.vector if n == 0 else 1
-            yield (
-                f"const rlx_index {name}_0 = point % {extent // size} * {size};"
-                if size > 1
-                else f"const rlx_index {name} = point % {extent};"
-            )
+            count = extent // size
+            left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
-            yield f"point /= {extent // size};"
+            text = "point" + f" % {count}" * (left > 1) + f" * {size}" * (size > 1)
+            yield f"const rlx_index {name}{'_0' * (size > 1)} = {text};"
+            if left > 1:
+                yield f"point /= {count};"
 
     def declare_locals(self) -> None:
         at, offset = self.launch, 0
@@ -122,13 +139,23 @@ class CudaWriter(Writer):
             self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
         for x in self.kernel.locals:
             element, name = CUDA.element(x.dtype), self.name(x, "l")
-            if at.team == 1:
+            if at.row:
+                self.line(f"{element} {name}[{at.row.rounds}][{at.row.size}];")
+                continue
+            if at.team == at.lanes == 1:
                 self.line(CUDA.local(element, name, x))
                 continue
             base = "rlx_shared" if at.shared else f"rlx_scratch + (size_t){self.block_number} * {at.scratch}"
             each, bytes_ = at.threads // at.team, -(-max(1, x.size) * x.dtype.itemsize // 16) * 16
-            mine = "" if each == 1 else f" + threadIdx.x / {at.team} * {bytes_}"
-            self.line(f"{element}* const {name} = ({element}*)({base} + {offset}{mine});")
+            mine = (
+                ""
+                if each == 1
+                else f" + threadIdx.x / {at.team} * {bytes_}"
+                if at.lanes == 1
+                else f" + {LANE} * {x.dtype.itemsize}"
+            )
+            kind = f"{element}*" if at.lanes == 1 else f"rlx_spaced<{element}>"
+            self.line(f"{kind} const {name} = {{({element}*)({base} + {offset}{mine})}};")
             offset += bytes_ * each
 
     # -- vectors
@@ -147,8 +174,15 @@ class CudaWriter(Writer):
         name = self.fresh("i")
         held: dict[int, str] = {}
         for x in loads(stmts, ends, var, size):
-            held[id(x)] = self.fresh("q")
-            self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}];")
+            key = key_of(x, var)
+            if key in self.registers:
+                held[id(x)] = f"{self.registers[key]}[{self.round}]"
+                if key in self.loaded:
+                    continue
+                self.loaded.add(key)
+            else:
+                held[id(x)] = self.fresh("q")
+                self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}];")
             self.line(f"rlx_fetch<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
         out = {id(s): (s, self.fresh("o")) for s in stores(stmts, var, size)}
         for s, made in out.values():
@@ -166,18 +200,25 @@ class CudaWriter(Writer):
 
     def at_first(self, e: Expr, var: Var, first: str) -> str:
         """The value of `e` where `var` is `first`, outside the loop over `var`."""
-        before, self.memo, self.names[var] = self.memo, self.memo.new_child(), first
+        before, own, self.memo, self.names[var] = self.memo, self.names.get(var, first), self.memo.new_child(), first
         text = self.value(e)
-        self.memo = before
+        self.memo, self.names[var] = before, own
         return text
 
     def load(self, e: Load) -> str:
+        if self.row and e.buffer in self.row.locals:
+            return self.fix("x", e.dtype, CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.own_part(e.buffer), "v"))
         if id(e) not in self.vector_loads:
             return super().load(e)
         text = CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.vector_loads[id(e)], "v")
         return self.fix("x", e.dtype, text)
 
+    def own_part(self, x: Buffer | Local) -> str:
+        return f"{self.names[x]}[{self.round}]"
+
     def store(self, s: Store, value: str) -> str:
+        if self.row and s.buffer in self.row.locals:
+            return CUDA.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};").format(self.own_part(s.buffer), "v", value)
         if id(s) not in self.vector_stores:
             return super().store(s, value)
         return CUDA.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};").format(self.vector_stores[id(s)], "v", value)
@@ -219,11 +260,16 @@ class CudaWriter(Writer):
             super().loop(s)
             self.exchanged(s)
         elif s.carries:
-            self.scan(s)
+            Scan(self, s).write()
             self.exchanged(s)
         else:
             self.spread(s)
             self.exchanged(s)
+
+    def head(self, s: Loop, text: str, size: int = 1) -> list[str]:
+        """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first."""
+        simple = s.reduces and not s.carries and all(isinstance(x, Let | Check) for x in s.body)
+        return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
 
     def end_iteration(self, s: Loop) -> None:
         if self.shared:
@@ -245,22 +291,40 @@ class CudaWriter(Writer):
 
         def combine(values: list[str]) -> None:
             for p, value in zip(parts, values):
-                self.line(f"{p.name} = {p.combine(p.name, p.made(value, self.names[s.var]))};")
+                self.line(p.add(value, self.names[s.var]))
 
-        size = 1 if s.var in self.limits else width(s.body, ends, s.var, s.extent)
+        size = 1 if s.var in self.limits or self.down else width(s.body, ends, s.var, s.extent)
         while size > 1 and s.extent < size * team:
             size //= 2
-        if size > 1:
-            head = f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{"
-            with self.scope([head]), self.alone():
+        if row := self.row:
+            self.part_of_row(s, row, f"{i}_0", lambda: self.in_vectors(s.body, ends, s.var, row.size, f"{i}_0", combine))
+        elif size > 1:
+            head = self.head(s, f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{", size)
+            with self.scope(head), self.alone():
                 self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
         else:
-            with self.scope([f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{"]), self.alone():
+            head = self.head(s, f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{")
+            with self.scope(head), self.alone():
                 combine(self.block(s.body, ends))
         for r, p in zip(s.reduces, parts):
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
-            text = p.result(f"rlx_reduce<{team}>({p.name}, {function})")
+            text = p.result(f"rlx_reduce{self.down}<{team}>({p.name}, {function})")
             self.names[r.result] = self.fix("r", r.result.dtype, text)
+
+    def part_of_row(self, s: Loop, row: Row, first: str, body: Callable[[], None]) -> None:
+        """The iterations of this thread, unrolled, so that arrays of its elements are registers."""
+        for x in loads(s.body, [r.value for r in s.reduces], s.var, row.size):
+            key = key_of(x, s.var)
+            if key in row.keys and key not in self.registers:
+                self.registers[key] = self.fresh("q")
+                self.line(f"{CUDA.element(x.buffer.dtype)} {self.registers[key]}[{row.rounds}][{row.size}];")
+        self.round, team = self.fresh("n"), self.launch.team
+        head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
+        with self.scope(head), self.alone():
+            self.line(f"const rlx_index {first} = ({self.round} * {team} + me) * {row.size};")
+            if row.extent < row.rounds * team * row.size:
+                self.line(f"if ({first} >= {row.extent}) continue;")
+            body()
 
     def partial(self, r: Reduce, count: int) -> Partial:
         """What a thread keeps while it reduces `count` values."""
@@ -269,43 +333,15 @@ class CudaWriter(Writer):
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
             return Partial(
                 name, place, f"{{{CUDA.literal(0, dtype)}, -1}}", lambda a, b: f"rlx_first<{largest}>({a}, {b})",
-                lambda value, at: f"{place}{{{value}, {at}}}", lambda text: f"{text}.at",
+                lambda value, at: f"rlx_next<{largest}>({name}, {value}, {at});", lambda text: f"{text}.at",
             )  # fmt: skip
         wide = f64 if r.op == "add" and dtype == f32 and count > LONG_SUM else dtype
+        combine = lambda a, b: CUDA.apply(r.op, (a, b), wide, wide)  # noqa: E731
         return Partial(
-            name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), lambda a, b: CUDA.apply(r.op, (a, b), wide, wide),
-            lambda value, at: f"({self.type(wide)}){value}", lambda text: f"({self.type(dtype)}){text}",
+            name, self.type(wide), CUDA.literal(identity(r.op, wide), wide), combine,
+            lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
+            lambda text: f"({self.type(dtype)}){text}",
         )  # fmt: skip
-
-    def scan(self, s: Loop) -> None:
-        """Running totals: each round, every thread adds one element to the total of all elements before its own."""
-        team, totals = self.launch.team, []
-        for c in s.carries:
-            init = self.value(c.init)
-            totals.append(self.fresh("r"))
-            self.line(CUDA.vary.format(self.type(c.var.dtype), totals[-1], init))
-        first, i, extent = self.fresh("first"), self.name(s.var, "i"), self.extent(s)
-        with self.scope([f"for (rlx_index {first} = 0; {first} < {extent}; {first} += {team}) {{"]):
-            self.line(f"const rlx_index {i} = {first} + me;")
-            with self.alone():
-                added = [self.addend(c.next.op, c.added, c.var.dtype, f"{i} < {extent}") for c in s.carries]  # type: ignore[union-attr, arg-type]
-            for c, total, value in zip(s.carries, totals, added):
-                op = c.next.op  # type: ignore[union-attr]
-                self.names[c.var] = self.fix(
-                    "t", c.var.dtype, f"rlx_scan<{team}>({value}, {total}, {self.function_of(op, c.var.dtype.compute)})"
-                )
-            with self.scope([f"if ({i} < {extent}) {{"]), self.alone():
-                self.block(s.body)
-            self.exchanged(s)
-        for c, total in zip(s.carries, totals):
-            self.names[c.var] = total
-
-    def addend(self, op: str, value: Expr, dtype: DType, inside: str) -> str:
-        name = self.fresh("t")
-        self.line(CUDA.vary.format(self.type(dtype), name, CUDA.literal(identity(op, dtype.compute), dtype.compute)))
-        with self.scope([f"if ({inside}) {{"]):
-            self.line(f"{name} = {self.value(value)};")
-        return name
 
 
 def arguments_of(launch: Launch) -> Sequence[str]:

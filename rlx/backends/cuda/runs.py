@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory, Gpu, check
+from rlx.backends.cuda.gpu import CudaMemory, Gpu
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, Memory, bytes_of
@@ -184,25 +184,18 @@ class Replay:
 
     def graph(self) -> Any:
         if self._graph is None:
-            self._graph = self._captured(self.owner.gpu.use())
+            self._watched = self.watched
+            self._graph = self.owner.gpu.recorded(self._launch)
         return self._graph
 
-    def _captured(self, stream: Any) -> Any:
-        gpu, own, self._watched = self.owner.gpu, self.owner, self.watched
-        mode = gpu.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        check(gpu.driver.cuStreamBeginCapture(stream, mode), "recording a run")
-        try:
-            if self.fed:
-                own.support("rlx_feed", 1, own.ring.arguments)
-            for n, (code, steps) in enumerate(self.launches):
-                own.launch(code, steps, early=n > 0 or self.fed)
-            if self._watched:
-                own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
-        finally:
-            graph = check(gpu.driver.cuStreamEndCapture(stream), "recording a run")
-        made = check(gpu.driver.cuGraphInstantiate(graph, 0), "recording a run")
-        check(gpu.driver.cuGraphDestroy(graph), "recording a run")
-        return made
+    def _launch(self) -> None:
+        own = self.owner
+        if self.fed:
+            own.support("rlx_feed", 1, own.ring.arguments)
+        for n, (code, steps) in enumerate(self.launches):
+            own.launch(code, steps, early=n > 0 or self.fed)
+        if self._watched:
+            own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
 
     def __del__(self) -> None:
         if self._graph is not None:

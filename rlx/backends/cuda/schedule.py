@@ -7,21 +7,25 @@ run in every thread of the team with the same values; the iterations of its vect
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rlx.backends.cuda.rows import Row, row_of
 from rlx.backends.cuda.vectors import width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Kernel, Let, Load, Local, Loop, Stmt, Var, coefficient, walk
+from rlx.ir.kernel import Check, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
 
 THREADS = 256  # of a block of small teams
 WARP = 32
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
-PER_THREAD = 8  # elements of a row for each thread of its team, at least
+PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many where points are not few
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
 MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads read columns at full rate
+REGISTERS = 64  # of a thread for elements of its row
+FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
@@ -42,7 +46,8 @@ class TensorMap:
 @dataclass(frozen=True)
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
-    `vector`: consecutive points of the last axis for each thread.
+    `vector`: consecutive points of the last axis for each thread. `row`: the part of a row that a thread keeps in registers.
+    `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
     `counters`: 32-bit words of global memory that are zero before and after the launch."""
 
@@ -53,6 +58,8 @@ class Launch:
     scratch: int = 0
     vector: int = 1
     counters: int = 0
+    lanes: int = 1
+    row: Row | None = None
 
     @property
     def points(self) -> int:
@@ -72,13 +79,57 @@ class Launch:
 def launch(kernel: Kernel) -> Launch:
     """The mapping of a kernel as loops."""
     kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
-    team = _team(kernel)
+    if kernel.locals and _serial(kernel):
+        return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
+    if (warps := _warps(kernel)) > 1:
+        return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
+    team, few = _team(kernel), math.prod(n for _, n in kernel.grid) < FEW_POINTS
+    if team > 1 and (found := row_of(kernel, (WARP, *BLOCK_SIZES), FEW_REGISTERS if few else REGISTERS)):
+        return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
     threads = THREADS if team <= WARP else team
     if team == 1:
         kernel = in_loops(long_sums(kernel))
         return Launch(kernel, 1, threads, vector=_vector(kernel))
-    held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in kernel.locals) * (threads // team)
-    return Launch(kernel, team, threads, held) if held <= SHARED_BYTES else Launch(kernel, team, threads, 0, held)
+    return _with_memory(Launch(kernel, team, threads))
+
+
+def _with_memory(at: Launch) -> Launch:
+    """Room for the Locals of a block."""
+    held = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in at.kernel.locals) * (at.threads // at.team)
+    return replace(at, shared=held) if held <= SHARED_BYTES else replace(at, scratch=held)
+
+
+def _serial(kernel: Kernel) -> bool:
+    """True if most iterations run in order, so that more threads than one for a point would wait for each other."""
+    shared = sum(s.extent for s in _of_a_point(kernel.body))
+    return sum(_in_order(kernel.body)) > max(WARP, shared)
+
+
+def _in_order(body: tuple[Stmt, ...]) -> Iterator[int]:
+    """The extents of the loops that neither a team shares nor contain such a loop."""
+    for s in body:
+        if isinstance(s, Loop) and not is_shared(s):
+            yield from _in_order(s.body) if _of_a_point(s.body) else (s.extent,)
+
+
+def _warps(kernel: Kernel) -> int:
+    """Warps of a block that share the rows of 32 adjacent columns; 1: the loops do not run down columns, or points suffice."""
+    shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
+    if not shared or not kernel.grid or kernel.limits:
+        return 1
+    column, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid)
+    found = [(coefficient(x.index, s.var), coefficient(x.index, column)) for s in shared for x in _memory_loads(s)]
+    if any(i == 1 and c != 0 for i, c in found) or not any(c == 1 and i != 0 for i, c in found):
+        return 1
+    most = min(WARP, max(s.extent for s in shared) // PER_THREAD)
+    wanted = 1
+    while wanted < most and points * wanted < BUSY_THREADS * 2:
+        wanted *= 2
+    return wanted
+
+
+def _memory_loads(s: Loop) -> list[Load]:
+    return [x for x in walk((s,)) if isinstance(x, Load) and not isinstance(x.buffer, Local)]
 
 
 def _flattened(kernel: Kernel) -> Kernel:
@@ -95,12 +146,18 @@ def _team(kernel: Kernel) -> int:
     shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
     if not shared:
         return 1 if not kernel.locals else WARP
-    points, longest = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared)
-    if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s, s.var) for s in shared):
+    points, longest, work = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared), max(map(_work, shared))
+    if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
-    if longest <= WARP * PER_THREAD * 4 and points >= FEW_POINTS:
+    if work <= 4 * WARP * PER_THREAD and points >= FEW_POINTS:
         return WARP
-    return next((n for n in BLOCK_SIZES if n * PER_THREAD >= longest), BLOCK_SIZES[-1])
+    each = PER_THREAD if points < FEW_POINTS else 4 * PER_THREAD
+    return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
+
+
+def _work(loop: Loop) -> int:
+    """Iterations of the loop, those of the loops inside included."""
+    return loop.extent * max([1, *(_work(s) for s in loop.body if isinstance(s, Loop))])
 
 
 def _vector(kernel: Kernel) -> int:
@@ -124,7 +181,18 @@ def _of_a_point(body: tuple[Stmt, ...]) -> list[Loop]:
 
 
 def is_shared(loop: Loop) -> bool:
-    return loop.vector and (not loop.carries or (loop.in_lanes and _independent(loop)))
+    """True if the team shares the iterations: they are independent except for reductions and running totals."""
+    if not loop.vector:
+        return not loop.carries and all(isinstance(s, Let | Check | Store) for s in loop.body) and _apart(loop)
+    return not loop.carries or (loop.in_lanes and _independent(loop))
+
+
+def _apart(loop: Loop) -> bool:
+    """True if no iteration reads or writes an element that another writes."""
+    stores = [s for s in loop.body if isinstance(s, Store)]
+    place = {s.buffer: s.index for s in stores}
+    touched = [x for x in walk((loop,)) if isinstance(x, Load | Store) and x.buffer in place]
+    return all(coefficient(e, loop.var) for e in place.values()) and all(x.index is place[x.buffer] for x in touched)
 
 
 def _independent(loop: Loop) -> bool:
@@ -134,7 +202,6 @@ def _independent(loop: Loop) -> bool:
     return all(own.isdisjoint(walk(c.added)) for c in loop.carries)
 
 
-def _contiguous(loop: Loop, var: Var) -> bool:
+def _contiguous(loop: Loop) -> bool:
     """True if consecutive iterations load consecutive elements."""
-    loads = [x for x in walk((loop,)) if isinstance(x, Load) and not isinstance(x.buffer, Local)]
-    return any(coefficient(x.index, var) == 1 for x in loads)
+    return any(coefficient(x.index, loop.var) == 1 for x in _memory_loads(loop))

@@ -56,6 +56,36 @@ template <int T, class V, class F> RLX_FN V rlx_scan(V a, V& total, F op) {
   return lane == 0 ? start : op(start, before);
 }
 
+/* The same where the threads of a team are the lanes of equal number of T warps. */
+template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
+  __shared__ V parts[T][32];
+  const int lane = threadIdx.x % 32;
+  __syncthreads();
+  parts[threadIdx.x / 32][lane] = a;
+  __syncthreads();
+  a = parts[0][lane];
+  for (int w = 1; w < T; w++) a = op(a, parts[w][lane]);
+  return a;
+}
+template <int T, class V, class F> RLX_FN V rlx_scan_down(V a, V& total, F op) {
+  __shared__ V parts[T][32];
+  const int lane = threadIdx.x % 32;
+  __syncthreads();
+  parts[threadIdx.x / 32][lane] = a;
+  __syncthreads();
+  V start = total;
+  for (int w = 0; w < T; w++) {
+    if (w == threadIdx.x / 32) start = total;
+    total = op(total, parts[w][lane]);
+  }
+  return start;
+}
+/* Memory of a point whose neighbours are those of the lanes of a warp. */
+template <class E> struct rlx_spaced {
+  E* at;
+  __device__ E& operator[](rlx_index i) const { return at[i * 32]; }
+};
+
 /* V consecutive elements at an address that is a multiple of their bytes (of 16, if they are more). */
 template <int N> struct rlx_chunk;
 template <> struct rlx_chunk<1> { typedef unsigned char type; };
@@ -97,6 +127,11 @@ template <int V, class E> RLX_FN void rlx_put(E* at, const E (&values)[V]) {
 template <class V> struct rlx_place { V value; rlx_index at; };
 template <class V> RLX_FN rlx_place<V> rlx_from(rlx_place<V> a, int lanes, int by) {
   return {rlx_from(a.value, lanes, by), rlx_from(a.at, lanes, by)};
+}
+/* The next element of the same thread, after all that `a` is of. */
+template <bool LARGEST, class V> RLX_FN void rlx_next(rlx_place<V>& a, V value, rlx_index at) {
+  const bool worse = LARGEST ? value <= a.value : a.value <= value;
+  if (a.at < 0 || (!worse && a.value == a.value)) a = {value, at};
 }
 template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, rlx_place<V> b) {
   if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;

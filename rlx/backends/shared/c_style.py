@@ -201,7 +201,7 @@ class Writer:
         for var, init in inits:
             self.line(d.vary.format(self.type(var.dtype), self.name(var, "r"), init))
         extent = self.limits.get(s.var) or d.literal(s.extent, index_)
-        with self.scope([d.loop.format(self.type(index_), self.name(s.var, "i"), extent)]):
+        with self.scope(self.head(s, d.loop.format(self.type(index_), self.name(s.var, "i"), extent))):
             ends = self.block(s.body, [*(c.next for c in s.carries), *(r.value for r in s.reduces)])
             carried, values = ends[: len(s.carries)], ends[len(s.carries) :]
             for r, value in zip(s.reduces, values):
@@ -212,6 +212,10 @@ class Writer:
             for c, x in zip(s.carries, carried):
                 self.line(f"{self.names[c.var]} = {x};")
             self.end_iteration(s)
+
+    def head(self, s: Loop, text: str) -> list[str]:
+        """The opening lines of a loop that one thread runs in order, given its `for`."""
+        return [text]
 
     def end_iteration(self, s: Loop) -> None:
         """Written at the end of the body of a loop that one thread runs in order. Nothing by default."""

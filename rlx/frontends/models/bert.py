@@ -12,6 +12,7 @@ from typing import Any
 
 import rlx.ir.ops as ops
 from rlx.errors import CorruptFileError, ModelError, known
+from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.ops.view import END
@@ -81,16 +82,17 @@ class BertConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def build(config: BertConfig, batch: DimLike, length: DimLike) -> Graph:
+def build(config: BertConfig, batch: DimLike, length: DimLike, dtype: str = "f32") -> Graph:
     """input_ids i32 [batch, length], attention_mask bool [batch, length] (True: a token, False: padding) ->
-    embedding f32 [batch, hidden]. Token types are all 0. Either size may be a named dim."""
+    embedding f32 [batch, hidden]. Token types are all 0. Either size may be a named dim. `dtype`: of the params, and of the
+    activations up to the pooling."""
     g = Graph(f"bert_{batch}x{length}")
     hidden = config.hidden_size
     ids = g.input("input_ids", (batch, length), "i32")
     mask = g.input("attention_mask", (batch, length), "bool")
 
     sizes = {"word": config.vocab_size, "position": config.max_position_embeddings, "token_type": config.type_vocab_size}
-    words, positions, types = (g.param(f"embeddings.{n}_embeddings.weight", (m, hidden), "f32") for n, m in sizes.items())
+    words, positions, types = (g.param(f"embeddings.{n}_embeddings.weight", (m, hidden), dtype) for n, m in sizes.items())
     place = _first(positions, length) + _first(types, 1)  # [length, hidden]; depends on params only, so computed once
     x = ops.embedding(words, ids) + place  # [batch, length, hidden]
     x = _norm(g, config, "embeddings.LayerNorm", x.reshape(batch * length, hidden))
@@ -112,7 +114,7 @@ def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Valu
     """Self-attention before its output projection, [tokens, hidden] -> [tokens, hidden]. One contraction computes q, k and v."""
     hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_size
     batch, _, _, length = allowed.dims
-    parts = [_params(g, f"{layer}.attention.self.{name}", hidden, hidden) for name in ("query", "key", "value")]
+    parts = [_params(g, f"{layer}.attention.self.{name}", hidden, hidden, x.dtype) for name in ("query", "key", "value")]
     weight = ops.concat(*(w for w, _ in parts), axis=0)  # [3 * hidden, hidden]
     bias = ops.concat(*(b for _, b in parts), axis=0)  # [3 * hidden]
     qkv = ops.linear(x, weight.T, bias)  # [tokens, 3 * hidden]
@@ -129,24 +131,25 @@ def _first(table: Value, rows: DimLike) -> Value:
     return ops.slice(table, starts=(0, 0), stops=(rows, table.dims[1]))
 
 
-def _params(g: Graph, name: str, rows: int, columns: int) -> tuple[Value, Value]:
+def _params(g: Graph, name: str, rows: int, columns: int, dtype: DType) -> tuple[Value, Value]:
     """Weight [rows, columns] = [out, in], as the checkpoint stores it, and bias [rows]."""
-    return g.param(f"{name}.weight", (rows, columns), "f32"), g.param(f"{name}.bias", (rows,), "f32")
+    return g.param(f"{name}.weight", (rows, columns), dtype), g.param(f"{name}.bias", (rows,), dtype)
 
 
 def _linear(g: Graph, name: str, x: Value, width: int) -> Value:
-    weight, bias = _params(g, name, width, static_dim(x.dims[-1], "a projection"))
+    weight, bias = _params(g, name, width, static_dim(x.dims[-1], "a projection"), x.dtype)
     return ops.linear(x, weight.T, bias)
 
 
 def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
-    scale, bias = (g.param(f"{name}.{part}", (config.hidden_size,), "f32") for part in ("weight", "bias"))
+    scale, bias = (g.param(f"{name}.{part}", (config.hidden_size,), x.dtype) for part in ("weight", "bias"))
     return ops.layer_norm(x, scale, bias, eps=config.layer_norm_eps)
 
 
 def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
     """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
     batch, length, hidden = x.dims
+    x = x.astype("f32")
     if config.pooling == "cls":
         pooled = ops.slice(x, starts=(0, 0, 0), stops=(END, 1, hidden)).reshape(batch, hidden)
     else:

@@ -1,0 +1,123 @@
+"""Elementwise chains, reductions and data movement on one GPU against its copy bandwidth and torch.
+
+    python benchmarks/cuda_chains.py [--only WORD ...] [--torch] [--kernels]
+
+Each row: bytes read and written once over the time of a replay, as percent of the rate at which the driver copies as many bytes
+(read and written) in the same rounds. Results are compared with torch in f64 first. With --torch, torch.compile's CUDA graph too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import rlx
+from benchmarks.cuda_measure import header, interleaved, kernel_times, replay
+
+SLACK = {"f32": 2e-5, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ours` of rlx values, `theirs(torch, *tensors)`; `dims` of each operand."""
+
+    name: str
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
+    dims: tuple[tuple[int, ...], ...]
+
+
+def cases(rows: int, cols: int) -> Iterator[Case]:
+    full, row = (rows, cols), (cols,)
+    yield Case("add", lambda x, y: x + y, lambda t, x, y: x + y, (full, full))
+    yield Case("relu(x*y+z)", lambda x, y, z: rlx.relu(x * y + z), lambda t, x, y, z: t.relu(x * y + z), (full,) * 3)
+    yield Case("gelu", rlx.gelu, lambda t, x: t.nn.functional.gelu(x), (full,))
+    yield Case("x*row+row", lambda x, a, b: x * a + b, lambda t, x, a, b: x * a + b, (full, row, row))
+    yield Case("softmax", rlx.softmax, lambda t, x: t.softmax(x, -1), (full,))
+    yield Case("layer_norm", rlx.layer_norm, lambda t, x, a, b: t.nn.functional.layer_norm(x, row, a, b), (full, row, row))
+    yield Case("rms_norm", rlx.rms_norm, lambda t, x, a: t.nn.functional.rms_norm(x, row, a, 1e-6), (full, row))
+    yield Case("sum rows", lambda x: rlx.sum(x, axis=(1,)), lambda t, x: x.sum(1), (full,))
+    yield Case("sum columns", lambda x: rlx.sum(x, axis=(0,)), lambda t, x: x.sum(0), (full,))
+    yield Case("sum all", rlx.sum, lambda t, x: x.sum(), (full,))
+    yield Case("max columns", lambda x: rlx.max(x, axis=(0,)), lambda t, x: x.amax(0), (full,))
+    yield Case("argmax", lambda x: rlx.argmax(x, axis=1), lambda t, x: x.argmax(1), (full,))
+    yield Case("cumsum rows", lambda x: rlx.cumsum(x, axis=1), lambda t, x: x.cumsum(1), (full,))
+    yield Case("cumsum columns", lambda x: rlx.cumsum(x, axis=0), lambda t, x: x.cumsum(0), (full,))
+    yield Case("softmax columns", lambda x: rlx.softmax(x, axis=0), lambda t, x: t.softmax(x, 0), (full,))
+    yield Case("transpose", lambda x: rlx.copy(x.T), lambda t, x: x.T.contiguous(), (full,))
+    yield Case("x+y.T", lambda x, y: x + y.T, lambda t, x, y: x + y.T, (full, full[::-1]))
+
+
+def host(x: Any, dtype: str) -> np.ndarray:
+    """A tensor as a numpy array of the dtype."""
+    import torch
+
+    return x.cpu().view(torch.int16).numpy().view(rlx.as_dtype(dtype).numpy) if dtype == "bf16" else x.cpu().numpy()
+
+
+def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
+    import torch
+
+    g = rlx.Graph("case")
+    leaf = lambda n, d: (g.input if len(d) > 1 else g.param)(f"x{n}", d, dtype)  # noqa: E731
+    g.set_outputs([case.ours(*(leaf(n, d) for n, d in enumerate(case.dims)))])
+    compiled = rlx.Session("cuda").compile(g)
+    torch.manual_seed(0)
+    held = [torch.randn(d, device="cuda", dtype={"f32": torch.float32, "bf16": torch.bfloat16}[dtype]) for d in case.dims]
+    for n, x in enumerate(held):
+        if x.ndim == 1:
+            compiled.set_param(f"x{n}", host(x, dtype))
+    compiled.run_slots([host(x, dtype) for x in held if x.ndim > 1])
+    result = compiled.outputs_view()[0].numpy()
+    wanted = case.theirs(torch, *(x.double() for x in held)).double()
+    off = float((torch.from_numpy(result.astype(np.float32)).cuda() - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
+    note = "" if off < (SLACK[dtype] if case.name != "argmax" else 1e-9) else f"  WRONG BY {off:.1e}"
+    nbytes = sum(x.nbytes for x in held) + result.nbytes
+    a, b = (torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {"rlx": replay(compiled), "copy": lambda: b.copy_(a)}
+    if with_torch:
+        run = torch.compile(lambda *xs: case.theirs(torch, *xs), dynamic=False)
+        run(*held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = run(*held)
+        calls["torch.compile"] = lambda kept=kept: graph.replay()
+    times = interleaved(calls)
+    text = f"{case.name:16} {dtype:5} {nbytes / times['rlx'] / 1e9:7.0f} GB/s {100 * times['copy'] / times['rlx']:4.0f}%"
+    if with_torch:
+        text += f"  torch.compile {100 * times['copy'] / times['torch.compile']:4.0f}%"
+    lines = [f"    {us:8.1f} us {count} x {ops}" for ops, count, us in kernel_times(compiled)] if kernels else []
+    return "\n".join([text + note, *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words of case names")
+    parser.add_argument("--shapes", nargs="+", default=["4096x4096", "65536x1024", "2048x2048"])
+    parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    args = parser.parse_args()
+    print(header())
+    for shape in args.shapes:
+        print(shape)
+        for case in cases(*map(int, shape.split("x"))):
+            if args.only and not any(word in case.name for word in args.only):
+                continue
+            for dtype in args.dtypes:
+                try:
+                    print(measured(case, dtype, args.torch, args.kernels), flush=True)
+                except rlx.RlxError as e:
+                    print(f"{case.name} {dtype}: {type(e).__name__}: {str(e)[:300]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

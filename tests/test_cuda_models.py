@@ -1,0 +1,96 @@
+"""Models end to end on a GPU, against transformers; the same bits in every run. Without a GPU they are skipped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from small_models import FAMILIES, VOCAB, greedy, logits, make
+
+import rlx
+from rlx.backends.cuda.gpu import refusal
+from rlx.frontends.embedding import set_weights
+from rlx.frontends.language import load
+from rlx.frontends.models import bert
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
+CLOSE = 1e-4  # of the largest logit
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 80)).astype(np.int32)
+
+
+def off(found: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(found - want).max() / np.abs(want).max())
+
+
+def steps(folder, counts: tuple[int, ...], **how) -> np.ndarray:
+    model, found, at = load(folder, capacity=208, session=rlx.Session("cuda"), **how), [], 0
+    for count in counts:
+        found.append(model.step(TOKENS[: model.batch, at : at + count]))
+        at += count
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_step_by_step(family, tmp_path):
+    network, counts = make(family, tmp_path), (5, 7, 1, 40, *[1] * 20)
+    want, ends = logits(network, TOKENS[:, : sum(counts)]), np.cumsum(counts) - 1
+    found = steps(tmp_path, counts)
+    assert off(found[:, 0], want[0, ends]) < CLOSE
+    np.testing.assert_array_equal(found, steps(tmp_path, counts))
+    assert off(steps(tmp_path, counts[:4], batch=2), want[:, ends[:4]].swapaxes(0, 1)) < CLOSE
+
+
+@pytest.mark.parametrize(("weights", "cache", "close"), [("bf16", "bf16", 0.05), ("f16", "f16", 0.01), ("int8", "f32", 0.05)])
+def test_narrower_weights(weights, cache, close, tmp_path):
+    network, counts = make("llama", tmp_path), (5, 7, 1, 1)
+    want = logits(network, TOKENS[:1, : sum(counts)])[0, np.cumsum(counts) - 1]
+    assert 0 < off(steps(tmp_path, counts, weights=weights, cache=cache)[:, 0], want) < close
+
+
+def test_answers_are_those_of_transformers_and_of_the_seed(tmp_path):
+    network, prompt = make("qwen3", tmp_path, gain=3.0), [3, 9, 11, 20]
+    model = load(tmp_path, capacity=64, session=rlx.Session("cuda"))
+
+    def answer(**how) -> list[int]:
+        return model.generate(prompt, max_new_tokens=24, ends=(), **how).tokens
+
+    model._codec = WithoutText()  # pyright: ignore[reportAttributeAccessIssue]
+    assert answer() == greedy(network, prompt, 24)
+    drawn = [answer(temperature=1.0, top_p=0.95, seed=seed) for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    there = load(tmp_path, capacity=64)
+    there._codec = WithoutText()  # pyright: ignore[reportAttributeAccessIssue]
+    assert there.generate(prompt, max_new_tokens=24, ends=(), temperature=1.0, top_p=0.95, seed=5).tokens == drawn[0]
+
+
+class WithoutText:
+    """Stands in for a tokenizer: prompts are ids, and the text of an answer is not looked at."""
+
+    ends, chat_template, special = (), None, {}
+
+    def encode(self, text, special=True):
+        return []
+
+    def decode(self, ids):
+        return ""
+
+
+@pytest.mark.parametrize(("precision", "close"), [("f32", 1e-5), ("bf16", 5e-3)])
+def test_an_encoder_of_the_default_model_s_shape(precision, close):
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": 1000}
+    torch.manual_seed(0)
+    network = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    config = bert.BertConfig.parse(network.config.to_dict(), "mean", True)
+    for rows, length in ((1, 16), (3, 48)):
+        ids = np.random.default_rng(1).integers(0, 1000, (rows, length)).astype(np.int32)
+        mask = np.ones((rows, length), np.bool_)
+        mask[-1, length // 3 :] = False
+        compiled = rlx.Session("cuda").compile(bert.build(config, rows, length), rlx.CompileOptions(precision=precision))
+        set_weights(compiled, {k: v.numpy() for k, v in network.state_dict().items()})
+        (found,), (again,) = (compiled.run({"input_ids": ids, "attention_mask": mask}) for _ in range(2))
+        with torch.inference_mode():
+            hidden = network(torch.tensor(ids).long(), attention_mask=torch.tensor(mask).long()).last_hidden_state.numpy()
+        want = (hidden * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+        assert off(found, want / np.linalg.norm(want, axis=1, keepdims=True)) < close
+        np.testing.assert_array_equal(found, again)
