@@ -144,6 +144,16 @@ def test_long_rows_are_divided():
     assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 2  # the sort and the copy of its head
 
 
+def test_rows_are_stored_before_their_cast_and_read_so():
+    def build(g):
+        x = g.input("x", (8192, 384), "bf16")
+        y = x @ g.input("w", (384, 384), "bf16") + x
+        return rlx.layer_norm(y, g.input("a", (384,), "bf16"), g.input("b", (384,), "bf16")) + y
+
+    (product,) = [kernel for kernel in kernels(graph(build)) if "matmul" in kernel.origin]
+    assert [b.dtype.name for b in product.buffers if b.writable] == ["bf16"]
+
+
 SPLITS = {
     "running totals": lambda x: [rlx.cumsum(x, axis=1, reverse=True), rlx.cumsum(x, axis=1, exclusive=True)],
     "greatest": lambda x: list(rlx.top_k(x, k=7)),

@@ -27,6 +27,12 @@ _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 
 
+def _widens(node: Node) -> bool:
+    """True for a cast of floats that makes each element larger."""
+    source, to = node.inputs[0].dtype, node.shapes[0].dtype
+    return node.op.name == "cast" and source.is_float and to.is_float and to.itemsize > source.itemsize
+
+
 def fuse(facts: Facts, alone: bool = False, leave_out: Collection[str] = ()) -> list[Group]:
     """The groups of a graph's nodes, in execution order. `alone`: one node per group. `leave_out`: fusions to skip: "operands"
     (computed operands of contractions), "followers" (epilogues of claimed ops)."""
@@ -161,6 +167,8 @@ class _Fuser:
         """A pointwise node joins a group that computes one of its operands, if possible: the latest one that has an anchor (it
         can take over loops, but not the reverse), or else the latest one."""
         found = {group for value in node.inputs if (group := self.producer(value)) and self.takes(group, node)}
+        if self.target.stores_narrow and _widens(node) and self.reduced(node):  # rows are read before the cast
+            found = {group for group in found if group.anchor is None}
         for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
             view = self.first_view(group, node)
             form = "full" if view is not None else self.fitting_form(group, node)
@@ -172,6 +180,10 @@ class _Fuser:
                 self.merge_siblings(group, node)
                 return
         self.start(node, node.shapes[0].static).why = self.why_apart(node)
+
+    def reduced(self, node: Node) -> bool:
+        """True if a reduction reads the result."""
+        return any(reader.op.kind is Kind.REDUCE for reader in self.readers.get(node.results[0], ()))
 
     def first_view(self, group: Group, node: Node) -> Value | None:
         """The view of a claimed op's result that its first follower reads, if the epilogue can run in the space of the view: its

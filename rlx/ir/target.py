@@ -74,6 +74,7 @@ class Target:
     point_elements: int = 1 << 14  # elements that a point reads: with fewer, starting it costs more than it saves
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
+    stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
     tile_rows: int = 16  # rows of a contraction that are computed together
     flops_per_ns: float = 50  # of one thread
     bytes_per_ns: float = 10  # of one thread
