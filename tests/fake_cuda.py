@@ -262,6 +262,7 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
     with patch.context() as within:
         within.setitem(sys.modules, "cuda", SimpleNamespace(bindings=bindings))  # type: ignore[arg-type]
         within.setitem(sys.modules, "cuda.bindings", bindings)
+        within.delitem(sys.modules, "cuda.bindings.driver", raising=False)  # imported by another test
         within.setattr(backend, "compile_kernels", compiled)
         within.setattr(backend, "support", lambda arch: b"fake")
         for cached in caches:
