@@ -20,6 +20,7 @@ from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
+from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.evaluate import evaluate
@@ -165,7 +166,7 @@ SPLITS = {
 def test_divided_ops_have_the_same_results(name):
     g = rlx.Graph("g")
     g.set_outputs(SPLITS[name](g.input("x", (2, 98_304), "f32")))
-    made = legalise(g, HOPPER, rlx.CompileOptions())
+    made = legalise(g, Compilation(HOPPER, rlx.CompileOptions()))
     assert len(list(made.nodes())) > len(list(g.nodes()))
     x = np.random.default_rng(0).integers(-9, 9, (2, 98_304)).astype(np.float32)  # sums are exact; many ties
     x[1, ::1000] = np.nan if "totals" not in name else 0

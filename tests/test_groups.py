@@ -12,6 +12,7 @@ import pytest
 import rlx
 from rlx.backends import get
 from rlx.compile import lower
+from rlx.compile.compilation import Compilation
 from rlx.compile.facts import facts_of
 from rlx.compile.groups import parse_groups, print_groups
 from rlx.compile.lowering import lower_group
@@ -47,7 +48,7 @@ def test_every_stage_reads_back_and_the_last_is_what_is_lowered(name: str) -> No
         graph = Graph.parse(program.stages[last])
         found = parse_groups(program.stages["groups"], graph)
         assert print_groups(found, graph) == program.stages["groups"]
-        facts = facts_of(graph, program.target)
+        facts = facts_of(graph, Compilation(program.target, rlx.CompileOptions()))
         kernels = [print_kernel(program.target.schedule(lower_group(group, facts).kernel)) for group in found]
         steps = [s for phase in ("prepare", "steps", "abort") for s in program.phases[phase]]
         assert sorted(kernels) == sorted(print_kernel(s.kernel) for s in steps), what

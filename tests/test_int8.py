@@ -8,6 +8,7 @@ from kernel_runs import TARGETS
 from sentences import sentences
 
 import rlx
+from rlx.compile.compilation import Compilation
 from rlx.compile.precision import precision
 from rlx.errors import CompileError
 from rlx.ir import ops
@@ -122,7 +123,7 @@ def test_only_contractions_by_weights_change():
     made = [x @ w, x @ y, x.astype(rlx.f64) @ wide, large @ deep, x @ stack, x @ column, empty @ none, w.T @ w]
     g.set_outputs(made)
     notes: list = []
-    found = precision(g, TARGETS["host"], INT8, notes)
+    found = precision(g, Compilation(TARGETS["host"], INT8), notes)
     assert [n.op.name for n in found.nodes() if n.op.name.endswith("matmul")].count("int8_matmul") == 1
     assert [r.how for r in notes] == ["narrowed"] + ["kept"] * 5
     assert {r.why for r in notes[1:2]} == {"its right operand is not a weight"}
@@ -137,11 +138,22 @@ def test_an_attention_layer_keeps_its_attention():
     assert [s.kernel.origin for s in claimed.steps if "attention" in s.kernel.origin] == [("attention",)]
 
 
+@pytest.mark.parametrize("leaf", ["input", "param"])
+def test_a_long_chain_before_a_product_does_not_end_in_a_recursion_error(leaf):
+    g = rlx.Graph("deep")
+    x, w = getattr(g, leaf)("x", (4, 8), rlx.f32), g.param("w", (8, 3), rlx.f32)
+    for _ in range(3000):
+        x = ops.neg(x)
+    g.set_outputs([x @ w])
+    found = precision(g, Compilation(TARGETS["host"], INT8))
+    assert [n.op.name for n in found.nodes()].count("int8_matmul") == (leaf == "input")  # two weights are not narrowed
+
+
 def test_a_target_without_the_integers_is_refused():
     with pytest.raises(CompileError, match="precision='int8': no 'i32', 'u8' on small; it has 'f32', 'i8'"):
         g = rlx.Graph("g")
         g.set_outputs([g.input("x", (2, 2), rlx.f32) @ g.param("w", (2, 2), rlx.f32)])
-        precision(g, Target("small", frozenset({"f32", "i8"})), INT8)
+        precision(g, Compilation(Target("small", frozenset({"f32", "i8"})), INT8))
 
 
 @pytest.mark.parametrize(("policy", "cosine", "apart"), [("bf16", 0.9998, 0.004), ("int8", 0.985, 0.05)])

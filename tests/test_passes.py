@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.compile import CompileOptions
+from rlx.backends import get
+from rlx.compile import CompileOptions, lower
 from rlx.compile.canonicalise import FOLD_BYTES, RULES, canonicalise, share_equal
-from rlx.compile.legalise import bind_dims, decisions, legalise
+from rlx.compile.compilation import Compilation
+from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.pipeline import PIPELINE, run_passes
 from rlx.compile.precision import precision
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, VerifyError
@@ -21,8 +23,13 @@ from rlx.ir.graph import CONSTANT, Node, Value, constant, same_values
 from rlx.ir.rewrite import Var, pattern, rewrite, rule
 
 TARGET = Target("any", frozenset(DTYPES))
-OPTIONS = CompileOptions()
 FLOATS, INTS = ("f64", "f32", "f16", "bf16"), ("i64", "i32", "i8", "u8")
+
+
+def under(target=TARGET, **options):
+    """A compile for this target with these options."""
+    return Compilation(target, CompileOptions(**options))
+
 
 # -- text in, pass, text out ---------------------------------------------------------------------------------------
 
@@ -31,13 +38,13 @@ FLOATS, INTS = ("f64", "f32", "f16", "bf16"), ("i64", "i32", "i8", "u8")
 def test_pass_texts(path):
     head, want = path.read_text().split("# gives:\n")
     says = dict(line[2:].split(": ", 1) for line in head.splitlines() if line.startswith("# ") and ": " in line)
-    options = OPTIONS
+    options = {}
     if "options" in says:
         name, _, value = says["options"].partition("=")
         pairs = {k: int(v) for k, v in (p.split(":") for p in value.split(","))} if ":" in value else value
-        options = options.replace(**{name: pairs})
+        options[name] = pairs
     graph = Graph.parse(head)
-    found = dict(PIPELINE)[says["pass"]](graph, TARGET, options)
+    found = dict(PIPELINE)[says["pass"]](graph, under(**options))
     assert str(found).splitlines() == [line.removeprefix("# ") for line in want.splitlines()]
     assert str(graph) == str(Graph.parse(head)), "the pass changed its input"
 
@@ -219,14 +226,14 @@ def graphs(draw):
 @given(graphs())
 def test_canonicalise_changes_no_bit_of_random_graphs(graph):
     before = str(graph)
-    found = canonicalise(graph, TARGET, OPTIONS)
+    found = canonicalise(graph, under())
     found.verify()
     assert str(graph) == before
     given_ = {x.name: special(x.shape.static, x.dtype.name) for x in graph.inputs}
     with np.errstate(all="ignore"):
         for a, b in zip(evaluate(graph, given_)[0], evaluate(found, given_)[0], strict=True):
             assert same_bits(a, b), f"{graph}\n{found}\n{given_}\n{a}\n{b}"
-    assert str(canonicalise(found, TARGET, OPTIONS)) == str(found), "a second time changes nothing"
+    assert str(canonicalise(found, under())) == str(found), "a second time changes nothing"
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------
@@ -291,7 +298,7 @@ def test_folding_makes_no_large_constant():
     g.set_outputs(
         [ops.broadcast_to(small, (300,)), big.T * 2.0, ops.iota(dims=(4,), axis=0), ops.broadcast_to(small, (4,)) + 1.0]
     )
-    found = canonicalise(g, TARGET, OPTIONS)
+    found = canonicalise(g, under())
     assert [v.node.op.name for v in found.outputs] == ["broadcast_to", "constant", "iota", "constant"]
     limit = max(FOLD_BYTES, 300 * 4 * 4 + 4)
     assert all(v.shape.size_bytes <= limit for n in found.nodes() if n.op is CONSTANT for v in n.results)
@@ -300,14 +307,14 @@ def test_folding_makes_no_large_constant():
 def test_folding_leaves_errors_to_the_run():
     g = Graph("g")
     g.set_outputs([ops.gather(constant(np.arange(3.0)), constant(np.array([7])), axis=0)])
-    assert canonicalise(g, TARGET, OPTIONS).outputs[0].node.op.kind is not Kind.LEAF
+    assert canonicalise(g, under()).outputs[0].node.op.kind is not Kind.LEAF
 
 
 def test_folding_is_the_reference():
     g = Graph("g")
     x = constant(np.linspace(-3, 3, 7), "bf16")
     g.set_outputs([ops.gelu(x), ops.sum(x), ops.softmax(x), ops.argmax(x)])
-    found = canonicalise(g, TARGET, OPTIONS)
+    found = canonicalise(g, under())
     for before, after in zip(evaluate(g, {})[0], found.outputs):
         assert after.node.op is CONSTANT and same_bits(before, after.node.attrs.data)  # type: ignore[union-attr]
 
@@ -330,7 +337,7 @@ def test_results_of_several_and_leaves_survive():
     best, where_ = ops.top_k(x * 1.0, k=2)
     best2, _ = ops.top_k(x, k=2)
     g.set_outputs([best, where_, best2, x])
-    found = canonicalise(g, TARGET, OPTIONS)
+    found = canonicalise(g, under())
     assert same_values(found.inputs, [x, unused]) and found.outputs[0] is found.outputs[2] and found.outputs[3] is x
     assert found.outputs[1] is found.outputs[0].node.results[1]
 
@@ -346,7 +353,7 @@ def dims_graph():
 
 
 def test_dims_are_bound_everywhere():
-    found = bind_dims(dims_graph(), TARGET, CompileOptions(dims={"b": 2, "n": 3, "m": 5}))
+    found = bind_dims(dims_graph(), under(dims={"b": 2, "n": 3, "m": 5}))
     assert [v.shape.static for v in found.outputs] == [(2, 12), (5,)]
     assert [v.shape.static for v in found.inputs] == [(2, 3, 4), (1,)]
     found.verify()
@@ -356,9 +363,9 @@ def test_dims_are_bound_everywhere():
 
 def test_unbound_and_unknown_dims_are_named():
     with pytest.raises(UnboundDimError, match=r"no value for 'n' in .*x.*f32\[b,n,4\]; 'm' in .*CompileOptions\(dims={'n': …}\)"):
-        bind_dims(dims_graph(), TARGET, CompileOptions(dims={"b": 2}))
+        bind_dims(dims_graph(), under(dims={"b": 2}))
     with pytest.raises(OptionError, match=r"dims=\['k'\]: graph 'dims' has no dim of that name; it has 'b', 'm', 'n'"):
-        bind_dims(dims_graph(), TARGET, CompileOptions(dims={"b": 2, "n": 3, "m": 5, "k": 1}))
+        bind_dims(dims_graph(), under(dims={"b": 2, "n": 3, "m": 5, "k": 1}))
 
 
 def test_sizes_that_an_op_cannot_have_name_the_op():
@@ -366,8 +373,8 @@ def test_sizes_that_an_op_cannot_have_name_the_op():
     q, k, v = g.input("q", (1, 1, "n", 4), "f32"), g.input("k", (1, 1, "m", 4), "f32"), g.input("v", (1, 1, "m", 4), "f32")
     g.set_outputs([ops.attention(q, k, v, mask="causal")])
     with pytest.raises(GraphError, match=r"attention\(f32\[1,1,5,4\].*3 keys are fewer than 5 queries"):
-        bind_dims(g, TARGET, CompileOptions(dims={"n": 5, "m": 3}))
-    assert bind_dims(g, TARGET, CompileOptions(dims={"n": 2, "m": 3})).outputs[0].shape.static == (1, 1, 2, 4)
+        bind_dims(g, under(dims={"n": 5, "m": 3}))
+    assert bind_dims(g, under(dims={"n": 2, "m": 3})).outputs[0].shape.static == (1, 1, 2, 4)
 
 
 # -- legalise ------------------------------------------------------------------------------------------------------
@@ -386,7 +393,7 @@ def test_every_composite_becomes_core_ops_of_the_same_shapes(op, i):
     xs = [g.input(f"x{j}", s, d or first) for j, (s, d) in enumerate(zip(sample.shapes, dtypes))]
     made = g.__getattr__(op.name)(*xs, name="whole", **(sample.attrs or {}))
     g.set_outputs(made if isinstance(made, tuple) else [made])
-    found = legalise(g, TARGET, OPTIONS)
+    found = legalise(g, under())
     found.verify()
     assert all(n.op.kind is not Kind.COMPOSITE for n in found.nodes())
     assert [v.shape for v in found.outputs] == [v.shape for v in g.outputs]
@@ -402,11 +409,29 @@ def test_claims_are_kept_whole_and_their_reasons_reported():
     g = Graph("g")
     x, y = g.input("x", (2, 4), "f32"), g.input("y", (2, 5), "f32")
     g.set_outputs([ops.softmax(x), ops.softmax(y), ops.exp(x)])
-    names = {n.op.name for n in legalise(g, target, OPTIONS).nodes()}
+    names = {n.op.name for n in legalise(g, under(target)).nodes()}
     assert "softmax" in names and "div" in names
-    assert [(d.node.op.name, d.how, d.why) for d in decisions(g, target)] == [
-        ("softmax", "native", ""), ("softmax", "decomposed", "only rows of 4"), ("exp", "kept", ""),
-    ]  # fmt: skip
+    assert [under(target).decide(v.node) for v in g.outputs] == [("native", ""), ("decomposed", "only rows of 4"), ("kept", "")]
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16", "int8"])
+def test_the_target_is_asked_about_each_node_once_in_a_compile(policy):
+    """From the passes to the reports."""
+    asked: list[Node] = []
+
+    def counted(why):
+        return lambda node: asked.append(node) or why
+
+    claims = {"attention": None, "softmax": "not here", "dequant_matmul": "not here", "matmul": "not here", "exp": None}
+    target = replace(get("ref").target(1), natives={name: counted(why) for name, why in claims.items()})
+    g = layer()
+    blocks = g.param("blocks", (8, 34), "u8")
+    decoded = ops.dequantize(blocks, format="q8_0", columns=32).T  # the pass `quantised` asks whether its product is claimed
+    g.set_outputs([*g.outputs, ops.exp(ops.softmax(g.outputs[0])), g.input("y", (2, 32), "f32") @ decoded])
+    program = lower(g, target, CompileOptions(precision=policy))
+    assert {r.op for r in program.nodes if r.how in ("native", "decomposed")} >= {"attention", "exp", "softmax"}
+    assert ("dequant_matmul" in {node.op.name for node in asked}) == (policy == "f32")  # elsewhere the weight is cast first
+    assert len(asked) == len(set(asked)), [n for n in set(asked) if asked.count(n) > 1]
 
 
 def test_a_dtype_the_target_lacks_is_refused_with_node_op_shapes_and_reason():
@@ -415,13 +440,14 @@ def test_a_dtype_the_target_lacks_is_refused_with_node_op_shapes_and_reason():
     x = g.input("x", (2, 3), "f32")
     g.set_outputs([ops.exp(ops.cast(x, "f64"), name="wide")])
     with pytest.raises(CompileError, match=r"'g': cast\(f32\[2,3\]\).*for small: no f64 on this target; it has 'f32', 'i32'"):
-        legalise(g, target, OPTIONS)
-    assert [d.how for d in decisions(g, target)] == ["refused", "refused"]
+        legalise(g, under(target))
+    wide = g.outputs[0].node
+    assert [under(target).decide(n)[0] for n in (wide, wide.inputs[0].node)] == ["refused", "refused"]
     g = Graph("leaf")
     g.input("unused", (2,), "f16")
     g.set_outputs([g.input("x", (2,), "f32")])
     with pytest.raises(CompileError, match="'unused'.*no f16"):
-        legalise(g, target, OPTIONS)
+        legalise(g, under(target))
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
@@ -444,7 +470,7 @@ def contractions(graph):
 @pytest.mark.parametrize("policy", ["f16", "bf16"])
 def test_contractions_alone_are_narrow(policy):
     g = layer()
-    found = run_passes(g, TARGET, CompileOptions(precision=policy))
+    found = run_passes(g, under(precision=policy))
     assert len(contractions(found)) == 3
     for n in contractions(found):
         assert {v.dtype.name for v in (*n.inputs, *n.results)} == {policy}
@@ -465,16 +491,14 @@ def test_contractions_alone_are_narrow(policy):
 
 def test_f32_and_auto_without_fast_bf16_change_nothing():
     g = layer()
-    assert precision(g, TARGET, OPTIONS) is g
-    assert precision(g, TARGET, CompileOptions(precision="auto")) is g
-    assert (
-        precision(g, replace(TARGET, dtypes=frozenset({"f32"}), features=("avx512bf16",)), CompileOptions(precision="auto")) is g
-    )
+    assert precision(g, under()) is g
+    assert precision(g, under(precision="auto")) is g
+    assert precision(g, under(replace(TARGET, dtypes=frozenset({"f32"}), features=("avx512bf16",)), precision="auto")) is g
 
 
 def test_auto_is_bf16_where_the_target_is_fast_at_it():
     fast = replace(TARGET, features=("avx512bf16",))
-    assert {n.shapes[0].dtype.name for n in contractions(precision(layer(), fast, CompileOptions(precision="auto")))} == {"bf16"}
+    assert {n.shapes[0].dtype.name for n in contractions(precision(layer(), under(fast, precision="auto")))} == {"bf16"}
 
 
 def test_a_claimed_composite_is_narrowed_whole_or_kept():
@@ -484,12 +508,11 @@ def test_a_claimed_composite_is_narrowed_whole_or_kept():
         asked.append(node.inputs[0].dtype.name)
         return None
 
-    options = CompileOptions(precision="bf16")
-    found = precision(layer(), replace(TARGET, natives={"attention": in_any}), options)
+    found = precision(layer(), under(replace(TARGET, natives={"attention": in_any}), precision="bf16"))
     assert [n.shapes[0].dtype.name for n in found.nodes() if n.op.name == "attention"] == ["bf16"] and asked == ["bf16"]
     only_f32 = replace(TARGET, natives={"attention": lambda n: None if n.inputs[0].dtype.name == "f32" else "only f32"})
     notes = []
-    found = precision(layer(), only_f32, options, notes)
+    found = precision(layer(), under(only_f32, precision="bf16"), notes)
     assert [n.shapes[0].dtype.name for n in found.nodes() if n.op.name == "attention"] == ["f32"]
     report = {(r.op, r.how, r.why) for r in notes}
     assert ("attention", "kept", "native in f32, not in bf16") in report
@@ -498,7 +521,7 @@ def test_a_claimed_composite_is_narrowed_whole_or_kept():
 
 def test_a_policy_the_target_cannot_follow_is_refused():
     with pytest.raises(CompileError, match="precision='f16': no f16 on small; it has 'f32'"):
-        precision(layer(), Target("small", frozenset({"f32"})), CompileOptions(precision="f16"))
+        precision(layer(), under(Target("small", frozenset({"f32"})), precision="f16"))
 
 
 # -- the pipeline --------------------------------------------------------------------------------------------------
@@ -508,7 +531,7 @@ def test_stages_are_kept_only_when_asked_for_and_the_input_is_untouched(tmp_path
     g = layer()
     before = str(g)
     trace: dict[str, str] = {}
-    found = run_passes(g, TARGET, CompileOptions(dump=tmp_path / "deep" / "er"), trace)
+    found = run_passes(g, under(dump=tmp_path / "deep" / "er"), trace)
     assert list(trace) == ["graph", *(name for name, _ in PIPELINE)]
     assert trace["graph"] == str(g) == before and trace["tidy"] == str(found)
     files = sorted(tmp_path.glob("deep/er/*"))
@@ -518,7 +541,7 @@ def test_stages_are_kept_only_when_asked_for_and_the_input_is_untouched(tmp_path
 
 def test_no_text_is_made_for_nobody(monkeypatch):
     monkeypatch.setattr(Graph, "__str__", lambda self: pytest.fail("printed"))
-    run_passes(layer(), TARGET, OPTIONS)
+    run_passes(layer(), under())
 
 
 def test_disabled_passes_do_not_run():
@@ -526,13 +549,13 @@ def test_disabled_passes_do_not_run():
     x = g.input("x", (2,), "f32")
     g.set_outputs([x * 1.0])
     trace: dict[str, str] = {}
-    run_passes(g, TARGET, CompileOptions(disable=("canonicalise", "tidy")), trace)
+    run_passes(g, under(disable=("canonicalise", "tidy")), trace)
     assert list(trace) == ["graph", *(n for n, _ in PIPELINE if n not in ("canonicalise", "tidy"))] and "mul" in trace["legalise"]
-    assert "mul" not in str(run_passes(g, TARGET, OPTIONS))
+    assert "mul" not in str(run_passes(g, under()))
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_both_texts():
-    def break_it(graph, target, options):
+    def break_it(graph, compilation):
         return graph.rebuild(lambda n, ins: Node(n.op, ins, n.attrs, (n.shapes[0].with_dims((7,)),)).results)
 
     g = Graph("g")
@@ -540,9 +563,9 @@ def test_a_pass_that_breaks_the_graph_is_named_with_both_texts():
     with pytest.raises(
         VerifyError, match=r"(?s)pass 'odd' broke the graph.*shape rule gives.*before:.*f32\[2\]\n  return.*after:.*f32\[7\]"
     ):
-        run_passes(g, TARGET, OPTIONS, passes=(("odd", break_it),))
+        run_passes(g, under(), passes=(("odd", break_it),))
 
 
 def test_a_broken_input_graph_is_not_blamed_on_a_pass():
     with pytest.raises(VerifyError, match="empty: the graph is not well formed:\n  no outputs"):
-        run_passes(Graph("empty"), TARGET, OPTIONS)
+        run_passes(Graph("empty"), under())

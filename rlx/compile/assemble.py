@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlx.compile.check import check_program
+from rlx.compile.compilation import Compilation
 from rlx.compile.concurrent import group_concurrent
 from rlx.compile.facts import Facts, facts_of
 from rlx.compile.fuse import fuse
 from rlx.compile.groups import Group, print_groups
-from rlx.compile.legalise import Decision, decisions
 from rlx.compile.lowering import Lowered, lower_group
 from rlx.compile.memory import no_pairs, plan_arena
 from rlx.compile.options import CompileOptions
@@ -33,18 +33,19 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Pr
     Raises CompileError, VerifyError or OptionError."""
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
-    facts = facts_of(run_passes(graph, target, options, stages if options.wants_text else None, graphs=graphs), target)
-    groups = fuse(facts, alone="fuse" in options.disable, leave_out=tuple(options.disable))
+    compilation = Compilation(target, options)
+    facts = facts_of(run_passes(graph, compilation, stages if options.wants_text else None, graphs=graphs), compilation)
+    groups = fuse(facts)
     if options.wants_text:
         keep_text(stages, "groups", facts.graph.name, print_groups(groups, facts.graph), options)
     made: dict[Group | Value, Lowered] = {group: lower_group(group, facts) for group in groups}
     copies = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     made |= {handle: Lowered(copy_kernel(handle), (base, handle)) for handle, base in copies}
-    made = _scheduled(made, facts, stages, options)
+    made = _scheduled(made, facts, stages)
     lowered = {group: made[group] for group in groups}
-    reports = _reports(decisions(graphs["bind_dims"], target), facts, lowered)
+    reports = _reports(graphs["bind_dims"], facts, lowered)
     commit = [x for key, x in made.items() if isinstance(key, Value)]
-    assembler = _Assembler(facts, lowered, commit, options)
+    assembler = _Assembler(facts, lowered, commit)
     program = assembler.program(graph, stages, reports)
     check_program(program)
     return program, facts, assembler.ids
@@ -53,9 +54,10 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Pr
 class _Assembler:
     """Numbers the buffers, turns kernels into steps, and plans the arena."""
 
-    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: Sequence[Lowered], options: CompileOptions) -> None:
+    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: Sequence[Lowered]) -> None:
         """`lowered`: the groups in execution order, each with its kernel. `commit`: copies of next states into handles."""
-        self.facts, self.lowered, self.commit, self.target, self.options = facts, lowered, commit, facts.target, options
+        self.facts, self.lowered, self.commit, self.target = facts, lowered, commit, facts.target
+        self.options = facts.compilation.options
         self.output_bases = {facts.places.base(v) for v in facts.graph.outputs}
         self.ids: dict[Value, int] = {}
         self.buffers: list[BufferDecl] = []
@@ -106,7 +108,7 @@ class _Assembler:
         return self.ids[base]
 
     def computed_region(self, base: Value) -> Region:
-        if base.node in self.facts.static:
+        if self.facts.compilation.is_static(base.node):
             return Region.PREPARED
         return Region.OUTPUT if base in self.output_bases else Region.ARENA
 
@@ -124,9 +126,7 @@ class _Assembler:
         return self._keys[node]
 
 
-def _scheduled(
-    made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str], options: CompileOptions
-) -> dict[Group | Value, Lowered]:
+def _scheduled(made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str]) -> dict[Group | Value, Lowered]:
     """The kernels as the target orders them. The texts of those that it changes are two stages: "lower" and "schedule"."""
     out = {key: x._replace(kernel=facts.target.schedule(x.kernel)) for key, x in made.items()}
     changed = [(made[key].kernel, x.kernel) for key, x in out.items() if x.kernel is not made[key].kernel]
@@ -136,7 +136,7 @@ def _scheduled(
                 f"{facts.graph.name}: the schedule of target {facts.target.name!r} changed the arguments of a kernel, which "
                 f"must stay. Before:\n{print_kernel(before)}\nafter:\n{print_kernel(after)}"
             )
-    if changed and options.wants_text:
+    if changed and (options := facts.compilation.options).wants_text:
         for name, kernels in zip(("lower", "schedule"), zip(*changed)):
             keep_text(stages, name, facts.graph.name, "\n".join(map(print_kernel, kernels)), options)
     return out
@@ -151,17 +151,19 @@ def copy_kernel(handle: Value) -> K.Kernel:
     return K.Kernel("commit", (source, goal), (), (), (body,), ("assign",))
 
 
-def _reports(decided: Sequence[Decision], facts: Facts, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
-    """A report per node: the decisions about the user's nodes, then the kernel of each remaining node."""
+def _reports(source: Graph, facts: Facts, lowered: dict[Group, Lowered]) -> tuple[NodeReport, ...]:
+    """A report per node: the decisions about those of the user's graph `source`, then the kernel of each remaining node."""
 
     def report(node: Node, how: str, kernel: str = "", why: str = "") -> NodeReport:
         return NodeReport(node.name or f"{node.op.name} {', '.join(map(str, node.shapes))}", node.op.name, how, kernel, why)
 
-    out = [report(d.node, d.how, why=d.why) for d in decided if d.how == "decomposed"]
+    decide = facts.compilation.decide
+    decided = ((n, *decide(n)) for n in source.nodes() if n.op.kind is Kind.COMPOSITE)
+    out = [report(n, how, why=why) for n, how, why in decided if how == "decomposed"]
     views = {n: None for n in facts.nodes if n.op.kind is Kind.VIEW and n not in facts.places.computed}
     for group, (kernel, _) in lowered.items():
         native = "collective" if kernel.collective else "native" if isinstance(kernel.body[0], K.Native) else "lowered"
         for i, node in enumerate(n for n in group.nodes if n not in views):
             how = "prepared" if group.static else native if node is group.anchor else "lowered"
-            out.append(report(node, how, kernel.name, facts.claims[node] or group.why * (i == 0)))
+            out.append(report(node, how, kernel.name, decide(node)[1] or group.why * (i == 0)))
     return (*out, *(report(node, "view") for node in views))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.errors import IndexRangeError
 from rlx.ir.dtype import c64, holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep
@@ -19,7 +19,6 @@ from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import view as v
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
 from rlx.ir.shape import contiguous_strides
-from rlx.ir.target import Target
 
 FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
 X, Y, C = Var("x"), Var("y"), Var("c")
@@ -144,7 +143,7 @@ def share_equal(graph: Graph) -> Graph:
     return graph.rebuild(new)
 
 
-def canonicalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def canonicalise(graph: Graph, compilation: Compilation) -> Graph:
     """Applies RULES and merges duplicates until neither changes the graph."""
     while True:
         graph = rewrite(graph, RULES)

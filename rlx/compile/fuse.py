@@ -11,7 +11,6 @@ the target's cost estimate says that this is faster (rlx/compile/operands.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from itertools import count
 
 from rlx.compile.facts import Facts
@@ -33,20 +32,21 @@ def _widens(node: Node) -> bool:
     return node.op.name == "cast" and source.is_float and to.is_float and to.itemsize > source.itemsize
 
 
-def fuse(facts: Facts, alone: bool = False, leave_out: Collection[str] = ()) -> list[Group]:
-    """The groups of a graph's nodes, in execution order. `alone`: one node per group. `leave_out`: fusions to skip: "operands"
-    (computed operands of contractions), "followers" (epilogues of claimed ops)."""
-    return _Fuser(facts, alone, leave_out).run()
+def fuse(facts: Facts) -> list[Group]:
+    """The groups of a graph's nodes, in execution order. Options can disable all fusion ("fuse"), "operands" (computed operands
+    of contractions), and "followers" (epilogues of claimed ops)."""
+    return _Fuser(facts).run()
 
 
 class _Fuser:
     """Walks the nodes once, operands before users, and keeps the groups acyclic."""
 
-    def __init__(self, facts: Facts, alone: bool, leave_out: Collection[str]) -> None:
-        graph = facts.graph
-        self.facts, self.target, self.places, self.static, self.alone = facts, facts.target, facts.places, facts.static, alone
-        self.computes = not alone and "operands" not in leave_out
-        self.followed = frozenset() if "followers" in leave_out else facts.target.followed
+    def __init__(self, facts: Facts) -> None:
+        graph, compilation, off = facts.graph, facts.compilation, facts.compilation.options.disable
+        self.target, self.places, self.alone = facts.target, facts.places, "fuse" in off
+        self.is_native, self.is_static = compilation.is_native, compilation.is_static
+        self.computes = not self.alone and "operands" not in off
+        self.followed = frozenset() if "followers" in off else facts.target.followed
         self.after = dict(facts.before)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
         self.nodes = self.in_order(graph)
@@ -100,7 +100,7 @@ class _Fuser:
     # -- placing one node
 
     def place(self, node: Node) -> None:
-        if self.facts.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
+        if self.is_native(node) or node in self.updated or node.op.kind in _ANCHORS:
             group = self.start(node, node.shapes[0].static, anchor=node)
             if self.computes and not group.static and self.is_product(node):
                 self.absorb_operands(group, node)
@@ -114,7 +114,7 @@ class _Fuser:
                 self.absorb(group, node)
 
     def start(self, node: Node, dims: tuple[int, ...], anchor: Node | None = None, form: str = "full") -> Group:
-        group = Group(dims, node in self.static, anchor, number=next(self.numbers))
+        group = Group(dims, self.is_static(node), anchor, number=next(self.numbers))
         self.groups[group] = None
         self.add(group, node, form)
         return group
@@ -135,19 +135,19 @@ class _Fuser:
 
     def takes(self, group: Group, node: Node) -> bool:
         """True if this node may join the group."""
-        return not self.alone and self.is_open(group) and group.static == (node in self.static) and len(group.forms) < MAX_NODES
+        return not self.alone and self.is_open(group) and group.static == self.is_static(node) and len(group.forms) < MAX_NODES
 
     def is_open(self, group: Group) -> bool:
         """True if any node may join: whole-op kernels accept none, claimed ops only if the target supports an epilogue."""
         anchor = group.anchor
-        if anchor is not None and self.facts.is_native(anchor):
+        if anchor is not None and self.is_native(anchor):
             return anchor.op.name in self.followed and self.target.follows(anchor)
         return anchor is None or anchor.op.kind is Kind.CONTRACT
 
     def is_product(self, node: Node) -> bool:
         """True if the node is computed as a Contract."""
         product = node.op.product is not None and node.op.name in self.followed
-        return product if self.facts.is_native(node) else node.op.kind is Kind.CONTRACT
+        return product if self.is_native(node) else node.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:
         """True if the node reduces only the last axis."""
@@ -204,7 +204,7 @@ class _Fuser:
         group = max(groups, key=lambda g: g.number)
         what = "the kernel of " + (group.anchor.op.name if group.anchor else next(iter(group.forms)).op.name)
         if not self.takes(group, node):
-            if group.static != (node in self.static):
+            if group.static != self.is_static(node):
                 return f"not joined: {what} runs when params are set"
             return f"not joined: {what} " + (f"has {len(group.forms)} nodes" if self.is_open(group) else "takes no others")
         if node.op.kind is Kind.REDUCE or self.fitting_form(group, node) is None:

@@ -14,44 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import expand, into_contractions
 from rlx.compile.packing import contraction, is_matrix
 from rlx.errors import CompileError, known
 from rlx.ir import ops
 from rlx.ir.dtype import f32, i8, i32, u8
-from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value, keep
+from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
 from rlx.ir.program import NodeReport
-from rlx.ir.target import Target
 
 TINY = 1e-30  # lower bound of a span or magnitude, so that its reciprocal is finite
 MOST_DEPTH = 1 << 16  # sums of 255 * 127 stay in 31 bits
 
 
-def in_int8(graph: Graph, target: Target, notes: list[NodeReport] | None = None) -> Graph:
+def in_int8(graph: Graph, compilation: Compilation, notes: list[NodeReport] | None = None) -> Graph:
     """`graph` with contractions with weights on integers. CompileError: the target lacks the dtypes.
 
     `notes` receives the changed nodes ("narrowed") and the unchanged contractions with the reason ("kept")."""
-    if missing := {"u8", "i8", "i32"} - target.dtypes:
+    if missing := {"u8", "i8", "i32"} - (target := compilation.target).dtypes:
         raise CompileError(f"precision='int8': no {known(missing)} on {target.name}; it has {known(target.dtypes)}")
-    weights: dict[Node, bool] = {}
-
-    def known_before(value: Value) -> bool:
-        """True if the value depends only on params and constants."""
-        node = value.node
-        if node not in weights:
-            made = node.op.ahead and all(map(known_before, node.inputs))
-            weights[node] = made or node.op in (PARAM, CONSTANT)
-        return weights[node]
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         node = keep(node, inputs)[0].node
         if node.op.kind is Kind.COMPOSITE and node.op.decompose and into_contractions(node) is not None:
-            claim = target.natives.get(node.op.name)
-            return node.results if claim and claim(node) is None else expand(node, new)
-        if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or known_before(inputs[0]):
+            return node.results if compilation.is_native(node) else expand(node, new)
+        if node.op.kind is not Kind.CONTRACT or any(v.dtype != f32 for v in inputs) or compilation.is_static(inputs[0].node):
             return node.results
-        why = "" if known_before(inputs[1]) else "its right operand is not a weight"
+        why = "" if compilation.is_static(inputs[1].node) else "its right operand is not a weight"
         depth = inputs[0].shape.dims[-1] if inputs[0].rank else 0
         if not why and not (is_matrix(contraction(node)) and isinstance(depth, int) and 0 < depth < MOST_DEPTH):
             why = "its weights are not a matrix, or too deep for sums in 32 bits"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from rlx.ir.graph import CONSTANT, PARAM, Graph, Node, Value
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides
@@ -154,12 +154,3 @@ def _view(value: Value, layout: Layout) -> Layout | None:
     if node.op.strided is None:
         return None
     return node.op.strided(node.attrs, node.inputs[0].shape.static, value.shape.static, layout)
-
-
-def static_nodes(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes that depend only on params and constants: computed when params are set, not at every run."""
-    out: set[Node] = set()
-    for node in nodes:
-        if node.op in (PARAM, CONSTANT) or (node.op.ahead and all(v.node in out for v in node.inputs)):
-            out.add(node)
-    return out

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import Attrs, Kind
 from rlx.ir.shape import Dim, Shape, contiguous_strides
-from rlx.ir.target import Target
 from rlx.ir.verify import where
 
 NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]
@@ -23,12 +22,13 @@ NewNode = Callable[[Node, tuple[Value, ...]], Sequence[Value]]
 # -- named dims ----------------------------------------------------------------------------------------------------
 
 
-def bind_dims(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def bind_dims(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with the values of options.dims in every shape and attribute; shapes are inferred again.
 
     UnboundDimError: a name without a value. OptionError: a value for a name that the graph does not have.
     """
-    binding, nodes = options.binding, graph.nodes()
+    options, nodes = compilation.options, graph.nodes()
+    binding = options.binding
     first_use: dict[str, Node] = {}
     for node in nodes:
         for name in _dim_names((node.attrs, node.shapes)):
@@ -92,54 +92,27 @@ def _dim_names(x: Any) -> Iterable[str]:
 # -- composites ----------------------------------------------------------------------------------------------------
 
 
-def legalise(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def legalise(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` in core ops and ops claimed by the target. CompileError names the node that cannot be compiled, and why."""
+    target = compilation.target
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node.op.tiled is not None:  # rlx.compile.packing decides later what is packed
             return inputs
         results = keep(node, inputs)
-        how, why = decide(results[0].node, target)
+        node = results[0].node
+        how, why = compilation.decide(node)
         if how == "refused":
-            raise CompileError(f"graph {graph.name!r}: {where(results[0].node)} cannot be compiled for {target.name}: {why}")
+            raise CompileError(f"graph {graph.name!r}: {where(node)} cannot be compiled for {target.name}: {why}")
         splittable = how == "native" or node.op.name not in target.natives
         split = target.splits.get(node.op.name) if splittable else None
-        if split and (made := split(results[0].node)) is not None:
-            return expand(results[0].node, new, made)
-        return expand(results[0].node, new) if how == "decomposed" else results
+        if split and (made := split(node)) is not None:
+            return expand(node, new, made)
+        return expand(node, new) if how == "decomposed" else results
 
     for leaf in graph.leaves():
         new(leaf.node, ())
     return graph.rebuild(new)
-
-
-def decide(node: Node, target: Target) -> tuple[str, str]:
-    """(how, why) of one node: "native", "kept" (core), "decomposed", or "refused"."""
-    for value in (*node.inputs, *node.results):
-        if value.dtype.name not in target.dtypes:
-            return "refused", f"no {value.dtype.name} on this target; it has {known(target.dtypes)}"
-    claim = target.natives.get(node.op.name)
-    reason = claim(node) if claim is not None else ""
-    if reason is None:
-        return "native", ""
-    if node.op.kind is not Kind.COMPOSITE:
-        return "kept", reason
-    if node.op.decompose is None:
-        return "refused", reason or "it is neither native there nor made of smaller ops"
-    return "decomposed", reason
-
-
-class Decision(NamedTuple):
-    """The decision of legalise about one node: `how` and `why` as returned by `decide`."""
-
-    node: Node
-    how: str
-    why: str
-
-
-def decisions(graph: Graph, target: Target) -> tuple[Decision, ...]:
-    """The decisions of legalise about all nodes of `graph` except leaves, refusals included; the graph is not changed."""
-    return tuple(Decision(node, *decide(node, target)) for node in graph.nodes() if node.op.kind is not Kind.LEAF)
 
 
 def expand(node: Node, new: NewNode, made: Any = None) -> tuple[Value, ...]:
@@ -184,4 +157,4 @@ def into_contractions(node: Node) -> list[int] | None:
     return [i for i, v in enumerate(node.inputs) if v in reached] if contracted else None
 
 
-__all__ = ["Decision", "bind_dims", "decide", "decisions", "expand", "into_contractions", "legalise"]
+__all__ = ["bind_dims", "expand", "into_contractions", "legalise"]

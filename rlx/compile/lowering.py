@@ -73,7 +73,7 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
     exchanged = anchor is not None and anchor.op.kind is Kind.COLLECTIVE
     if anchor is None:
         grid, body = _Rows(builder).loops()
-    elif exchanged or (facts.is_native(anchor) and not is_claimed_product(anchor, facts)):
+    elif exchanged or (facts.compilation.is_native(anchor) and not is_claimed_product(anchor, facts)):
         builder.active = None if exchanged else builder.active  # a collective moves the whole operand, on every rank
         grid, body = (), (_native(builder, anchor),)
     elif anchor.op.kernel is not None or anchor.op.update is not None:
@@ -291,7 +291,7 @@ def _native(b: KernelBuilder, anchor: Node) -> K.Native:
 
 def is_claimed_product(node: Node, facts: Facts) -> bool:
     """True if the target claims the node as a contraction with an epilogue."""
-    return facts.is_native(node) and node.op.product is not None and node.op.name in facts.target.followed
+    return facts.compilation.is_native(node) and node.op.product is not None and node.op.name in facts.target.followed
 
 
 def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from rlx.compile.layout import static_nodes
-from rlx.compile.legalise import decide
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import pack, quant_rows, transpose
 from rlx.ir.ops.pack import panels
 from rlx.ir.ops.rules import axis_of
-from rlx.ir.target import Target
 
 Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
 
 
-def packing(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def packing(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with packed right operands, and look-ups that read a packed table instead of the plain one."""
-    static = static_nodes(graph.nodes())
-    packs = {node: found for node in graph.nodes() if (found := _packed(node, target, static)) is not None}
+    packs = {node: found for node in graph.nodes() if (found := _packed(node, compilation)) is not None}
     made: dict[Hashable, Value] = {}
 
     def shared(packed: Value, right: Value) -> Value:
@@ -33,7 +29,7 @@ def packing(graph: Graph, target: Target, options: CompileOptions) -> Graph:
         return made.setdefault((node.op, node.attrs, right), keep(node, (right,))[0])
 
     packs = {node: shared(packed, node.inputs[1]) for node, packed in packs.items()}
-    instead = _look_ups(graph, static, packs)
+    instead = _look_ups(graph, packs)
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node in packs:
@@ -43,16 +39,16 @@ def packing(graph: Graph, target: Target, options: CompileOptions) -> Graph:
     return graph.rebuild(new) if packs else graph
 
 
-def _packed(node: Node, target: Target, static: set[Node]) -> Value | None:
+def _packed(node: Node, compilation: Compilation) -> Value | None:
     """The packed right operand of a contraction, or of a claimed op that supports packing."""
-    is_native = decide(node, target)[0] == "native"
+    target, is_native = compilation.target, compilation.is_native(node)
     if is_native and node.op.name in target.packs:
         return target.packs[node.op.name](node)
-    if is_native or node.op.kind is not Kind.CONTRACT or node in static:
+    if is_native or node.op.kind is not Kind.CONTRACT or compilation.is_static(node):
         return None
     left, right = node.inputs
     columns, group = target.panel(right.dtype.name if left.dtype == right.dtype else f"{left.dtype} {right.dtype}")
-    fits = columns and right.node in static and is_matrix(contraction(node))
+    fits = columns and compilation.is_static(right.node) and is_matrix(contraction(node))
     return pack(right, layout=panels(columns, group)) if fits else None  # type: ignore[return-value]
 
 
@@ -77,7 +73,7 @@ def reduction(node: Node) -> Reduction:
 # -- look-ups out of packs -----------------------------------------------------------------------------------------
 
 
-def _look_ups(graph: Graph, static: set[Node], packs: Mapping[Node, Value]) -> dict[Node, Remake]:
+def _look_ups(graph: Graph, packs: Mapping[Node, Value]) -> dict[Node, Remake]:
     """Replacements of nodes that can read a pack instead of a param, if no other readers of the param remain."""
     readers: dict[Value, list[Node]] = {}
     for node in graph.nodes():
@@ -92,8 +88,7 @@ def _look_ups(graph: Graph, static: set[Node], packs: Mapping[Node, Value]) -> d
         if table.node.op is not PARAM or table in freed or len(readers[table]) == 1:
             continue
         found = [_out_of(packed, v, reader, readers, graph) for v, reader in _plain_readers(table, readers, packs)]
-        whole = {table, *(v for n in static if n.op.kind is Kind.VIEW for v in n.results if _based(v, table))}
-        if None not in found and whole.isdisjoint(graph.roots()):
+        if None not in found and not any(_based(root, table) for root in graph.roots()):
             freed.add(table)
             for remade in found:
                 out.update(remade or {})

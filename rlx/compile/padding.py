@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import expand
-from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
 from rlx.ir.contexts import Made, PaddingPass
 from rlx.ir.dtype import DType
@@ -23,7 +23,6 @@ from rlx.ir.layout import Layout
 from rlx.ir.op import Kind
 from rlx.ir.ops import valid_rows
 from rlx.ir.shape import contiguous_strides
-from rlx.ir.target import Target
 from rlx.ir.verify import where
 
 Actives = tuple[Active, ...]  # of one value: factors of its axes, outermost first
@@ -135,10 +134,11 @@ def _viewed(node: Node, active: Active, result: Value) -> Active | None:
     return None
 
 
-def padding(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def padding(graph: Graph, compilation: Compilation) -> Graph:
     """The bound graph, changed so that its results do not depend on the rows past the extent. CompileError names a node for
     which this is impossible."""
-    return graph if options.extent is None else Padding(graph, *options.extent).run()
+    extent = compilation.options.extent
+    return graph if extent is None else Padding(graph, *extent).run()
 
 
 class Padding(Rows, PaddingPass):

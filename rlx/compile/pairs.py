@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import expand
-from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError
 from rlx.ir.dtype import c64, f32
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, constant, keep
 from rlx.ir.ops.complex import view_as_complex, view_as_real
-from rlx.ir.target import Target
 from rlx.ir.verify import where
 
 FROM_PAIRS, TO_PAIRS = view_as_complex.op, view_as_real.op  # type: ignore[attr-defined]
 
 
-def pairs(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def pairs(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with c64 only at its leaves and results. CompileError: an op with complex operands declares no form on pairs."""
     if not any(v.dtype == c64 for node in graph.nodes() for v in node.results):
         return graph

@@ -1,4 +1,4 @@
-"""The pass pipeline. A pass is a pure function (graph, target, options) -> Graph; its result is verified.
+"""The pass pipeline. A pass is a pure function (graph, compilation) -> Graph; its result is verified.
 
 A pass that breaks the graph raises a VerifyError that names the pass and shows the graph before and after. The text of every
 stage is kept only on request.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from rlx.compile.canonicalise import canonicalise
+from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import bind_dims, legalise
 from rlx.compile.options import CompileOptions
 from rlx.compile.outputs import outputs
@@ -22,10 +23,9 @@ from rlx.compile.reductions import reductions
 from rlx.compile.state import state
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph, Node
-from rlx.ir.target import Target
 from rlx.ir.verify import faults
 
-Pass = Callable[[Graph, Target, CompileOptions], Graph]
+Pass = Callable[[Graph, Compilation], Graph]
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("bind_dims", bind_dims),
@@ -45,18 +45,18 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 
 def run_passes(
     graph: Graph,
-    target: Target,
-    options: CompileOptions,
+    compilation: Compilation,
     trace: dict[str, str] | None = None,
     passes: tuple[tuple[str, Pass], ...] = PIPELINE,
     graphs: dict[str, Graph] | None = None,
 ) -> Graph:
-    """The graph after all passes that `options` leaves on; the argument is not changed.
+    """The graph after all passes that the options leave on; the argument is not changed.
 
     `trace`, if given, receives the text of the input ("graph") and of each stage by the pass's name; so does the folder
     `options.dump`. `graphs` receives the graph after each pass. Errors of a pass are raised unchanged; VerifyError names a pass
     that broke the graph.
     """
+    options = compilation.options
     watched = trace is not None or options.wants_text
     stages = trace if trace is not None else {}
     sound: set[Node] = set()
@@ -66,7 +66,7 @@ def run_passes(
     for name, run in passes:
         if name in options.disable:
             continue
-        before, graph = graph, run(graph, target, options)
+        before, graph = graph, run(graph, compilation)
         _check(graph, sound, f"pass {name!r} broke the graph", before)
         if graphs is not None:
             graphs[name] = graph

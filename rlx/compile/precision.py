@@ -11,25 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.compile.compilation import Compilation
 from rlx.compile.int8 import in_int8
 from rlx.compile.legalise import expand, into_contractions
-from rlx.compile.options import CompileOptions
 from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
 from rlx.ir.program import NodeReport
-from rlx.ir.target import Target
 
 
-def precision(graph: Graph, target: Target, options: CompileOptions, notes: list[NodeReport] | None = None) -> Graph:
+def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | None = None) -> Graph:
     """`graph` with options.precision applied. CompileError: the target does not support that dtype.
 
     `notes` receives the nodes whose dtype changes ("narrowed"), and those that keep it for a stated reason ("kept").
     """
-    if options.precision == "int8":
-        return in_int8(graph, target, notes)
-    narrow = _policy(target, options)
+    if compilation.options.precision == "int8":
+        return in_int8(graph, compilation, notes)
+    narrow = _policy(compilation)
     if narrow is None:
         return graph
 
@@ -46,23 +45,21 @@ def precision(graph: Graph, target: Target, options: CompileOptions, notes: list
         into = into_contractions(node) if node.op.kind is Kind.COMPOSITE and node.op.decompose else None
         if into is None:
             return results
-        claim = target.natives.get(node.op.name)
-        if claim:
-            slim = _on(node, narrow, into)
-            if slim is not None and claim(slim) is None:
-                note(node, "narrowed", f"native in {narrow}")
-                return _widened(slim, node)
-            if claim(node) is None:
-                note(node, "kept", f"native in f32, not in {narrow}")
-                return results
+        slim = _on(node, narrow, into)
+        if slim is not None and compilation.is_native(slim):
+            note(node, "narrowed", f"native in {narrow}")
+            return _widened(slim, node)
+        if compilation.is_native(node):
+            note(node, "kept", f"native in f32, not in {narrow}")
+            return results
         return expand(node, new)
 
     return graph.rebuild(new)
 
 
-def _policy(target: Target, options: CompileOptions) -> DType | None:
+def _policy(compilation: Compilation) -> DType | None:
     """The dtype of contraction operands; None: as declared."""
-    wanted = options.precision
+    target, wanted = compilation.target, compilation.options.precision
     if wanted == "auto":
         fast = "bf16" in target.dtypes and any("bf16" in feature for feature in target.features)
         return DTYPES["bf16"] if fast else None

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.compile.legalise import decide
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import OPS
 from rlx.ir.ops import dequant_matmul
-from rlx.ir.target import Target
 
 
-def quantised(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def quantised(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with claimed products in place of products with decoded weights."""
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         made = _product(*inputs) if node.op is OPS["matmul"] else None
-        if made is None or made.shape != node.shapes[0] or decide(made.node, target)[0] != "native":
+        if made is None or made.shape != node.shapes[0] or not compilation.is_native(made.node):
             return keep(node, inputs)
         return replace(made.node, name=node.name, source=node.source).results
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.compile.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
@@ -17,7 +17,7 @@ from rlx.ir.target import Target
 LEAST_PARTS = 8  # a reduction with work for fewer is not divided: the second step would take as long
 
 
-def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def reductions(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with reductions over several axes, or with few results, in steps. Partial sums of narrow floats are f32."""
     if graph.extent is not None:  # padding is skipped along the declared axes, so these must not change
         return graph
@@ -34,7 +34,7 @@ def reductions(graph: Graph, target: Target, options: CompileOptions) -> Graph:
             alone.add(kept[0].node)
         if node.op.kind is not Kind.REDUCE:
             return kept
-        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, target)
+        made = _in_steps(kept[0].node, len(readers[node.inputs[0]]) == 1, alone, compilation.target)
         return kept if made is None else (replace(made.node, name=node.name, source=node.source).results[0],)
 
     return graph.rebuild(new)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlx.compile.options import CompileOptions
+from rlx.compile.compilation import Compilation
 from rlx.errors import CompileError
 from rlx.ir.building import Update
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.ops import take_rows, update_rows
-from rlx.ir.target import Target
 from rlx.ir.updates import readers
 from rlx.ir.verify import where
 
 
-def state(graph: Graph, target: Target, options: CompileOptions) -> Graph:
+def state(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with the assignments that need no copy as in-place updates (Graph.updates). CompileError, with the reason, if the
     user asked for an in-place update that is impossible."""
     out = graph.copy()
