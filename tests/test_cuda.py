@@ -14,10 +14,11 @@ from rlx.backends.cuda import attention, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.contract import Tile
+from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.schedule import Launch
-from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
 from rlx.compile.compilation import Compilation
@@ -54,7 +55,14 @@ PRODUCTS = {
     "bf16": (TensorLaunch, lambda g: g.input("x", (256, 512), "bf16") @ g.input("y", (512, 384), "bf16")),
     "odd strides": (TensorLaunch, lambda g: g.input("x", (101, 103), "f16") @ g.input("y", (103, 105), "f16")),
     "epilogue": (TensorLaunch, lambda g: rlx.gelu(g.input("x", (64, 64), "bf16") @ g.input("y", (64, 64), "bf16"))),
-    "f32": (Tile, lambda g: g.input("x", (64, 64), "f32") @ g.input("y", (64, 64), "f32")),
+    "f32": (FmaLaunch, lambda g: g.input("x", (64, 64), "f32") @ g.input("y", (64, 64), "f32")),
+    "f32, odd strides": (FmaLaunch, lambda g: g.input("x", (3, 201, 103), "f32") @ g.input("y", (3, 103, 205), "f32")),
+    "f64": (Tile, lambda g: g.input("x", (64, 64), "f64") @ g.input("y", (64, 64), "f64")),
+    "u8 by s8": (
+        TensorLaunch,
+        lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), rlx.transpose(g.input("y", (80, 160), "i8"), (1, 0))),
+    ),
+    "s8, columns apart": (Tile, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
     "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
     "norm": (
         GemvLaunch,
@@ -69,6 +77,27 @@ def test_products_take_their_kernel(name):
     found = launch_of(one(build), "sm_90a")
     assert type(found) is kind
     assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def product(m: int, n: int, depth: int, dtype: str = "bf16") -> Kernel:
+    return one(lambda g: g.input("x", (m, depth), dtype) @ rlx.transpose(g.input("y", (n, depth), dtype), (1, 0)))
+
+
+def test_every_tiling_compiles():
+    tensor = [on_tensor_cores(product(512, 1024, 2048), tiling=t) for t in TILINGS]
+    fma = [by_fma(product(512, 1024, 2048, "f32"), size=s) for s in SIZES]
+    for found in (*tensor, *fma):
+        assert found and cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_tilings_fill_the_gpu():
+    """One tile a block where that leaves multiprocessors idle, the summed axis is shared or tiles get smaller."""
+    few = on_tensor_cores(product(512, 1024, 3072))
+    assert few and few.blocks >= 100
+    large = on_tensor_cores(product(8192, 8192, 8192))
+    assert large and large.blocks == 132 and large.tiling.columns >= 128
+    odd = on_tensor_cores(product(1001, 1005, 1003))  # strides that bulk copies cannot take
+    assert odd and odd.by_threads and odd.copying == 2 and odd.tiling.parts == 2
 
 
 @pytest.mark.parametrize(
@@ -257,6 +286,36 @@ def test_a_machine_without_a_gpu_says_what_is_missing():
     assert reason and not rlx.is_available("cuda")
     with pytest.raises(DeviceUnavailableError, match="cuda"):
         rlx.Session("cuda").compile(graph(lambda g: g.input("x", (3,), "f32") + 1.0))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(
+    "m, n, depth", [(512, 1024, 3072), (2048, 2048, 256), (300, 1000, 520), (1001, 1003, 205), (33, 40, 2000), (100, 99, 98)]
+)
+def test_products_agree_with_f64(m, n, depth, dtype):
+    rng, host = np.random.default_rng(0), getattr(rlx, dtype).numpy
+    x, y, r = (rng.standard_normal(shape).astype(host) for shape in ((m, depth), (n, depth), (m, n)))
+    g = rlx.Graph("product")
+    names = g.input("x", x.shape, dtype), g.input("y", y.shape, dtype), g.input("r", r.shape, dtype)
+    g.set_outputs([names[0] @ rlx.transpose(names[1], (1, 0)) + names[2], names[0] @ rlx.reshape(names[1], (depth, n))])
+    compiled = rlx.Session("cuda").compile(g)
+    for got in (compiled.run({"x": x, "y": y, "r": r}), compiled.run({"x": x, "y": y, "r": r})):
+        wide = [a.astype(np.float64) for a in (x, y, r)]
+        for found, want in zip(got, (wide[0] @ wide[1].T + wide[2], wide[0] @ wide[1].reshape(depth, n))):
+            error = np.linalg.norm(found.astype(np.float64) - want) / np.linalg.norm(want)
+            assert error < (4e-6 if dtype == "f32" else 2.0 ** -(8 if dtype == "bf16" else 11))
+
+
+@on_gpu
+@pytest.mark.parametrize("m, n, depth", [(300, 80, 160), (512, 1024, 3072), (16, 2000, 48)])
+def test_integer_products_are_exact(m, n, depth):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (m, depth), np.uint8), rng.integers(-128, 128, (n, depth), np.int8)
+    compiled = rlx.Session("cuda").compile(
+        graph(lambda g: rlx.int8_matmul(g.input("x", x.shape, "u8"), rlx.transpose(g.input("y", y.shape, "i8"), (1, 0))))
+    )
+    np.testing.assert_array_equal(compiled.run({"x": x, "y": y})[0], x.astype(np.int32) @ y.T.astype(np.int32))
 
 
 @on_gpu

@@ -16,6 +16,7 @@ import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.contract import Tile
+from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import Source, WarpLaunch
 from rlx.compile import lower
@@ -89,5 +90,5 @@ def test_only_strides_of_whole_chunks_are_copied_asynchronously():
 
 def test_other_products_keep_their_kernels():
     assert type(launch_of(product("sm_90a", 64, 64, 64), "sm_90a")) is TensorLaunch
-    assert type(launch_of(product("sm_80", 64, 64, 64, "f32"), "sm_80")) is Tile
+    assert type(launch_of(product("sm_80", 64, 64, 64, "f32"), "sm_80")) is FmaLaunch
     assert type(launch_of(product("sm_80", 64, 4, 64), "sm_80")) is Tile  # too few products for a tile of 32

@@ -17,12 +17,14 @@ from typing import Any
 from rlx.backends.cuda import attention, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
+from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, BlocksWriter, of_blocks
 from rlx.backends.cuda.groups import Group, groups, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, TensorMap, launch
-from rlx.backends.cuda.tensor import TensorLaunch, TensorWriter, on_tensor_cores
+from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
+from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
 from rlx.errors import CompileError
@@ -79,7 +81,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    if found := on_warps(kernel):
+    if found := on_warps(kernel) or by_fma(kernel):
         return found
     return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 
@@ -101,7 +103,7 @@ def prologue(wide: bool) -> str:
 
 
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
-    Launch: CudaWriter, TileLaunch: TileTransposer,
+    Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,

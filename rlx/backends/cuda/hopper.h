@@ -13,8 +13,23 @@ RLX_FN void rlx_await(uint64_t* b, int phase) {
     "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra out; bra again; out: }"
     ::"r"(rlx_at(b)), "r"(phase) : "memory");
 }
+/* Elements at the same place in block `rank` of the cluster. */
+RLX_FN float4 rlx_from_block(const float4* at, int rank) {
+  float4 out;
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+    : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(rlx_at(at)), "r"(rank));
+  return out;
+}
+/* Two multiplying groups in turns: wait for one's own, and give the other its own. */
+RLX_FN void rlx_group_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
+RLX_FN void rlx_group_next(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
+RLX_FN void rlx_sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
 template <int N> RLX_FN void rlx_keep() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> RLX_FN void rlx_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+RLX_FN void rlx_prefetch(const rlx_map* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 /* A box of a tensor to shared memory; coordinates from the innermost axis out. */
 RLX_FN void rlx_load_box(void* to, const rlx_map* map, uint64_t* b, int c0, int c1) {
@@ -42,3 +57,16 @@ RLX_FN uint64_t rlx_tile(const void* at, int leading) {
 RLX_FN void rlx_products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 RLX_FN void rlx_products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> RLX_FN void rlx_products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+/* Where a row of 64 sums has a column: the first halves of all groups of 8 columns, then the second ones, in an order by which
+   neither writes of pairs by 4 rows nor reads of halves by 8 lanes meet in a bank. */
+RLX_FN int rlx_staged_at(int row, int column) {
+  const int half = column / 4 % 2;
+  return row * 64 + half * 32 + (column / 8 ^ row % 4 * 2 + half) * 4 + column % 4;
+}
+template <int N> RLX_FN void rlx_staged(float (&to)[N], const float* staged, int row, int column) {
+  #pragma unroll
+  for (int v = 0; v < N; v += 4)
+    if constexpr (N >= 4) *(float4*)(to + v) = *(const float4*)(staged + rlx_staged_at(row, column + v));
+    else for (int e = 0; e < N; e++) to[e] = staged[rlx_staged_at(row, column + e)];
+}

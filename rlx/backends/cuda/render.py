@@ -70,6 +70,7 @@ class CudaWriter(Writer):
 
     block_number = "blockIdx.x"
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
+    attributes = ""  # of the function, besides
 
     def arguments(self) -> list[str]:
         found = []
@@ -84,7 +85,7 @@ class CudaWriter(Writer):
     def function(self, name: str, member: bool = False) -> str:
         """`member`: as a function of the device, whose last argument is the number of the block among its own."""
         k, at = self.kernel, self.launch
-        how = f'extern "C" __global__ void __launch_bounds__({at.threads}{self.occupancy})'
+        how = f'extern "C" __global__ void {self.attributes}__launch_bounds__({at.threads}{self.occupancy})'
         arguments = self.arguments()
         if member:
             how, self.block_number = "RLX_FN void", "rlx_block"

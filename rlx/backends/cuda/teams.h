@@ -141,3 +141,12 @@ template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, r
   if (nan_a || nan_b) return nan_a ? a : b;
   return (LARGEST ? b.value > a.value : b.value < a.value) ? b : a;
 }
+
+/* Asynchronous copies of N bytes to shared memory, zeros where not `inside`. They are waited for in groups: all but the last K. */
+template <int N> RLX_FN void rlx_copy(float* to, const float* from, bool inside) {
+  const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+  if constexpr (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(inside ? 16 : 0) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(N), "r"(inside ? N : 0) : "memory");
+}
+RLX_FN void rlx_copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int K> RLX_FN void rlx_copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(K) : "memory"); }

@@ -1,0 +1,144 @@
+"""Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
+
+    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none]
+
+Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
+the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
+gelu (tanh) before it is stored; torch.compile may fuse both. "t": the right operand is stored transposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+import rlx
+from rlx.backends.cuda.executable import Replay
+
+
+class Shape(NamedTuple):
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    transposed: bool = False
+    gelu: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}{' t' * self.transposed}{' gelu' * self.gelu} {self.dtype}"
+
+
+SHAPES = (
+    Shape(8192, 8192, 8192), Shape(4096, 4096, 4096, transposed=True), Shape(2048, 2048, 2048), Shape(1024, 1024, 1024),
+    Shape(512, 4096, 4096, transposed=True), Shape(512, 14336, 4096), Shape(512, 4096, 14336),
+    Shape(512, 1024, 3072, transposed=True),
+    Shape(16384, 384, 384, transposed=True), Shape(300, 1000, 520), Shape(2000, 2000, 2000), Shape(1001, 1005, 1003),
+)  # fmt: skip
+WITH_GELU = (
+    Shape(4096, 4096, 1024, transposed=True, gelu=True), Shape(16384, 1536, 384, transposed=True, gelu=True),
+    Shape(2048, 3072, 768, gelu=True), Shape(512, 14336, 4096, transposed=True, gelu=True),
+)  # fmt: skip
+SINGLE = (Shape(4096, 4096, 4096, "f32"), Shape(1024, 1024, 1024, "f32"), Shape(1001, 1005, 1003, "f32"))
+RUNS_SECONDS = 2e-3  # of one replay, about
+RATE = {"bf16": 5e14, "f32": 4e13}  # expected, for the number of runs in a replay
+
+
+class Problem:
+    """Random operands on the GPU, and the result in float64."""
+
+    def __init__(self, s: Shape) -> None:
+        self.shape, dtype = s, {"bf16": torch.bfloat16, "f32": torch.float32}[s.dtype]
+        make = lambda *dims: torch.randn(*dims, device="cuda", dtype=dtype)  # noqa: E731
+        self.x, self.stored, self.bias = make(s.m, s.k), make(s.n, s.k) if s.transposed else make(s.k, s.n), make(s.n)
+        self.w = self.stored.T if s.transposed else self.stored
+        want = self.x.double() @ self.w.double()
+        self.want = torch.nn.functional.gelu(want + self.bias.double(), approximate="tanh") if s.gelu else want
+        self.runs = max(3, min(200, int(RUNS_SECONDS * RATE[s.dtype] / (2 * s.m * s.n * s.k))))
+
+    def eager(self) -> torch.Tensor:
+        if not self.shape.gelu:
+            return torch.mm(self.x, self.w)
+        return torch.nn.functional.gelu(torch.addmm(self.bias, self.x, self.w), approximate="tanh")
+
+    def check(self, name: str, got: torch.Tensor) -> None:
+        error = float((got.double() - self.want).norm() / self.want.norm())
+        if not error < (1e-5 if self.shape.dtype == "f32" else 5e-3):
+            raise SystemExit(f"{name} is wrong by {error} on {self.shape}")
+
+
+def rlx_replay(p: Problem) -> Callable[[], None]:
+    s = p.shape
+    g = rlx.Graph("product")
+    x, w = g.input("x", (s.m, s.k), s.dtype), g.input("w", tuple(p.stored.shape), s.dtype)
+    y = x @ (rlx.transpose(w, (1, 0)) if s.transposed else w)
+    g.set_outputs([rlx.gelu(y + g.input("bias", (s.n,), s.dtype), approximate="tanh") if s.gelu else y])
+    compiled = rlx.Session("cuda").compile(g)
+    given = {"x": p.x, "w": p.stored, **({"bias": p.bias} if s.gelu else {})}
+    raw = {name: t.view(torch.int16) if s.dtype == "bf16" else t for name, t in given.items()}  # numpy has no bf16
+    (got,) = compiled.run({name: t.cpu().numpy().view(getattr(rlx, s.dtype).numpy) for name, t in raw.items()})
+    p.check("rlx", torch.from_numpy(np.asarray(got, np.float32)).cuda())
+    executable = compiled._executable
+    many = Replay(executable, 0, [[(0, step)] for step in executable.program.steps] * p.runs)
+    return lambda: (many.run(), executable.gpu.wait())[0]
+
+
+def torch_replay(p: Problem, call: Callable[[], torch.Tensor], name: str) -> Callable[[], None]:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        p.check(name, call())
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(p.runs):
+            call()
+    return lambda: (graph.replay(), torch.cuda.synchronize())[0]
+
+
+def measure(s: Shape, rounds: int, compile_mode: str) -> dict[str, float]:
+    """Least seconds of one run, by side."""
+    p = Problem(s)
+    calls = {"rlx": rlx_replay(p), "cuBLAS": torch_replay(p, p.eager, "torch")}
+    if compile_mode != "none":
+        mode = None if compile_mode == "default" else "max-autotune-no-cudagraphs"
+        calls["torch.compile"] = torch_replay(p, torch.compile(p.eager, mode=mode), "torch.compile")
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], (time.perf_counter() - start) / p.runs)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", choices=("default", "max-autotune", "none"), default="default")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print("| m x n x k | rlx, µs | TFLOP/s | cuBLAS, µs | torch.compile, µs | cuBLAS / rlx | torch.compile / rlx |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for s in (*SHAPES, *WITH_GELU, *SINGLE):
+        found = measure(s, args.rounds, args.compile if s.gelu else "none")
+        own, cublas, compiled = found["rlx"], found["cuBLAS"], found.get("torch.compile")
+        rate = 2 * s.m * s.n * s.k / own / 1e12
+        more = (f"{compiled * 1e6:.1f}", f"{compiled / own:.2f}") if compiled else ("", "")
+        cells = (s, f"{own * 1e6:.1f}", f"{rate:.0f}", f"{cublas * 1e6:.1f}", more[0], f"{cublas / own:.2f}", more[1])
+        print("|", *(f"{cell} |" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""CUDA C++ of contractions on tensor cores (rlx.backends.cuda.tensor)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, kind
+from rlx.backends.cuda.vectors import width
+from rlx.ir.dtype import f32, index_
+from rlx.ir.kernel import Contract, Operand, Stmt, Var, const, k
+
+SLAB = 64 * LINE  # bytes of 64 rows (or columns) of a stage
+AT_ONCE = 16  # lines that a warp loads at once
+
+
+class TensorWriter(CudaWriter):
+    launch: TensorLaunch
+    occupancy = ", 1"
+
+    def arguments(self) -> list[str]:
+        maps = [f"const __grid_constant__ rlx_map map_{name}" for name, side in zip("ab", self.launch.sides) if side.tensor]
+        return [*maps, *super().arguments()]
+
+    @property
+    def attributes(self) -> str:  # type: ignore[override]
+        return f"__cluster_dims__({self.launch.tiling.parts}) " if self.launch.tiling.parts > 1 else ""
+
+    def coordinates(self) -> Iterator[str]:
+        yield "const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
+        if self.launch.tiling.parts > 1:
+            yield f"const int rank = blockIdx.x % {self.launch.tiling.parts};  // in the cluster"
+
+    def statement(self, s: Stmt) -> None:
+        if isinstance(s, Contract):
+            self.product(s)
+        else:
+            super().statement(s)
+
+    def begin(self) -> None:
+        """Barriers and descriptors are ready before the kernel in front ends."""
+        at, t = self.launch, self.launch.tiling
+        producers = at.copying * GROUP if at.by_threads else 1
+        self.line("extern __shared__ __align__(1024) unsigned char rlx_ring[];")
+        self.line(f"float* const staged = (float*)(rlx_ring + {t.stages * t.stage}) + warp % 8 * {16 * CHUNK};")
+        self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.stages * t.stage + STAGING});")
+        self.line(f"uint64_t* const empty = full + {t.stages};")
+        released = 4 if t.turns else 8
+        with self.scope(["if (threadIdx.x == 0) {"]):
+            self.line(f"for (int s = 0; s < {t.stages}; s++)")
+            self.line(f"  rlx_barrier(full + s, {producers}), rlx_barrier(empty + s, {released});")
+            self.line('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");')
+            for name, side in zip("ab", at.sides):
+                if side.tensor:
+                    self.line(f"rlx_prefetch(&map_{name});")
+        self.line("rlx_sync_cluster();" if t.parts > 1 else "__syncthreads();")
+        super().begin()
+
+    def product(self, c: Contract) -> None:
+        at, t = self.launch, self.launch.tiling
+        producers, kept, taken = (at.copying * GROUP, 104, 152) if at.by_threads else (1, 40, 232)
+        self.line("int turn = 0;")
+        with self.scope([f"if (warp < {4 * at.copying}) {{"]), self.alone():
+            self.line(f"rlx_keep<{kept}>();")
+            with self.scope([f"if (threadIdx.x < {producers}) {{", *self.tile_loop()], 2):
+                self.copies(c)
+            if t.parts > 1:
+                self.line("rlx_sync_cluster();")
+        with self.scope(["else {"]), self.alone():
+            self.line(f"rlx_take<{taken}>();")
+            self.line(f"const int group = warp / 4 - {at.copying};")
+            if t.turns:
+                self.line("int taken = 0;")
+                self.line("if (group == 1) rlx_group_next(0);")
+            with self.scope(self.tile_loop()):
+                self.multiply(c)
+                if t.parts > 1:
+                    self.exchange()
+                self.epilogue(c)
+        if t.parts > 1:  # no block leaves while another one still reads its memory
+            self.line("rlx_sync_cluster();")
+
+    # -- tiles
+
+    def tile_loop(self) -> list[str]:
+        at = self.launch
+        if at.tiling.parts > 1:  # one tile for each cluster
+            return [f"const int tile = blockIdx.x / {at.tiling.parts};", "{"]
+        return [f"for (int tile = blockIdx.x; tile < {at.count}; tile += gridDim.x) {{"]
+
+    def place(self, c: Contract) -> None:
+        """Names for the tile's grid point, first row and first column."""
+        t = self.launch.tiling
+        rows, columns = t.tiles(c)
+        self.line(f"int point = tile / {rows * columns};")
+        self.line(f"const int flat = tile % {rows * columns}, band = flat / {L2_ROWS * columns} * {L2_ROWS};")
+        self.line(f"const int high = {rows} - band < {L2_ROWS} ? {rows} - band : {L2_ROWS}, rest = flat - band * {columns};")
+        self.line(f"const int row0 = (band + rest % high) * {t.rows}, column0 = rest / high * {t.columns};")
+        for var, extent in reversed(self.kernel.grid):
+            name = self.names[var] = self.fresh("g")
+            self.line(f"const rlx_index {name} = point % {extent};")
+            self.line(f"point /= {extent};")
+        m = self.limit(c.i, c.m)
+        self.most = m or str(c.m)
+        if m and t.parts == 1:
+            self.line(f"if (row0 >= {m}) continue;")
+        steps = -(-c.k // depth(c))
+        if t.parts > 1:
+            self.line(f"const int begin = {steps} * rank / {t.parts} * {depth(c)};")
+            self.line(f"const int end = {steps} * (rank + 1) / {t.parts} * {depth(c)};")
+        else:
+            self.line(f"constexpr int begin = 0, end = {steps * depth(c)};")
+
+    # -- the copying group
+
+    def copies(self, c: Contract) -> None:
+        at, t = self.launch, self.launch.tiling
+        self.place(c)
+        with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
+            self.line(f"const int s = turn % {t.stages};")
+            self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
+            self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
+            sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
+            if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor):
+                with self.scope(["if (threadIdx.x == 0) {"]):
+                    self.line(f"rlx_expect(full + s, {copied});")
+                    for side, name, first, size, start in zip(at.sides, "ab", ("row0", "column0"), sizes, starts):
+                        self.bulk_copies(side, name, first, size, start)
+            if copied < t.stage:
+                for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
+                    if side.tensor is None:
+                        self.loads(side, o, c, first, size, start)  # type: ignore[arg-type]
+                self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
+                self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
+
+    def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int) -> None:
+        if side.tensor is None:
+            return
+        more = "".join(f", (int){self.names[v]}" for v in side.axes)
+        for part in range(1 if side.along else size // 64):
+            inner, outer = ("k0", first) if side.along else (f"{first} + {part * 64}", "k0")
+            self.line(f"rlx_load_box(to + {start + part * SLAB}, &map_{name}, full + s, {inner}, {outer}{more});")
+
+    def loads(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
+        """The tile of an operand, loaded by threads and written as a bulk copy with 128-byte swizzle would write it: line r of 8
+        chunks of 16 bytes has chunk n at n ^ (r % 8). A warp loads lines of 64 elements, a lane two adjacent ones of each."""
+        left, most = o is c.a, c.m if o is c.a else c.n
+        stride, step = (o.row_stride, o.col_stride) if left else (o.col_stride, o.row_stride)
+        step_lines = 4 * self.launch.copying
+        at_once = min(AT_ONCE, size // step_lines)
+        with self.scope([f"for (int from = warp; from < {size}; from += {step_lines * at_once}) {{"]):
+            self.line(f"uint32_t got[{at_once}];")
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at_once}; n++) {{"]):
+                self.line(f"const int line = from + n * {step_lines};")
+                if side.along:
+                    self.line(f"const int at = {first} + line, d = k0 + 2 * lane;")
+                    places = (("at", "d"), ("at", "d + 1"))
+                else:
+                    self.line(f"const int at = {first} + line / 64 * 64 + 2 * lane, d = k0 + line % 64;")
+                    places = (("at", "d"), ("at + 1", "d"))
+                for part, (row, column) in enumerate(places):
+                    place, down = Var("place", index_), Var("down", index_)
+                    self.names[place], self.names[down] = f"(rlx_index)({row})", f"(rlx_index)({column})"
+                    index = self.made(k.add(o.offset, k.add(k.mul(place, const(stride)), k.mul(down, const(step)))))
+                    self.line(f"const bool in{part} = {row} < {most} && {column} < {c.k};")
+                    # unconditional, from an address that exists: a branch would wait for each load
+                    self.line(f"const uint32_t e{part} = {self.names[o.buffer]}[in{part} ? {index} : 0];")
+                self.line("got[n] = (in0 ? e0 : 0) | (in1 ? e1 << 16 : 0);")
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at_once}; n++) {{"]):
+                self.line(f"const int line = from + n * {step_lines};")
+                text = f"*(uint32_t*)(to + {start} + line * 128 + (lane / 4 ^ line % 8) * 16 + lane % 4 * 4) = got[n];"
+                self.line(text if size % (step_lines * at_once) == 0 else f"if (line < {size}) {text}")
+
+    # -- the multiplying groups
+
+    def multiply(self, c: Contract) -> None:
+        t = self.launch.tiling
+        a, b = self.launch.sides
+        self.place(c)
+        if t.turns:
+            self.line(f"if (taken++ % 2 != group) {{ turn += {-(-c.k // depth(c))}; continue; }}")
+            self.line(
+                "rlx_group_wait(group);  // the other one has read its stages: phases of barriers tell only the last two apart"
+            )
+        self.line(f"{self.type(c.acc.dtype)} sum[{t.slabs}][{t.columns // 2}];")
+        with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
+            self.line(f"const int s = turn % {t.stages};")
+            self.line(f"rlx_await(full + s, turn / {t.stages} & 1);")
+            self.line(f"const unsigned char* const at = rlx_ring + s * {t.stage};")
+            self.line("rlx_products_begin();")
+            for part, slab in ((p, n) for p in range(LINE // 32) for n in range(t.slabs)):
+                left = f"at + {'' if t.turns else f'group * {t.slabs * SLAB} + '}{slab * SLAB + part * (32 if a.along else 2048)}"
+                right = f"at + {t.rows * LINE + part * (32 if b.along else 2048)}"
+                add = "k0 > begin" if part == 0 else 1
+                self.line(f"rlx_product(sum[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
+            self.line("rlx_products_end();")
+            self.line("rlx_products_wait<1>();")
+            self.release("k0 > begin")
+        if t.turns:
+            self.line("rlx_group_next(1 - group);")
+        self.line("rlx_products_wait<0>();")
+        self.release("true")
+
+    def release(self, condition: str) -> None:
+        """The stage before this one may be filled again."""
+        stage = f"(turn - 1) % {self.launch.tiling.stages}"
+        self.line(f"if ({condition} && lane == 0) rlx_arrive(empty + {stage});")
+
+    def exchange(self) -> None:
+        """The sums of the whole axis, in the order of the blocks: each block adds up its share of the columns."""
+        t = self.launch.tiling
+        count, share = t.columns // 2, t.columns // 2 // t.parts
+        self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
+        self.line(f"float4* const mine = (float4*)rlx_ring + threadIdx.x - {self.launch.copying * GROUP};")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+            self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
+        self.line("rlx_sync_cluster();")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
+            self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
+            self.line(f"float4 all[{t.parts}];")
+            self.line("#pragma unroll")
+            self.line(f"for (int p = 0; p < {t.parts}; p++) all[p] = rlx_from_block(from, p);")
+            for v, name in enumerate("xyzw"):
+                self.line(f"sum[0][n + {v}] = {' + '.join(f'all[{p}].{name}' for p in range(t.parts))};")
+
+    # -- the epilogue
+
+    def epilogue(self, c: Contract) -> None:
+        t = self.launch.tiling
+        size = width(c.epilogue, (), c.j, c.n)
+        share = t.columns // t.parts
+        first = f"column0 + rank * {share}" if t.parts > 1 else "column0"
+        with self.scope([
+            "#pragma unroll", f"for (int part = 0; part < {t.slabs * share // CHUNK}; part++) {{",
+        ]):  # fmt: skip
+            self.line(f"const int slab = part / {share // CHUNK}, chunk = part % {share // CHUNK};")
+            self.line(f"if ({first} + chunk * {CHUNK} >= {c.n}) continue;")
+            self.to_rows(c)
+            with self.scope(["#pragma unroll 1", f"for (int e = lane * {size}; e < {16 * CHUNK}; e += {32 * size}) {{"]):
+                i, j0 = self.fresh("i"), self.fresh("j")
+                group = "" if t.turns else f"group * {t.slabs * 64} + "
+                self.line(f"const rlx_index {i} = row0 + {group}slab * 64 + warp % 4 * 16 + e / {CHUNK};")
+                self.line(f"const rlx_index {j0} = {first} + chunk * {CHUNK} + e % {CHUNK};")
+                self.line(f"if ({i} >= {self.most} || {j0} >= {c.n}) continue;")
+                self.line(f"float acc[{size}];")
+                self.line(f"rlx_staged(acc, staged, e / {CHUNK}, e % {CHUNK});")
+                self.names[c.i] = i
+                acc = "acc[{}]" if c.acc.dtype == f32 else "__float_as_int(acc[{}])"
+                if size > 1:
+                    self.names[c.acc] = acc.format("v")
+                    self.in_vectors(c.epilogue, (), c.j, size, j0)
+                else:
+                    self.names[c.acc], self.names[c.j] = acc.format(0), j0
+                    self.block(c.epilogue)
+            self.line("__syncwarp();")
+
+    def to_rows(self, c: Contract) -> None:
+        """Sums of a chunk of columns from the registers of a warp to rows in shared memory, integers by their bits."""
+        bits = "" if c.acc.dtype == f32 else "__int_as_float"
+        with self.scope(["#pragma unroll", f"for (int q = 0; q < {CHUNK // 8}; q++) {{"]):
+            self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
+            self.line(f"const auto* const from = sum[slab] + chunk * {CHUNK // 2} + q * 4;")
+            self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
+            self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
+        self.line("__syncwarp();")
+
+    def function(self, name: str) -> str:
+        at = self.launch
+        return product_function(at.tiling.columns, at.sides, KINDS[kind(at.contract)]) + super().function(name)
+
+
+def product_function(columns: int, sides: Sequence[Side], kind: str) -> str:
+    """rlx_product(sum, a, b, add): sum = a @ b (+ sum), 64 rows by `columns`, 32 bytes deep."""
+    count, whole = columns // 2, kind.startswith("s32")
+    registers = ", ".join(f"%{n}" for n in range(count))
+    outputs = ", ".join(f'"+{"r" if whole else "f"}"(d[{n}])' for n in range(count))
+    signs = "" if whole else "".join(f", {n}" for n in (1, 1, *(0 if s.along else 1 for s in sides)))
+    shape = f"m64n{columns}k{32 if whole else 16}.{kind}"
+    return (
+        f"RLX_FN void rlx_product({'int' if whole else 'float'} (&d)[{count}], uint64_t a, uint64_t b, int add) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.{shape} "\n'
+        f'    "{{{registers}}}, %{count}, %{count + 1}, p{signs}; }}"\n'
+        f'    : {outputs}\n    : "l"(a), "l"(b), "r"(add));\n}}\n'
+    )
+
+
+__all__ = ["TensorWriter"]
