@@ -59,10 +59,10 @@ def _dependences(steps: Sequence[Step]) -> tuple[list[int], list[set[int]]]:
 
 
 def _is_small(kernel: Kernel, target: Target) -> bool:
-    """True if the step may be in a group: it is short and cannot fail, so that a failure belongs to one step. (A Native with
-    integer operands may fail.)"""
+    """True if the step may be in a group: it is short and cannot fail, so that a failure belongs to one step, unless each step
+    reports for itself. (A Native with integer operands may fail.)"""
     indexed = any(v.buffer.dtype.kind in "iu" for s in kernel.body if isinstance(s, Native) for v in s.inputs)
-    if kernel.collective or indexed or any(isinstance(s, Check) for s in walk(kernel.body)):
+    if kernel.collective or (not target.status_late and (indexed or any(isinstance(s, Check) for s in walk(kernel.body)))):
         return False
     operations, nbytes = flops(kernel), sum(b.size * b.dtype.itemsize for b in kernel.buffers)
     limit = SMALL * target.sync_ns

@@ -79,6 +79,7 @@ class Target:
     flops_per_ns: float = 50  # of one thread
     bytes_per_ns: float = 10  # of one thread
     sync_ns: float = 2000  # a barrier of all threads
+    status_late: bool = False  # each step reports a failed check by itself, and a run ends before any report is read
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
