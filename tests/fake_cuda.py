@@ -21,7 +21,7 @@ import pytest
 
 from rlx.backends import get
 from rlx.backends.cuda import backend, gpu
-from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.code import CudaCode, Kernels
 from rlx.backends.cuda.render import may_fail
 from rlx.backends.ref.interpret import run_kernel
 from rlx.ir.kernel import Kernel
@@ -248,12 +248,14 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
     if driver is not None:
         bindings.driver = driver  # type: ignore[attr-defined]
 
-    def compiled(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str) -> list[CudaCode]:
+    def compiled(launches: Sequence[tuple[str, Kernels]], arch: str) -> list[CudaCode]:
         made = []
-        for n, (_, kernels) in enumerate(launches, len(driver.kernels) if driver else 0):
+        for n, (_, stages) in enumerate(launches, len(driver.kernels) if driver else 0):
+            kernels = [kernel for stage in stages for kernel in stage]
             more = tuple((*["status"] * may_fail(k), "halt") for k in kernels)
             blocks = 0 if kernels[0].collective else 1
-            made.append(CudaCode(f"kernel{n}", "// interpreted", b"fake", blocks, 1, 0, 0, 0, more))
+            sizes = tuple(map(len, stages))
+            made.append(CudaCode(f"kernel{n}", "// interpreted", b"fake", blocks, 1, 0, 0, 0, more, stages=sizes))
             assert driver is not None
             driver.kernels[f"kernel{n}"] = kernels
         return made

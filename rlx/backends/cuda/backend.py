@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from rlx.backends.cuda import attention, splits
-from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, groups_of, key_of, support, whole
+from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support, whole
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
@@ -54,13 +54,12 @@ class CudaBackend:
         """CompileError: NVRTC rejects a kernel, which is a fault of the renderer."""
         (arch,) = program.target.features
         codes = self._codes.setdefault(arch, Codes(lambda kernels: compile_kernels(kernels, arch)))
-        launches, phases = groups_of(program, arch), program.phases
-        wanted = [[program.steps[n].kernel for n in group] for group in launches]
-        wanted += [[s.kernel] for phase in ("prepare", "commit", "abort") for s in phases[phase]]
-        found = codes.of_keys({key_of(kernels): kernels for kernels in wanted})
-        coded = {name: [found[key_of([s.kernel])] for s in steps] for name, steps in phases.items() if name != "steps"}
-        coded["steps"] = [found[key_of([program.steps[n].kernel for n in group])] for group in launches]
-        return CudaArtifact(program, coded, launches, support(arch))
+        launches = launches_of(program, arch)
+        wanted = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
+        wanted["steps"] = [[[program.steps[n].kernel for n in stage] for stage in stages] for stages in launches]
+        found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched})
+        coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
+        return CudaArtifact(program, coded, tuple(tuple(n for x in stages for n in x) for stages in launches), support(arch))
 
     def compiler(self) -> str:
         return compiler_version()
@@ -83,7 +82,7 @@ class CudaBackend:
         for name, steps in program.phases.items():
             groups = [[steps[n] for n in group] for group in launches] if name == "steps" else [[step] for step in steps]
             for group, found in zip(groups, coded[name], strict=True):
-                if not group[0].kernel.collective and len(found.more) != len(group):
+                if not group[0].kernel.collective and not len(found.more) == len(group) == sum(found.stages or (1,)):
                     raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
         return CudaArtifact(program, coded, launches, helpers, texts)
 

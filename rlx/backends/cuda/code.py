@@ -20,7 +20,7 @@ from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, BlocksWriter, of_blocks
-from rlx.backends.cuda.groups import Group, groups, may_join
+from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, TensorMap, launch
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
@@ -51,17 +51,18 @@ class CudaCode:
     more: tuple[tuple[str, ...], ...]
     maps: tuple[TensorMap, ...] = ()
     early: int | None = None
+    stages: tuple[int, ...] = ()  # of several kernels, how many are in each stage
 
     def described(self) -> list[Any]:
         """All but the text and the cubin, for JSON."""
         maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
         sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
-        return [self.name, sizes, self.more, maps, self.early]
+        return [self.name, sizes, self.more, maps, self.early, self.stages]
 
     @staticmethod
     def read(row: Any, cubin: bytes) -> CudaCode:
         """From `described`. ValueError, TypeError: the row is no such thing."""
-        name, sizes, more, maps, early = row
+        name, sizes, more, maps, early, stages = row
         blocks, threads, shared, scratch, counters = whole(sizes)
         tensors = [
             TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
@@ -71,7 +72,8 @@ class CudaCode:
         if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
             raise ValueError(f"{str(row)[:80]} describes no kernel")
         begins = None if early is None else whole([early])[0]
-        return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, names, tuple(tensors), begins)
+        known = names, tuple(tensors), begins, tuple(whole(stages))
+        return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
@@ -110,26 +112,31 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
 }  # fmt: skip
 
 
-def groups_of(program: Program, arch: str) -> tuple[tuple[int, ...], ...]:
-    """The launches of a run, as numbers of steps."""
-    kernels = [s.kernel for s in program.steps]
-    return tuple(groups(program, [not k.collective and may_join(launch_of(k, arch)) for k in kernels]))
+def launches_of(program: Program, arch: str) -> Sequence[Stages]:
+    """The launches of a run."""
+    found = [None if s.kernel.collective else launch_of(s.kernel, arch) for s in program.steps]
+    small = [at if at and may_join(at) else None for at in found]
+    return grouped(program, small, clusters=int(arch[3:].rstrip("a")) >= 90)
 
 
-def key_of(kernels: Sequence[Kernel]) -> str:
-    return "\n".join(kernel_key(kernel) for kernel in kernels)
+Kernels = Sequence[Sequence[Kernel]]  # stages of a launch
 
 
-def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str) -> list[CudaCode]:
+def key_of(stages: Kernels) -> str:
+    return "\n\n".join("\n".join(kernel_key(kernel) for kernel in stage) for stage in stages)
+
+
+def compile_kernels(launches: Sequence[tuple[str, Kernels]], arch: str) -> list[CudaCode]:
     """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer."""
 
-    def one(keyed: tuple[str, Sequence[Kernel]]) -> CudaCode:
-        key, (kernel, *others) = keyed
+    def one(keyed: tuple[str, Kernels]) -> CudaCode:
+        key, stages = keyed
+        (kernel, *others), *later = stages
         name = f"rlx_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         if kernel.collective:
             return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, 0, ())
-        if others:
-            return together(name, [kernel, *others])
+        if others or later:
+            return together(name, stages)
         at = launch_of(kernel, arch)
         text = text_of(at, name)
         return CudaCode(
@@ -137,11 +144,12 @@ def compile_kernels(launches: Sequence[tuple[str, Sequence[Kernel]]], arch: str)
             (tuple(arguments_of(at)),), at.maps, getattr(at, "early", None),
         )
 
-    def together(name: str, kernels: Sequence[Kernel]) -> CudaCode:
-        group = Group([kernel_key(k) for k in kernels], [launch_of(k, arch) for k in kernels])
+    def together(name: str, stages: Kernels) -> CudaCode:
+        group = Group([list(map(kernel_key, stage)) for stage in stages], [[launch_of(k, arch) for k in x] for x in stages])
         text = prologue(any(map(is_wide, group.members))) + group.function(name)
         more = tuple(tuple(arguments_of(at)) for at in group.members)
-        return CudaCode(name, text, cubin(text, arch), group.blocks, group.threads, group.shared, 0, 0, more)
+        sizes = (group.blocks, group.threads, group.shared, 0, 0)
+        return CudaCode(name, text, cubin(text, arch), *sizes, more, stages=tuple(map(len, stages)))
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once
 
@@ -181,5 +189,6 @@ def cubin(text: str, arch: str) -> bytes:
 
 
 __all__ = [
-    "CudaCode", "compile_kernels", "compiler_version", "cubin", "groups_of", "key_of", "launch_of", "support", "text_of", "whole",
+    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "key_of", "launch_of", "launches_of", "support",
+    "text_of", "whole",
 ]  # fmt: skip

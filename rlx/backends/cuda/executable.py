@@ -79,7 +79,9 @@ class CudaExecutable(Transacted):
         self.checks = {n: i for i, n in enumerate(n for n, more in zip(order, names, strict=True) if "status" in more)}
         may_fail = [n in self.checks for n in range(len(order))]
         super().__init__(program, params, handles, memory, transport, may_fail, constants)
-        self._turn = {n: turn for turn, group in enumerate(artifact.launches) for n in group}  # step -> its launch
+        sizes = [size for code in artifact.coded["steps"] for size in code.stages or (1,)]
+        turns = [turn for turn, size in enumerate(sizes) for _ in range(size)]
+        self._turn = dict(zip(order, turns, strict=True))  # step -> number of its stage
         self._scratch = memory.allocate(max((c.scratch * c.blocks for c in artifact.codes), default=0))
         self._counters = memory.allocate(4 * max((c.counters for c in artifact.codes), default=0))  # zero between kernels
         self._statuses = memory.allocate(16 * (len(self.checks) + 1))  # of `checks`; the last one is of prepare
@@ -274,7 +276,7 @@ class CudaExecutable(Transacted):
             self._commits.queue()
 
     def undo(self, failed: int) -> None:
-        """Undo the updates that were saved by launches before that of step `failed`."""
+        """Undo the updates that were saved by stages before that of step `failed`."""
         for (at, step), code in zip(self.program.abort, self.artifact.coded["abort"], strict=True):
             if self._turn[at] < self._turn.get(failed, len(self._turn)):
                 self.launch(code, [(None, step)], {"status": 0, "halt": 0})

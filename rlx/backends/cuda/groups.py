@@ -1,59 +1,104 @@
-"""Small independent kernels of a run as one launch, with a range of blocks for each: a launch costs more than they do.
+"""Small kernels of a run as one launch, since a launch costs more than they do.
 
-A kernel may move in front of others that it shares no memory with; buffers share memory where the plan gives them the same bytes.
+Independent ones are a *stage*: each has a range of blocks. Stages that follow each other are run by one cluster of blocks, with
+a barrier of the cluster between them. A kernel may move in front of others that it shares no memory with; buffers share memory
+where the plan gives them the same bytes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.ir.program import Program
 
-MOST = 8  # kernels of a launch
+MOST = 8  # kernels of a stage
 AHEAD = 16  # steps that a kernel may move forward
-SMALL = 64  # blocks
+SMALL = 64  # blocks of a kernel
+CLUSTER = 8  # blocks: as many as every GPU with clusters has
+ROUNDS = 4  # of the cluster in a stage, at most
+STAGES = 8
+
+Stages = Sequence[Sequence[int]]  # steps of a launch
 
 
 class Group:
-    """Launches of kernels that run as one. `keys`: equal for equal kernels."""
+    """`stages`: launches of kernels that run as one. `keys`: equal for equal kernels."""
 
-    def __init__(self, keys: Sequence[str], members: Sequence[Launch]) -> None:
-        self.keys, self.members = keys, members
-        self.blocks, self.threads = sum(m.blocks for m in members), max(m.threads for m in members)
-        self.shared = max(m.shared for m in members)
+    def __init__(self, keys: Sequence[Sequence[str]], stages: Sequence[Sequence[Launch]]) -> None:
+        self.keys, self.stages = keys, stages
+        self.members = [m for stage in stages for m in stage]
+        self.threads, self.shared = max(m.threads for m in self.members), max(m.shared for m in self.members)
+        self.blocks = CLUSTER if len(stages) > 1 else sum(m.blocks for m in self.members)
 
     def function(self, name: str) -> str:
         """The functions of the members, each kernel once, and the kernel that calls them."""
-        texts, names = [], {}
-        for key, m in zip(self.keys, self.members):
+        names: dict[str, str] = {}
+        texts: list[str] = []
+        for key, m in zip([key for stage in self.keys for key in stage], self.members):
             if key not in names:
                 names[key] = f"{name}_{len(names)}"
                 texts.append(CudaWriter(m).function(names[key], member=True))
-        parameters, calls, first = [], [], 0
-        for n, (key, m) in enumerate(zip(self.keys, self.members)):
-            types = [text.rsplit(" ", 1)[0] for text in CudaWriter(m).arguments()]
-            own = [f"m{n}_{i}" for i in range(len(types))]
-            parameters += [f"{t.replace('__restrict__', '').strip()} {x}" for t, x in zip(types, own)]
-            inside = f"rlx_block < {first + m.blocks}"
-            call = f"{names[key]}({', '.join([*own, f'rlx_block - {first}'])})"
-            calls.append(f"  {'else ' * (n > 0)}if ({inside}) {call};")
-            first += m.blocks
-        head = f'extern "C" __global__ void __launch_bounds__({self.threads})\n{name}({", ".join(parameters)}) {{'
-        return "\n".join([*texts, head, "  const unsigned rlx_block = blockIdx.x;", *calls, "}", ""])
+        parameters = [", ".join(self.parameters(n)) for n in range(len(self.members))]
+        cluster = f"__cluster_dims__({CLUSTER}) " if len(self.stages) > 1 else ""
+        texts.append(f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads})\n{name}({", ".join(parameters)}) {{')
+        return "\n".join([*texts, "  rlx_begin();", *self.body(names), "}", ""])
+
+    def parameters(self, n: int) -> Iterator[str]:
+        writer = CudaWriter(self.members[n])
+        writer.alone_in_launch = False
+        for i, text in enumerate(writer.arguments()):
+            yield f"{text.rsplit(' ', 1)[0]} m{n}_{i}"
+
+    def body(self, names: dict[str, str]) -> Iterator[str]:
+        member = 0
+        for at, (keys, stage) in enumerate(zip(self.keys, self.stages)):
+            count = sum(m.blocks for m in stage)
+            if at:
+                yield "  rlx_cluster_barrier();"
+            yield f"  for (unsigned block = blockIdx.x; block < {count}; block += gridDim.x) {{"
+            first = 0
+            for n, (key, m) in enumerate(zip(keys, stage)):
+                own = [text.rsplit(" ", 1)[1] for text in self.parameters(member)]
+                call = f"{names[key]}({', '.join([*own, f'block - {first}'])})"
+                yield f"    {'else ' * (n > 0)}if (block < {first + m.blocks}) {call};"
+                first, member = first + m.blocks, member + 1
+            if len(self.stages) > 1 and self.shared:
+                yield "    __syncthreads();"  # the next round uses the same shared memory
+            yield "  }"
 
 
 def may_join(launch: Launch) -> bool:
     return type(launch) is Launch and not launch.scratch and launch.blocks <= SMALL
 
 
-def groups(program: Program, small: Sequence[bool]) -> list[tuple[int, ...]]:
-    """The launches of a run as numbers of its steps. `small[n]`: step n may be in a group."""
+def grouped(program: Program, small: Sequence[Launch | None], clusters: bool) -> Sequence[Stages]:
+    """The launches of a run. `small[n]`: the launch of step n, if it may be in a group."""
+    out: list[list[Sequence[int]]] = []
+    for stage in _stages(program, small):
+        if clusters and out and len(out[-1]) < STAGES and _follows([small[n] for n in out[-1][-1]], [small[n] for n in stage]):
+            out[-1].append(stage)
+        else:
+            out.append([stage])
+    return out
+
+
+def _follows(*stages: Sequence[Launch | None]) -> bool:
+    """True if a cluster can run both stages."""
+    members = [m for stage in stages for m in stage]
+    if not all(members):
+        return False
+    fit = all(sum(m.blocks for m in stage if m) <= CLUSTER * ROUNDS for stage in stages)
+    apart = all(m.team <= WARP and m.lanes == 1 for m in members if m)  # no barrier of a block that some threads have left
+    return fit and apart and len({m.threads for m in members if m}) == 1
+
+
+def _stages(program: Program, small: Sequence[Launch | None]) -> Iterator[tuple[int, ...]]:
     atoms = _atoms(program)
     access = [(_union(atoms, s.reads | s.writes), _union(atoms, s.writes)) for s in program.steps]
-    left, out = list(range(len(program.steps))), []
+    left = list(range(len(program.steps)))
     while left:
         group = [left[0]]
         if small[group[0]]:
@@ -66,9 +111,8 @@ def groups(program: Program, small: Sequence[bool]) -> list[tuple[int, ...]]:
                     group.append(n)
                 touched |= uses
                 written |= writes
-        out.append(tuple(group))
+        yield tuple(group)
         left = [n for n in left if n not in group]
-    return out
 
 
 def _atoms(program: Program) -> dict[int, frozenset[int]]:
@@ -84,4 +128,4 @@ def _union(atoms: dict[int, frozenset[int]], buffers: Iterable[int]) -> frozense
     return frozenset().union(*(atoms[b] for b in buffers))
 
 
-__all__ = ["Group", "groups", "may_join"]
+__all__ = ["Group", "Stages", "grouped", "may_join"]

@@ -56,6 +56,14 @@ RLX_FN void rlx_fail(rlx_status* status, int code) {
 /* Whether a run on the same states has failed: its block, all of it, does nothing. Kernels that change no state get no flag. */
 RLX_FN bool rlx_halted(const int* halt) { return halt && __syncthreads_or(*(const volatile int*)halt); }
 
+/* All threads of a cluster; they see what the others wrote before. */
+RLX_FN void rlx_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
 /* The first statement of every kernel: waits until all earlier kernels of the run have ended, then lets the next one be placed on
    multiprocessors that become free, so that only its work is left to start. */
 RLX_FN void rlx_begin() {

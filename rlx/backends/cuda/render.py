@@ -69,13 +69,15 @@ class CudaWriter(Writer):
     # -- the function
 
     block_number = "blockIdx.x"
+    alone_in_launch = True  # nothing else in the launch writes memory that the kernel reads
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
     attributes = ""  # of the function, besides
 
     def arguments(self) -> list[str]:
         found = []
         for b, free in zip(self.kernel.buffers, unaliased(self.kernel)):
-            found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{' __restrict__' * free} {self.name(b, 'b')}")
+            restrict = " __restrict__" * (free and self.alone_in_launch)
+            found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{restrict} {self.name(b, 'b')}")
         if self.launch.scratch:
             found.append("unsigned char* rlx_scratch")
         if self.launch.counters:
@@ -86,16 +88,19 @@ class CudaWriter(Writer):
         """`member`: as a function of the device, whose last argument is the number of the block among its own."""
         k, at = self.kernel, self.launch
         how = f'extern "C" __global__ void {self.attributes}__launch_bounds__({at.threads}{self.occupancy})'
+        if member:
+            how, self.block_number, self.alone_in_launch = "RLX_FN void", "rlx_block", False
         arguments = self.arguments()
         if member:
-            how, self.block_number = "RLX_FN void", "rlx_block"
             arguments.append("unsigned rlx_block")
+            self.line("if (rlx_halted(halt)) return;")
             self.line(f"if (threadIdx.x >= {at.threads}) return;")
         head = [f"// {' '.join(k.origin)}", how, f"{name}({', '.join(arguments)}) {{"]
         for text in self.coordinates():
             self.line(text)
         self.declare_locals()
-        self.begin()
+        if not member:
+            self.begin()
         self.limits = {v: text for v, n in self.ranges() if (text := self.limit(v, n))}
         for var, _ in k.grid:
             if var in self.limits:

@@ -149,7 +149,7 @@ def _team(kernel: Kernel) -> int:
     points, longest, work = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared), max(map(_work, shared))
     if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
-    if work <= 4 * WARP * PER_THREAD and points >= FEW_POINTS:
+    if work <= WARP * PER_THREAD * (4 if points >= FEW_POINTS else 1):
         return WARP
     each = PER_THREAD if points < FEW_POINTS else 4 * PER_THREAD
     return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
