@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import device_conformance as conformance
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import rlx
 from rlx.backends.cuda import attention, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
-from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.code import cubin, launch_of, launches_of, text_of
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
@@ -26,6 +27,7 @@ from rlx.compile.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Kernel, Load, Var, const, k
+from rlx.ir.program import Program, kernel_labels
 
 HOPPER = target("sm_90a")
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
@@ -275,6 +277,49 @@ def _attentions(batch: int, keys: int) -> list[attention.AttentionLaunch]:
     g = graph(lambda g: rlx.attention(g.input("q", q, "bf16"), g.input("k", kv, "bf16"), g.input("v", kv, "bf16")))
     found = [launch_of(kernel, "sm_90a") for kernel in kernels(g)]
     return [x for x in found if isinstance(x, attention.AttentionLaunch)]
+
+
+# -- launches of a run ---------------------------------------------------------------------------------------------
+
+
+def small_steps(arch: str = "sm_90a") -> Program:
+    """Two independent kernels, then one that reads both, then a product, then one more."""
+    g = rlx.Graph("g")
+    x, y = g.input("x", (4, 64), "f32"), g.input("y", (4, 32), "f32")
+    both = rlx.concat([rlx.softmax(x), rlx.softmax(y)], axis=1)
+    out = rlx.softmax(both * 2.0)
+    g.set_outputs([rlx.softmax(out @ g.input("w", (96, 4096), "f32")), out])
+    return lower(g, target(arch), rlx.CompileOptions())
+
+
+def test_small_kernels_are_stages_of_one_launch_in_the_order_of_their_values():
+    program = small_steps()
+    launches = launches_of(program, "sm_90a")
+    stages = [stage for stages in launches for stage in stages]
+    assert sorted(n for stage in stages for n in stage) == list(range(len(program.steps)))
+    made, done = frozenset().union(*(s.writes for s in program.steps)), set()
+    for stage in stages:
+        steps = [program.steps[n] for n in stage]
+        assert all(s.reads & made <= done for s in steps), "a value is read before the stage that makes it has ended"
+        done |= frozenset().union(*(s.writes for s in steps))
+    assert [len(stages) for stages in launches] == [2, 1, 1] and len(stages[0]) == 2
+    assert all(len(stages) == 1 for stages in launches_of(program, "sm_80")), "no clusters there"
+
+
+def test_a_kernel_does_not_move_in_front_of_one_whose_memory_it_reuses():
+    program = small_steps()
+    shared = replace(program, plan=replace(program.plan, offsets=dict.fromkeys(program.plan.offsets, 0)))
+    stages = [stage for stages in launches_of(shared, "sm_90a") for stage in stages]
+    assert stages == [(n,) for n in range(len(program.steps))]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_launches_of_several_kernels_compile(arch):
+    program = small_steps(arch)
+    artifact = CudaBackend().compile(program)
+    several = [code for code in artifact.codes.values() if len(code.more) > 1]
+    assert several and all(code.cubin for code in several)
+    assert set(artifact.texts()) == set(kernel_labels(program).values())
 
 
 # -- without a GPU, and on one -------------------------------------------------------------------------------------

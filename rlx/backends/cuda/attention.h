@@ -52,32 +52,50 @@ template <class M> RLX_FN float rlx_masked(float s, int b, int g, int row, int n
 /* 8 warps. LANES lanes have 8 elements each of one key and its value; AHEAD keys are loaded at once, to registers. The keys are
    dealt out to `active` of the PARTS blocks of a key head, STEP at a time. Blocks add up in the order of their parts: the last
    one to finish does it, and leaves the counter zero. */
-constexpr int ROWS = GROUP * QUERIES, RECORD = ROWS * (WIDTH + 2); /* sums, greatest scores and totals of all rows */
+constexpr int ROWS = GROUP * QUERIES, WARPS = 8, THREADS = WARPS * 32, ACROSS = 32 / LANES, STEP = WARPS * ACROSS * AHEAD;
+constexpr int RECORD = (ROWS * (WIDTH + 2) + 3) / 4 * 4; /* sums, greatest scores and totals of all rows */
+constexpr int MOST = WARPS * ACROSS > PARTS ? WARPS * ACROSS : PARTS; /* records that are added up */
 
-/* The sum of element `e` over `count` records, relative to the greatest score `best`, and the total of the weights `all`. */
-template <bool GLOBAL> RLX_FN float rlx_merged(const float* records, int count, int e, float& best, float& all) {
+/* Adds up `count` records. `weights` [MOST + 2][ROWS] is shared memory; behind the weights of the records are the greatest score and
+   the total of each row. `each` gets 4 sums, relative to the greatest score, from element `e` on. */
+template <bool GLOBAL, class F> RLX_FN void rlx_add_records(const float* records, int count, float* weights, F each) {
   const auto get = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };
-  const float* const tops = records + ROWS * WIDTH + e / WIDTH;
-  best = NEVER, all = 0;
-  for (int w = 0; w < count; w++) best = rlx_max_f32(best, get(tops + w * RECORD));
-  const float base = best == NEVER ? 0 : best;
-  float sum = 0;
-  #pragma unroll 8
-  for (int w = 0; w < count; w++) {
-    const float keep = exp2f(get(tops + w * RECORD) - base);
-    all = fmaf(get(tops + w * RECORD + ROWS), keep, all), sum = fmaf(get(records + w * RECORD + e), keep, sum);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int r = warp; r < ROWS; r += WARPS) {
+    const float* const tops = records + ROWS * WIDTH + r;
+    float best = NEVER, all = 0;
+    for (int p = lane; p < count; p += 32) best = rlx_max_f32(best, get(tops + p * RECORD));
+    for (int by = 16; by > 0; by /= 2) best = rlx_max_f32(best, rlx_from(best, 32, by));
+    const float base = best == NEVER ? 0 : best;
+    for (int p = lane; p < count; p += 32) {
+      const float keep = exp2f(get(tops + p * RECORD) - base);
+      weights[p * ROWS + r] = keep, all = fmaf(get(tops + p * RECORD + ROWS), keep, all);
+    }
+    for (int by = 16; by > 0; by /= 2) all += rlx_from(all, 32, by);
+    if (lane == 0) weights[MOST * ROWS + r] = best, weights[(MOST + 1) * ROWS + r] = all;
   }
-  return sum;
+  __syncthreads();
+  for (int e = threadIdx.x * 4; e < ROWS * WIDTH; e += THREADS * 4) {
+    float4 sum = {0, 0, 0, 0};
+    #pragma unroll 8
+    for (int p = 0; p < count; p++) {
+      const float4* const at = (const float4*)(records + p * RECORD + e);
+      const float4 x = GLOBAL ? __ldcg(at) : *at;
+      const float keep = weights[p * ROWS + e / WIDTH];
+      sum.x = fmaf(x.x, keep, sum.x), sum.y = fmaf(x.y, keep, sum.y), sum.z = fmaf(x.z, keep, sum.z), sum.w = fmaf(x.w, keep, sum.w);
+    }
+    each(e, sum);
+  }
 }
 
 template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
     const Q* q, const K* k, const K* v, const M* mask, const F& put, int b, int g, int part, rlx_span span, float* shared, float* scratch, unsigned* counters) {
-  constexpr int WARPS = 8, THREADS = WARPS * 32, ACROSS = 32 / LANES, STEP = WARPS * ACROSS * AHEAD;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES * 8;
   const int units = (span.end - span.low + STEP - 1) / STEP, active = units < PARTS ? units : PARTS;
   if (part >= active) return;
   float* const qs = shared; /* [ROWS][LANES * 8] */
   float* const records = qs + ROWS * LANES * 8;
+  float* const weights = records + WARPS * ACROSS * RECORD;
   for (int e = threadIdx.x; e < ROWS * LANES * 8; e += THREADS) {
     const int r = e / (LANES * 8), d = e % (LANES * 8);
     qs[e] = d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d)]) : 0;
@@ -139,20 +157,15 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
     if (at == 0) own[ROWS * WIDTH + r] = top[r], own[ROWS * WIDTH + ROWS + r] = total[r];
   }
   __syncthreads();
+  const auto result = [&](int e, float4 sum) {
+    const float all = weights[(MOST + 1) * ROWS + e / WIDTH], scale = all == 0 ? 0 : 1 / all;
+    const float out[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
+    for (int i = 0; i < 4; i++) put(b, g * GROUP + e / WIDTH / QUERIES, e / WIDTH % QUERIES, e % WIDTH + i, out + i);
+  };
+  if (active == 1) return rlx_add_records<false>(records, WARPS * ACROSS, weights, result);
   float* const mine = scratch + blockIdx.x * RECORD;
-  for (int e = threadIdx.x; e < ROWS * WIDTH; e += THREADS) {
-    const int r = e / WIDTH;
-    float best, all;
-    const float sum = rlx_merged<false>(records, WARPS * ACROSS, e, best, all);
-    if (active == 1) {
-      const float out = all == 0 ? 0 : sum / all;
-      put(b, g * GROUP + r / QUERIES, r % QUERIES, e % WIDTH, &out);
-    } else {
-      mine[e] = sum;
-      if (e % WIDTH == 0) mine[ROWS * WIDTH + r] = best, mine[ROWS * WIDTH + ROWS + r] = all;
-    }
-  }
-  if (active == 1) return;
+  rlx_add_records<false>(records, WARPS * ACROSS, weights, [&](int e, float4 sum) { *(float4*)(mine + e) = sum; });
+  if (threadIdx.x < 2 * ROWS) mine[ROWS * WIDTH + threadIdx.x] = weights[MOST * ROWS + threadIdx.x];
   __shared__ bool last;
   __threadfence();
   __syncthreads();
@@ -163,11 +176,6 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int e = threadIdx.x; e < ROWS * WIDTH; e += THREADS) {
-    float best, all;
-    const float sum = rlx_merged<true>(scratch + blockIdx.x / PARTS * PARTS * RECORD, active, e, best, all);
-    const float out = all == 0 ? 0 : sum / all;
-    put(b, g * GROUP + e / WIDTH / QUERIES, e / WIDTH % QUERIES, e % WIDTH, &out);
-  }
+  rlx_add_records<true>(scratch + blockIdx.x / PARTS * PARTS * RECORD, active, weights, result);
 }
 #endif

@@ -71,11 +71,11 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
         lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
         groups, ahead = FEW_THREADS // lanes, 4 if rows <= 8 else 2
         parts = min(MOST_PARTS, -(-keys // (groups * ahead)), max(1, 2 * multiprocessors // max(1, batch * shared)))
-        record = 4 * rows * (width + 2)
+        record, weights = 16 * -(-rows * (width + 2) // 4), 4 * rows * (max(groups, parts) + 2)
         return AttentionLaunch(
-            kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + groups * record, scratch=record if parts > 1 else 0,
-            counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False, tiles=batch * shared, lanes=lanes, ahead=ahead,
-            parts=parts,
+            kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + groups * record + weights,
+            scratch=record if parts > 1 else 0, counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False,
+            tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts,
         )  # fmt: skip
     same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
     tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
