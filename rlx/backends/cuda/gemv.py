@@ -77,7 +77,8 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
         size //= 2
     points = math.prod(n for _, n in kernel.grid)
     most = max(1, RESIDENT * multiprocessors // points)
-    columns = min(MOST_COLUMNS, -(-c.n // (most * WARPS))) if along else 1
+    rounds = -(-c.n // (most * WARPS * MOST_COLUMNS))
+    columns = -(-c.n // (most * WARPS * rounds)) if along else 1
     chunks = -(-c.k // (32 * size))
     batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 else IN_FLIGHT // 2))
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
