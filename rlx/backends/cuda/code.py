@@ -91,7 +91,9 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
 def text_of(at: Launch, name: str) -> str:
     """The translation unit of one kernel."""
     own = (Path(__file__).parent / "hopper.h").read_text() if isinstance(at, TensorLaunch) else ""
-    return prologue(is_wide(at)) + own + WRITERS[type(at)](at).function(name)
+    text = WRITERS[type(at)](at).function(name)
+    assert "rlx_begin();" in text, "every kernel waits for those in front of it"
+    return prologue(is_wide(at)) + own + text
 
 
 def is_wide(at: Launch) -> bool:
