@@ -168,7 +168,7 @@ class FmaWriter(CudaWriter):
         """The products of a slice, 4 elements of the summed axis at once."""
         size = self.launch.size
         self.line(f"const float* const a = {self.parts('step')}")
-        at_once = 1 if size.down > 8 else 2  # more does not fit into registers, and more code not into the instruction cache
+        at_once = 1 if size.down > 8 else 2  # more spills, and was slower: 0.51 of cuBLAS instead of 0.74 at 4096^3
         with self.scope([f"#pragma unroll {at_once}", f"for (int d = 0; d < {DEPTH}; d += 4) {{"]):
             assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
             self.line(f"float y[{size.across}][4];")
