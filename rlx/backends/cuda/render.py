@@ -273,8 +273,9 @@ class CudaWriter(Writer):
             self.exchanged(s)
 
     def head(self, s: Loop, text: str, size: int = 1) -> list[str]:
-        """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first."""
-        simple = s.reduces and not s.carries and all(isinstance(x, Let | Check) for x in s.body)
+        """A thread that reduces loads several elements, or vectors of `size`, before it waits for the first. Unrolled as a whole,
+        short loops over bytes would keep them in local memory."""
+        simple = (s.reduces or s.carries) and all(isinstance(x, Let | Check) for x in s.body) and not self.kernel.locals
         return [f"#pragma unroll {max(4, UNROLLED // size)}", text] if simple else [text]
 
     def end_iteration(self, s: Loop) -> None:
