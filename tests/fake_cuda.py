@@ -48,6 +48,7 @@ class FakeDriver:
         self.devices, self.free, self.kernels = list(devices), memory, dict[str, Sequence[Kernel]]()
         self.answers: dict[str, Status] = {}
         self.calls: Counter[str] = Counter()
+        self.order: list[tuple[str, Any]] = []  # of events on streams
         self.blocks: dict[int, Any] = {}
         self._queued: list[Callable[[], None]] = []
         self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
@@ -146,13 +147,27 @@ class FakeDriver:
             self._queued.pop(0)()
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
-        return OK, f"stream {self.calls['cuStreamCreate']}"
+        return OK, 6 + self.calls["cuStreamCreate"]
 
-    def cuStreamDestroy(self, stream: str) -> tuple[Any, ...]:
+    def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
         return (OK,)
 
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
         self.run()
+        return (OK,)
+
+    def cuStreamQuery(self, stream: Any) -> tuple[Any, ...]:
+        return (Status.CUDA_ERROR_NOT_READY if self._queued else OK,)
+
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        return OK, "event"
+
+    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
+        self.order.append(("record", stream))
+        return (OK,)
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+        self.order.append(("wait", stream))
         return (OK,)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
@@ -229,7 +244,8 @@ class FakeDriver:
             if not (stay and kept):
                 ctypes.memmove(to, ring + int(turns[0]) % slots * slot + source, nbytes)
         turns[0] += 1
-        words(taken, 1)[0] = turns[0]
+        if turns[0] % (slots // 4) == 1:
+            words(taken, 1)[0] = turns[0]
 
     def rlx_copy(self, to: int, source: int, nbytes: int, halt: int) -> None:
         if not words(halt, 1, np.int32)[0]:

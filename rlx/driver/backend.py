@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
@@ -15,6 +16,7 @@ from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
 from rlx.ir.program import Program, kernel_labels
+from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 
@@ -120,8 +122,18 @@ class Executable(Protocol):
         InputShapeError: the store has a state of another shape; nothing has changed then."""
         ...
 
-    def write(self, buffer: int, array: np.ndarray) -> None:
-        """Copy a C-contiguous host array of the buffer's shape and dtype into it. The array may change once this has returned."""
+    def adopt(self, array: object) -> DeviceArray | None:
+        """An array of another library in this device's memory, for `write` and `prepare`; later commands come after what that
+        library has queued. None: it is none. TransferError: it cannot be used in place."""
+        ...
+
+    def export(self, buffer: int, shape: Shape) -> object | None:
+        """The buffer, as `shape`, for other libraries on this device (DLPack). None: they use `view`."""
+        ...
+
+    def write(self, buffer: int, array: np.ndarray | DeviceArray) -> None:
+        """Copy a C-contiguous host array of the buffer's shape and dtype, or an adopted one, into it. A host array may change
+        once this has returned."""
         ...
 
     def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
@@ -152,8 +164,8 @@ class Executable(Protocol):
 
     def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
         """Run these steps of program.prepare, in this order. `given`: read these param buffers from C-contiguous host arrays (of
-        the buffer's shape and dtype) instead of from the store. `alone`: use only this thread; other threads may run unrelated
-        prepare steps at the same time."""
+        the buffer's shape and dtype) or adopted ones instead of from the store. `alone`: use only this thread; other threads may
+        run unrelated prepare steps at the same time."""
         ...
 
     def run(self) -> Pending | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from rlx.driver.foreign import DeviceArray
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Active
@@ -16,10 +17,15 @@ from rlx.ir.shape import Shape
 T = TypeVar("T")
 
 
-def fits(label: str, array: object, shape: Shape) -> np.ndarray:
-    """`array` as an ndarray of exactly this dtype and these dims. The error says what was expected and what was found."""
+Adopt = Callable[[object], DeviceArray | None]  # Executable.adopt
+
+
+def fits(label: str, array: object, shape: Shape, adopt: Adopt | None = None) -> Any:
+    """`array` as an ndarray, or adopted by the device, of exactly this dtype and these dims. The error says what was expected and
+    what was found."""
     try:
-        found = array if isinstance(array, np.ndarray) else np.asarray(array)
+        found = array if isinstance(array, (np.ndarray, DeviceArray)) else adopt(array) if adopt else None
+        found = np.asarray(array) if found is None else found
     except (ValueError, TypeError, RuntimeError) as e:  # ragged lists; tensors that refuse to be numpy arrays
         raise InputDTypeError(f"{label} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
     if found.dtype != shape.dtype.numpy:
@@ -43,7 +49,9 @@ def each(wanted: str, given: Iterable[T]) -> list[T]:
     return list(given)
 
 
-def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+def by_name(
+    label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None
+) -> list[np.ndarray]:
     """Named arrays in declaration order. All must be given, no others, each with the declared shape and dtype."""
     if not isinstance(given, Mapping):
         raise BindingError(f"{label}s are given by name, {{name: array}}; got {type(given).__name__}")
@@ -52,10 +60,12 @@ def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl]
         raise UnknownNameError(f"no {label} is called {known(unknown)}; there are {known(names)}")
     if missing := [n for n in names if n not in given]:
         raise MissingInputError(f"{label} {known(missing)} missing; given: {known(given)}")
-    return [fits(f"{label} {d.name!r}", given[d.name], d.shape) for d in decls]
+    return [fits(f"{label} {d.name!r}", given[d.name], d.shape, adopt) for d in decls]
 
 
-def by_position(label: str, given: Sequence[object], decls: Sequence[BufferDecl]) -> list[np.ndarray]:
+def by_position(
+    label: str, given: Sequence[object], decls: Sequence[BufferDecl], adopt: Adopt | None = None
+) -> list[np.ndarray]:
     """Arrays given in declaration order, checked as by_name does."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BindingError(f"{label}s by position are a sequence of arrays; got {type(given).__name__}")
@@ -63,7 +73,7 @@ def by_position(label: str, given: Sequence[object], decls: Sequence[BufferDecl]
         wanted = ", ".join(f"{d.name!r} {d.shape}" for d in decls)
         error = MissingInputError if len(given) < len(decls) else BindingError
         raise error(f"{len(decls)} {label}s ({wanted or 'none'}), got {len(given)}")
-    return [fits(f"{label} {d.name!r}", array, d.shape) for array, d in zip(given, decls)]
+    return [fits(f"{label} {d.name!r}", array, d.shape, adopt) for array, d in zip(given, decls)]
 
 
 def filled_rows(array: np.ndarray, actives: Iterable[Active], rows: int) -> np.ndarray:

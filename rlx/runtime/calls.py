@@ -68,9 +68,11 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
     """CompiledGraph.bound."""
     named = isinstance(inputs, Mapping)
     for given in inputs.values() if named else inputs if isinstance(inputs, Sequence) else ():
-        if not isinstance(given, np.ndarray):
+        if not isinstance(given, np.ndarray) and graph._executable.adopt(given) is None:
             raise BindingError(f"bound takes numpy arrays, which each call reads again; got {type(given).__name__}")
-    arrays = by_name("input", inputs, graph._inputs) if named else by_position("input", inputs, graph._inputs)
+    adopt = graph._executable.adopt
+    arrays = by_name("input", inputs, graph._inputs, adopt) if named else by_position("input", inputs, graph._inputs, adopt)
+    given = [inputs[d.name] for d in graph._inputs] if isinstance(inputs, Mapping) else list(inputs)
     for decl, array, apart in zip(graph._inputs, arrays, graph._apart(arrays)):
         if array is not apart:
             raise BindingError(f"the array bound to input {decl.name!r} is in another input's slot, which each call overwrites")
@@ -84,11 +86,11 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
         outputs = tuple(in_place)
 
     def slow() -> tuple[Any, ...]:
-        run_slots(core, arrays)
+        run_slots(core, given)
         return tuple(core.outputs_view()) if outputs is None else outputs
 
     if graph._core is None or outputs is None:
         return slow
     doc = "Run on the bound arrays. Returns the outputs in place."
-    wanted = FastCall("bound", doc, "none", slow, outputs, core._gate, arrays=arrays)
+    wanted = FastCall("bound", doc, "none", slow, outputs, core._gate, arrays=given)
     return core._executable.fast_call(wanted) or slow

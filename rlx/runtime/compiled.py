@@ -18,6 +18,7 @@ import numpy as np
 from rlx.compile.options import CompileOptions
 from rlx.driver.backend import Executable
 from rlx.driver.device import Device
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
@@ -126,7 +127,7 @@ class CompiledGraph:
         with self._beginning:
             given = range(len(self._program.outputs)) if indices is None else indices
             wanted = [self._output_index(i) for i in each("indices are those of outputs, or None for all", given)]
-            arrays = by_name("input", inputs, self._inputs)
+            arrays = by_name("input", inputs, self._inputs, self._executable.adopt)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -164,13 +165,15 @@ class CompiledGraph:
         at, ours = 0, False
         try:  # no context manager, for the reason given in _ready
             if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(self._fast):
-                inputs = by_position("input", inputs, self._inputs)
+                inputs = by_position("input", inputs, self._inputs, self._executable.adopt)
             for view, dtype, shape, memory in self._fast:
                 array = inputs[at]
                 if array is not view:
                     same = type(array) is np.ndarray and (array.dtype is dtype or array.dtype == dtype) and array.shape == shape
                     if not same:
-                        fits(f"input {self._inputs[at].name!r}", array, self._inputs[at].shape)
+                        inputs = by_position("input", inputs, self._inputs, self._executable.adopt)
+                        ours = True
+                        break
                     else:
                         ours = ours or array.base is memory
                 at += 1
@@ -279,7 +282,7 @@ class CompiledGraph:
         first run. If a run fails all the same, this raises as sync_pending does and returns no results."""
         with self._beginning:
             given = each("run_pipelined takes a sequence of {name: array}, one for each run", input_sets)
-            sets = [by_name("input", inputs, self._inputs) for inputs in given]
+            sets = [by_name("input", inputs, self._inputs, self._executable.adopt) for inputs in given]
         outputs, results = [o.buffer for o in self._program.outputs], []
         self._drain()  # earlier queued runs do not belong to this call
         for arrays in sets:
@@ -313,7 +316,9 @@ class CompiledGraph:
         decl = self._handles.get(named("handle", name))
         if decl is None:
             return False
-        value = np.ascontiguousarray(fits(f"handle {name!r}", array, decl.shape)).reshape(decl.shape.static)
+        value = fits(f"handle {name!r}", array, decl.shape, self._executable.adopt)
+        if isinstance(value, np.ndarray):
+            value = np.ascontiguousarray(value).reshape(decl.shape.static)
         self._drain()  # queued runs use the old state
         with self._lock, self._gate:
             self._executable.write(decl.id, value)
@@ -352,7 +357,7 @@ class CompiledGraph:
         """Run once, then copy that output to `handle` on the device. Returns the output too."""
         with self._beginning:
             feed = self._feed_of(handle, output_index)
-            arrays = by_name("input", inputs, self._inputs)
+            arrays = by_name("input", inputs, self._inputs, self._executable.adopt)
         self._drain()
         with self._lock, self._gate:
             self._run(arrays)
@@ -473,7 +478,7 @@ class CompiledGraph:
     def _given(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The inputs of a run, in order."""
         with self._beginning:
-            return by_name("input", inputs, self._inputs)
+            return by_name("input", inputs, self._inputs, self._executable.adopt)
 
     def _run(self, arrays: list[np.ndarray]) -> None:
         self._ready()
@@ -502,7 +507,8 @@ class CompiledGraph:
     def _copy_in(self, arrays: Sequence[np.ndarray]) -> None:
         for decl, view, array in zip(self._inputs, self._input_views, self._apart(arrays)):
             if view is None:
-                self._executable.write(decl.id, array if array.flags.c_contiguous else array.copy())
+                whole = isinstance(array, DeviceArray) or array.flags.c_contiguous
+                self._executable.write(decl.id, array if whole else array.copy())
             elif array is not view:
                 np.copyto(view, array)
 

@@ -20,14 +20,19 @@ class OutputView:
         self._shape = owner._program.outputs[index].shape
         self._copied = -1, np.empty(0)  # generation, and a copy where the host does not see the device's memory
 
-    def numpy(self) -> np.ndarray:
-        """The output's memory, valid until the next run. Where the host does not see it: a copy, made when first asked for."""
+    def _check(self) -> None:
+        """StaleViewError, in debug mode: another run has started."""
         generation = self._owner._gate.generation
         if self._owner.options.debug and self._generation != generation:
             raise StaleViewError(
                 f"output {self._index} was viewed after run {self._generation}, and run {generation} has "
                 "overwritten it; take a copy, or a new outputs_view()"
             )
+
+    def numpy(self) -> np.ndarray:
+        """The output's memory, valid until the next run. Where the host does not see it: a copy, made when first asked for."""
+        self._check()
+        generation = self._owner._gate.generation
         array = self._owner._output_views[self._index]
         if array is None:
             if self._copied[0] != generation:
@@ -56,11 +61,22 @@ class OutputView:
     def __len__(self) -> int:
         return len(self.numpy())
 
+    def _shared(self) -> Any:
+        """The output where it lies, for other libraries."""
+        owner = self._owner
+        self._check()
+        there = owner._executable.export(owner._program.outputs[self._index].buffer, self._shape)
+        return self.numpy() if there is None else there
+
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.numpy().__dlpack__(**kwargs)
+        return self._shared().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self.numpy().__dlpack_device__()
+        return self._shared().__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._shared().__cuda_array_interface__  # AttributeError: the output is not on such a device
 
     def __repr__(self) -> str:
         return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from rlx.driver import files
 from rlx.driver.backend import Executable
+from rlx.driver.foreign import DeviceArray
 from rlx.errors import MissingParamError, UnknownNameError, known
 from rlx.host.gate import Gate
 from rlx.ir.program import BufferDecl, Program, Region
@@ -63,10 +65,12 @@ class Weights:
             raise UnknownNameError(f"no param is called {name!r}; there are {known(self.decls)}")
         return self.decls[name]
 
-    def _checked(self, name: str, array: object) -> np.ndarray:
+    def _checked(self, name: str, array: object) -> Any:
         """The array, checked and C-contiguous."""
         decl = self.decl(name)
-        found = fits(f"param {name!r}", array, decl.shape)
+        found = fits(f"param {name!r}", array, decl.shape, self.executable.adopt)
+        if isinstance(found, DeviceArray):
+            return found
         files.check(found)
         return np.asarray(found if found.flags.c_contiguous else files.in_memory(found))
 
@@ -76,7 +80,8 @@ class Weights:
             if name in self.kept:
                 self.executable.write(self.decls[name].id, values[name])
             else:
-                given[self.decls[name].id] = files.in_memory(values[name])
+                value = values[name]
+                given[self.decls[name].id] = value if isinstance(value, DeviceArray) else files.in_memory(value)
         if steps:
             self.executable.prepare(steps, given, alone)
 

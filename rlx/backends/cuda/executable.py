@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from rlx.backends.cuda.arrays import Export, adopt
 from rlx.backends.cuda.calls import fast_call
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, bytes_of
 from rlx.driver.params import ParamStore
@@ -29,6 +31,7 @@ from rlx.errors import IndexRangeError, PlanError
 from rlx.host.gate import FastCall
 from rlx.ir import kernel as kernel_ir
 from rlx.ir.program import Program, Region, Step, kernel_labels
+from rlx.ir.shape import Shape
 
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
@@ -85,7 +88,7 @@ class CudaExecutable(Transacted):
         self._scratch = memory.allocate(max((c.scratch * c.blocks for c in artifact.codes), default=0))
         self._counters = memory.allocate(4 * max((c.counters for c in artifact.codes), default=0))  # zero between kernels
         self._statuses = memory.allocate(16 * (len(self.checks) + 1))  # of `checks`; the last one is of prepare
-        self._guarded, self._kept = guarded(program, self.decls)
+        self._guarded, self.kept = guarded(program, self.decls)
         for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
         self._watch()
@@ -137,14 +140,23 @@ class CudaExecutable(Transacted):
     def _made_ring(self) -> Ring:
         fed, room = [], FED
         for id in self.program.inputs:
-            if id != self.program.extent and (id in self._kept or self.decls[id].nbytes <= room):
+            if id != self.program.extent and (id in self.kept or self.decls[id].nbytes <= room):
                 fed.append(self.decls[id])
                 room -= self.decls[id].nbytes
-        return Ring(self, fed, self._kept)
+        return Ring(self, fed, self.kept)
 
-    def write(self, buffer: int, array: np.ndarray) -> None:
+    def adopt(self, array: object) -> DeviceArray | None:
+        return adopt(self.gpu, array)
+
+    def export(self, buffer: int, shape: Shape) -> Export:
+        return Export(self.gpu, DeviceArray(self.address(buffer), shape.static, shape.dtype.numpy, self.block(buffer)))
+
+    def write(self, buffer: int, array: np.ndarray | DeviceArray) -> None:
         check_fits(self.decls[buffer], array)
-        if buffer in self.ring.inputs:
+        if isinstance(array, DeviceArray):
+            self.ring.written.discard(buffer)
+            self._move(self.address(buffer), array.address, array.nbytes)
+        elif buffer in self.ring.inputs:
             self.ring.write(buffer, array)
         else:
             self.device_memory.copy_in(self.block(buffer), bytes_of(array))
@@ -159,10 +171,13 @@ class CudaExecutable(Transacted):
             self.ring.flush(self)
 
     def copy(self, goal: int, source: int) -> None:
-        to, nbytes = self.block(goal), self.block(goal).nbytes
+        self._move(self.address(goal), self.address(source), self.block(goal).nbytes)
+
+    def _move(self, to: int, source: int, nbytes: int) -> None:
+        """Copy on the device. Cancelled behind a run that fails."""
         blocks = min(-(-nbytes // COPY_BYTES), COPY_BLOCKS)
         if blocks:
-            self.support("rlx_copy", blocks, [to.address, self.address(source), nbytes, self.watch.halt])
+            self.support("rlx_copy", blocks, [to, source, nbytes, self.watch.halt])
 
     @property
     def _ahead(self) -> Block:
@@ -171,15 +186,21 @@ class CudaExecutable(Transacted):
 
     # -- running
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray] | None = None, alone: bool = False) -> None:
+    def prepare(
+        self, steps: Sequence[int], given: Mapping[int, np.ndarray | DeviceArray] | None = None, alone: bool = False
+    ) -> None:
         held: dict[int, Block] = {}
+        there: dict[int, int] = {}
         for buffer, array in (given or {}).items():
             check_fits(self.decls[buffer], array)
+            if isinstance(array, DeviceArray):
+                there[buffer] = array.address
+                continue
             held[buffer] = self.device_memory.allocate(array.nbytes)
             self.device_memory.copy_in(held[buffer], bytes_of(np.ascontiguousarray(array)))
         checked = False
         for i in steps:
-            code, addresses = self.artifact.coded["prepare"][i], {buffer: block.address for buffer, block in held.items()}
+            code, addresses = self.artifact.coded["prepare"][i], there | {buffer: block.address for buffer, block in held.items()}
             self.launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
             checked |= "status" in code.more[0]
         if checked:
@@ -211,8 +232,11 @@ class CudaExecutable(Transacted):
         """Queue a run on the inputs in the ring's current slot. Its number in the Watch; None: it cannot fail."""
         if not self.ring.inputs:
             return self._whole.queue()
-        self.ring.turn += 1
-        self.ring.written.clear()
+        ring = self._ring
+        assert ring is not None
+        ring.turn += 1
+        if ring.written:
+            ring.written.clear()
         return self._fed.queue()
 
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
@@ -229,7 +253,10 @@ class CudaExecutable(Transacted):
 
     @cached_property
     def _whole(self) -> Replay:
-        return Replay(self, [*self.step_launches, *self.commit_launches])
+        return Replay(self, self.run_launches())
+
+    def run_launches(self) -> list[Launch]:
+        return [*self.step_launches, *self.commit_launches]
 
     @cached_property
     def _fed(self) -> Replay:

@@ -20,6 +20,7 @@ from rlx.driver.handles import HandleStore
 from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
+EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
 FATAL = frozenset({
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "MISALIGNED_ADDRESS", "HARDWARE_STACK_ERROR",
     "ILLEGAL_INSTRUCTION", "INVALID_PC", "INVALID_ADDRESS_SPACE", "DEVICE_UNAVAILABLE", "CONTEXT_IS_DESTROYED", "UNKNOWN",
@@ -88,6 +89,10 @@ class Gpu:
         self._lock, self._recording = threading.Lock(), threading.local()
         self._context: Any = None
         self._stream: Any = None
+        self._event: Any = None
+        self._held: list[object] = []
+        self._several = count() > 1
+        self._thread = 0  # where the context was last made current for a graph
         self.allocated = {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     @property
@@ -133,13 +138,36 @@ class Gpu:
 
     def replay(self, graph: Any) -> None:
         """Queue an instantiated graph. Some CUDA call of this Gpu came before."""
-        self._set_current(self._context)
+        if self._several or threading.get_ident() != self._thread:
+            self._set_current(self._context)
+            self._thread = threading.get_ident()
         found = self._launch_graph(graph, self._stream)
         if found[0]:
             check(found, "replaying a run")
 
     def wait(self) -> None:
         check(self.driver.cuStreamSynchronize(self.use()), f"waiting for cuda:{self.index}")
+        self._held.clear()
+
+    def hold(self, owner: object) -> None:
+        """Keep memory of another library alive while what is queued from now on may read it."""
+        if int(self.driver.cuStreamQuery(self.use())[0]) == 0:
+            self._held.clear()
+        self._held.append(owner)
+
+    def after(self, stream: int) -> None:
+        """What is queued from now on comes after what is queued on a stream of another library."""
+        self._order(stream, self.use())
+
+    def before(self, stream: int) -> None:
+        """What a stream of another library does from now on comes after what is queued here."""
+        self._order(self.use(), stream)
+
+    def _order(self, first: Any, then: Any) -> None:
+        if self._event is None:
+            self._event = check(self.driver.cuEventCreate(EVENT_WITHOUT_TIME), "making an event")
+        check(self.driver.cuEventRecord(self._event, first), "ordering streams")
+        check(self.driver.cuStreamWaitEvent(then, self._event, 0), "ordering streams")
 
     # -- memory
 

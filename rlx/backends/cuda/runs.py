@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Gpu
 from rlx.driver.exchange import Exchanges
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.params import ParamStore
@@ -19,7 +21,8 @@ from rlx.ir.program import BufferDecl, Program, Step
 
 Numbered = Sequence[tuple[int | None, Step]]  # steps of one launch, with their numbers; None: of the commit
 Launch = tuple[CudaCode, Numbered]
-SLOTS = 16  # runs whose inputs may wait in a ring
+NOWHERE: Mapping[int, int] = MappingProxyType({})
+SLOTS = 64  # runs whose inputs may wait in a ring: a power of two
 FED = 64 << 10  # bytes of inputs that a kernel reads from pinned memory; larger ones are copied by the copy engine
 REMEMBERED = 16  # failures of a store, for runs that were cancelled by them and are waited for later
 FAILED, STATUS, CODE, ENDED = range(4)  # words of Watch.report
@@ -37,17 +40,20 @@ class Owner(Protocol):
     gpu: Gpu
     watch: Watch
     checks: dict[int, int]
+    kept: set[int]
     done: int
 
     @property
     def ring(self) -> Ring: ...
     def block(self, buffer: int) -> Block: ...
     def address(self, buffer: int) -> int: ...
-    def write(self, buffer: int, array: np.ndarray) -> None: ...
+    def write(self, buffer: int, array: np.ndarray | DeviceArray) -> None: ...
+    def adopt(self, array: object) -> DeviceArray | None: ...
+    def run_launches(self) -> list[Launch]: ...
     def start(self) -> int | None: ...
     def settle(self, watch: Watch, number: int) -> None: ...
     def undo(self, failed: int) -> None: ...
-    def launch(self, code: CudaCode, steps: Numbered, *, early: bool) -> None: ...
+    def launch(self, code: CudaCode, steps: Numbered, *, given: Mapping[int, int], early: bool) -> None: ...
     def support(self, name: str, blocks: int, arguments: Sequence[int], threads: int = 256, early: bool = False) -> None: ...
     def end_arguments(self) -> list[int]: ...
 
@@ -140,6 +146,7 @@ class Ring:
         """The arrays of the current slot. Waits until the run that used it has read it."""
         if self.turn - int(self._taken[0]) >= SLOTS:
             self._gpu.wait()
+            self._taken[0] = self.turn
         return self.slots[self.turn % SLOTS]
 
     def write(self, buffer: int, array: np.ndarray) -> None:
@@ -150,16 +157,16 @@ class Ring:
         """Copy inputs that were written without a run to the arena now."""
         slot = self.room()
         for buffer in sorted(self.written):
-            owner.device_memory.copy_in(owner.block(buffer), bytes_of(slot[self.inputs[buffer]]))
+            owner.device_memory.copy_in(owner.block(buffer), bytes_of(slot[self.inputs[buffer]].copy()))  # pageable: read at once
         self.written.clear()
 
 
 class Replay:
     """Launches as one CUDA graph, made at the first run. `fed`: the graph begins with the kernel that takes the inputs from the
-    ring."""
+    ring. `given`: addresses of arguments that are not in their own memory."""
 
-    def __init__(self, owner: Owner, launches: Sequence[Launch], fed: bool = False) -> None:
-        self.owner, self.launches, self.fed = owner, list(launches), fed
+    def __init__(self, owner: Owner, launches: Sequence[Launch], fed: bool = False, given: Mapping[int, int] = NOWHERE) -> None:
+        self.owner, self.launches, self.fed, self._given = owner, list(launches), fed, given
         self.first = (self.launches[0][1][0][0] or 0) if launches else 0
         self._graph: Any = None
         self._watched = False  # known with the graph
@@ -193,7 +200,7 @@ class Replay:
         if self.fed:
             own.support("rlx_feed", 1, own.ring.arguments)
         for n, (code, steps) in enumerate(self.launches):
-            own.launch(code, steps, early=n > 0 or self.fed)
+            own.launch(code, steps, given=self._given, early=n > 0 or self.fed)
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
 

@@ -22,6 +22,10 @@ extern "C" __global__ void rlx_end(rlx_watch* watch, rlx_status* status, int64_t
 }
 
 RLX_FN void rlx_move(unsigned char* to, const unsigned char* from, int64_t nbytes, int64_t first, int64_t step) {
+  if (((uint64_t)from | (uint64_t)to) % 16) { /* an array of another library */
+    for (int64_t i = first; i < nbytes; i += step) to[i] = ((const volatile unsigned char*)from)[i];
+    return;
+  }
   for (int64_t i = first * 16; i + 16 <= nbytes; i += step * 16) {
     uint32_t a, b, c, d;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(from + i));
@@ -33,17 +37,24 @@ RLX_FN void rlx_move(unsigned char* to, const unsigned char* from, int64_t nbyte
 /* One input: where it goes, its place in a slot of the ring, and whether it stays where a run has failed. */
 struct rlx_part { unsigned char* to; int64_t from, nbytes, kept; };
 
-/* Copies the inputs of this run from the ring's next slot. One block. */
+/* Copies the inputs of this run from the ring's next slot, and tells the host now and then. One block; `slots` is a power of two. */
 extern "C" __global__ void rlx_feed(
     const rlx_part* parts, int64_t count, int64_t* turn, const unsigned char* ring, int64_t slot, int64_t slots,
     volatile int64_t* taken, const int* halt) {
-  const unsigned char* from = ring + *turn % slots * slot;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const int64_t now = *turn;
+  const unsigned char* from = ring + (now & (slots - 1)) * slot;
   const int stay = *halt;
   for (int64_t p = 0; p < count; p++) {
     if (!(stay && parts[p].kept)) rlx_move(parts[p].to, from + parts[p].from, parts[p].nbytes, threadIdx.x, blockDim.x);
   }
   __syncthreads();
-  if (threadIdx.x == 0) *taken = ++*turn;
+  if (threadIdx.x == 0) {
+    *turn = now + 1;
+    if ((now & (slots / 4 - 1)) == 0) *taken = now + 1;
+  }
 }
 
 extern "C" __global__ void rlx_copy(unsigned char* to, const unsigned char* from, int64_t nbytes, const int* halt) {

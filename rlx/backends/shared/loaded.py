@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rlx.driver.arena import Arena
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleEntry, HandleStore
 from rlx.driver.memory import ALIGNMENT, Block, Memory, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.errors import InputShapeError, PlanError
 from rlx.ir.program import BufferDecl, Program, Region
+from rlx.ir.shape import Shape
 
 POISON = 0xCB  # byte that fills memory whose contents are undefined
 IN_ARENA = (Region.ARENA, Region.INPUT, Region.OUTPUT)
@@ -83,6 +85,13 @@ class Loaded:
         found.flags.writeable = decl.region is not Region.CONSTANT
         return found
 
+    def adopt(self, array: object) -> DeviceArray | None:
+        """None: the memory of this device is that of the host, or no other library knows it."""
+        return None
+
+    def export(self, buffer: int, shape: Shape) -> object | None:
+        return None
+
     def write(self, buffer: int, array: np.ndarray) -> None:
         """Copy an array of the buffer's shape and dtype into it. InputShapeError: the shape or dtype differs."""
         check_fits(self.decls[buffer], array)
@@ -140,7 +149,7 @@ def constants_of(program: Program, memory: Memory) -> dict[int, Block]:
     return held
 
 
-def check_fits(decl: BufferDecl, array: np.ndarray) -> None:
+def check_fits(decl: BufferDecl, array: np.ndarray | DeviceArray) -> None:
     """InputShapeError unless the array has the buffer's shape and dtype."""
     if array.shape != decl.shape.static or array.dtype != decl.shape.dtype.numpy:
         raise InputShapeError(f"{decl.name!r} is {decl.shape}, got an array {array.dtype}[{','.join(map(str, array.shape))}]")
