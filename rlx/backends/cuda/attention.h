@@ -96,30 +96,33 @@ template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
   float* const qs = shared; /* [ROWS][LANES * 8] */
   float* const records = qs + ROWS * LANES * 8;
   float* const weights = records + WARPS * ACROSS * RECORD;
-  for (int e = threadIdx.x; e < ROWS * LANES * 8; e += THREADS) {
-    const int r = e / (LANES * 8), d = e % (LANES * 8);
-    qs[e] = d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d)]) : 0;
-  }
-  __syncthreads();
   float top[ROWS], total[ROWS], sums[ROWS][8];
   #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     top[r] = NEVER, total[r] = 0;
     for (int c = 0; c < 8; c++) sums[r][c] = 0;
   }
+  K keys[AHEAD][8], values[AHEAD][8];
+  const int own_key = span.low + warp * ACROSS + lane / LANES;
+  const auto fetch = [&](int unit) {
+    #pragma unroll
+    for (int u = 0; u < 2 * AHEAD; u++) {
+      const int n = own_key + unit * STEP + u % AHEAD * WARPS * ACROSS, there = n < span.end ? n : span.end - 1;
+      if (u < AHEAD)
+        rlx_fetch<8>(keys[u], k + K_AT(b, g, there, SIZE == LANES * 8 || at < SIZE ? at : 0));
+      else
+        rlx_fetch<8>(values[u - AHEAD], v + V_AT(b, g, there, WIDTH == LANES * 8 || at < WIDTH ? at : 0));
+    }
+  };
+  fetch(part);
+  for (int e = threadIdx.x; e < ROWS * LANES * 8; e += THREADS) {
+    const int r = e / (LANES * 8), d = e % (LANES * 8);
+    qs[e] = d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d)]) : 0;
+  }
+  __syncthreads();
   for (int unit = part; unit < units; unit += active) {
-    const int first = span.low + unit * STEP + warp * ACROSS + lane / LANES;
-    K keys[AHEAD][8], values[AHEAD][8];
-    #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      const int n = first + u * WARPS * ACROSS < span.end ? first + u * WARPS * ACROSS : span.end - 1;
-      rlx_fetch<8>(keys[u], k + K_AT(b, g, n, SIZE == LANES * 8 || at < SIZE ? at : 0));
-    }
-    #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      const int n = first + u * WARPS * ACROSS < span.end ? first + u * WARPS * ACROSS : span.end - 1;
-      rlx_fetch<8>(values[u], v + V_AT(b, g, n, WIDTH == LANES * 8 || at < WIDTH ? at : 0));
-    }
+    const int first = own_key + unit * STEP;
+    if (unit != part) fetch(unit);
     #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       float x[8], s[AHEAD], best = top[r];

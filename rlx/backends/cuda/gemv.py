@@ -10,7 +10,7 @@ warps share the summed axis. Sums are in a fixed order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -165,16 +165,30 @@ class GemvWriter(CudaWriter):
             else:
                 index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
                 body, value = (), k.cast(Load(c.a.buffer, index), f32)
-            name = self.name(column, "i")
-            with self.scope([f"for (rlx_index {name} = me; {name} < {c.k}; {name} += {THREADS}) {{"]), self.alone():
-                self.own.append(value)
-                (text,) = self.block(body, [value])
-                self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = {text};")
+            self.own.append(value)
+            self.stage_row(body, value, column)
             if self.launch.pitch > c.k:
                 name = self.fresh("i")
                 with self.scope([f"for (int {name} = {c.k} + me; {name} < {self.launch.pitch}; {name} += {THREADS}) {{"]):
                     self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = 0;")
             self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *body)
+
+    def stage_row(self, body: Sequence[Stmt], value: Expr, column: Var) -> None:
+        """Elements of row r, as many adjacent ones by a thread as lets all threads work and their loads start together."""
+        c, pitch = self.launch.contract, self.launch.pitch
+        name, size = self.name(column, "i"), 1
+        if c.k % (4 * THREADS) == 0 and pitch % 4 == 0:
+            size = 4
+        loop = f"for (int {name}_0 = me * {size}; {name}_0 < {c.k}; {name}_0 += {size * THREADS}) {{"
+        with self.scope(["#pragma unroll 8", loop]), self.alone():
+            if size == 1:
+                self.names[column] = f"{name}_0"
+                (text,) = self.block(body, [value])
+                self.line(f"rows[r * {pitch} + {self.at(f'{name}_0')}] = {text};")
+            else:
+                self.line("float staged[4];")
+                self.in_vectors(body, [value], column, 4, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
+                self.line(f"rlx_put<4>(rows + r * {pitch} + {self.at(f'{name}_0')}, staged);")
 
     def address(self, o: Operand, row: str, column: str) -> str:
         """The address of an element of the right operand."""

@@ -14,8 +14,8 @@ from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import WARP, Launch
 from rlx.ir.program import Program
 
-MOST = 8  # kernels of a stage
-AHEAD = 16  # steps that a kernel may move forward
+ARGUMENTS = 500  # of a launch: 4 KB
+AHEAD = 96  # steps that a kernel may move forward
 SMALL = 64  # blocks of a kernel
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
 ROUNDS = 4  # of the cluster in a stage, at most
@@ -78,11 +78,18 @@ def grouped(program: Program, small: Sequence[Launch | None], clusters: bool) ->
     """The launches of a run. `small[n]`: the launch of step n, if it may be in a group."""
     out: list[list[Sequence[int]]] = []
     for stage in _stages(program, small):
-        if clusters and out and len(out[-1]) < STAGES and _follows([small[n] for n in out[-1][-1]], [small[n] for n in stage]):
+        before = out[-1] if out else []
+        fits = len(before) < STAGES and sum(_arguments(program, x) for x in [*before, stage]) <= ARGUMENTS
+        if clusters and before and fits and _follows(*([small[n] for n in x] for x in (before[-1], stage))):
             out[-1].append(stage)
         else:
             out.append([stage])
     return out
+
+
+def _arguments(program: Program, steps: Iterable[int]) -> int:
+    """At most so many arguments: the buffers, scratch, status, halt."""
+    return sum(len(program.steps[n].args) + 3 for n in steps)
 
 
 def _follows(*stages: Sequence[Launch | None]) -> bool:
@@ -107,7 +114,8 @@ def _stages(program: Program, small: Sequence[Launch | None]) -> Iterator[tuple[
                 if program.steps[n].kernel.collective:
                     break
                 uses, writes = access[n]
-                if small[n] and len(group) < MOST and writes.isdisjoint(touched) and uses.isdisjoint(written):
+                fits = _arguments(program, [*group, n]) <= ARGUMENTS
+                if small[n] and fits and writes.isdisjoint(touched) and uses.isdisjoint(written):
                     group.append(n)
                 touched |= uses
                 written |= writes
