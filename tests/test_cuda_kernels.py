@@ -88,6 +88,19 @@ def test_only_strides_of_whole_chunks_are_copied_asynchronously():
     assert sources(64, 64, 63) == (Source(True, True), Source(False, False))
 
 
+@pytest.mark.parametrize(("arch", "most"), [("sm_80", 163 << 10), ("sm_89", 99 << 10)])
+def test_blocks_fit_into_the_shared_memory_of_their_architecture(arch, most):
+    g = rlx.Graph("both")
+    q = g.input("q", (1, 8, 200, 128), "f32")
+    wide = [g.input(f"w{n}", (1, 2, 24, 256), "bf16") for n in range(3)]
+    x, w = g.input("x", (8, 4096), "f32"), g.param("w", (512, 4096), "i8")
+    weights = rlx.dequantize(g.param("p", (512, 4096 // 32 * 34), "u8"), format="q8_0", columns=4096)
+    g.set_outputs([rlx.attention(q, q, q), rlx.attention(*wide), x @ weights.T, x @ rlx.cast(w, "f32").T])
+    kernels = {s.kernel for steps in lower(g, target(arch), rlx.CompileOptions()).phases.values() for s in steps}
+    held = [launch_of(kernel, arch).shared for kernel in kernels]
+    assert max(held) <= most and max(launch_of(kernel, "sm_90a").shared for kernel in kernels) > most
+
+
 def test_other_products_keep_their_kernels():
     assert type(launch_of(product("sm_90a", 64, 64, 64), "sm_90a")) is TensorLaunch
     assert type(launch_of(product("sm_80", 64, 64, 64, "f32"), "sm_80")) is FmaLaunch

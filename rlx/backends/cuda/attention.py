@@ -61,7 +61,8 @@ def native_of(kernel: Kernel) -> Native | None:
     return found if found is not None and found.op == "attention" else None
 
 
-def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
+def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) -> AttentionLaunch:
+    """`most`: bytes of shared memory of a block."""
     native = native_of(kernel)
     assert native is not None
     q, k, v = native.inputs[:3]
@@ -81,15 +82,22 @@ def launch(kernel: Kernel, multiprocessors: int = 132) -> AttentionLaunch:
     tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
     if tensor:
         tall = 64 if rows > 32 else 32 if rows > 16 else 16
-        across = 64 // tall
-        block = 32 if max(size, width) > 128 and across < 4 else 64
-        nbytes = max(4 * block * (size + width + 16), 4 * across * tall * (2 + width))
+        while (nbytes := tensor_bytes(size, width, tall)) > most and tall < 64:
+            tall *= 2
         return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tiles=-(-rows // tall) * batch * shared)
     tall, block = plain_shape(max(size, width), rows)
     pitch, columns = -(-size // 4) * 4 + 4, -(-width // 64) * 64 if width > 32 else 32 if width > 16 else 16
-    nbytes = 4 * ((tall + block) * pitch + block * columns + tall * (block + 4))
+    while (nbytes := 4 * ((tall + block) * pitch + block * columns + tall * (block + 4))) > most and tall > 16:
+        tall //= 2
     tiles = -(-rows // tall) * batch * shared
     return AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
+
+
+def tensor_bytes(size: int, width: int, tall: int) -> int:
+    """Of the blocks of keys and values, and of the sums that warps exchange at the end."""
+    across = 64 // tall
+    block = 32 if max(size, width) > 128 and across < 4 else 64
+    return max(4 * block * (size + width + 16), 4 * across * tall * (2 + width))
 
 
 def plain_shape(size: int, rows: int) -> tuple[int, int]:

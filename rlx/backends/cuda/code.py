@@ -76,10 +76,16 @@ class CudaCode:
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
+SMALL, MIDDLE, LARGEST = 99 << 10, 163 << 10, 227 << 10
+SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: SMALL}  # of a block, by compute capability
+
+
 def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
+    capability = int(arch[3:].rstrip("af"))
+    most = SHARED_BYTES.get(capability, LARGEST)
     if attention.native_of(kernel):
-        return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel)
-    if found := few_rows(kernel) or of_blocks(kernel, clusters=int(arch[3:].rstrip("af")) >= 90):
+        return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel, most=most)
+    if found := few_rows(kernel, most=most) or of_blocks(kernel, clusters=capability >= 90, most=most):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found

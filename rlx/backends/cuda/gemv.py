@@ -58,8 +58,8 @@ class GemvLaunch(Launch):
         return self.kernel.buffers.index(self.contract.b.buffer) if self.along else None
 
 
-def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
-    """The launch of a contraction with few rows; None: it is none."""
+def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES) -> GemvLaunch | None:
+    """The launch of a contraction with few rows; None: it is none. `most`: bytes of shared memory of a block."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or c.m > MOST_ROWS or c.acc.dtype != f32 or not isinstance(c.b, Operand) or 0 in (c.m, c.n, c.k):
         return None
@@ -76,18 +76,18 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132) -> GemvLaunch | None:
     while size > 1 and (extent % size or stride % size or not _multiple(c.b.offset, kernel, size)):
         size //= 2
     points = math.prod(n for _, n in kernel.grid)
-    most = max(1, RESIDENT * multiprocessors // points)
-    rounds = -(-c.n // (most * WARPS * MOST_COLUMNS))
-    columns = -(-c.n // (most * WARPS * rounds)) if along else 1
+    blocks = max(1, RESIDENT * multiprocessors // points)
+    rounds = -(-c.n // (blocks * WARPS * MOST_COLUMNS))
+    columns = -(-c.n // (blocks * WARPS * rounds)) if along else 1
     chunks = -(-c.k // (32 * size))
     batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 else IN_FLIGHT // 2))
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
     found = GemvLaunch(
-        kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, most) if along else tiles, columns=columns,
+        kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, blocks) if along else tiles, columns=columns,
         ahead=-(-chunks // batches), batches=batches,
     )  # fmt: skip
     held = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in kernel.locals) + 4 * c.m * found.pitch
-    return replace(found, shared=held) if held <= SHARED_BYTES else None
+    return replace(found, shared=held) if held <= min(most, SHARED_BYTES) else None
 
 
 def _multiple(offset: Expr, kernel: Kernel, size: int) -> bool:

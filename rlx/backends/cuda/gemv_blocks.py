@@ -92,8 +92,9 @@ class BlocksLaunch(Launch):
         return -(-self.panels // self.each) * (own + PANEL_TURNS)
 
 
-def of_blocks(kernel: Kernel, multiprocessors: int = 132, clusters: bool = True) -> BlocksLaunch | None:
-    """The launch of a product with quantised weights; None: it is none. `clusters`: the GPU has clusters of blocks."""
+def of_blocks(kernel: Kernel, multiprocessors: int = 132, clusters: bool = True, most: int = SHARED_BYTES) -> BlocksLaunch | None:
+    """The launch of a product with quantised weights; None: it is none. `clusters`: the GPU has clusters of blocks. `most`: bytes
+    of shared memory of a block."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or not isinstance(c.b, Operand) or not c.b.blocks or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
         return None
@@ -103,7 +104,7 @@ def of_blocks(kernel: Kernel, multiprocessors: int = 132, clusters: bool = True)
     while rows:
         for resident in (2, 1):
             found = [_shared_out(kernel, rows, *how, resident * multiprocessors) for how in product(CLUSTERS, AT_ONCE)]
-            fits = [x for x in found if x and x.bytes * resident <= SHARED_BYTES and (clusters or x.parts == 1)]
+            fits = [x for x in found if x and x.bytes * resident <= min(most, SHARED_BYTES) and (clusters or x.parts == 1)]
             if fits and (resident == 1 or fits[0].tiles == 1):
                 best = min(fits, key=lambda x: x.cost)
                 return replace(best, shared=best.bytes, resident=resident)
