@@ -20,6 +20,7 @@ from rlx.backends import available
 from rlx.backends.cuda import backend
 from rlx.backends.cuda.backend import memory_of
 from rlx.backends.cuda.dlpack import from_capsule, to_capsule
+from rlx.cli import show
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.stream import Pending
 from rlx.errors import (
@@ -372,6 +373,13 @@ def test_a_driver_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) 
     driver.answers["cuInit"] = Status.CUDA_ERROR_NO_DEVICE
     with installed(driver, monkeypatch), pytest.raises(DeviceUnavailableError, match="NO_DEVICE"):
         rlx.Session("cuda")
+
+
+def test_the_list_of_devices_names_the_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with installed(FakeDriver(devices=(90, 75), memory=80 << 30), monkeypatch):
+        show.devices()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Fake GPU, 80 GiB" in text and "capability 9.0" in text and "7.5" in text
 
 
 def test_several_gpus_have_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

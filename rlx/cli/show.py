@@ -59,11 +59,14 @@ def account(seconds: dict[str, float]) -> None:
 
 def devices() -> None:
     """Every device, with the reason if it is not usable here."""
-    from rlx.backends import available
+    from rlx.backends import available, get
 
     table = Table("device", "usable here")
     for name, reason in available().items():
-        table.add_row(name, "yes" if reason is None else _plain(f"no: {reason}"))
+        kind, _, index = name.partition(":")
+        title = getattr(get(kind), "title", None) if reason is None else None
+        yes = f"yes: {title(int(index))}" if title else "yes"
+        table.add_row(name, _plain(yes if reason is None else f"no: {reason}"))
     _out.print(table)
 
 

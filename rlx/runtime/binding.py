@@ -49,9 +49,7 @@ def each(wanted: str, given: Iterable[T]) -> list[T]:
     return list(given)
 
 
-def by_name(
-    label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None
-) -> list[np.ndarray]:
+def by_name(label: str, given: Mapping[str, object], decls: Sequence[BufferDecl], adopt: Adopt | None = None) -> list[Any]:
     """Named arrays in declaration order. All must be given, no others, each with the declared shape and dtype."""
     if not isinstance(given, Mapping):
         raise BindingError(f"{label}s are given by name, {{name: array}}; got {type(given).__name__}")
@@ -63,9 +61,7 @@ def by_name(
     return [fits(f"{label} {d.name!r}", given[d.name], d.shape, adopt) for d in decls]
 
 
-def by_position(
-    label: str, given: Sequence[object], decls: Sequence[BufferDecl], adopt: Adopt | None = None
-) -> list[np.ndarray]:
+def by_position(label: str, given: Sequence[object], decls: Sequence[BufferDecl], adopt: Adopt | None = None) -> list[Any]:
     """Arrays given in declaration order, checked as by_name does."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BindingError(f"{label}s by position are a sequence of arrays; got {type(given).__name__}")

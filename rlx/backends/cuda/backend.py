@@ -47,6 +47,10 @@ class CudaBackend:
         found = gpu(index)
         return target(found.arch, found.facts["multiprocessors"])
 
+    def title(self, index: int) -> str:
+        """The GPU in words, for `rlx devices`."""
+        return gpu(index).title
+
     def process_bytes(self) -> int:
         return 0
 

@@ -102,6 +102,13 @@ class Gpu:
         return None
 
     @property
+    def title(self) -> str:
+        """Its name, memory and compute capability."""
+        name = check(self.driver.cuDeviceGetName(128, self.device), "asking a GPU").split(b"\0")[0].decode()
+        room = int(check(self.driver.cuDeviceTotalMem(self.device), "asking a GPU"))
+        return f"{name}, {room / (1 << 30):.0f} GiB, compute capability {self.capability / 10}"
+
+    @property
     def arch(self) -> str:
         return f"sm_{self.capability}" + "a" * (self.capability >= 90)
 
