@@ -13,6 +13,7 @@ from rlx.backends.cuda.blocks import Turn, of_lane
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.shared.packed import PANEL, STEP, panel
 from rlx.compile import lower
 from rlx.ir.blocks import FORMATS
@@ -55,6 +56,25 @@ def test_a_long_sum_is_shared_by_the_blocks_of_a_cluster():
     assert isinstance(at, BlocksLaunch) and at.parts > 1 and at.parts * at.turns * STEP >= 14336
     text = text_of(at, "kernel")
     assert f"__cluster_dims__({at.parts})" in text and cubin(text, "sm_90a")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_many_rows_decode_in_the_copying_warps(form):
+    dtype, step = {"q8_0": ("f16", 32), "q4_0": ("bf16", 32)}.get(form, ("f32", 256))
+    (kernel,) = kernels(product(form, 200, 1000, 3 * step, dtype))
+    at = launch_of(kernel)
+    assert type(at) is TensorLaunch
+    text = text_of(at, "kernel")
+    assert f"rlx_decode_turn<{str(dtype == 'f16').lower()}>" in text and cubin(text, "sm_90a")
+
+
+def test_exact_products_and_older_gpus_keep_f32():
+    (exact,) = kernels(product("q8_0", 200, 1000, 512, exact=True))
+    at = launch_of(exact)
+    assert isinstance(at, BlocksLaunch) and at.passes > 1
+    (plain,) = kernels(product("q8_0", 200, 1000, 512))
+    old = launch_of(plain, "sm_80")
+    assert isinstance(old, BlocksLaunch) and old.parts == 1 and cubin(text_of(old, "kernel"), "sm_80")
 
 
 def test_weights_are_packed_ahead_of_runs():
@@ -115,6 +135,15 @@ def test_few_rows_of_every_format(form):
     check(form, 3, 1003, 1024, "bf16", norm=True)
     check(form, 8, 33, 4096, "f16")
     check(form, 40, 65, 512, "f32", exact=True)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMATS)
+def test_many_rows_of_every_format(form):
+    step = FORMATS[form].block
+    check(form, 130, 1003, 3 * step, "bf16", norm=True)
+    check(form, 300, 257, 1024, "f16", tolerance=2e-3)
+    check(form, 64, 4100, 512, "f32", tolerance=6e-3)  # both operands are rounded to bf16
 
 
 @on_gpu

@@ -67,10 +67,10 @@ template <int TILES> RLX_FN void rlx_scale(float (&sum)[2][TILES][4], const floa
 
 /* sum += the products of a turn. x_at: the lane's columns of the other operand, as bf16; at: bytes to this turn. */
 template <int TILES> RLX_FN void rlx_multiply_turn(
-  const rlx_turn& turn, int t, const unsigned char* const (&x_at)[TILES], int at, float (&sum)[2][TILES][4]
+  const rlx_turn& turn, const rlx_numbers& by, int t, const unsigned char* const (&x_at)[TILES], int at, float (&sum)[2][TILES][4]
 ) {
   float scale[RLX_GROUPS][4], least[4], total[TILES][4] = {}, parts[2][TILES][4] = {};
-  rlx_factors(turn, scale, least);
+  rlx_factors(turn, by, scale, least);
   rlx_half<0, TILES>(turn, t, x_at, at, parts, total);
   if constexpr (RLX_GROUPS == 2) {
     float more[2][TILES][4] = {};
@@ -100,7 +100,7 @@ template <bool F16> RLX_FN uint32_t rlx_near_pair(float low, float high) {
    n ^ (r % 8). `chunk`: where the turn begins. */
 template <bool F16> RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines, int chunk) {
   float scale[RLX_GROUPS][4], least[4];
-  rlx_factors(turn, scale, least);
+  rlx_factors(turn, rlx_wide_numbers(turn), scale, least);
   #pragma unroll
   for (int row = 0; row < 4; row++) {
     const int t = lane % 4, line = lane / 4 * 4 + row;

@@ -84,8 +84,8 @@ class Turn:
         return before + self.functions() + after.partition("\n")[2]
 
     def functions(self) -> str:
-        """rlx_turn: the bytes of a lane. rlx_load_turn: turn `turn` of a block of a panel. rlx_word: four integers of a row.
-        rlx_factors: scales and mins of the lane's rows."""
+        """rlx_turn: the bytes of a lane. rlx_load_numbers, rlx_load_turn: those of turn `turn` of a block of a panel. rlx_word:
+        four integers of a row. rlx_wide_numbers: the block's f16 numbers. rlx_factors: scales and mins of the lane's rows."""
         p, f = self.panel, self.panel.packed
         count, each = len(f.numbers), p.each(f.scales)
         smalls = each + p.each(f.mins)
@@ -93,16 +93,17 @@ class Turn:
             f"constexpr int RLX_BITS = {self.bits}, RLX_ZERO = {f.zero}, RLX_GROUPS = {self.groups};",
             f"constexpr bool RLX_MINS = {str(f.mins is not None).lower()};",
             f"struct rlx_turn {{ uint32_t q[{len(self.loads)}][4]; uint2 number[{count}]; uint32_t small[{max(1, smalls)}]; }};",
-            "RLX_FN rlx_turn rlx_load_turn(const unsigned char* block, int turn, int lane) {",
-            "  const int g = lane / 4, t = lane % 4;",
+            "RLX_FN void rlx_load_numbers(rlx_turn& a, const unsigned char* block, unsigned lane) {",
+            *(f"  rlx_load_halves(a.number[{n}], block + {at} + lane / 4 * 8);" for n, at in enumerate(f.numbers)),
+            "}",
+            "RLX_FN void rlx_load_turn(rlx_turn& a, const unsigned char* block, unsigned turn, unsigned lane) {",
+            "  const unsigned g = lane / 4, t = lane % 4;",
             f"  const unsigned char* const at = block + {p.turns_at} + turn * {p.turn_bytes};",
-            "  rlx_turn a;",
         ]
         for n, (_, dwords) in enumerate(self.loads):
             lines.append(f"  rlx_load_dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
-        lines += [f"  rlx_load_halves(a.number[{n}], block + {at} + g * 8);" for n, at in enumerate(f.numbers)]
         lines += [f"  rlx_load_bytes(a.small[{n}], at + {n * PANEL} + g * 4);" for n in range(smalls)]
-        lines += ["  return a;", "}"]
+        lines += ["}"]
         for half in HALVES:
             lines += [f"RLX_FN uint32_t rlx_word{half}(const rlx_turn& a, int row, int t) {{ return {self.word(half)}; }}"]
         lines += [
@@ -110,15 +111,20 @@ class Turn:
             "  return HALF ? rlx_word1(a, row, t) : rlx_word0(a, row, t);",
             "}",
             f"RLX_FN int rlx_run(int half, int t) {{ return half ? {of_lane(self.runs(1))} : {of_lane(self.runs(0))}; }}",
-            f"RLX_FN void rlx_factors(const rlx_turn& a, float (&scale)[{self.groups}][4], float (&least)[4]) {{",
-            f"  float number[{count}][4];",
-            f"  for (int n = 0; n < {count}; n++) rlx_wide_4(number[n], a.number[n]);",
+            f"struct rlx_numbers {{ float of[{count}][4]; }};",
+            "RLX_FN rlx_numbers rlx_wide_numbers(const rlx_turn& a) {",
+            "  rlx_numbers b;",
+            f"  for (int n = 0; n < {count}; n++) rlx_wide_4(b.of[n], a.number[n]);",
+            "  return b;",
+            "}",
+            "RLX_FN void rlx_factors(",
+            f"  const rlx_turn& a, const rlx_numbers& by, float (&scale)[{self.groups}][4], float (&least)[4]) {{",
             "  #pragma unroll",
             "  for (int row = 0; row < 4; row++) {",
         ]
         for n in range(self.groups):
-            lines.append(f"    scale[{n}][row] = {self.small(f.scales, n, 'number[0]') if f.scales else 'number[0][row]'};")
-        lines += [f"    least[row] = {self.small(f.mins, each, 'number[1]') if f.mins else '0.0f'};", "  }", "}", ""]
+            lines.append(f"    scale[{n}][row] = {self.small(f.scales, n, 'by.of[0]') if f.scales else 'by.of[0][row]'};")
+        lines += [f"    least[row] = {self.small(f.mins, each, 'by.of[1]') if f.mins else '0.0f'};", "  }", "}", ""]
         return "\n".join(lines)
 
 

@@ -85,11 +85,12 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     most = SHARED_BYTES.get(capability, LARGEST)
     if attention.native_of(kernel):
         return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel, most=most)
-    if found := few_rows(kernel, most=most) or of_blocks(kernel, clusters=capability >= 90, most=most):
+    blocks = of_blocks(kernel, clusters=capability >= 90, most=most)
+    if found := few_rows(kernel, most=most) or (blocks if blocks and blocks.passes == 1 else None):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    if found := on_warps(kernel) or by_fma(kernel):
+    if found := blocks or on_warps(kernel) or by_fma(kernel):
         return found
     return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 

@@ -73,7 +73,7 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTE
     item = c.b.dtype.itemsize
     stride, extent = (c.b.col_stride, c.k) if along else (c.b.row_stride, c.n)
     size = BYTES // item if along else max(1, 4 // item)
-    while size > 1 and (extent % size or stride % size or not _multiple(c.b.offset, kernel, size)):
+    while size > 1 and (extent % size or stride % size or not multiple(c.b.offset, kernel, size)):
         size //= 2
     points = math.prod(n for _, n in kernel.grid)
     blocks = max(1, RESIDENT * multiprocessors // points)
@@ -90,7 +90,7 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTE
     return replace(found, shared=held) if held <= min(most, SHARED_BYTES) else None
 
 
-def _multiple(offset: Expr, kernel: Kernel, size: int) -> bool:
+def multiple(offset: Expr, kernel: Kernel, size: int) -> bool:
     """True if the offset is a multiple of `size` elements at every grid point, and affine."""
     steps = [coefficient(offset, v) for v, _ in kernel.grid]
     if any(s is None or s % size for s in steps):
@@ -297,4 +297,4 @@ class GemvWriter(CudaWriter):
         self.block(c.epilogue)
 
 
-__all__ = ["GemvLaunch", "GemvWriter", "few_rows"]
+__all__ = ["GemvLaunch", "GemvWriter", "few_rows", "multiple"]

@@ -168,9 +168,12 @@ class BlocksWriter(CudaWriter):
         start = f"{self.names[self.weights.buffer]} + {self.made(self.weights.offset)}"
         self.line(f"const unsigned char* const weights = {start};")
         self.line(f"rlx_turn held[{at.at_once}];")
-        self.line("const auto fetch = [&](int v, int panel, int u) {")
-        block = f"weights + ((size_t)panel * {turns // inner} + (u + v) / {inner}) * {f.nbytes}"
-        self.line(f"  held[v] = rlx_load_turn({block}, (u + v) % {inner}, lane);")
+        self.line("const auto fetch = [&](int v, unsigned panel, unsigned u) {")
+        many = max(1, at.at_once // inner)  # blocks of the turns in flight
+        block = f"weights + ((size_t)panel * {turns // inner} + u / {inner} + v / {at.at_once // many}) * {f.nbytes}"
+        self.line(f"  const unsigned char* const block = {block};")
+        self.line(f"  if (v % {at.at_once // many} == 0) rlx_load_numbers(held[v], block, lane);")
+        self.line(f"  rlx_load_turn(held[v], block, u % {inner} + v % {at.at_once // many}, lane);")
         self.line("};")
         self.line("const auto start = [&]() {")
         self.line("  #pragma unroll")
@@ -247,12 +250,14 @@ class BlocksWriter(CudaWriter):
         at, step = self.launch, self.launch.at_once
         self.line(f"float sum[2][{at.tiles}][4] = {{}};")
         with self.scope(["#pragma unroll 1", f"for (int u = own; u < last; u += {WARPS * step}) {{"]):
+            self.line("rlx_numbers numbers;")
             self.line(f"const bool more = u + {WARPS * step} < last;")
             self.line(f"const int next = more ? u + {WARPS * step} : own, at = more ? panel : panel + {at.each};")
             with self.scope(["#pragma unroll", f"for (int v = 0; v < {step}; v++) {{"]):
                 self.line("const rlx_turn turn = held[v];")
+                self.line(f"if (v % {min(step, self.turn.panel.packed.block // STEP)} == 0) numbers = rlx_wide_numbers(turn);")
                 self.line(f"if (at < {at.panels}) fetch(v, at, next);")
-                self.line(f"rlx_multiply_turn(turn, t, x_at, (u - first + v) * {2 * STEP}, sum);")
+                self.line(f"rlx_multiply_turn(turn, numbers, t, x_at, (u - first + v) * {2 * STEP}, sum);")
 
     # -- sums of warps and blocks
 
@@ -290,10 +295,12 @@ class BlocksWriter(CudaWriter):
             self.names[c.acc] = "result"
             self.block(c.epilogue)
 
+    @property
+    def attributes(self) -> str:  # type: ignore[override]
+        return f"__cluster_dims__({self.launch.parts}) " if self.launch.parts > 1 else ""
+
     def function(self, name: str, member: bool = False) -> str:
-        text, at = super().function(name, member), self.launch
-        text = text.replace("__launch_bounds__", f"__cluster_dims__({at.parts}) __launch_bounds__", 1) if at.parts > 1 else text
-        return self.turn.header() + text
+        return self.turn.header() + super().function(name, member)
 
 
 __all__ = ["BlocksLaunch", "BlocksWriter", "of_blocks"]

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from rlx.backends.cuda.blocks import turn_of
+from rlx.backends.cuda.gemv import multiple
 from rlx.backends.cuda.schedule import Launch, TensorMap
-from rlx.ir.dtype import f32
+from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Const, Contract, Expr, Kernel, Operand, Var, coefficient
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
@@ -87,7 +89,7 @@ class Tiling:
 
 def depth(c: Contract) -> int:
     """Elements of the summed axis in a stage."""
-    return LINE // c.a.dtype.itemsize
+    return LINE // as_dtype(kind(c)[0]).itemsize
 
 
 TILINGS = tuple(
@@ -144,7 +146,7 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or kind(c) not in KINDS:
         return None
-    if c.a.panel or c.a.blocks or c.b.panel or c.b.blocks:
+    if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
         return None
     if any(x.var is not c.i for x in kernel.limits):
         return None
@@ -159,7 +161,20 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
 
 
 def kind(c: Contract) -> tuple[str, str, str]:
-    return c.a.dtype.name, c.b.dtype.name, c.acc.dtype.name
+    """Dtypes of the operands of the product, and of its sums. Decoded weights have that of the left operand, f32 becomes bf16."""
+    a = "bf16" if blocks_of(c) and c.a.dtype == f32 else c.a.dtype.name
+    return a, a if blocks_of(c) else c.b.dtype.name, c.acc.dtype.name
+
+
+def blocks_of(c: Contract) -> str:
+    """The format of the right operand, if its elements are decoded from quantised blocks."""
+    return c.b.blocks if isinstance(c.b, Operand) else ""
+
+
+def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
+    """Whether a product with quantised weights is one of narrow floats: both operands are rounded to them."""
+    wide = a.dtype == f32 and a.row_stride % 4 == 0 and multiple(a.offset, kernel, 4)
+    return not b.exact and a.col_stride == 1 and turn_of(b.blocks).exact and (wide or a.dtype != f32)
 
 
 def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
@@ -184,6 +199,8 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
 
 def _side(kernel: Kernel, o: Operand, size: int, depth: int, stride: int, step: int, tile: int) -> Side:
     """`size` rows (or columns) `stride` elements apart, of `depth` elements `step` apart."""
+    if o.blocks or o.dtype == f32:
+        return Side(True)
     along = step == 1 and depth > 1
     axes = [(v, n, coefficient(o.offset, v)) for v, n in kernel.grid]
     if (not along and stride != 1) or any(c is None for _, _, c in axes):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, kind
+from rlx.backends.cuda.tensor_blocks import PackedCopies
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Stmt, Var, const, k
@@ -14,7 +14,7 @@ SLAB = 64 * LINE  # bytes of 64 rows (or columns) of a stage
 AT_ONCE = 16  # lines that a warp loads at once
 
 
-class TensorWriter(CudaWriter):
+class TensorWriter(PackedCopies):
     launch: TensorLaunch
     occupancy = ", 1"
 
@@ -116,6 +116,8 @@ class TensorWriter(CudaWriter):
     def copies(self, c: Contract) -> None:
         at, t = self.launch, self.launch.tiling
         self.place(c)
+        if self.turn:
+            self.ahead(c, "begin")
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
@@ -128,7 +130,11 @@ class TensorWriter(CudaWriter):
                         self.bulk_copies(side, name, first, size, start)
             if copied < t.stage:
                 for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
-                    if side.tensor is None:
+                    if side.tensor is None and self.turn and o is c.b:
+                        self.decoded(c, start)
+                    elif side.tensor is None and o.dtype == f32:
+                        self.rounded(c)
+                    elif side.tensor is None:
                         self.loads(side, o, c, first, size, start)  # type: ignore[arg-type]
                 self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
@@ -266,7 +272,8 @@ class TensorWriter(CudaWriter):
 
     def function(self, name: str) -> str:
         at = self.launch
-        return product_function(at.tiling.columns, at.sides, KINDS[kind(at.contract)]) + super().function(name)
+        own = self.turn.header() if self.turn else ""
+        return own + product_function(at.tiling.columns, at.sides, KINDS[kind(at.contract)]) + super().function(name)
 
 
 def product_function(columns: int, sides: Sequence[Side], kind: str) -> str:
