@@ -51,6 +51,8 @@ class FakeDriver:
         self.order: list[tuple[str, Any]] = []  # of events on streams
         self.blocks: dict[int, Any] = {}
         self._queued: list[Callable[[], None]] = []
+        self._given: list[int] = []  # memory to free behind the queue
+        self._running = False
         self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
 
     def __getattribute__(self, name: str) -> Any:
@@ -104,8 +106,9 @@ class FakeDriver:
         return OK, address
 
     def _give(self, address: int) -> tuple[Any, ...]:
+        """Freed behind the commands that are queued; by the garbage collector perhaps in the middle of one of them."""
+        self._given.append(address)
         self.run()
-        self.free += self.blocks.pop(address)[1]
         return (OK,)
 
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
@@ -143,8 +146,16 @@ class FakeDriver:
         return (OK,)
 
     def run(self) -> None:
-        while self._queued:
-            self._queued.pop(0)()
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queued:
+                self._queued.pop(0)()
+        finally:
+            self._running = False
+        while self._given:
+            self.free += self.blocks.pop(self._given.pop())[1]
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
         return OK, 6 + self.calls["cuStreamCreate"]

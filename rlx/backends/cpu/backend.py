@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlx.backends.cpu.target import host_target
+from rlx.backends.shared.codes import KEPT, whole
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 LLVM_LOADED = 38 << 20  # resident bytes of LLVM's library once it is loaded
 FIRST_COMPILE = 44 << 20  # bytes a process grows by when it compiles a network: LLVM's library and heap, and graphs
 WAITING_NS = 1 << 40  # assumed time of a step that waits for other ranks, so that no run with one counts as short
-KEPT = 256  # kernels whose code stays cached in this process: compiling a graph for other sizes reuses many of them
 
 
 class CpuBackend:
@@ -166,13 +166,6 @@ def with_natives(target: Target) -> Target:
     packs, computes = {"dequant_matmul": _Kernels("quant", "packs")}, partial(_Kernels("computed", "computes"), target)
     follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul"})
     return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=followed, follows=follows)
-
-
-def whole(numbers: Sequence[Any]) -> list[int]:
-    """Check numbers read from a file. ValueError: one is not an integer, or is negative."""
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
-    return list(numbers)
 
 
 _MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops

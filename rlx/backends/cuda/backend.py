@@ -10,12 +10,12 @@ from functools import cache, partial
 from typing import Any
 
 from rlx.backends.cuda import attention, splits
-from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support, whole
+from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
 from rlx.backends.shared import packed
-from rlx.backends.shared.codes import Codes
+from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport

@@ -27,6 +27,7 @@ from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
 from rlx.backends.cuda.warps import WarpLaunch, WarpWriter, on_warps
+from rlx.backends.shared.codes import whole
 from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
@@ -172,13 +173,6 @@ def compiler_version() -> str:
         with suppress(PackageNotFoundError):
             return f"{package} {version(package)}"
     return "NVRTC of unknown version"
-
-
-def whole(numbers: Sequence[Any]) -> list[int]:
-    """Numbers read from a file. ValueError: one is not an integer, or is negative."""
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
-    return list(numbers)
 
 
 @cache

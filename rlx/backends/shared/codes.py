@@ -37,3 +37,10 @@ class Codes(Generic[Code]):
             while len(self._codes) > self._kept:
                 self._codes.popitem(last=False)
         return found
+
+
+def whole(numbers: Sequence[Any]) -> list[int]:
+    """Check numbers read from a file. ValueError: one is not an integer, or is negative."""
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
+    return list(numbers)
