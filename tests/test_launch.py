@@ -34,8 +34,8 @@ def asleep():
 
 
 if case == "variables":
-    print(*(os.environ[name] for name in ("RLX_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RLX_THREADS")))
-    print(sys.argv[3:])
+    names = ("RLX_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RLX_THREADS")
+    os.write(1, f"{' '.join(os.environ[name] for name in names)}\\n{sys.argv[3:]}\\n".encode())  # one write: ranks share the pipe
 if case == "connect":
     for heap_size in (100, 200):
         t = connect(heap_size)

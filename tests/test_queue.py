@@ -55,9 +55,9 @@ def test_the_callers_python_goes_on_while_a_run_is_under_way():
     compiled.run({"x": np.zeros((512, 512), F)})
     between = 0
     for value in range(1, 201):  # on a busy machine the caller may come late to most runs
-        last = np.array(late[-1, -1])
-        compiled.commit_no_wait({"x": np.full((512, 512), value / 512, F)})
-        while early[0] != F(value / 512) + 1:
+        last, level = np.array(late[-1, -1]), F((1 + value / 1000) / 512)
+        compiled.commit_no_wait({"x": np.full((512, 512), level, F)})
+        while early[0] != level + F(1):
             pass
         between += late[-1, -1] == last and not compiled.handles.queue.last.done()
         compiled.sync_pending()

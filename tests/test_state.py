@@ -9,6 +9,7 @@ from devices import DEVICES
 import rlx
 from rlx.backends import get
 from rlx.compile import lower
+from rlx.compile.compilation import Compilation
 from rlx.compile.state import state as state_pass
 from rlx.errors import CompileError, IndexRangeError, NumericsError
 from rlx.ir.building import Update
@@ -193,7 +194,7 @@ def test_of_two_updates_that_wait_for_each_other_one_is_a_copy(session: rlx.Sess
 
 
 def with_updates() -> rlx.Graph:
-    return state_pass(cache(), get("ref").target(), rlx.CompileOptions())
+    return state_pass(cache(), Compilation(get("ref").target(), rlx.CompileOptions()))
 
 
 def test_updates_are_printed_parsed_and_evaluated() -> None:
@@ -221,7 +222,7 @@ def test_the_verifier_names_a_wrong_update() -> None:
     g.updates *= 2
     assert "updated twice" in "; ".join(faults(g))
     g = crossed()
-    one = state_pass(g, get("ref").target(), rlx.CompileOptions())
+    one = state_pass(g, Compilation(get("ref").target(), rlx.CompileOptions()))
     a, b = g.handles
     (rows, at) = next(v.node.inputs[1:] for h, v in g.assigns if h is b)
     saved = rlx.take_rows(b, at, count=1)
