@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Tiled
 from rlx.ir.dtype import index_
 from rlx.ir.kernel import Contract, Kernel, Load, Operand, Stmt, Var, const, k
 
@@ -18,27 +18,10 @@ DEPTH = 16  # products per element between barriers
 
 
 @dataclass(frozen=True)
-class Tile(Launch):
-    """A block of SIDE x SIDE threads computes `rows` x `columns` elements of one point of the grid."""
-
-    rows: int = 64
-    columns: int = 64
+class Tile(Tiled):
+    """A block has SIDE x SIDE threads."""
 
     SIDE: ClassVar[int] = 16
-
-    @property
-    def contract(self) -> Contract:
-        (found,) = self.kernel.body
-        assert isinstance(found, Contract)
-        return found
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return -(-self.contract.m // self.rows), -(-self.contract.n // self.columns)
-
-    @property
-    def blocks(self) -> int:
-        return self.points * math.prod(self.tiles)
 
 
 def has_tiles(kernel: Kernel) -> bool:
@@ -63,10 +46,7 @@ class TileWriter(CudaWriter):
     def coordinates(self) -> Iterator[str]:
         rows, columns = self.launch.tiles
         yield "rlx_index point = blockIdx.x;"
-        axes = [(self.name(var, "g"), extent) for var, extent in self.kernel.grid]
-        for name, extent in reversed([*axes, ("tile_m", rows), ("tile_n", columns)]):
-            yield f"const rlx_index {name} = point % {extent};"
-            yield f"point /= {extent};"
+        yield from self.divided(("tile_m", rows), ("tile_n", columns))
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, Contract):

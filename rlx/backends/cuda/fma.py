@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import WARP, Launch
+from rlx.backends.cuda.schedule import WARP, Tiled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt, Var, const, k
@@ -49,22 +49,8 @@ SIZES = tuple(Size(*s) for s in ((128, 128, 16, 8), (128, 64, 16, 8), (64, 64, 8
 
 
 @dataclass(frozen=True)
-class FmaLaunch(Launch):
+class FmaLaunch(Tiled):
     size: Size = SIZES[0]
-
-    @property
-    def contract(self) -> Contract:
-        (found,) = self.kernel.body
-        assert isinstance(found, Contract)
-        return found
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return -(-self.contract.m // self.size.rows), -(-self.contract.n // self.size.columns)
-
-    @property
-    def blocks(self) -> int:
-        return self.points * math.prod(self.tiles)
 
 
 def by_fma(kernel: Kernel, multiprocessors: int = 132, size: Size | None = None) -> FmaLaunch | None:
@@ -79,7 +65,8 @@ def by_fma(kernel: Kernel, multiprocessors: int = 132, size: Size | None = None)
     sizes = [s for s in SIZES if along or s.down <= 8]  # more rows spill where an operand's columns are read one by one
     chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors))
     shared = STAGES * DEPTH * (chosen.rows + chosen.columns + 2 * PAD) * 4
-    return FmaLaunch(kernel, chosen.threads, chosen.threads, shared, size=chosen)
+    threads = chosen.threads
+    return FmaLaunch(kernel, threads, threads, shared, rows=chosen.rows, columns=chosen.columns, size=chosen)
 
 
 class FmaWriter(CudaWriter):
@@ -89,10 +76,7 @@ class FmaWriter(CudaWriter):
     def coordinates(self) -> Iterator[str]:
         rows, columns = self.launch.tiles
         yield "rlx_index point = blockIdx.x;"
-        axes = [(self.name(var, "g"), extent) for var, extent in self.kernel.grid]
-        for name, extent in reversed([*axes, ("tile_n", columns), ("tile_m", rows)]):
-            yield f"const rlx_index {name} = point % {extent};"
-            yield f"point /= {extent};"
+        yield from self.divided(("tile_n", columns), ("tile_m", rows))
 
     def statement(self, s: Stmt) -> None:
         if isinstance(s, Contract):

@@ -163,11 +163,11 @@ class Gpu:
         self._held.append(owner)
 
     def after(self, stream: int) -> None:
-        """What is queued from now on comes after what is queued on a stream of another library."""
+        """Later commands wait for the commands that are queued on a stream of another library."""
         self._order(stream, self.use())
 
     def before(self, stream: int) -> None:
-        """What a stream of another library does from now on comes after what is queued here."""
+        """Later commands of another library's stream wait for the commands that are queued here."""
         self._order(self.use(), stream)
 
     def _order(self, first: Any, then: Any) -> None:

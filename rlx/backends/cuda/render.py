@@ -139,6 +139,13 @@ class CudaWriter(Writer):
             if left > 1:
                 yield f"point /= {count};"
 
+    def divided(self, *tiles: tuple[str, int]) -> Iterator[str]:
+        """Divide `point` into the coordinates of the grid and of `tiles` (name, count), the last one fastest."""
+        axes = [(self.name(var, "g"), extent) for var, extent in self.kernel.grid]
+        for name, extent in reversed([*axes, *tiles]):
+            yield f"const rlx_index {name} = point % {extent};"
+            yield f"point /= {extent};"
+
     def declare_locals(self) -> None:
         at, offset = self.launch, 0
         if self.kernel.locals and at.shared:
@@ -334,7 +341,7 @@ class CudaWriter(Writer):
             body()
 
     def partial(self, r: Reduce, count: int) -> Partial:
-        """What a thread keeps while it reduces `count` values."""
+        """The running result that a thread keeps while it reduces `count` values."""
         dtype, name = r.value.dtype.compute, self.fresh("p")
         if r.op in EXTREMES:
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"

@@ -16,7 +16,7 @@ from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Check, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
+from rlx.ir.kernel import Check, Contract, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -74,6 +74,28 @@ class Launch:
     def maps(self) -> tuple[TensorMap, ...]:
         """Tensors that the kernel copies in bulk: their descriptors are its first arguments."""
         return ()
+
+
+@dataclass(frozen=True)
+class Tiled(Launch):
+    """A contraction: a block computes a tile of `rows` x `columns` elements of one point of the grid."""
+
+    rows: int = 64
+    columns: int = 64
+
+    @property
+    def contract(self) -> Contract:
+        (found,) = self.kernel.body
+        assert isinstance(found, Contract)
+        return found
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return -(-self.contract.m // self.rows), -(-self.contract.n // self.columns)
+
+    @property
+    def blocks(self) -> int:
+        return self.points * math.prod(self.tiles)
 
 
 def launch(kernel: Kernel) -> Launch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Tiled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt, Var, const, k
@@ -44,26 +44,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class WarpLaunch(Launch):
-    """A block for each tile of `rows` x `columns` elements of each point of the grid."""
-
-    rows: int = 128
-    columns: int = 128
+class WarpLaunch(Tiled):
     sources: tuple[Source, ...] = ()
-
-    @property
-    def contract(self) -> Contract:
-        (found,) = self.kernel.body
-        assert isinstance(found, Contract)
-        return found
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return -(-self.contract.m // self.rows), -(-self.contract.n // self.columns)
-
-    @property
-    def blocks(self) -> int:
-        return self.points * math.prod(self.tiles)
 
 
 def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS) -> WarpLaunch | None:
@@ -107,10 +89,7 @@ class WarpWriter(CudaWriter):
         yield f"const int flat = blockIdx.x % {rows * columns}, band = flat / {L2_ROWS * columns} * {L2_ROWS};"
         yield f"const int high = {rows} - band < {L2_ROWS} ? {rows} - band : {L2_ROWS}, rest = flat - band * {columns};"
         yield f"const int row0 = (band + rest % high) * {self.launch.rows}, column0 = rest / high * {self.launch.columns};"
-        for var, extent in reversed(self.kernel.grid):
-            name = self.name(var, "g")
-            yield f"const rlx_index {name} = point % {extent};"
-            yield f"point /= {extent};"
+        yield from self.divided()
 
     def statement(self, s: Stmt) -> None:
         if not isinstance(s, Contract):
