@@ -16,14 +16,14 @@ Call = Callable[[], object]
 
 def interleaved(calls: Mapping[str, Call], rounds: int = 7, seconds: float = 0.01) -> dict[str, float]:
     """Median seconds per call of each, by wall clock with one wait at the end. The calls alternate in every round."""
-    wait, repeats = gpu(0).wait, {}
+    repeats: dict[str, int] = {}
     for name, call in calls.items():
         for _ in range(3):
             call()
-        _wait_all(wait)
+        wait_all()
         start = time.perf_counter()
         call()
-        _wait_all(wait)
+        wait_all()
         repeats[name] = max(2, min(1000, int(seconds / max(time.perf_counter() - start, 1e-6))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -31,15 +31,15 @@ def interleaved(calls: Mapping[str, Call], rounds: int = 7, seconds: float = 0.0
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 call()
-            _wait_all(wait)
+            wait_all()
             times[name].append((time.perf_counter() - start) / repeats[name])
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def _wait_all(wait: Call) -> None:
+def wait_all() -> None:
     import torch
 
-    wait()
+    gpu(0).wait()
     torch.cuda.synchronize()
 
 
@@ -79,4 +79,4 @@ def header() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
-__all__ = ["header", "interleaved", "kernel_times", "replay"]
+__all__ = ["header", "interleaved", "kernel_times", "replay", "wait_all"]
