@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ class Names:
 
 
 class FakeDriver:
-    """`devices`: compute capability of each GPU. `memory`: bytes of a GPU. `kernels`: by name. `calls`: number by function."""
+    """`devices`: compute capability of each GPU. `memory`: bytes of a GPU. `kernels`: by name. `calls`: number by function.
+    `grants`: how many allocations succeed from now on; None: all that there is room for."""
 
     CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
     CUdevice_attribute = CUfunction_attribute = CUstreamCaptureMode = Names()
@@ -50,9 +52,11 @@ class FakeDriver:
         self.calls: Counter[str] = Counter()
         self.order: list[tuple[str, Any]] = []  # of events on streams
         self.blocks: dict[int, Any] = {}
+        self.grants: int | None = None
         self._queued: list[Callable[[], None]] = []
         self._given: list[int] = []  # memory to free behind the queue
         self._running = False
+        self._lock = threading.RLock()
         self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
 
     def __getattribute__(self, name: str) -> Any:
@@ -61,9 +65,10 @@ class FakeDriver:
             return found
 
         def call(*given: Any) -> tuple[Any, ...]:
-            self.calls[name] += 1
-            status: Any = self.answers.get(name, OK)
-            return found(*given) if status == OK else (status,)  # type: ignore[reportReturnType]
+            with self._lock:
+                self.calls[name] += 1
+                status: Any = self.answers.get(name, OK)
+                return found(*given) if status == OK else (status,)  # type: ignore[reportReturnType]
 
         return call
 
@@ -97,8 +102,9 @@ class FakeDriver:
     # -- memory
 
     def _take(self, nbytes: int) -> tuple[Any, ...]:
-        if nbytes > self.free:
+        if nbytes > self.free or self.grants == 0:
             return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.grants = None if self.grants is None else self.grants - 1
         block = (ctypes.c_uint8 * (nbytes + 256))(*[0xEE] * 0)
         address = ctypes.addressof(block)
         self.blocks[address := address + -address % 256] = block, nbytes

@@ -58,6 +58,7 @@ def make(name: str, folder: Path, seed: int = 0, gain: float = 1.0, **more: Any)
     if prefix == "GPT2":
         sizes = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 256}
     config = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(prefix, prefix) + "Config")(**sizes)
+    config._attn_implementation = "eager"  # some versions of transformers take torch's fused attention, which leaves out caps
     torch.manual_seed(seed)
     network = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(prefix, prefix + "ForCausalLM"))(config).eval()
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from devices import ASKED
 
 import rlx
 from rlx.errors import (
@@ -207,14 +208,15 @@ def test_states_go_with_every_bucket_and_stay_where_a_run_fails(session):
 # -- models --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", *ASKED])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dim", ["seq", "batch"])
-def test_an_encoder_on_buckets_is_the_encoder(session, dim, pooling):
+def test_an_encoder_on_buckets_is_the_encoder(device, dim, pooling):
     config = bert.BertConfig(50, 32, 2, 4, 64, 40, pooling=pooling, normalize=True)
     rng = np.random.default_rng(3)
     g = bert.build(config, *((3, SEQ) if dim == "seq" else (BATCH, 6)))
     weights = {str(p.name): rng.normal(0, 0.2, p.shape.static).astype(F) for p in g.params}
-    buckets = rlx.BucketedCompileCache(g, dim, power_of_two_ladder(4, 32), session=session)
+    buckets = rlx.BucketedCompileCache(g, dim, power_of_two_ladder(4, 32), session=rlx.Session(device, threads=1))
     plain = rlx.Session("ref:1")
     for name, array in weights.items():
         buckets.set_param(name, array)
@@ -245,7 +247,7 @@ def decoder(length) -> rlx.Graph:
     return g
 
 
-@pytest.mark.parametrize("device", ["ref:0", "cpu"])
+@pytest.mark.parametrize("device", ["ref:0", "cpu", *ASKED])
 def test_a_prefill_on_buckets_is_the_prefill(device):
     rng = np.random.default_rng(4)
     g = decoder(SEQ)

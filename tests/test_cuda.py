@@ -411,7 +411,7 @@ def test_a_bad_index_leaves_every_state_as_it_was():
     with pytest.raises(IndexRangeError):
         compiled.run({"x": np.zeros(5, np.float32), "i": np.array([0, 7], np.int32)})
     wide = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i64"))))
-    with pytest.raises(rlx.IndexRangeError):  # positions have 32 bits
+    with pytest.raises(IndexRangeError):  # positions have 32 bits
         wide.run({"x": np.zeros(5, np.float32), "i": np.array([0, 1 << 32], np.int64)})
     (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
     assert good.tolist() == [4, 1]

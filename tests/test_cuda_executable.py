@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -281,6 +282,38 @@ def test_outputs_are_shared_where_they_lie(driver: FakeDriver) -> None:
     assert np.from_dlpack(plain.outputs_view()[0])[3] == 2 and not hasattr(plain.outputs_view()[0], "__cuda_array_interface__")
 
 
+@pytest.mark.parametrize("dtype", rlx.ir.dtype.DTYPES)
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 5), (1, 2, 1)], ids=str)
+def test_a_capsule_says_what_it_holds(dtype: str, shape: tuple[int, ...]) -> None:
+    given = DeviceArray(4096, shape, rlx.ir.as_dtype(dtype).numpy, None)
+    found = from_capsule(to_capsule(given, 2, 3))
+    assert (found.address, found.shape, found.dtype) == (4096, shape, given.dtype)
+
+
+def test_a_consumer_that_refuses_a_capsule_says_so_and_holds_nothing(driver: FakeDriver) -> None:
+    gc.collect()
+    driver.run()
+    free = driver.free
+    compiled = rlx.Session("cuda").compile(plus())
+    compiled.set_param("w", np.ones(1 << 16, F))
+    (view,) = compiled.bound([np.ones(1 << 16, F)])()
+    with pytest.raises((BufferError, RuntimeError), match="[Uu]nsupported device"):  # by numpy; it depends on its version
+        np.from_dlpack(view)
+    for request in ({"dl_device": (1, 0)}, {"copy": True}):
+        with pytest.raises(BufferError, match="np.asarray copies it to the host"):
+            view.__dlpack__(**request)
+    kept = view.__dlpack__(stream=-1, dl_device=(2, 0), max_version=(1, 0), copy=False)
+    assert np.asarray(view)[5] == 2
+    del compiled, view
+    gc.collect()
+    driver.run()
+    assert free - driver.free > 1 << 18
+    del kept
+    gc.collect()
+    driver.run()
+    assert free - driver.free < 1 << 10  # the account of failures is that of a store
+
+
 # -- from the cache on disk
 
 
@@ -356,7 +389,37 @@ def test_a_lost_gpu_is_an_error_that_says_so(driver: FakeDriver) -> None:
         compiled.run(at(0))
 
 
+EVERY_PART = (  # of a driver that loading, runs and reading call
+    "cuCtxSetCurrent", "cuStreamCreate", "cuMemAlloc", "cuMemHostAlloc", "cuMemsetD8Async", "cuModuleLoadData",
+    "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuStreamBeginCapture", "cuLaunchKernelEx",
+    "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch", "cuStreamSynchronize",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", EVERY_PART)
+def test_whatever_fails_on_a_lost_gpu_is_an_error_of_ours(part: str, driver: FakeDriver) -> None:
+    compiled = [picker()]
+
+    def all_of_it() -> None:
+        compiled.append(picker())
+        compiled[-1].run(at(1))
+        compiled[-1].read_handle("total")
+
+    driver.answers[part] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS.*lost.*new process"):
+        all_of_it()
+    del driver.answers[part]
+    compiled[0].run(at(1))  # the Python side is as it was
+    assert compiled[0].read_handle("total") == 2
+
+
+class NoLibrary(FakeDriver):
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
 @pytest.mark.parametrize("make,match", [
+    (NoLibrary, "no NVIDIA driver is installed"),
     (lambda: None, r"pip install rlx\[cuda\]"),
     (lambda: FakeDriver(devices=()), "no NVIDIA GPU"),
     (lambda: FakeDriver(devices=(75,)), r"compute capability is 7.5; rlx needs 8.0"),

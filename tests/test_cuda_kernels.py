@@ -54,9 +54,10 @@ def test_a_kernel_that_spills_is_found():
     hold = 'asm volatile("ld.global.f32 %0, [%1];" : "=f"(v[n]) : "l"(p + n));'
     give = 'asm volatile("st.global.f32 [%1], %0;" :: "f"(v[n]), "l"(p - n));'
     all_of = "#pragma unroll\nfor (int n = 0; n < 100; n++) "
+    loop = "#pragma unroll 1\nfor (int n = 0; n < 64; n++) "
     bodies = {
         "spills": f"float v[100];\n{all_of}{hold}\n__syncthreads();\n{all_of}{give}",
-        "local memory": "volatile float v[64];\nfor (int n = 0; n < 64; n++) v[n] = p[n];\np[0] = v[(int)p[1]];",
+        "local memory": f"float v[64];\n{loop}v[n] = p[n];\n{loop}v[(int)p[n] & 63] += 1;\n{loop}p[n] = v[n];",
         "NVRTC rejects it": "p[0] = nothing;",
     }
     for word, body in bodies.items():

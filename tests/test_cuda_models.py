@@ -11,6 +11,7 @@ from rlx.backends.cuda.gpu import refusal
 from rlx.frontends.embedding import set_weights
 from rlx.frontends.language import load
 from rlx.frontends.models import bert
+from rlx.frontends.sampling import Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -42,10 +43,34 @@ def test_logits_step_by_step(family, tmp_path):
 
 
 @pytest.mark.parametrize(("weights", "cache", "close"), [("bf16", "bf16", 0.05), ("f16", "f16", 0.01), ("int8", "f32", 0.05)])
-def test_narrower_weights(weights, cache, close, tmp_path):
-    network, counts = make("llama", tmp_path), (5, 7, 1, 1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_narrower_weights(family, weights, cache, close, tmp_path):
+    """Prefill in chunks of few and of many tokens, then single ones."""
+    network, counts = make(family, tmp_path), (5, 7, 1, 20, 1)
     want = logits(network, TOKENS[:1, : sum(counts)])[0, np.cumsum(counts) - 1]
     assert 0 < off(steps(tmp_path, counts, weights=weights, cache=cache)[:, 0], want) < close
+
+
+@pytest.mark.parametrize("which", ["f32", "q8_0 and bias", "q4_0, f16", "q4_k, q6_k", "q5_k", "gemma"])
+def test_a_gguf_file_steps(which, tmp_path):
+    pytest.importorskip("gguf")
+    from test_language import FILES, make_gguf
+
+    assert which in FILES
+    network, file = make_gguf(which, tmp_path)
+    counts = (20, 1, 5, 1)
+    want = logits(network, TOKENS[:1, : sum(counts)])[0, np.cumsum(counts) - 1]
+    assert off(steps(file, counts)[:, 0], want) < (CLOSE if which == "f32" else 0.05)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_200_steps_are_those_of_transformers(family, tmp_path):
+    """The networks and the prompt of test_language, where no step is a near tie."""
+    network = make(family, tmp_path, seed={"gemma": 3, "gemma2": 2}.get(family, 4), gain=4.0)
+    model, prompt = load(tmp_path, capacity=208, session=rlx.Session("cuda")), TOKENS[0, :8].tolist()
+    decoding = model.decoding(Sampling(), seed=0)
+    found = [decoding.first(prompt), *(decoding.next() for _ in range(199))]
+    assert found == greedy(network, prompt, 200) and len(set(found)) >= 10
 
 
 def test_answers_are_those_of_transformers_and_of_the_seed(tmp_path):

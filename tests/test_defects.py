@@ -308,8 +308,8 @@ def test_bound_dims_past_any_memory():
 def test_memory_that_is_not_there_is_refused_with_its_bytes(session, dims):
     with pytest.raises(OutOfMemoryError, match=rf"graph 'plus_one' \(bytes: arena {2 * 4 * dims[0]}"):
         session.compile(plus_one(dims))
-    with pytest.raises(OutOfMemoryError, match=f"{4 * dims[0]} bytes"):
-        rlx.driver.Buffer.empty(dims, "f32")
+    with pytest.raises(OutOfMemoryError, match=f"{2 * 4 * dims[0]} bytes"):  # some systems promise half of it
+        rlx.driver.Buffer.empty((2, *dims), "f32")
 
 
 def test_rank_has_a_limit(session):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ranks
 from collective_graphs import HEAP, NAMES, all_cases, compiled_on, good, local, mlp, run_all, same, together
+from devices import ASKED
 
 import rlx
 from rlx.backends import get
@@ -116,7 +117,7 @@ def test_text_keeps_them() -> None:
 # -- on devices ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device, ranks", [("ref", 2), ("ref", 3), ("cpu", 2), ("cpu", 3), ("cpu", 4)])
+@pytest.mark.parametrize("device, ranks", [("ref", 2), ("ref", 3), ("cpu", 2), ("cpu", 3), ("cpu", 4), *((d, 4) for d in ASKED)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_collective(name: str, device: str, ranks: int) -> None:
     """All dtypes, odd and empty sizes, twice; the very bits, on every rank."""
@@ -124,7 +125,7 @@ def test_every_collective(name: str, device: str, ranks: int) -> None:
     transports = local(ranks)
     compiled = compiled_on(transports, g, device)
     for _ in range(2):
-        if device == "cpu":
+        if device != "ref":
             for c in compiled:
                 c._executable.poison()
         found = good(run_all(transports, compiled, inputs))
@@ -199,7 +200,7 @@ def test_a_process_that_is_killed() -> None:
         assert "rank 1" in text and "nothing was committed" in text and unchanged
 
 
-@pytest.mark.parametrize("device, fused", [("ref", True), ("cpu", True), ("cpu", False)])
+@pytest.mark.parametrize("device, fused", [("ref", True), ("cpu", True), ("cpu", False), *((d, True) for d in ASKED)])
 def test_between_fused_neighbours(device: str, fused: bool) -> None:
     ranks, rng = 2, np.random.default_rng(0)
     g, transports = mlp(ranks), local(ranks)

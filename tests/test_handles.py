@@ -44,7 +44,7 @@ def tokens(seed: int, count: int = 1, columns: int = 8) -> dict[str, np.ndarray]
 
 
 def states(compiled: CompiledGraph) -> dict[str, bytes]:
-    return {name: entry.array.tobytes() for name, entry in compiled.handles.entries.items()}
+    return {name: compiled.handles.read(name).tobytes() for name in compiled.handles.entries}
 
 
 def read(compiled: CompiledGraph, name: str) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_a_store_made_first_is_filled_by_whoever_asks(session: Session) -> None:
     store = HandleStore()
     compiled = session.compile(cache(), handles=store)
     assert compiled.handles is store and set(store.entries) == {"rows", "length"} and store.nbytes == 2 * 16 * 8 * 4 + 4
-    assert not store.entries["rows"].array.any()
+    assert not store.read("rows").any()
     assert compiled.memory_plan().regions["handles"] == store.nbytes
 
 
@@ -100,7 +100,7 @@ def test_checked_runs_and_queued_runs_use_the_current_store(session: Session) ->
     compiled.commit_no_wait(tokens(1))
     compiled.use_handles(second)  # after what is queued
     compiled.run(tokens(2))
-    assert [int(s.entries["length"].array) for s in (first, second)] == [2, 1]
+    assert [int(s.read("length")) for s in (first, second)] == [2, 1]
 
 
 def test_feeds_follow_the_store(session: Session) -> None:
@@ -114,7 +114,7 @@ def test_feeds_follow_the_store(session: Session) -> None:
     for which in (0, 1, 0, 0):
         compiled.use_handles(stores[which])
         compiled.run(one)
-    assert [s.entries["h"].array.tolist() for s in stores] == [[3] * 3, [1] * 3]
+    assert [s.read("h").tolist() for s in stores] == [[3] * 3, [1] * 3]
 
 
 def test_a_state_of_another_shape_changes_nothing(session: Session) -> None:
@@ -164,10 +164,10 @@ def test_forks_go_their_own_way(session: Session, columns: int) -> None:
     compiled = session.compile(cache(columns=columns))
     for i in range(3):
         compiled.run(tokens(i, columns=columns))
-    parent, address = compiled.handles, compiled.handles.entries["rows"].array.ctypes.data
+    parent, address = compiled.handles, compiled.handles.entries["rows"].block.address
     before = states(compiled)
     forks = compiled.fork_handles(3)
-    assert states(compiled) == before and parent.entries["rows"].array.ctypes.data == address
+    assert states(compiled) == before and parent.entries["rows"].block.address == address
     twins = [compiled.clone() for _ in forks]
     (deeper,) = forks[1].fork()
     for i, store in enumerate(forks):
@@ -200,7 +200,7 @@ def test_numbers_of_forks(session: Session) -> None:
     for wrong in (-1, 1.5, "2"):
         with pytest.raises(BindingError, match="number of forks"):
             compiled.fork_handles(wrong)  # type: ignore[arg-type]
-    assert session.compile(_named("h", (0, 3))).fork_handles(1)[0].entries["h"].array.shape == (0, 3)
+    assert session.compile(_named("h", (0, 3))).fork_handles(1)[0].read("h").shape == (0, 3)
     (empty,) = HandleStore().fork()
     assert not empty.entries and empty.nbytes == 0
 
@@ -381,7 +381,7 @@ def test_a_failed_run_leaves_the_store_it_ran_on(session: Session) -> None:
         with pytest.raises(IndexRangeError):
             compiled.run(tokens(9, columns=8192))
         assert states(compiled) == full
-    assert int(empty.entries["length"].array) == 2
+    assert int(empty.read("length")) == 2
 
 
 def failing() -> rlx.Graph:
@@ -403,7 +403,7 @@ def test_what_a_failed_run_wrote_is_put_back_on_the_current_store(session: Sessi
         with pytest.raises(IndexRangeError):
             compiled.run({"row": np.ones((1, 3), F), "at": np.array(2, np.int32), "pick": np.array([9], np.int32)})
         assert states(compiled) == before
-    assert [s.entries["a"].array[2, 0] for s in stores] == [7, 7, 0]
+    assert [s.read("a")[2, 0] for s in stores] == [7, 7, 0]
 
 
 # -- memory

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import TWO as DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +16,6 @@ import rlx
 from rlx.errors import AttributeValueError, CompileError, DTypeError, IndexRangeError, ShapeError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Value
-
-DEVICES = ("ref", "cpu")
 
 
 def everywhere(make: Callable[..., Value], *arrays: np.ndarray) -> list[np.ndarray]:

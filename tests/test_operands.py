@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from devices import TWO
 
 import rlx
 from rlx.backends import get
@@ -152,7 +153,7 @@ def test_rows_past_the_extent_are_not_computed(monkeypatch):
         compiled.run({"i": given})
 
 
-@pytest.mark.parametrize("device", ["cpu", "ref"])
+@pytest.mark.parametrize("device", TWO)
 def test_an_index_out_of_range_in_an_operand_is_an_error(device):
     g = made(picked(9, 33, 20))
     given = values(g)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from devices import ASKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import Case, assert_same, cases
@@ -95,7 +96,7 @@ def chosen() -> dict[str, list[Case]]:
 
 
 CASES = chosen()
-SESSIONS = {name: rlx.Session(name, threads=1) for name in ("ref:0", "ref:1", "cpu")}
+SESSIONS = {name: rlx.Session(name, threads=1) for name in ("ref:0", "ref:1", "cpu", *ASKED)}
 
 
 def run(device: str, variant: Variant, g: Graph, n: int) -> str | None:
@@ -114,7 +115,7 @@ def run(device: str, variant: Variant, g: Graph, n: int) -> str | None:
     if want is None:
         return None
     compiled.set_active_extent((n, variant.size))
-    if device == "cpu":
+    if not device.startswith("ref"):
         compiled._executable.poison()  # type: ignore[attr-defined]
     found = compiled.run(variant.padded(n))
     for out, decl, a, b in zip(g.outputs, compiled.program().outputs, found, want, strict=True):
@@ -126,7 +127,7 @@ def run(device: str, variant: Variant, g: Graph, n: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("device", ["ref:0", "ref:1", "cpu"])
+@pytest.mark.parametrize("device", ["ref:0", "ref:1", "cpu", *ASKED])
 @pytest.mark.parametrize("name", CASES)
 def test_padding_never_counts_or_is_refused(name, device):
     refused, right = [], 0
@@ -159,7 +160,7 @@ def summed() -> Graph:
     return g
 
 
-@pytest.mark.parametrize("device", ["ref:0", "cpu"])
+@pytest.mark.parametrize("device", ["ref:0", "cpu", *ASKED])
 def test_the_extent_is_set_between_runs(device):
     compiled = SESSIONS[device].compile(summed(), rlx.CompileOptions().bind_extent("n", 6))
     x = np.arange(12, dtype=F).reshape(2, 6)
@@ -176,8 +177,9 @@ def test_the_extent_is_set_between_runs(device):
         compiled.input_view("%extent")
 
 
-def test_queued_runs_keep_the_extent_they_were_queued_with():
-    compiled = SESSIONS["cpu"].compile(summed(), rlx.CompileOptions().bind_extent("n", 6))
+@pytest.mark.parametrize("device", ["cpu", *ASKED])
+def test_queued_runs_keep_the_extent_they_were_queued_with(device):
+    compiled = SESSIONS[device].compile(summed(), rlx.CompileOptions().bind_extent("n", 6))
     x = np.ones((2, 6), F)
     compiled.set_active_extent((2, 6))
     for _ in range(8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+from devices import TWO
 from op_cases import cases
 
 import rlx
@@ -45,7 +46,7 @@ def test_sizes_are_the_formats_own(name):
         assert not np.array_equal(form.decode_rows(block), whole)
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", TWO)
 @pytest.mark.parametrize("name", FORMATS)
 def test_compiled_to_the_bit(name, device):
     """Every value of a scale's high byte, in a column count that ends inside a block."""

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from counting import check_allocates_nothing
+from devices import TWO
 
 import rlx
 from rlx.driver.queue import DEPTH, RunQueue
@@ -291,7 +292,7 @@ def test_a_feed_stays_on_the_device():
     assert [(n.phase, n.kernel) for n in executable.launches if n.phase == "feed"] == [("feed", "h")]
 
 
-@pytest.mark.parametrize("device", ["cpu", "ref"])
+@pytest.mark.parametrize("device", TWO)
 def test_feeds_of_queued_and_failing_runs(device):
     compiled, one = fed(device, checked=True), {"x": np.ones((3, 700), F)}
     compiled.set_gpu_handle_feed("h", 0)

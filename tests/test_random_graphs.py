@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from devices import ASKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,7 @@ def test_every_device_agrees_with_the_reference(g: Graph, seed: int) -> None:
             ("ref:1", rlx.CompileOptions(disable=("canonicalise", "tidy"))),
             ("cpu", rlx.CompileOptions()),
             ("cpu", rlx.CompileOptions(disable=("fuse",), threads=1)),
+            *((device, rlx.CompileOptions()) for device in ASKED),
         ):
             compiled = rlx.Session(device).compile(parsed, options)
             check_text(compiled.program())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.stats
+from devices import TWO
 
 import rlx
 from rlx.errors import DTypeError, NumericsError, OptionError, ShapeError
@@ -40,7 +41,7 @@ def test_threefry_gives_the_published_words(counter, key, want):
     assert tuple(int(x) for x in threefry_array(key, counter)) == want
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", TWO)
 @pytest.mark.parametrize("seed", JAX)
 def test_bits_are_those_of_jax(seed, device):
     n = len(JAX[seed])
@@ -89,7 +90,7 @@ def test_wrong_operands(build, error, text):
 # -- thresholds ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", TWO)
 def test_threshold_finds_the_kth_greatest(device):
     rng = np.random.default_rng(0)
     x = np.stack([rng.normal(size=1001), rng.normal(size=1001) - 50, rng.integers(-3, 3, 1001), np.full(1001, -np.inf)])

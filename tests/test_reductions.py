@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from devices import TWO
 
 import rlx
 from rlx.ir import kernel as K
@@ -112,7 +113,7 @@ TALL = [((100_003, 3), (0,)), ((20_000, 70), (0,)), ((3, 9001, 70), (1,)), ((2, 
 
 
 @pytest.mark.parametrize("dims, axes", TALL)
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", TWO)
 def test_long_sums_down_columns_lose_no_digits(device: str, dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
     g = rlx.Graph("r")
     g.set_outputs([rlx.sum(g.input("x0", dims, rlx.f32), axis=axes)])
@@ -121,7 +122,7 @@ def test_long_sums_down_columns_lose_no_digits(device: str, dims: tuple[int, ...
     np.testing.assert_allclose(got, np.float64(one) * math.prod(dims[a] for a in axes), rtol=1e-6)
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", TWO)
 def test_norms_of_long_rows_lose_no_digits(device: str) -> None:
     g = rlx.Graph("r")
     g.set_outputs([rlx.layer_norm(g.input("x0", (2, 300_001), rlx.f32)), rlx.softmax(g.inputs[0])])

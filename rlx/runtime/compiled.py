@@ -63,7 +63,8 @@ class CompiledGraph:
         self._staging: dict[str, np.ndarray] = {}  # arrays that input_view returns, if not `_visible`
         shapes = [b.shape for b in self._inputs]
         bases = [self if v is None else v.base for v in self._input_views]  # `self`: the base of no array
-        self._fast = tuple((v, s.dtype.numpy, s.static, base) for v, s, base in zip(self._input_views, shapes, bases))
+        own = [object() if v is None else v for v in self._input_views]  # an object that no caller has
+        self._fast = tuple((v, s.dtype.numpy, s.static, base) for v, s, base in zip(own, shapes, bases))
         self._beginning = Beginning(executable)  # context manager around the checks of a run's inputs
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
         self._lock = self._gate.lock
@@ -93,9 +94,10 @@ class CompiledGraph:
     def set_params(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set several weights at once. Values that depend on several weights are computed once, and threads share the work.
 
-        Raises as set_param does. Nothing changes then, with one exception: if a file is truncated while it is read, the params
-        are missing afterwards (missing_params). If another executable on these weights (or a clone) starts a run meanwhile,
-        that run waits until all weights are set. A run that has already started may read some old and some new weights."""
+        Raises as set_param does. Nothing changes then, with two exceptions: if a file is truncated while it is read, or the
+        device has no room for what it prepares (OutOfMemoryError), the params are missing afterwards (missing_params). If
+        another executable on these weights (or a clone) starts a run meanwhile, that run waits until all weights are set. A run
+        that has already started may read some old and some new weights."""
         if not isinstance(arrays, Mapping):
             raise BindingError(f"set_params takes {{name: array}}, got {type(arrays).__name__}")
         self._drain()  # queued runs use the old weights
@@ -227,11 +229,12 @@ class CompiledGraph:
 
     def input_view(self, name: str) -> np.ndarray:
         """The input's own slot, writable: fill it, pass it to run_slots, and nothing is copied. Where the host does not see the
-        device's memory: an array of the host, always the same, which each run copies to the device."""
+        device's memory: an array of the host, always the same, which begins as a copy of the slot; runs copy it to the device."""
         for decl, view in zip(self._inputs, self._input_views):
             if decl.name == name:
-                empty = np.zeros(decl.shape.static, decl.shape.dtype.numpy) if view is None else view
-                return self._staging.setdefault(name, empty)
+                if name not in self._staging:
+                    self._staging[name] = self._executable.read(decl.id) if view is None else view
+                return self._staging[name]
         raise UnknownNameError(f"no input is called {name!r}; there are {known(b.name for b in self._inputs)}")
 
     def byte_offset(self, node: Value | Node) -> int | None:

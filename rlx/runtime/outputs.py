@@ -9,8 +9,9 @@ import numpy as np
 from rlx.errors import StaleViewError
 
 
-class OutputView:
-    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` share the executable's memory, read-only.
+class OutputView(np.lib.mixins.NDArrayOperatorsMixin):
+    """One output in place: `np.asarray(view)` and `np.from_dlpack(view)` share the executable's memory, read-only. Operators and
+    methods are those of the array. On a device whose memory the host does not see, they copy the output once for each run.
 
     In debug mode (CompileOptions(debug=True)) each access raises StaleViewError after another run has started.
     """
@@ -55,11 +56,29 @@ class OutputView:
         array = self.numpy()
         return array if dtype is None and not copy else np.array(array, dtype=dtype, copy=bool(copy))
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        inputs, options = _arrays(inputs), options | ({"out": _arrays(options["out"])} if "out" in options else {})
+        return getattr(ufunc, method)(*inputs, **options)
+
     def __getitem__(self, key: Any) -> Any:
         return self.numpy()[key]
 
     def __len__(self) -> int:
         return len(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"neither an output nor an array has an attribute {name!r}")
+        return getattr(self.numpy(), name)
 
     def _shared(self) -> Any:
         """The output where it lies, for other libraries."""
@@ -80,3 +99,7 @@ class OutputView:
 
     def __repr__(self) -> str:
         return f"OutputView({self._index}, {self.dtype}{list(self.shape)})"
+
+
+def _arrays(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v.numpy() if isinstance(v, OutputView) else v for v in values)

@@ -38,7 +38,7 @@ class Weights:
 
     def set(self, arrays: Mapping[str, object]) -> None:
         """Copy params in and recompute each dependent buffer once. A wrong name, dims or dtype, or a truncated file, raises and
-        changes nothing. If a file is truncated meanwhile, CorruptFileError is raised and the params are missing."""
+        changes nothing. If a file is truncated meanwhile (CorruptFileError), or memory is refused, the params are missing."""
         values = {name: self._checked(name, array) for name, array in arrays.items()}
         with self.store.lock:
             self._set_all(values)

@@ -53,8 +53,12 @@ class Export:
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, self._gpu.index
 
-    def __dlpack__(self, *, stream: Any = None, **request: Any) -> Any:
-        """`stream`: of the consumer; it waits for the runs queued so far. None: the default stream; -1: it takes care itself."""
+    def __dlpack__(self, *, stream: Any = None, dl_device: Any = None, copy: bool | None = None, **request: Any) -> Any:
+        """`stream`: of the consumer; it waits for the runs queued so far. None: the default stream; -1: it takes care itself.
+        BufferError: a copy, or another device, is asked for."""
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            where = f"cuda:{self._gpu.index}"
+            raise BufferError(f"the array is shared where it lies, on {where}, without a copy; np.asarray copies it to the host")
         if stream != -1:
             self._gpu.before(int(stream or 1))
         return to_capsule(self._array, CUDA, self._gpu.index)

@@ -27,22 +27,10 @@ class _Tensor(ctypes.Structure):
     ]  # fmt: skip
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class _Managed(ctypes.Structure):
-    """DLManagedTensor of dlpack.h."""
-
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
-
-
 _TO_VERSIONED = 32  # bytes before the tensor of a versioned capsule: version, context, deleter, flags
 _api = ctypes.pythonapi
 _name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_GetName", _api))
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
-_Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _Destructor)(("PyCapsule_New", _api))
-_exported: dict[int, tuple[Any, ...]] = {}  # by address of the _Managed: what must live until its deleter is called
 
 
 def from_capsule(capsule: Any) -> DeviceArray:
@@ -74,29 +62,28 @@ def _check_strides(shape: Sequence[int], strides: Sequence[int] | None, unit: in
         want *= n
 
 
+class _Exported:
+    """The elements as numpy sees them: unsigned integers of the same size. It does not look at them."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._owner = array
+        self.__array_interface__ = {
+            "version": 3, "shape": array.shape, "typestr": f"<u{array.dtype.itemsize}", "data": (array.address, False),
+        }  # fmt: skip
+
+
 def to_capsule(array: DeviceArray, kind: int, index: int) -> Any:
-    """A DLPack capsule over the elements, which keeps `owner` alive. `kind`, `index`: the device in DLPack's terms."""
-    rank = len(array.shape)
-    dims = (ctypes.c_int64 * max(rank, 1))(*array.shape)
+    """A DLPack capsule over the elements, which keeps `owner` alive. `kind`, `index`: the device in DLPack's terms.
+
+    numpy makes the capsule, and device and type are then put right. So C code frees it, also in any thread and while an exception
+    is raised (a consumer refuses it), where no Python code may run."""
     dtype = as_dtype(array.dtype)
-    known = next((key for key, name in _NAMES.items() if name == dtype.name), None)
-    code, bits = known or (next(c for c, letter in _LETTERS.items() if letter == array.dtype.kind), array.dtype.itemsize * 8)
-    tensor = _Tensor(array.address, kind, index, rank, code, bits, 1, dims, None, 0)
-    made = _Managed(tensor, None, _delete)
-    _exported[ctypes.addressof(made)] = made, dims, array
-    return _new(ctypes.addressof(made), b"dltensor", _unused)
-
-
-@_Deleter
-def _delete(address: int) -> None:
-    _exported.pop(address, None)
-
-
-@_Destructor
-def _unused(capsule: int) -> None:
-    """A capsule that nobody consumed (its name is then still the first one)."""
-    if _name_of(capsule) == b"dltensor":
-        _exported.pop(_pointer_of(capsule, b"dltensor") or 0, None)
+    code = next((c for (c, _), name in _NAMES.items() if name == dtype.name), None)
+    capsule = np.asarray(_Exported(array)).__dlpack__()
+    t = _Tensor.from_address(_pointer_of(id(capsule), b"dltensor") or 0)
+    t.data, t.kind, t.index = array.address, kind, index
+    t.code = next(c for c, letter in _LETTERS.items() if letter == array.dtype.kind) if code is None else code
+    return capsule
 
 
 __all__ = ["from_capsule", "from_interface", "to_capsule"]

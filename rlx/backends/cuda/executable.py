@@ -96,6 +96,7 @@ class CudaExecutable(Transacted):
     # -- buffers
 
     def use_handles(self, store: HandleStore) -> None:
+        self._memory.watch(store, Watch)  # before anything changes: there may be no room for it
         super().use_handles(store)
         for name in ("_fed", "_whole", "_steps", "_commits"):
             vars(self).pop(name, None)

@@ -9,6 +9,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -188,8 +189,9 @@ class Gpu:
         return address
 
     def free(self, address: int, nbytes: int) -> None:
-        self.use()
-        self.driver.cuMemFree(address)  # after a lost device there is nothing to free
+        with suppress(DeviceError):  # after a lost device there is nothing to free
+            self.use()
+            self.driver.cuMemFree(address)
         self.allocated["live_bytes"] -= nbytes
 
     def copy_in(self, address: int, source: np.ndarray) -> None:
@@ -289,18 +291,11 @@ class DeviceBlock:
 
 
 class _Owned:
-    """One allocation, freed once."""
+    """One allocation, freed once; not at the end of the interpreter, when the driver frees everything."""
 
     def __init__(self, of: Gpu, address: int, nbytes: int) -> None:
-        self._of, self._address, self._nbytes = of, address, nbytes
-
-    def free(self) -> None:
-        if self._address:
-            self._of.free(self._address, self._nbytes)
-            self._address = 0
-
-    def __del__(self) -> None:
-        self.free()
+        self.free = weakref.finalize(self, of.free, address, nbytes)
+        self.free.atexit = False
 
 
 class CudaMemory:
