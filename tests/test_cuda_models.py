@@ -9,6 +9,7 @@ from small_models import FAMILIES, VOCAB, greedy, logits, make
 import rlx
 from rlx.backends.cuda.gpu import refusal
 from rlx.frontends.embedding import set_weights
+from rlx.frontends.generate import HostDecoding
 from rlx.frontends.language import load
 from rlx.frontends.models import bert
 from rlx.frontends.sampling import Sampling
@@ -87,6 +88,19 @@ def test_answers_are_those_of_transformers_and_of_the_seed(tmp_path):
     there = load(tmp_path, capacity=64)
     there._codec = WithoutText()  # pyright: ignore[reportAttributeAccessIssue]
     assert there.generate(prompt, max_new_tokens=24, ends=(), temperature=1.0, top_p=0.95, seed=5).tokens == drawn[0]
+
+
+@pytest.mark.parametrize("given", [
+    {"repetition_penalty": 1.4}, {"temperature": 1.5, "top_k": 7}, {"temperature": 2.0, "min_p": 0.02},
+    {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
+], ids=str)  # fmt: skip
+def test_tokens_chosen_on_the_gpu_are_those_chosen_from_its_logits(given, tmp_path):
+    make("qwen3", tmp_path, gain=3.0)
+    model, how = load(tmp_path, capacity=80, session=rlx.Session("cuda")), Sampling(**given)
+    for prompt in (TOKENS[0, :5].tolist(), TOKENS[1, :33].tolist()):
+        host, device = HostDecoding(model, how, 11), model.decoding(how, 11)
+        want = [host.first(prompt), *(host.next() for _ in range(30))]
+        assert [device.first(prompt), *(device.next() for _ in range(30))] == want
 
 
 class WithoutText:

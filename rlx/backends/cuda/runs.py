@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -191,8 +191,10 @@ class Replay:
 
     def graph(self) -> Any:
         if self._graph is None:
+            gpu = self.owner.gpu
             self._watched = self.watched
-            self._graph = self.owner.gpu.recorded(self._launch)
+            self._graph = gpu.recorded(self._launch)
+            weakref.finalize(self, gpu.driver.cuGraphExecDestroy, self._graph).atexit = False
         return self._graph
 
     def _launch(self) -> None:
@@ -203,11 +205,6 @@ class Replay:
             own.launch(code, steps, given=self._given, early=n > 0 or self.fed)
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
-
-    def __del__(self) -> None:
-        if self._graph is not None:
-            with suppress(Exception):  # the interpreter is ending
-                self.owner.gpu.driver.cuGraphExecDestroy(self._graph)
 
 
 class Exchange:
