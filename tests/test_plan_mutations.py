@@ -13,6 +13,7 @@ import pytest
 from small_programs import COLUMNS, TARGET, Maker, pointwise, run, same, sample_program, transposed
 from test_memory_plan import encoder_block
 
+from rlx.backends.cuda.backend import target as gpu_target
 from rlx.backends.ref import interpret
 from rlx.backends.shared import stepwise
 from rlx.compile import CompileOptions, check, lower
@@ -70,7 +71,7 @@ def buffer_without_place(p: Program) -> Iterator[Program]:
 
 
 def arena_too_small(p: Program) -> Iterator[Program]:
-    for size in (p.plan.size_bytes - 64, 0, -1):
+    for size in (max_end(p) - 1, 0, -1):
         yield moved(p, {}, size_bytes=size)
 
 
@@ -186,11 +187,12 @@ def kernels_are_judged_once():
         yield
 
 
-@pytest.fixture(scope="module", params=["by hand", "compiled", "compiled unfused"])
+@pytest.fixture(scope="module", params=["by hand", "compiled", "compiled unfused", "compiled for a GPU"])
 def program(request):
     if request.param == "by hand":
         return sample_program().program()
-    return lower(encoder_block(), TARGET, CompileOptions(disable=("fuse",) if "unfused" in request.param else ()))
+    on = gpu_target("sm_90a") if "GPU" in request.param else TARGET
+    return lower(encoder_block(), on, CompileOptions(disable=("fuse",) if "unfused" in request.param else ()))
 
 
 @pytest.mark.parametrize("mutate", ALWAYS_HARMFUL, ids=lambda f: f.__name__)
