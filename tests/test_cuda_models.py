@@ -8,6 +8,7 @@ from small_models import FAMILIES, VOCAB, greedy, logits, make
 
 import rlx
 from rlx.backends.cuda.gpu import refusal
+from rlx.frontends.beams import beam_search
 from rlx.frontends.embedding import set_weights
 from rlx.frontends.generate import HostDecoding
 from rlx.frontends.language import load
@@ -101,6 +102,17 @@ def test_tokens_chosen_on_the_gpu_are_those_chosen_from_its_logits(given, tmp_pa
         host, device = HostDecoding(model, how, 11), model.decoding(how, 11)
         want = [host.first(prompt), *(host.next() for _ in range(30))]
         assert [device.first(prompt), *(device.next() for _ in range(30))] == want
+
+
+def test_beams_are_those_of_the_cpu(tmp_path):
+    """Forked states on the GPU, several stores for one executable."""
+    make("gemma3", tmp_path, gain=3.0)
+    models = [load(tmp_path, capacity=40, session=rlx.Session(device)) for device in ("cuda", "cpu")]
+    for model in models:
+        model._codec = WithoutText()  # pyright: ignore[reportAttributeAccessIssue]
+    found = [beam_search(model, TOKENS[0, :9].tolist(), beams=3, max_new_tokens=10, ends=()) for model in models]
+    assert [b.tokens for b in found[0]] == [b.tokens for b in found[1]]
+    np.testing.assert_allclose([b.score for b in found[0]], [b.score for b in found[1]], rtol=1e-4)
 
 
 class WithoutText:
