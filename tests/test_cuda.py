@@ -415,3 +415,16 @@ def test_a_bad_index_leaves_every_state_as_it_was():
         wide.run({"x": np.zeros(5, np.float32), "i": np.array([0, 1 << 32], np.int64)})
     (good,) = compiled.run({"x": np.arange(5, dtype=np.float32), "i": np.array([4, 1], np.int32)})
     assert good.tolist() == [4, 1]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "i64", "u8", "bool", "c64", "f64"])
+def test_torch_shares_an_output_where_it_lies_and_keeps_it(dtype):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(getattr(rlx, dtype).numpy)
+    compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.copy(g.input("x", x.shape, dtype))))
+    ((address, _),) = compiled.run_raw({"x": x})
+    shared = torch.from_dlpack(compiled.outputs_view()[0])
+    del compiled
+    assert shared.is_cuda and shared.data_ptr() == address and tuple(shared.shape) == x.shape
+    np.testing.assert_array_equal(shared.cpu().to(torch.complex128).numpy(), x.astype(np.complex128))
