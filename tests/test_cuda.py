@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -428,3 +431,26 @@ def test_torch_shares_an_output_where_it_lies_and_keeps_it(dtype):
     del compiled
     assert shared.is_cuda and shared.data_ptr() == address and tuple(shared.shape) == x.shape
     np.testing.assert_array_equal(shared.cpu().to(torch.complex128).numpy(), x.astype(np.complex128))
+
+
+LOSE = """
+import numpy as np
+import rlx
+g = rlx.Graph("g")
+g.set_outputs([g.input("x", (4,), "f32") + 1.0])
+compiled = rlx.Session("cuda").compile(g)
+compiled.run({"x": np.zeros(4, np.float32)})
+compiled._executable._move(4096, 8192, 64)  # addresses of nothing
+for _ in range(2):
+    try:
+        compiled.run({"x": np.zeros(4, np.float32)})
+    except rlx.errors.DeviceError as e:
+        print(e)
+"""
+
+
+@on_gpu
+def test_a_lost_context_is_said_at_every_call_and_the_process_ends_in_peace():
+    done = subprocess.run([sys.executable, "-c", LOSE], capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "") and len(lines := done.stdout.splitlines()) == 2
+    assert all("the CUDA driver says ILLEGAL_ADDRESS: the GPU" in line and "new process" in line for line in lines)
