@@ -25,6 +25,7 @@ from rlx.backends.cuda import backend, gpu
 from rlx.backends.cuda.code import CudaCode, Kernels
 from rlx.backends.cuda.render import may_fail
 from rlx.backends.ref.interpret import run_kernel
+from rlx.driver.memory import MEMORIES
 from rlx.ir.kernel import Kernel
 
 Status = IntEnum("Status", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
@@ -307,3 +308,5 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
         finally:
             for cached in caches:
                 cached.cache_clear()
+            for device in [d for d in MEMORIES if d.name == "cuda"]:
+                del MEMORIES[device]

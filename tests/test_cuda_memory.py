@@ -14,7 +14,7 @@ from small_models import make
 
 import rlx
 from rlx.backends.cuda.gpu import check, gpu, refusal
-from rlx.errors import MissingParamError, OutOfMemoryError
+from rlx.errors import MissingParamError, OutOfMemoryError, TransferError
 from rlx.frontends.language import load
 from rlx.frontends.sampling import Sampling
 
@@ -109,6 +109,23 @@ def test_each_allocation_may_be_refused_and_nothing_is_lost(name: str, driver: F
         compiled.use_handles(rlx.runtime.HandleStore())
         assert compiled.run(given(5))[1] == 7 and (compiled.read_handle("h") == 1).all() and (store.read("h") == want + 1).all()
     assert grants or name == "weights"
+
+
+def test_buffers_are_copied_to_a_gpu_and_back_and_given_back(driver: FakeDriver) -> None:
+    rlx.Session("cuda")
+    array = np.arange(6, dtype=F).reshape(2, 3)
+    free, there = driver.free, rlx.driver.Buffer.from_numpy(array.T, "cuda")
+    assert not there.is_host and free - driver.free == array.nbytes
+    for found in (there.to_host(), there.to_device("cpu").numpy(), there.to_device("cpu").to_device("cuda:0").to_host()):
+        np.testing.assert_array_equal(found, array.T)
+    with pytest.raises(TransferError, match="not in host memory"):
+        np.asarray(there)
+    with pytest.raises(OutOfMemoryError, match="no room for f32.*, 17179869184 bytes|cuda:0: allocating 17179869184 bytes"):
+        rlx.driver.Buffer.empty((1 << 32,), "f32", "cuda")
+    there.release()
+    gc.collect()
+    driver.run()
+    assert driver.free == free
 
 
 # -- taken -----------------------------------------------------------------------------------------------------------

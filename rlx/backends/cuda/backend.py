@@ -17,6 +17,7 @@ from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
+from rlx.driver.memory import MEMORIES
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.ir.dtype import DTYPES
@@ -40,11 +41,11 @@ class CudaBackend:
     def probe(self) -> dict[str, str | None]:
         if (why := refusal()) is not None:
             return {"cuda:0": why}
-        return {f"cuda:{i}": gpu(i).refusal for i in range(count())}
+        return {f"cuda:{i}": memory_of(i).gpu.refusal for i in range(count())}
 
     def target(self, index: int = 0, threads: int | None = None) -> Target:
         """DeviceUnavailableError: there is no such GPU. `threads` is not used: a GPU's are its own."""
-        found = gpu(index)
+        found = memory_of(index).gpu
         return target(found.arch, found.facts["multiprocessors"])
 
     def title(self, index: int) -> str:
@@ -119,7 +120,10 @@ def _computes(producer: Producer) -> bool:
 
 @cache
 def memory_of(index: int) -> CudaMemory:
-    return CudaMemory(index)
+    """Also where rlx.driver.Buffer finds it from now on."""
+    made = CudaMemory(index)
+    MEMORIES[made.device] = made
+    return made
 
 
 __all__ = ["CudaBackend", "target"]
