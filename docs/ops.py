@@ -1,4 +1,5 @@
-"""Writes docs/ops.md, the page of all ops, from the op table. Run it after a change of the table: python docs/ops.py"""
+"""Writes what follows from the op table: docs/ops.md, the page of all ops, and the stubs with their typed signatures. Run it
+after a change of the table: python docs/ops.py"""
 
 from __future__ import annotations
 
@@ -14,9 +15,14 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import rlx.ir.ops as table
-from rlx.ir.dtype import DType
-from rlx.ir.op import KINDS, OpDef, attribute_types
+from rlx.errors import GraphError
+from rlx.ir import functions
+from rlx.ir.dtype import DTYPES, DType, bool_, i64
+from rlx.ir.methods import ATTRIBUTES
+from rlx.ir.node import Value
+from rlx.ir.op import KINDS, Number, OpDef, attribute_types
 from rlx.ir.ops import OWN
+from rlx.ir.shape import DimLike, Shape
 
 PAGE = Path(__file__).parent / "ops.md"
 HEAD = """\
@@ -51,18 +57,12 @@ def attribute_texts(op: OpDef) -> Iterator[str]:
 
 
 def operand_names(op: OpDef) -> list[str]:
-    """As its functions name them; x, y, z where they do not."""
+    """Those that may be left out in brackets."""
     least, most = op.arity
+    names = op.operand_names
     if most is None:
         return ["*operands"]
-    for function, before in ((op.scalar, 2), (op.infer, 1), (op.decompose, 1)):
-        found = list(inspect.signature(function).parameters.values())[before:] if function is not None else []
-        last = len(found) - 1
-        starred = [p.name for p in found[last:] if p.kind is p.VAR_POSITIONAL]
-        if (last == least < most and starred) or (last + 1 == most and not starred):
-            return [*(f"[{p.name}]" if i >= least else p.name for i, p in enumerate(found) if p.name not in starred),
-                    *(f"[*{name}]" for name in starred)]  # fmt: skip
-    return [name if i < least else f"[{name}]" for i, name in enumerate("xyz"[:most])]
+    return [f"[{name}]" if i >= least or name.startswith("*") else name for i, name in enumerate(names)]
 
 
 def entry(op: OpDef) -> str:
@@ -93,5 +93,124 @@ def page() -> str:
     return "\n".join(parts)
 
 
+# -- stubs ---------------------------------------------------------------------------------------------------------
+
+STUB = """\
+# Written by `python docs/ops.py` from the op table.
+from collections.abc import Callable as Callable
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlx.ir.dtype import DType
+from rlx.ir.node import Operand, Value
+from rlx.ir.op import OPS as OPS
+from rlx.ir.op import OpDef as OpDef
+from rlx.ir.shape import Dim
+
+Dims = int | str | Dim | Sequence[int | str | Dim]
+"""
+GIVEN = {  # attribute types -> the looser ones that a call takes
+    tuple[int, ...]: "int | Sequence[int]", tuple[DimLike, ...]: "Dims", DType: "DType | str", float: "float", Number: "float",
+}  # fmt: skip
+
+
+def given_text(hint: Any) -> str:
+    if hint in GIVEN:
+        return GIVEN[hint]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, args))}]"
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(part for a in args for part in given_text(a).split(" | ")))
+    return type_text(hint)
+
+
+def result_text(op: OpDef) -> str:
+    """From the results of the samples."""
+    counts = set()
+    for sample in op.samples:
+        first = next(d for d in DTYPES.values() if d.kind == op.dtypes[0])
+        roles = op.roles.ljust(len(sample.shapes), "x")
+        names = sample.dtypes or ("",) * len(sample.shapes)
+        dtypes = [DTYPES[n] if n else {"x": first, "i": i64, "b": bool_}[r] for n, r in zip(names, roles)]
+        try:
+            counts.add(len(op.result_shapes(op.make_attrs(sample.attrs or {}), tuple(map(Shape, sample.shapes, dtypes)))))
+        except (GraphError, AttributeError):
+            continue  # a sample whose operands are prepared by the tests
+    if counts <= {1}:
+        return "Value"
+    return "tuple[Value, ...]" if len(counts) > 1 else f"tuple[{', '.join(['Value'] * counts.pop())}]"
+
+
+def signature(op: OpDef, method: bool) -> str:
+    """The parameters of its constructor: operands by position, then attributes."""
+    operands = [f"{name}: Operand" for name in op.operand_names]
+    open_ = any(name.startswith("*") for name in operands)
+    if op.arity[1] is None:
+        operands = ["self", *operands] if method else ["*operands: Operand | Sequence[Operand]"]
+    elif method:
+        operands[0] = "self"
+    if not open_ and operands:
+        operands.append("/")
+    defaults = {f.name: f.default for f in fields(op.attrs)} if op.attrs else {}  # type: ignore[arg-type]
+    attributes = []
+    for name, hint in attribute_types(op.attrs).items() if op.attrs else ():
+        default = defaults[name]
+        plain = isinstance(default, (int, float, str, tuple, NoneType)) and repr(default) not in ("inf", "-inf")
+        attributes.append(
+            f"{name}: {given_text(hint)}" + ("" if default is MISSING else f" = {default!r}" if plain else " = ...")
+        )
+    star = [] if open_ else ["*"]
+    return ", ".join([*operands, *attributes, *star, "shape: Any = None", "name: str | None = None"])
+
+
+def stub_of(op: OpDef, indent: str = "") -> str:
+    doc = textwrap.wrap(op.doc.replace("\\", "\\\\"), 120 - len(indent), break_on_hyphens=False, break_long_words=False)
+    body = f"\n{indent}    ".join(doc)
+    return f'{indent}def {op.name}({signature(op, bool(indent))}) -> {result_text(op)}:\n{indent}    """{body}"""\n'
+
+
+def stubs() -> dict[Path, str]:
+    """Path of each stub -> its text."""
+    head, ops = STUB, [op for _, ops in families() for op in ops]
+    functions = "".join(stub_of(op) for op in ops)
+    aliases = "OWN: frozenset[OpDef]\nastype = cast\ntake = gather\n"
+    names = "".join(f"    {name!r},\n".replace("'", '"') for name in table.__all__)
+    methods = [
+        ("    @property\n    def {0}(self) -> Value:\n" + '        """{1}"""\n').format(op.name, op.doc) if op.name in ATTRIBUTES
+        else stub_of(op, "    ") for op in ops if op.arity[1] != 0 and op.name not in vars(Value)
+    ]  # fmt: skip
+    return {
+        Path(table.__file__ or "").with_suffix(".pyi"): f"{head}\n{functions}\n{aliases}\n__all__ = [\n{names}]\n",
+        Path(table.__file__ or "").parents[1] / "methods.pyi": f"{head}{METHODS}{''.join(methods)}{more_methods()}",
+    }
+
+
+METHODS = """
+ATTRIBUTES: tuple[str, ...]
+FUNCTIONS: dict[str, Callable[..., Any]]
+
+def attach(value: type[Methods], name: str, function: Callable[..., Any]) -> None: ...
+
+class Methods:
+    __slots__ = ()
+"""
+
+
+def more_methods() -> str:
+    """Those of rlx/ir/functions.py, with the signatures that stand there."""
+    tree = ast.parse(inspect.getsource(functions))
+    out = ""
+    for f in tree.body:
+        if isinstance(f, ast.FunctionDef) and f.name in functions.__all__ and f.args.args and f.args.args[0].arg == "x":
+            f.args.args[0] = ast.arg("self")
+            doc = ast.get_docstring(f)
+            out += f"    def {f.name}({ast.unparse(f.args)}) -> {ast.unparse(f.returns or ast.Constant(None))}:"
+            out += f' """{doc}"""\n' if doc and "\n" not in doc else " ...\n"
+    return out
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    for path, text in stubs().items():
+        path.write_text(text, encoding="utf-8")

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rlx.backends import is_available
     from rlx.driver import Buffer, BufferHandle, Device
     from rlx.errors import RlxError
+    from rlx.ir import functions as _functions
     from rlx.ir import ops
+    from rlx.ir.functions import *  # noqa: F403  numpy's functions made of ops
     from rlx.ir.dtype import (  # isort: skip
         DTYPES, DType, as_dtype, bf16, bool_, c64, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64,
     )  # fmt: skip
@@ -44,10 +46,20 @@ if TYPE_CHECKING:
         power_of_two_ladder,
     )
 
+    __all__ = [
+        "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
+        "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
+        "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8",
+        "is_available", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
+    ]  # fmt: skip
+    __all__ += ops.__all__
+    __all__ += _functions.__all__
+
 __version__ = "0.1.0"
 
 _PACKAGES = frozenset("backends cli compile driver errors forks frontends host ir knobs models runtime".split())
-_HOMES = {  # module -> the names that it provides; all others are ops
+_TABLES = "rlx.ir.ops", "rlx.ir.functions"  # all public names of which are names here
+_HOMES = {  # module -> the other names that it provides
     "rlx.backends": "is_available",
     "rlx.driver": "Buffer BufferHandle Device",
     "rlx.errors": "RlxError",
@@ -63,7 +75,12 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"rlx.{name}")
-    found = None if name.startswith("_") else getattr(import_module(_HOME.get(name, "rlx.ir.ops")), name, None)
+    if name == "__all__":  # computed when `from rlx import *` asks for it: it needs the op table
+        return __dir__()
+    found = None
+    if not name.startswith("_"):
+        homes = [_HOME[name]] if name in _HOME else [t for t in _TABLES if name in import_module(t).__all__]
+        found = getattr(import_module(homes[0]), name, None) if homes else None
     if found is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
     globals()[name] = found  # later look-ups do not come here
@@ -71,12 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, *_PACKAGES, *import_module("rlx.ir.ops").__all__]
-
-
-__all__ = [
-    "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
-    "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
-    "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8",
-    "is_available", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
-]  # fmt: skip
+    return sorted({*_HOME, "errors", "models", *(name for table in _TABLES for name in import_module(table).__all__)})

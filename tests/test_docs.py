@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from pathlib import Path
 
 import pytest
 
+import rlx
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import OWN
 
@@ -26,6 +28,21 @@ def test_the_page_of_ops_is_as_the_table_is() -> None:
     assert (DOCS / "ops.md").read_text(encoding="utf-8") == made["page"](), "the op table has changed: run python docs/ops.py"
     shown = [op.name for _, ops in made["families"]() for op in ops]
     assert sorted(shown) == sorted(op.name for op in OWN if op.kind is not Kind.LEAF)
+
+
+def test_the_stubs_are_as_the_table_is() -> None:
+    for path, text in runpy.run_path(str(DOCS / "ops.py"))["stubs"]().items():
+        assert path.read_text(encoding="utf-8") == text, "the op table has changed: run python docs/ops.py"
+
+
+def test_signatures_of_constructors_name_operands_and_attributes() -> None:
+    found = {name: str(inspect.signature(getattr(rlx, name))) for name in ("gelu", "concat", "layer_norm", "reshape")}
+    assert found == {
+        "gelu": "(x, /, approximate='none', *, shape=None, name=None) -> 'Value'",
+        "concat": "(*operands, axis=0, shape=None, name=None) -> 'Value'",
+        "layer_norm": "(x, /, *affine, axis=-1, eps=1e-05, shape=None, name=None) -> 'Value'",
+        "reshape": "(x, /, dims, *, shape=None, name=None) -> 'Value'",
+    }
 
 
 def test_entries_of_the_page_of_ops() -> None:

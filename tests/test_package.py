@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlx
+from rlx.ir import functions, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("llvmlite", "ml_dtypes", "typer", "rich", "click", "torch", "tokenizers", "safetensors", "scipy", "transformers")
@@ -50,9 +51,56 @@ def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
 def test_names_are_where_type_checkers_find_them() -> None:
     tree = ast.parse((ROOT / "rlx" / "__init__.py").read_text())
     (typing,) = (n for n in tree.body if isinstance(n, ast.If))
-    named = {a.name for n in typing.body if isinstance(n, ast.ImportFrom) for a in n.names} - {"*"}
-    assert named == set(rlx._HOME) | (rlx._PACKAGES & named) and set(rlx.__all__) <= named
-    assert set(rlx.__all__) <= set(dir(rlx)) and {"gelu", "sum"} <= set(dir(rlx))
+    named = {a.asname or a.name for n in typing.body if isinstance(n, ast.ImportFrom) for a in n.names} - {"*", "_functions"}
+    (listed,) = (ast.literal_eval(n.value) for n in typing.body if isinstance(n, ast.Assign))
+    assert named == set(rlx._HOME) | (rlx._PACKAGES & named) and set(listed) <= named
+    assert set(rlx.__all__) == {*listed, *ops.__all__, *functions.__all__} == set(dir(rlx))
+
+
+def test_internal_modules_do_not_hide_behind_public_names() -> None:
+    for name in ("view", "elementwise", "OWN", "np", "methods"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(rlx, name)
+
+
+USER = """
+import numpy as np
+import rlx
+
+g = rlx.Graph("g")
+x, ids = g.input("x", (4, 8), rlx.f32), g.input("ids", (2,), rlx.i64)
+best, at = rlx.top_k(x, k=2)
+rows: rlx.Value = x[ids, 0] + x.relu().sum(axis=1)[0]
+even = (ids % 2 == 0) & ~(ids > 1) | (ids // 2 < 3)
+y = rlx.einsum("ab,cb->ac", x, x).std(axis=0) + rlx.zeros((4,)) + np.ones(4, np.float32)
+first = x.shape[0]
+g.set_outputs([rlx.gelu(y, approximate="tanh"), best, at, rows, even, x.ndim * x.T])
+"""
+WRONG = {
+    "an attribute that is not there": 'rlx.gelu(x, approx="tanh")',
+    "a word that is not allowed": 'rlx.gelu(x, approximate="fast")',
+    "a missing operand": "rlx.matmul(x)",
+    "a result too many": "a, b, c = rlx.top_k(x, k=2)",
+    "text for an operand's attribute": 'x.sum(axis="rows")',
+    "an op that is not there": "x.relux()",
+}
+
+
+def test_type_checkers_know_every_op(tmp_path: Path) -> None:
+    """pyright in its strict mode: no error in right code, and one for each wrong call."""
+    checker = Path(sys.executable).with_name("pyright")
+    if not checker.exists():
+        pytest.skip("pyright is not installed in this environment (make lint installs it)")
+    (tmp_path / "right.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text("import rlx\n\nx = rlx.Graph('g').input('x', (4,), rlx.f32)\n" + "\n".join(WRONG.values()))
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}))
+    done = subprocess.run(
+        [checker, "--outputjson", "--pythonpath", sys.executable, "-p", tmp_path], capture_output=True, text=True, check=False
+    )
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert not [d for d in found if d["file"].endswith("right.py")]
+    lines = {d["range"]["start"]["line"] for d in found if d["file"].endswith("wrong.py") and d["severity"] == "error"}
+    assert lines == set(range(3, 3 + len(WRONG)))
 
 
 FOREIGN = """

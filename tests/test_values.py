@@ -62,11 +62,120 @@ def test_values_ask_threads_for_one_object() -> None:
     assert all(a is b for values in found for a, b in zip(values, found[0]))
 
 
+A = np.random.default_rng(0).standard_normal((4, 5, 6)).astype(np.float32)
+B = np.random.default_rng(1).standard_normal((6, 5)).astype(np.float32)
+IDS = np.array([[0, -1, 2], [3, -4, 1]])
+MASK = np.arange(30).reshape(5, 6) % 3 == 0
+AS_NUMPY: dict[str, Callable[..., Any]] = {
+    "x[list]": lambda x, y, i: x[[0, -1]], "x[:, list, list]": lambda x, y, i: x[:, [1, -2], [3, 4]],
+    "x[list, :, list]": lambda x, y, i: x[[0, 1], :, [3, 4]], "x[i]": lambda x, y, i: x[i],
+    "x[i, :, i]": lambda x, y, i: x[i, :, i],
+    "x[..., i]": lambda x, y, i: x[..., i], "x[1:3, i, None]": lambda x, y, i: x[1:3, i, None],
+    "x[0, list]": lambda x, y, i: x[0, [1, 2]],
+    "x[:, mask]": lambda x, y, i: x[:, MASK], "x[mask of rows]": lambda x, y, i: x[np.array([True, False, True, False])],
+    "x[1, i, 2:4]": lambda x, y, i: x[1, i, 2:4], "x[i, i % 5]": lambda x, y, i: x[i, i % 5, ::2],
+    "einsum": lambda x, y, i: np.einsum("abc,cb->a", x, y), "einsum ...": lambda x, y, i: np.einsum("...bc,cb", x, y),
+    "einsum of one": lambda x, y, i: np.einsum("abc->cb", x),
+    "einsum of three": lambda x, y, i: np.einsum("abc,cd,d->ba", x, y, y[0]),
+    "tensordot": lambda x, y, i: np.tensordot(x, y, ([1], [1])), "dot": lambda x, y, i: np.dot(x, y),
+    "outer": lambda x, y, i: np.outer(y, y),
+    "stack": lambda x, y, i: np.stack([x, x], 1), "concatenate": lambda x, y, i: np.concatenate([x, x], axis=-1),
+    "tile": lambda x, y, i: np.tile(x, (2, 1)), "tile more": lambda x, y, i: np.tile(y, (2, 3, 1)),
+    "repeat": lambda x, y, i: np.repeat(x, 3, 1),
+    "roll": lambda x, y, i: np.roll(x, 2, (0, 2)), "roll all": lambda x, y, i: np.roll(x, 7),
+    "flip": lambda x, y, i: np.flip(x, 1),
+    "tril": lambda x, y, i: np.tril(x, 1), "triu": lambda x, y, i: np.triu(x, -1),
+    "moveaxis": lambda x, y, i: np.moveaxis(x, 0, -1),
+    "swapaxes": lambda x, y, i: np.swapaxes(x, 0, -1), "expand_dims": lambda x, y, i: np.expand_dims(x, (0, 2)),
+    "squeeze": lambda x, y, i: np.squeeze(x[:, :1]), "take": lambda x, y, i: np.take(x, i, axis=1),
+    "where": lambda x, y, i: np.where(x > 0, x, 0.0),
+    "var": lambda x, y, i: np.var(x, axis=(0, 2), ddof=1), "std": lambda x, y, i: x.std(axis=1, keepdims=True),
+    "sum": lambda x, y, i: np.sum(x, axis=1, keepdims=True), "max": lambda x, y, i: x.max(axis=1),
+    "mean": lambda x, y, i: x.mean(),
+    "sort": lambda x, y, i: np.sort(x, axis=0), "clip": lambda x, y, i: np.clip(x, -0.5, 0.5), "exp": lambda x, y, i: np.exp(x),
+    "logaddexp": lambda x, y, i: np.logaddexp(x, 1.0), "isfinite": lambda x, y, i: np.isfinite(x * np.float32(np.inf)),
+    "zeros_like": lambda x, y, i: np.zeros_like(i),
+    "x % y": lambda x, y, i: x % 0.7, "x // y": lambda x, y, i: x // 0.3, "1 // x": lambda x, y, i: 1 // x,
+    "i ** 3": lambda x, y, i: i**3 % 5,
+    "bits": lambda x, y, i: (i & 3) | (~i ^ 1), "bools": lambda x, y, i: (x > 0) & ~(x < 1) | (x == 0) ^ True,
+    "shifts": lambda x, y, i: (1 << abs(i)) + (i >> 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", AS_NUMPY.values(), ids=AS_NUMPY)
+def test_values_do_as_arrays_do(f: Callable[..., Any]) -> None:
+    want = np.asarray(f(A, B, IDS))
+    g = Graph("g")
+    g.set_outputs([f(g.input("x", A.shape, "f32"), g.input("y", B.shape, "f32"), g.input("i", IDS.shape, "i64"))])
+    (found,), _ = evaluate(g, {"x": A, "y": B, "i": IDS})
+    assert found.shape == want.shape and found.dtype == want.dtype
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+MADE = {
+    "zeros": (lambda: rlx.zeros((2, 3)), np.zeros((2, 3), "f4")), "ones": (lambda: rlx.ones(3, "i32"), np.ones(3, "i4")),
+    "full": (lambda: rlx.full((2,), 2.5), np.full(2, 2.5, "f4")), "arange": (lambda: rlx.arange(5), np.arange(5)),
+    "steps": (lambda: rlx.arange(5, 1, -2), np.arange(5, 1, -2)),
+    "halves": (lambda: rlx.arange(0, 2, 0.5), np.arange(0, 2, 0.5, "f4")),
+    "linspace": (lambda: rlx.linspace(0, 1, 5), np.linspace(0, 1, 5, dtype="f4")),
+    "eye": (lambda: rlx.eye(3, 4, 1), np.eye(3, 4, 1, "f4")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, want", MADE.values(), ids=MADE)
+def test_functions_that_make_values(make: Callable[[], Any], want: np.ndarray) -> None:
+    g = Graph("g")
+    g.set_outputs([make()])
+    (found,), _ = evaluate(g, {})
+    assert found.dtype == want.dtype
+    np.testing.assert_array_equal(found, want)
+
+
+WRONG_INDEX = {
+    "a mask of another shape": (lambda x: x[np.ones(3, bool)], rlx.errors.ShapeError, "mask"),
+    "past the end": (lambda x: x[[0, 4]], rlx.errors.IndexRangeError, "index 4"),
+    "before the start": (lambda x: x[[-5]], rlx.errors.IndexRangeError, "-5"),
+    "too many": (lambda x: x[[0], 0, 0, 0], rlx.errors.ShapeError, "4 keys"),
+    "halves": (lambda x: x[[0.5]], rlx.errors.DTypeError, "integers"),
+    "einsum twice": (lambda x: rlx.einsum("aab->b", x), rlx.errors.AttributeValueError, "once"),
+    "einsum sizes": (lambda x: rlx.einsum("abc,abd->cd", x, x[:2]), rlx.errors.ShapeError, "'a'"),
+    "einsum result": (lambda x: rlx.einsum("abc->z", x), rlx.errors.AttributeValueError, "z"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ask, error, message", WRONG_INDEX.values(), ids=WRONG_INDEX)
+def test_wrong_indices_are_errors(ask: Callable[..., Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ask(Graph("g").input("x", (4, 5, 6), "f32"))
+
+
+def test_an_index_of_a_value_is_checked_by_the_run_in_each_dim() -> None:
+    """Also where two indices become one: a row too far is not an element of the next one."""
+    g = rlx.Graph("g")
+    x, i = g.input("x", (4, 6), rlx.f32), g.input("i", (2,), rlx.i64)
+    g.set_outputs([x[i, [0, 1]]])
+    compiled, rows = rlx.Session("cpu").compile(g), np.arange(24, dtype=np.float32).reshape(4, 6)
+    assert compiled.run({"x": rows, "i": np.array([-1, 2])})[0].tolist() == [18, 13]
+    with pytest.raises(rlx.errors.IndexRangeError):
+        compiled.run({"x": rows, "i": np.array([0, 4])})
+
+
+def test_a_shape_is_read_as_a_tuple() -> None:
+    x = Graph("g").input("x", (2, 3), "f32")
+    assert x.shape[0] == 2 and x.shape[-2:] == (2, 3) == x.shape and len(x.shape) == x.ndim == 2 and x.shape != (2, 4)
+    assert list(x.shape) == [2, 3] and len(x) == 2 and x.size == 6 and rlx.zeros(()).shape
+    with pytest.raises(rlx.errors.IndexRangeError, match="dim 2"):
+        x.shape[2]
+
+
 NO_ELEMENTS = {
     "bool": (lambda x, y: bool(x == y), "no truth value"), "in": (lambda x, y: x in [y], "`is`"),
     "index": (lambda x, y: [y].index(x), "`is`"), "None": (lambda x, y: x == None, "got NoneType"),  # noqa: E711
     "text": (lambda x, y: x != "x", "got str"), "node": (lambda x, y: x == y.node, "node.results"),
-    "np.exp": (lambda x, y: np.exp(x), "use rlx.exp"), "np.sum": (lambda x, y: np.add.reduce(x), "no elements before a run"),
+    "np.cbrt": (lambda x, y: np.cbrt(x), "functions of rlx"),
+    "np.add.reduce": (lambda x, y: np.add.reduce(x), "no elements before"),
+    "np.median": (lambda x, y: np.median(x), "functions of rlx"), "assignment": (lambda x, y: x.__setitem__(0, 1), "update_rows"),
+    "mask": (lambda x, y: x[y > 0.0], "rlx.where"), "text index": (lambda x, y: x[["a"]], "integers"),
     "in place": (lambda x, y: np.add(ODD, x, out=ODD), "no elements before a run"),
     "asarray": (lambda x, y: np.asarray(x), "numpy array"), "array": (lambda x, y: np.array([x, y]), "numpy array"),
     "constant": (lambda x, y: constant([x, y]), "numpy array"),

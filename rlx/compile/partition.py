@@ -31,11 +31,11 @@ from rlx.ir.graph import CONSTANT, HANDLE, PARAM, Active, Graph, Node, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.layout import Layout
 from rlx.ir.op import Attrs, Kind, attribute_types
-from rlx.ir.placement import REPLICATED, Partial, Placement, Replicated, Split
+from rlx.ir.placement import REPLICATED, Partial, Placement, ReduceName, Replicated, Split
 from rlx.ir.shape import DimLike, contiguous_strides
 from rlx.ir.verify import where
 
-KINDS = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.kind
+KINDS: dict[str, ReduceName] = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.kind
 
 
 class Move(NamedTuple):

@@ -18,7 +18,8 @@ from rlx.ir.shape import Dim, Shape
 from rlx.ir.target import Target
 from rlx.ir.text import fingerprint, print_graph
 from rlx.ir.verify import faults
-from rlx.ir import ops  # last: fills OPS, whose declarations need all of the above
+from rlx.ir import ops  # fills OPS, whose declarations need all of the above
+from rlx.ir import functions as functions, indexing as indexing  # made of ops
 
 __all__ = [
     "AttributeValueError", "Attrs", "BufferHandle", "DTYPES", "DType", "DTypeError", "Dim", "DuplicateNameError", "Graph",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter as _P
+from inspect import Signature
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import AttributeValueError, GraphError
+from rlx.ir.methods import FUNCTIONS, attach
 from rlx.ir.node import Value, apply
 from rlx.ir.op import OPS, Attrs, OpDef, attribute_types
 from rlx.ir.shape import Shape
@@ -62,4 +65,19 @@ def op(name: str, **facts: Any) -> Callable[..., Any]:
     build.__name__ = build.__qualname__ = name
     build.__doc__ = declared.doc
     build.op = declared  # type: ignore[attr-defined]
+    build.__signature__ = _signature(declared)  # type: ignore[attr-defined]
+    FUNCTIONS[name] = build
+    if most != 0:
+        attach(Value, name, build)
     return build
+
+
+def _signature(op: OpDef) -> Signature:
+    """As help() and editors show it: operands by position, then attributes; those without a default must be given."""
+    names = op.operand_names
+    many = any(name.startswith("*") for name in names)
+    out = [_P(n[1:], _P.VAR_POSITIONAL) if n.startswith("*") else _P(n, _P.POSITIONAL_ONLY) for n in names]
+    defaults = op.attrs.__dict__ if op.attrs else {}
+    for name in attribute_types(op.attrs) if op.attrs else ():
+        out.append(_P(name, _P.KEYWORD_ONLY if many else _P.POSITIONAL_OR_KEYWORD, default=defaults.get(name, _P.empty)))
+    return Signature([*out, *(_P(name, _P.KEYWORD_ONLY, default=None) for name in ("shape", "name"))], return_annotation="Value")

@@ -10,18 +10,21 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, IndexRangeError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.dtype import DType, as_dtype, bool_, i64
+from rlx.ir.methods import FUNCTIONS, Methods
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import DimLike, Shape
 
+Operand: TypeAlias = "Value | complex | np.ndarray[Any, Any] | np.generic | Sequence[object]"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -74,7 +77,7 @@ _making = Lock()  # two threads may ask for the same result at the same time
 
 
 @dataclass(frozen=True, eq=False, init=False, slots=True, weakref_slot=True)
-class Value:
+class Value(Methods):
     """One result of a node, and an operand for other ops. There is one object per result, so `is` compares identity."""
 
     node: Node
@@ -95,9 +98,7 @@ class Value:
                 node._values[index] = ref(value)
         return value
 
-    def __copy__(self) -> Value:
-        return self
-
+    def __copy__(self) -> Value: return self
     def __deepcopy__(self, memo: object) -> Value:
         return self
 
@@ -120,6 +121,13 @@ class Value:
     def rank(self) -> int:
         return self.shape.rank
 
+    ndim = rank
+
+    @property
+    def size(self) -> int:
+        """Elements. UnboundDimError: a dim is a name."""
+        return self.shape.num_elements
+
     @property
     def name(self) -> str | None:
         return self.node.name
@@ -140,38 +148,71 @@ class Value:
         raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: object, **options: object) -> Value:
-        """`array + value` builds the op; other numpy functions fail, because a Value has no elements before a run."""
-        if method == "__call__" and not options and ufunc.__name__ in _OPERATORS:
-            name, swapped = _OPERATORS[ufunc.__name__]
-            return _call(name, *(reversed(operands) if swapped else operands))
-        hint = f"rlx.{ufunc.__name__}" if ufunc.__name__ in OPS else "the functions of rlx"
-        raise GraphError(f"np.{ufunc.__name__} of {self!r}, which has no elements before a run; use {hint}")
+        """`array + value` and `np.exp(value)` build the op; numpy functions without an op fail: a Value has no elements yet."""
+        name = own = str(ufunc.__name__)
+        if method == "__call__" and not options:
+            if name in _OPERATORS:
+                return _OPERATORS[name](*operands)
+            name = _NAMES.get(name, name)
+            if name in FUNCTIONS:
+                return FUNCTIONS[name](*operands)
+        hint = f"rlx.{name}" if name in OPS else "the functions of rlx"
+        raise GraphError(f"np.{own} of {self!r}, which has no elements before a run; use {hint}")
+
+    def __array_function__(self, function: object, _: object, operands: tuple[object, ...], options: dict[str, object]) -> object:
+        """`np.stack([x, y])` builds the graph of rlx.stack; numpy functions that rlx lacks fail."""
+        own = str(getattr(function, "__name__", function))
+        name = _NAMES.get(own, own)
+        made = FUNCTIONS.get(f"numpy.{name}") or FUNCTIONS.get(name)
+        if made and getattr(function, "__module__", "") == "numpy":
+            return made(*operands, **options)
+        raise GraphError(f"np.{own} of {self!r}, which has no elements before a run; use the functions of rlx")
 
     __hash__ = object.__hash__
 
-    def __eq__(self, other: Any) -> Value: return _call("equal", self, other)  # type: ignore[override]
-    def __ne__(self, other: Any) -> Value: return _call("not_equal", self, other)  # type: ignore[override]
-    def __add__(self, other: Any) -> Value: return _call("add", self, other)
-    def __radd__(self, other: Any) -> Value: return _call("add", other, self)
-    def __sub__(self, other: Any) -> Value: return _call("sub", self, other)
-    def __rsub__(self, other: Any) -> Value: return _call("sub", other, self)
-    def __mul__(self, other: Any) -> Value: return _call("mul", self, other)
-    def __rmul__(self, other: Any) -> Value: return _call("mul", other, self)
-    def __truediv__(self, other: Any) -> Value: return _call("div", self, other)
-    def __rtruediv__(self, other: Any) -> Value: return _call("div", other, self)
-    def __pow__(self, other: Any) -> Value: return _call("pow", self, other)
-    def __rpow__(self, other: Any) -> Value: return _call("pow", other, self)
-    def __matmul__(self, other: Any) -> Value: return _call("matmul", self, other)
-    def __rmatmul__(self, other: Any) -> Value: return _call("matmul", other, self)
+    def __eq__(self, other: Operand) -> Value: return _call("equal", self, other)  # type: ignore[override]
+    def __ne__(self, other: Operand) -> Value: return _call("not_equal", self, other)  # type: ignore[override]
+    def __add__(self, other: Operand) -> Value: return _call("add", self, other)
+    def __radd__(self, other: Operand) -> Value: return _call("add", other, self)
+    def __sub__(self, other: Operand) -> Value: return _call("sub", self, other)
+    def __rsub__(self, other: Operand) -> Value: return _call("sub", other, self)
+    def __mul__(self, other: Operand) -> Value: return _call("mul", self, other)
+    def __rmul__(self, other: Operand) -> Value: return _call("mul", other, self)
+    def __truediv__(self, other: Operand) -> Value: return _call("div", self, other)
+    def __rtruediv__(self, other: Operand) -> Value: return _call("div", other, self)
+    def __floordiv__(self, other: Operand) -> Value: return _call("floor_div", self, other)
+    def __rfloordiv__(self, other: Operand) -> Value: return _call("floor_div", other, self)
+    def __mod__(self, other: Operand) -> Value: return _call("mod", self, other)
+    def __rmod__(self, other: Operand) -> Value: return _call("mod", other, self)
+    def __pow__(self, other: Operand) -> Value: return _power(self, other)
+    def __rpow__(self, other: Operand) -> Value: return _call("pow", other, self)
+    def __matmul__(self, other: Operand) -> Value: return _call("matmul", self, other)
+    def __rmatmul__(self, other: Operand) -> Value: return _call("matmul", other, self)
     def __neg__(self) -> Value: return _call("neg", self)
     def __abs__(self) -> Value: return _call("abs", self)
-    def __lt__(self, other: Any) -> Value: return _call("less", self, other)
-    def __le__(self, other: Any) -> Value: return _call("less_equal", self, other)
-    def __gt__(self, other: Any) -> Value: return _call("less", other, self)
-    def __ge__(self, other: Any) -> Value: return _call("less_equal", other, self)
-    def __and__(self, other: Any) -> Value: return _call("logical_and", self, other)
-    def __or__(self, other: Any) -> Value: return _call("logical_or", self, other)
-    def __invert__(self) -> Value: return _call("logical_not", self)
+    def __lt__(self, other: Operand) -> Value: return _call("less", self, other)
+    def __le__(self, other: Operand) -> Value: return _call("less_equal", self, other)
+    def __gt__(self, other: Operand) -> Value: return _call("less", other, self)
+    def __ge__(self, other: Operand) -> Value: return _call("less_equal", other, self)
+    def __and__(self, other: Operand) -> Value: return _bits("and", self, other)
+    def __rand__(self, other: Operand) -> Value: return _bits("and", other, self)
+    def __or__(self, other: Operand) -> Value: return _bits("or", self, other)
+    def __ror__(self, other: Operand) -> Value: return _bits("or", other, self)
+    def __xor__(self, other: Operand) -> Value: return _bits("xor", self, other)
+    def __rxor__(self, other: Operand) -> Value: return _bits("xor", other, self)
+    def __invert__(self) -> Value: return _bits("not", self)
+    def __lshift__(self, other: Operand) -> Value: return _call("shift_left", self, other)
+    def __rlshift__(self, other: Operand) -> Value: return _call("shift_left", other, self)
+    def __rshift__(self, other: Operand) -> Value: return _call("shift_right", self, other)
+    def __rrshift__(self, other: Operand) -> Value: return _call("shift_right", other, self)
+    def __pos__(self) -> Value: return self
+    def __round__(self) -> Value: return _call("round", self)
+
+    def __len__(self) -> int:
+        """The first dim, if it is known."""
+        if not self.rank or not isinstance(self.dims[0], int):
+            raise GraphError(f"{self!r} has no length: {'its first dim is a name' if self.rank else 'it has no dims'}")
+        return self.dims[0]
 
     def reshape(self, *dims: Any) -> Value:
         """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
@@ -181,9 +222,13 @@ class Value:
         """Permutes the dims by `axes`; without axes, reverses them."""
         return _call("transpose", self, axes=axes or tuple(reversed(range(self.rank))))
 
-    def __getitem__(self, key: Any) -> Value:
-        """x[1], x[:, 2:5], x[..., None, ::-1]: ints, slices, None and ... as in numpy. For other indices: rlx.gather."""
-        return _indexed(self, key if isinstance(key, tuple) else (key,))
+    def __getitem__(self, key: object) -> Value:
+        """As in numpy: x[1], x[:, 2:5], x[..., None, ::-1], x[[0, 2]], x[ids, 0] with arrays or Values of integers, and
+        x[mask] where the mask is an array. IndexRangeError: out of range, for indices that are Values by the run."""
+        return FUNCTIONS["indexed"](self, key if isinstance(key, tuple) else (key,))
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise GraphError(f"{self!r} cannot be assigned to, since values do not change: use rlx.where or rlx.update_rows")
 
     @property
     def T(self) -> Value:
@@ -193,13 +238,31 @@ class Value:
         return _call("cast", self, dtype=as_dtype(dtype))
 
 
-_OPERATORS = {  # the ufunc of an operator -> (op, True if the operands are swapped)
-    "add": ("add", False), "subtract": ("sub", False), "multiply": ("mul", False), "divide": ("div", False),
-    "power": ("pow", False), "matmul": ("matmul", False),
-    "bitwise_and": ("logical_and", False), "bitwise_or": ("logical_or", False),
-    "equal": ("equal", False), "not_equal": ("not_equal", False), "less": ("less", False), "less_equal": ("less_equal", False),
-    "greater": ("less", True), "greater_equal": ("less_equal", True),
+_NAMES = {  # numpy functions and ufuncs -> op of the same meaning
+    "absolute": "abs", "negative": "neg", "positive": "copy", "rint": "round", "around": "round", "isnan": "is_nan",
+    "subtract": "sub", "multiply": "mul", "divide": "div", "fmod": "rem", "remainder": "mod", "floor_divide": "floor_div",
+    "conjugate": "conj", "left_shift": "shift_left", "right_shift": "shift_right", "amax": "max", "amin": "min",
+    "concatenate": "concat", "permute_dims": "transpose", "astype": "cast",
 }  # fmt: skip
+_OPERATORS: dict[str, Callable[..., Value]] = {
+    "greater": lambda x, y: _call("less", y, x), "greater_equal": lambda x, y: _call("less_equal", y, x),
+    "power": lambda x, y: _power(x, y), "invert": lambda x: _bits("not", x),
+    **{f"bitwise_{name}": partial(lambda name, x, y: _bits(name, x, y), name) for name in ("and", "or", "xor")},
+}  # fmt: skip
+
+
+def _bits(name: str, *operands: Operand) -> Value:
+    """The operators of bool and of integers."""
+    dtype = next(x.dtype for x in operands if isinstance(x, Value))
+    return _call(f"logical_{name}" if dtype == bool_ else f"bitwise_{name}", *operands)
+
+
+def _power(x: Operand, y: Operand) -> Value:
+    """x ** y. Integers have no op for it: they take a small exponent, by products."""
+    if not isinstance(x, Value) or not x.dtype.is_int or not isinstance(y, (int, np.integer)) or not 0 < y < 64:
+        return _call("pow", x, y)
+    half = x if y == 1 else _power(x, y // 2)
+    return half if y == 1 else half * half * x if y % 2 else half * half
 
 
 def _result(nodes: tuple[Node, ...], index: int) -> Value:
@@ -241,39 +304,8 @@ def same_values(a: Sequence[Value], b: Sequence[Value]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def _call(name: str, *operands: Any, **attrs: Any) -> Value:
+def _call(name: str, *operands: object, **attrs: object) -> Value:
     return apply(OPS[name], operands, attrs)  # type: ignore[return-value]
-
-
-def _indexed(x: Value, keys: tuple[Any, ...]) -> Value:
-    """A slice of x, then a reshape that drops the dims indexed by an int and adds a dim for each None."""
-    end, dots = 2**63 - 1, [i for i, e in enumerate(keys) if e is Ellipsis]
-    missing = x.rank - sum(e is not None and e is not Ellipsis for e in keys)
-    if missing < 0 or len(dots) > 1:
-        raise ShapeError(f"{x!r} has {x.rank} dims, indexed by {len(keys)} keys of which {len(dots)} are ...")
-    at = dots[0] if dots else len(keys)
-    ranges: list[tuple[int, int, int]] = []
-    kept: list[int | None] = []  # dims of the result: an axis of the slice, or None for a dim of 1
-    for e in (*keys[:at], *(slice(None),) * missing, *keys[at + 1 :]):
-        if isinstance(e, slice):
-            step = 1 if e.step is None else e.step
-            start = e.start if e.start is not None else 0 if step > 0 else end
-            kept.append(len(ranges))
-            ranges.append((start, e.stop if e.stop is not None else end if step > 0 else -end, step))
-        elif e is None:
-            kept.append(None)
-        elif isinstance(e, (int, np.integer)):
-            i, dim = int(e), x.dims[len(ranges)]
-            if isinstance(dim, int) and not -dim <= i < dim:
-                raise IndexRangeError(f"index {i} of {x!r}: dim {len(ranges)} is {dim}")
-            ranges.append((i, i + 1 if i != -1 else end, 1))
-        else:
-            raise GraphError(f"{x!r} indexed by {type(e).__name__}; use rlx.gather")
-    starts, stops, steps = zip(*ranges) if ranges else ((), (), ())
-    part = x if all(r == (0, end, 1) for r in ranges) else _call("slice", x, starts=starts, stops=stops, steps=steps)
-    if kept == list(range(x.rank)):
-        return part
-    return _call("reshape", part, dims=tuple(1 if i is None else part.dims[i] for i in kept))
 
 
 def caller() -> str | None:

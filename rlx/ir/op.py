@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from inspect import CO_VARARGS
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -187,6 +188,25 @@ class OpDef:
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
+
+    @property
+    def operand_names(self) -> list[str]:
+        """Names of the operands, from the functions of the declaration; `*name` for those that may be left out or are many."""
+        least, most = self.arity
+        if most is None:
+            return ["*operands"]
+        for function, before in ((self.scalar, 2), (self.infer, 1), (self.decompose, 1)):
+            code = getattr(function, "__code__", None)
+            if code is None:
+                continue
+            found = list(code.co_varnames[before : code.co_argcount])
+            if code.co_flags & CO_VARARGS:
+                starred = [f"*{code.co_varnames[code.co_argcount + code.co_kwonlyargcount]}"]
+                if len(found) == least < most:
+                    return found + starred
+            elif len(found) == most:
+                return found
+        return list("xyz"[:most])
 
     @property
     def ahead(self) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
+
+ReduceName = Literal["sum", "mean", "max", "min"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Split:
 class Partial:
     """Every rank has its own array; their elementwise "sum", "max" or "min" is the value."""
 
-    kind: str = "sum"
+    kind: ReduceName = "sum"
 
     def __str__(self) -> str:
         return f"partial({self.kind})"

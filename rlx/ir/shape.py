@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
-from rlx.errors import ShapeError, UnboundDimError
+from rlx.errors import IndexRangeError, ShapeError, UnboundDimError
 from rlx.ir.dtype import DType, as_dtype
 
 
@@ -69,9 +70,10 @@ def as_dim(x: int | str | Dim) -> DimLike:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
-    """Dims and element type of one tensor."""
+    """Dims and element type of one tensor. Indexed, measured and iterated it is the tuple of its dims, to which it also compares:
+    `x.shape == (2, 3)`. Two Shapes are equal if their dtypes are, too."""
 
     dims: tuple[DimLike, ...]
     dtype: DType
@@ -88,6 +90,32 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{','.join(map(str, self.dims))}]"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Shape):
+            return self.dims == other.dims and self.dtype == other.dtype
+        return self.dims == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.dims)  # of a tuple that it is equal to
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def __bool__(self) -> bool:
+        return True  # also without dims
+
+    def __iter__(self) -> Iterator[DimLike]:
+        return iter(self.dims)
+
+    @overload
+    def __getitem__(self, axis: int) -> DimLike: ...
+    @overload
+    def __getitem__(self, axis: slice) -> tuple[DimLike, ...]: ...
+    def __getitem__(self, axis: int | slice) -> DimLike | tuple[DimLike, ...]:
+        if isinstance(axis, int) and not -self.rank <= axis < self.rank:
+            raise IndexRangeError(f"dim {axis} of {self}, which has {self.rank} dims")
+        return self.dims[axis]
 
     @property
     def rank(self) -> int:

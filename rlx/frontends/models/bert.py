@@ -15,7 +15,6 @@ from rlx.errors import CorruptFileError, ModelError, known
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops.rules import static_dim
-from rlx.ir.ops.view import END
 from rlx.ir.shape import DimLike
 
 ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
@@ -128,7 +127,7 @@ def _attention(g: Graph, config: BertConfig, layer: str, x: Value, allowed: Valu
 def _first(table: Value, rows: DimLike) -> Value:
     if not isinstance(rows, int):
         return ops.embedding(table, ops.iota(dims=(rows,), axis=0, dtype="i32"))
-    return ops.slice(table, starts=(0, 0), stops=(rows, table.dims[1]))
+    return table[:rows]
 
 
 def _params(g: Graph, name: str, rows: int, columns: int, dtype: DType) -> tuple[Value, Value]:
@@ -148,10 +147,10 @@ def _norm(g: Graph, config: BertConfig, name: str, x: Value) -> Value:
 
 def _pool(config: BertConfig, x: Value, mask: Value) -> Value:
     """[batch, length, hidden] -> [batch, hidden]: the mean over tokens that are not padding, or the first token."""
-    batch, length, hidden = x.dims
+    batch, length, _ = x.dims
     x = x.astype("f32")
     if config.pooling == "cls":
-        pooled = ops.slice(x, starts=(0, 0, 0), stops=(END, 1, hidden)).reshape(batch, hidden)
+        pooled = x[:, 0]
     else:
         weight = mask.astype("f32").reshape(batch, length, 1)
         count = ops.maximum(ops.sum(weight, axis=1), 1.0)  # [batch, 1]

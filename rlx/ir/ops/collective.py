@@ -25,9 +25,9 @@ from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.elementwise import cast, div, equal, where
 from rlx.ir.ops.rules import again, axis_of, divide
 from rlx.ir.ops.view import reshape, transpose
+from rlx.ir.placement import ReduceName
 from rlx.ir.shape import DimLike, Shape
 
-ReduceName = Literal["sum", "mean", "max", "min"]
 ANY = "fiubc"
 Arrays = Sequence[np.ndarray]  # one per rank
 Rule = Callable[..., Any]

@@ -1,0 +1,300 @@
+# Written by `python docs/ops.py` from the op table.
+from collections.abc import Callable as Callable
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlx.ir.dtype import DType
+from rlx.ir.node import Operand, Value
+from rlx.ir.op import OPS as OPS
+from rlx.ir.op import OpDef as OpDef
+from rlx.ir.shape import Dim
+
+Dims = int | str | Dim | Sequence[int | str | Dim]
+
+ATTRIBUTES: tuple[str, ...]
+FUNCTIONS: dict[str, Callable[..., Any]]
+
+def attach(value: type[Methods], name: str, function: Callable[..., Any]) -> None: ...
+
+class Methods:
+    __slots__ = ()
+    def log1p(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Natural logarithm of 1 + x, accurate near 0."""
+    def expm1(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """exp(x) - 1, accurate near 0."""
+    def relu(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """max(x, 0)."""
+    def sigmoid(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """1 / (1 + exp(-x))."""
+    def silu(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x * sigmoid(x)."""
+    def softplus(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """log(1 + exp(x))."""
+    def gelu(self, /, approximate: Literal['none', 'tanh'] = 'none', *, shape: Any = None, name: str | None = None) -> Value:
+        """x * Φ(x), with Φ the standard normal CDF. `approximate`: 'none' (exact, with erf) or 'tanh' (the tanh formula)."""
+    def clip(self, /, low: float = ..., high: float = ..., *, shape: Any = None, name: str | None = None) -> Value:
+        """min(max(x, low), high); NaN stays NaN. Either bound may be omitted."""
+    def attention(self, k: Operand, v: Operand, *operands: Operand, scale: float = 0.0, mask: Literal['none', 'causal', 'sliding_window', 'custom', 'bias'] = 'none', window: int = 0, positioned: bool = False, cap: float = 0.0, shape: Any = None, name: str | None = None) -> Value:
+        """Scaled dot-product attention: softmax(q @ kᵀ * scale + mask) @ v over [batch, heads, sequence, head_dim]. With
+        grouped heads, k and v have fewer heads, each shared by the same number of consecutive query heads. k and v may be
+        f16 or bf16 with any dtype of q; the result has q's dtype. A fully masked row gives zeros. With `positioned`, the
+        last operand, start ([] or [batch]), is the position of the first query; k and v may be a whole KV cache, and keys
+        past the last query are ignored. A query past the last key is an IndexRangeError."""
+    def attention_parts(self, k: Operand, v: Operand, *operands: Operand, scale: float = 0.0, mask: Literal['none', 'causal', 'sliding_window', 'custom', 'bias'] = 'none', window: int = 0, positioned: bool = False, cap: float = 0.0, parts: int = 2, block: int = 1, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+        """Split-key attention: the partial result for each part of the keys, [parts, batch, heads, sequence, head_dim] (zeros
+        where a part has no visible key), and its logsumexp, [parts, batch, heads, sequence], used to merge the parts."""
+    def rope(self, positions: Operand, /, theta: float = 10000.0, interleaved: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Rotary position embedding: rotates pair i of x [..., sequence, head_dim] by position * theta ** (-2i / head_dim)
+        radians. positions: [sequence], or [batch, sequence] where dim 0 of x is the batch."""
+    def exchange(self, /, what: Literal['all_reduce', 'all_gather', 'reduce_scatter', 'broadcast', 'all_to_all', 'rank_part'], ranks: int, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', root: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """The core collective, on row-major operands. all_gather adds a leading dim of size `ranks`, all_to_all keeps it,
+        reduce_scatter and rank_part (which moves no data) remove it; all_reduce and broadcast keep the operand's dims."""
+    def all_reduce(self, /, ranks: int, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', *, shape: Any = None, name: str | None = None) -> Value:
+        """Combines the operands of all ranks elementwise in rank order (sum, mean, max or min) and gives every rank the
+        result. 16-bit and 8-bit floats are summed in f32 and integers in 64 bits; a mean of integers is truncated."""
+    def all_gather(self, /, ranks: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Concatenates the operands of all ranks along `axis` in rank order, on every rank."""
+    def reduce_scatter(self, /, ranks: int, axis: int = 0, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', *, shape: Any = None, name: str | None = None) -> Value:
+        """Splits the all_reduce result into equal parts along `axis` and gives part r to rank r."""
+    def broadcast_rank(self, /, ranks: int, root: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Copies the operand of rank `root` to every rank."""
+    def all_to_all(self, /, ranks: int, split_axis: int = 0, concat_axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Splits every rank's operand into equal parts along `split_axis` and sends part r to rank r, which concatenates the
+        received parts along `concat_axis` in rank order."""
+    def rank_slice(self, /, ranks: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Splits the operand into equal parts along `axis` and keeps part r on rank r. No data moves between ranks."""
+    def view_as_real(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """A view of c64 [...] as f32 [..., 2]: real and imaginary parts."""
+    def view_as_complex(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """A view of f32 [..., 2] as c64 [...]: the last dim holds the real and imaginary parts."""
+    @property
+    def real(self) -> Value:
+        """The real part of c64, f32."""
+    @property
+    def imag(self) -> Value:
+        """The imaginary part of c64, f32."""
+    def conj(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Complex conjugate."""
+    def complex(self, im: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """A c64 tensor from its real and imaginary parts, both f32."""
+    def matmul(self, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Matrix product as numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast. 16-bit floats accumulate in f32;
+        integers wrap. Mixed float dtypes give the dtype that holds both (f32 if neither does), 8-bit floats f32; a narrow
+        weight is read in its own dtype."""
+    def int8_matmul(self, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Matrix product of u8 by i8 in i32. Sums wrap; they are exact up to a depth of 65,000."""
+    def linear(self, w: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x @ w + b, with w [in, out] and an optional bias b [out]."""
+    def neg(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Negation; unsigned integers wrap."""
+    def abs(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Absolute value; the least signed integer is unchanged. For c64: the magnitude as f32, without intermediate overflow."""
+    def sqrt(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Square root; NaN for negative x."""
+    def rsqrt(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Reciprocal of the square root, 1 / sqrt(x)."""
+    def reciprocal(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Reciprocal, 1 / x."""
+    def exp(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Exponential, e**x."""
+    def log(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Natural logarithm; NaN for negative x, -inf at 0."""
+    def sin(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Sine; x is in radians."""
+    def cos(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Cosine; x is in radians."""
+    def tanh(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Hyperbolic tangent."""
+    def erf(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Error function."""
+    def floor(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Rounds down to an integer."""
+    def ceil(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Rounds up to an integer."""
+    def round(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Rounds to the nearest integer, ties to even."""
+    def trunc(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Rounds toward zero to an integer."""
+    def sign(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Sign of x: -1, 0 or 1; -0.0 and NaN are kept."""
+    def is_nan(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """True where x is NaN."""
+    def logical_not(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Logical NOT."""
+    def bitwise_not(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Bitwise NOT."""
+    def add(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x + y; integers wrap."""
+    def sub(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x - y; integers wrap."""
+    def mul(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x * y; integers wrap."""
+    def div(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Quotient x / y. Integer division truncates toward zero, and x / 0 is 0."""
+    def rem(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Remainder with the sign of x, as C's fmod; for integers x rem 0 is 0."""
+    def mod(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Remainder with the sign of y, as Python's %; for integers x mod 0 is 0."""
+    def floor_div(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """floor(x / y); integers: x // 0 is 0."""
+    def pow(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1."""
+    def maximum(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Elementwise maximum; NaN if either operand is NaN."""
+    def minimum(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Elementwise minimum; NaN if either operand is NaN."""
+    def less(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x < y; False if either is NaN."""
+    def less_equal(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x <= y; False if either is NaN."""
+    def equal(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x == y; False with a NaN."""
+    def not_equal(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x != y; True if either is NaN."""
+    def logical_and(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Logical AND."""
+    def logical_or(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Logical OR."""
+    def logical_xor(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Logical XOR."""
+    def bitwise_and(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Bitwise AND."""
+    def bitwise_or(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Bitwise OR."""
+    def bitwise_xor(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Bitwise XOR."""
+    def shift_left(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Left shift, x << y; a count outside 0 … bits-1 gives 0."""
+    def shift_right(self, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Right shift, x >> y: arithmetic for signed x, else logical. A count outside 0 … bits-1 gives 0, or -1 where x < 0."""
+    def multiply_add(self, y: Operand, z: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """x * y + z, rounded twice. As a single op it is fused into the producer of z, even where x * y alone would not be."""
+    def where(self, x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Elements of x where the condition is True, else of y; the three operands broadcast together."""
+    def cast(self, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
+        """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real
+        drops the imaginary part."""
+    def gather(self, indices: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0
+        or not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not
+        be one."""
+    def embedding(self, ids: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """Looks up rows of a table [entries, width], one per id."""
+    def scatter_add(self, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An
+        index may repeat."""
+    def concat(self, *operands: Operand, axis: int = 0, shape: Any = None, name: str | None = None) -> Value:
+        """Concatenates the operands along `axis`."""
+    def pad(self, /, low: int | Sequence[int], high: int | Sequence[int], value: float = 0.0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Pads every dim with `value`: `low` elements before and `high` elements after."""
+    def copy(self, /, *, shape: Any = None, name: str | None = None) -> Value:
+        """A row-major copy of x, made at every run: never a view of x, and its memory is not shared."""
+    def layer_norm(self, *affine: Operand, axis: int = -1, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
+        """Layer normalisation over the dims from `axis` to the last: (x - mean) / sqrt(variance + eps) * scale + bias."""
+    def rms_norm(self, *affine: Operand, axis: int = -1, eps: float = 1e-06, shape: Any = None, name: str | None = None) -> Value:
+        """RMS normalisation over the dims from `axis` to the last: x / sqrt(mean(x²) + eps) * scale."""
+    def group_norm(self, *affine: Operand, groups: int, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
+        """Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per
+        channel."""
+    def argmax(self, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Index (i64) of the greatest element along `axis`: the first on ties, the first NaN if there is one."""
+    def argmin(self, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Index (i64) of the least element along `axis`: the first on ties, the first NaN if there is one."""
+    def cumsum(self, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap."""
+    def sort(self, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+        """Stable sort along the last dim: the sorted elements and their original indices (i64)."""
+    def argsort(self, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Indices (i64) that sort the last dim; the sort is stable."""
+    def top_k(self, /, k: int, largest: bool = True, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+        """The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index."""
+    def pack(self, /, layout: tuple[tuple[int, int], ...], *, shape: Any = None, name: str | None = None) -> Value:
+        """x stored in padded tiles. The compiler decides where to pack; in a graph from the user, pack(x) is the same as x."""
+    def quant_rows(self, ids: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
+        """Looks up and decodes rows of a quantised table, one per id: dequantize(gather(w, ids)), u8 [entries, row bytes] ->
+        f32 [ids..., columns]. The table may be w or pack_quant(w)."""
+    def dequantize(self, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
+        """Decodes rows of quantised blocks, u8 [..., row bytes], to f32 [..., columns]."""
+    def dequant_matmul(self, packed: Operand, /, format: str, exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [...,
+        n] in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot
+        products, and a GPU rounds f32 x and the weights to bf16 for products with many rows."""
+    def pack_quant(self, /, format: str, rows: int, step: int, *, shape: Any = None, name: str | None = None) -> Value:
+        """Weights of quantised blocks u8[n, row bytes] stored as panels u8[ceil(n / rows), panel bytes] in the order in which
+        a backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's graph, the same as
+        w."""
+    def random_bits(self, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+        """Uniform random u32 bits of shape `dims` from a key u32 [2] and a counter u32 (); equal operands give equal bits.
+        With counter 0 the bits are those of JAX for the same key."""
+    def random_uniform(self, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+        """Uniform random f32 in [0, 1), multiples of 2^-24, from a key u32 [2] and a counter u32 ()."""
+    def gumbel(self, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+        """Random f32 from the standard Gumbel distribution: argmax(logits + gumbel) samples from softmax(logits)."""
+    def threshold(self, amount: Operand, /, weighted: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with
+        `weighted`, such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never
+        counted. Uses 32 counting passes instead of a sort."""
+    def sum(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
+        length."""
+    def prod(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Product; 1 if empty."""
+    def max(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."""
+    def min(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."""
+    def any(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """True if any element is True; False if empty."""
+    def all(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """True if all elements are True; True if empty."""
+    def mean(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Arithmetic mean; NaN if empty."""
+    def variance(self, /, axis: int | Sequence[int] = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Variance, computed in two passes; the divisor is n - correction."""
+    def softmax(self, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
+        """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
+    def log_softmax(self, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
+        """log(softmax(x)) along `axis`, computed without loss of precision."""
+    def update_rows(self, rows: Operand, at: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Replaces rows of `state` by `rows`, starting at position `at` (an integer of dims ()) along `axis`. Rows that do not
+        all fit are an IndexRangeError."""
+    def take_rows(self, at: Operand, /, count: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+        """Takes `count` rows of `state`, starting at position `at` (an integer of dims ()) along `axis`. Rows out of range are
+        an IndexRangeError."""
+    def valid_rows(self, extent: Operand, /, axis: int = 0, upper: int = 0, inner: int = 1, fill: Literal['0', '1', 'least', 'greatest'] = '0', guard: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+        """Replaces the rows of x from index `extent` (an integer of dims ()) on, along `axis`, by `fill`: '0', '1', or the
+        'least' or 'greatest' number of the dtype."""
+    def broadcast_to(self, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+        """Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1."""
+    def slice(self, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+        """Slices every dim: start, stop and step as in Python's slices, negative values counted from the end."""
+    def split(self, /, parts: int | Sequence[int], axis: int = 0, *, shape: Any = None, name: str | None = None) -> tuple[Value, ...]:
+        """Splits along `axis` into consecutive parts: `parts` equal ones, or parts of the given sizes."""
+    def squeeze(self, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
+        """Removes the dims `axes`, which must be of size 1."""
+    def unsqueeze(self, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
+        """Inserts dims of size 1 at `axes` of the result."""
+    def full_like(self, value: Operand, dtype: DType | str | None=None) -> Value: ...
+    def zeros_like(self, dtype: DType | str | None=None) -> Value: ...
+    def ones_like(self, dtype: DType | str | None=None) -> Value: ...
+    def expand_dims(self, axis: int | Sequence[int]) -> Value: """New dims of 1 at these axes of the result."""
+    def swapaxes(self, axis1: int, axis2: int) -> Value: ...
+    def moveaxis(self, source: int | Sequence[int], destination: int | Sequence[int]) -> Value: ...
+    def flip(self, axis: int | Sequence[int] | None=None) -> Value: """The elements in reverse order along the axes; of all axes: None."""
+    def roll(self, shift: int | Sequence[int], axis: int | Sequence[int] | None=None) -> Value: """The elements moved by `shift` along the axes, those past the end at the start; without axes: in row-major order."""
+    def tile(self, repeats: int | Sequence[int]) -> Value: """The whole of x, `repeats` times along each axis."""
+    def repeat(self, repeats: int, axis: int | None=None) -> Value: """Each element (along the axis) `repeats` times; without an axis: of x as one row."""
+    def tril(self, k: int=0) -> Value: """Zeros above diagonal k of the last two dims."""
+    def triu(self, k: int=0) -> Value: """Zeros below diagonal k of the last two dims."""
+    def square(self) -> Value: ...
+    def tan(self) -> Value: ...
+    def log2(self) -> Value: ...
+    def log10(self) -> Value: ...
+    def isinf(self) -> Value: ...
+    def isfinite(self) -> Value: """False for NaN and both infinities."""
+    def logaddexp(self, y: Operand) -> Value: """log(exp(x) + exp(y)) without overflow. As in numpy for equal infinities."""
+    def var(self, axis: int | Sequence[int] | None=None, keepdims: bool=False, ddof: int=0) -> Value: """The mean square distance from the mean; of n elements, the sum over n - ddof."""
+    def std(self, axis: int | Sequence[int] | None=None, keepdims: bool=False, ddof: int=0) -> Value: """The square root of rlx.var."""
+    def outer(self, y: Operand) -> Value: """Every product of an element of x and one of y: [x.size, y.size]."""
+    def dot(self, y: Operand) -> Value: """numpy's dot: a product by a number, or the sum over the last dim of x and the last but one of y."""
+    def tensordot(self, y: Operand, axes: int | tuple[Sequence[int], Sequence[int]]=2) -> Value: """The sum of products over pairs of axes; over the last n of x and the first n of y: `axes=n`."""

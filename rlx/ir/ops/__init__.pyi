@@ -1,0 +1,396 @@
+# Written by `python docs/ops.py` from the op table.
+from collections.abc import Callable as Callable
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlx.ir.dtype import DType
+from rlx.ir.node import Operand, Value
+from rlx.ir.op import OPS as OPS
+from rlx.ir.op import OpDef as OpDef
+from rlx.ir.shape import Dim
+
+Dims = int | str | Dim | Sequence[int | str | Dim]
+
+def log1p(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Natural logarithm of 1 + x, accurate near 0."""
+def expm1(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """exp(x) - 1, accurate near 0."""
+def relu(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """max(x, 0)."""
+def sigmoid(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """1 / (1 + exp(-x))."""
+def silu(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x * sigmoid(x)."""
+def softplus(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """log(1 + exp(x))."""
+def gelu(x: Operand, /, approximate: Literal['none', 'tanh'] = 'none', *, shape: Any = None, name: str | None = None) -> Value:
+    """x * Φ(x), with Φ the standard normal CDF. `approximate`: 'none' (exact, with erf) or 'tanh' (the tanh formula)."""
+def clip(x: Operand, /, low: float = ..., high: float = ..., *, shape: Any = None, name: str | None = None) -> Value:
+    """min(max(x, low), high); NaN stays NaN. Either bound may be omitted."""
+def attention(q: Operand, k: Operand, v: Operand, *operands: Operand, scale: float = 0.0, mask: Literal['none', 'causal', 'sliding_window', 'custom', 'bias'] = 'none', window: int = 0, positioned: bool = False, cap: float = 0.0, shape: Any = None, name: str | None = None) -> Value:
+    """Scaled dot-product attention: softmax(q @ kᵀ * scale + mask) @ v over [batch, heads, sequence, head_dim]. With grouped
+    heads, k and v have fewer heads, each shared by the same number of consecutive query heads. k and v may be f16 or bf16
+    with any dtype of q; the result has q's dtype. A fully masked row gives zeros. With `positioned`, the last operand,
+    start ([] or [batch]), is the position of the first query; k and v may be a whole KV cache, and keys past the last query
+    are ignored. A query past the last key is an IndexRangeError."""
+def attention_parts(q: Operand, k: Operand, v: Operand, *operands: Operand, scale: float = 0.0, mask: Literal['none', 'causal', 'sliding_window', 'custom', 'bias'] = 'none', window: int = 0, positioned: bool = False, cap: float = 0.0, parts: int = 2, block: int = 1, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """Split-key attention: the partial result for each part of the keys, [parts, batch, heads, sequence, head_dim] (zeros
+    where a part has no visible key), and its logsumexp, [parts, batch, heads, sequence], used to merge the parts."""
+def rope(x: Operand, positions: Operand, /, theta: float = 10000.0, interleaved: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Rotary position embedding: rotates pair i of x [..., sequence, head_dim] by position * theta ** (-2i / head_dim)
+    radians. positions: [sequence], or [batch, sequence] where dim 0 of x is the batch."""
+def exchange(x: Operand, /, what: Literal['all_reduce', 'all_gather', 'reduce_scatter', 'broadcast', 'all_to_all', 'rank_part'], ranks: int, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', root: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """The core collective, on row-major operands. all_gather adds a leading dim of size `ranks`, all_to_all keeps it,
+    reduce_scatter and rank_part (which moves no data) remove it; all_reduce and broadcast keep the operand's dims."""
+def all_reduce(x: Operand, /, ranks: int, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', *, shape: Any = None, name: str | None = None) -> Value:
+    """Combines the operands of all ranks elementwise in rank order (sum, mean, max or min) and gives every rank the result.
+    16-bit and 8-bit floats are summed in f32 and integers in 64 bits; a mean of integers is truncated."""
+def all_gather(x: Operand, /, ranks: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Concatenates the operands of all ranks along `axis` in rank order, on every rank."""
+def reduce_scatter(x: Operand, /, ranks: int, axis: int = 0, kind: Literal['sum', 'mean', 'max', 'min'] = 'sum', *, shape: Any = None, name: str | None = None) -> Value:
+    """Splits the all_reduce result into equal parts along `axis` and gives part r to rank r."""
+def broadcast_rank(x: Operand, /, ranks: int, root: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Copies the operand of rank `root` to every rank."""
+def all_to_all(x: Operand, /, ranks: int, split_axis: int = 0, concat_axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Splits every rank's operand into equal parts along `split_axis` and sends part r to rank r, which concatenates the
+    received parts along `concat_axis` in rank order."""
+def rank_slice(x: Operand, /, ranks: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Splits the operand into equal parts along `axis` and keeps part r on rank r. No data moves between ranks."""
+def view_as_real(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """A view of c64 [...] as f32 [..., 2]: real and imaginary parts."""
+def view_as_complex(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """A view of f32 [..., 2] as c64 [...]: the last dim holds the real and imaginary parts."""
+def real(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """The real part of c64, f32."""
+def imag(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """The imaginary part of c64, f32."""
+def conj(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Complex conjugate."""
+def complex(re: Operand, im: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """A c64 tensor from its real and imaginary parts, both f32."""
+def matmul(a: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Matrix product as numpy's matmul: [..., m, k] @ [..., k, n], batch dims broadcast. 16-bit floats accumulate in f32;
+    integers wrap. Mixed float dtypes give the dtype that holds both (f32 if neither does), 8-bit floats f32; a narrow
+    weight is read in its own dtype."""
+def int8_matmul(a: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Matrix product of u8 by i8 in i32. Sums wrap; they are exact up to a depth of 65,000."""
+def linear(x: Operand, w: Operand, b: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x @ w + b, with w [in, out] and an optional bias b [out]."""
+def neg(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Negation; unsigned integers wrap."""
+def abs(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Absolute value; the least signed integer is unchanged. For c64: the magnitude as f32, without intermediate overflow."""
+def sqrt(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Square root; NaN for negative x."""
+def rsqrt(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Reciprocal of the square root, 1 / sqrt(x)."""
+def reciprocal(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Reciprocal, 1 / x."""
+def exp(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Exponential, e**x."""
+def log(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Natural logarithm; NaN for negative x, -inf at 0."""
+def sin(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Sine; x is in radians."""
+def cos(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Cosine; x is in radians."""
+def tanh(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Hyperbolic tangent."""
+def erf(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Error function."""
+def floor(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Rounds down to an integer."""
+def ceil(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Rounds up to an integer."""
+def round(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Rounds to the nearest integer, ties to even."""
+def trunc(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Rounds toward zero to an integer."""
+def sign(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Sign of x: -1, 0 or 1; -0.0 and NaN are kept."""
+def is_nan(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """True where x is NaN."""
+def logical_not(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Logical NOT."""
+def bitwise_not(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Bitwise NOT."""
+def add(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x + y; integers wrap."""
+def sub(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x - y; integers wrap."""
+def mul(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x * y; integers wrap."""
+def div(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Quotient x / y. Integer division truncates toward zero, and x / 0 is 0."""
+def rem(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Remainder with the sign of x, as C's fmod; for integers x rem 0 is 0."""
+def mod(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Remainder with the sign of y, as Python's %; for integers x mod 0 is 0."""
+def floor_div(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """floor(x / y); integers: x // 0 is 0."""
+def pow(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x**y, as C's pow: NaN for negative x and fractional y, 1 where y is 0 or x is 1."""
+def maximum(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Elementwise maximum; NaN if either operand is NaN."""
+def minimum(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Elementwise minimum; NaN if either operand is NaN."""
+def less(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x < y; False if either is NaN."""
+def less_equal(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x <= y; False if either is NaN."""
+def equal(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x == y; False with a NaN."""
+def not_equal(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x != y; True if either is NaN."""
+def logical_and(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Logical AND."""
+def logical_or(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Logical OR."""
+def logical_xor(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Logical XOR."""
+def bitwise_and(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Bitwise AND."""
+def bitwise_or(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Bitwise OR."""
+def bitwise_xor(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Bitwise XOR."""
+def shift_left(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Left shift, x << y; a count outside 0 … bits-1 gives 0."""
+def shift_right(x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Right shift, x >> y: arithmetic for signed x, else logical. A count outside 0 … bits-1 gives 0, or -1 where x < 0."""
+def multiply_add(x: Operand, y: Operand, z: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """x * y + z, rounded twice. As a single op it is fused into the producer of z, even where x * y alone would not be."""
+def where(condition: Operand, x: Operand, y: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Elements of x where the condition is True, else of y; the three operands broadcast together."""
+def cast(x: Operand, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
+    """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real drops
+    the imaginary part."""
+def gather(x: Operand, indices: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0 or
+    not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one."""
+def embedding(table: Operand, ids: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """Looks up rows of a table [entries, width], one per id."""
+def scatter_add(x: Operand, indices: Operand, updates: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Adds `updates` to a copy of x at the given indices along `axis`; updates have the dims of gather(x, indices). An index
+    may repeat."""
+def concat(*operands: Operand | Sequence[Operand], axis: int = 0, shape: Any = None, name: str | None = None) -> Value:
+    """Concatenates the operands along `axis`."""
+def pad(x: Operand, /, low: int | Sequence[int], high: int | Sequence[int], value: float = 0.0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Pads every dim with `value`: `low` elements before and `high` elements after."""
+def iota(dims: Dims, axis: int = 0, dtype: DType | str = ..., *, shape: Any = None, name: str | None = None) -> Value:
+    """A tensor of shape `dims` whose elements are their index along `axis`."""
+def copy(x: Operand, /, *, shape: Any = None, name: str | None = None) -> Value:
+    """A row-major copy of x, made at every run: never a view of x, and its memory is not shared."""
+def layer_norm(x: Operand, *affine: Operand, axis: int = -1, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
+    """Layer normalisation over the dims from `axis` to the last: (x - mean) / sqrt(variance + eps) * scale + bias."""
+def rms_norm(x: Operand, *affine: Operand, axis: int = -1, eps: float = 1e-06, shape: Any = None, name: str | None = None) -> Value:
+    """RMS normalisation over the dims from `axis` to the last: x / sqrt(mean(x²) + eps) * scale."""
+def group_norm(x: Operand, *affine: Operand, groups: int, eps: float = 1e-05, shape: Any = None, name: str | None = None) -> Value:
+    """Group normalisation of x [batch, channels, …] over each group of channels and all later dims; scale and bias are per
+    channel."""
+def argmax(x: Operand, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Index (i64) of the greatest element along `axis`: the first on ties, the first NaN if there is one."""
+def argmin(x: Operand, /, axis: int = -1, keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Index (i64) of the least element along `axis`: the first on ties, the first NaN if there is one."""
+def cumsum(x: Operand, /, axis: int = -1, exclusive: bool = False, reverse: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Cumulative sum along `axis`, inclusive unless `exclusive`; integers wrap."""
+def sort(x: Operand, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """Stable sort along the last dim: the sorted elements and their original indices (i64)."""
+def argsort(x: Operand, /, descending: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Indices (i64) that sort the last dim; the sort is stable."""
+def top_k(x: Operand, /, k: int, largest: bool = True, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index."""
+def pack(x: Operand, /, layout: tuple[tuple[int, int], ...], *, shape: Any = None, name: str | None = None) -> Value:
+    """x stored in padded tiles. The compiler decides where to pack; in a graph from the user, pack(x) is the same as x."""
+def quant_rows(w: Operand, ids: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
+    """Looks up and decodes rows of a quantised table, one per id: dequantize(gather(w, ids)), u8 [entries, row bytes] -> f32
+    [ids..., columns]. The table may be w or pack_quant(w)."""
+def dequantize(packed: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
+    """Decodes rows of quantised blocks, u8 [..., row bytes], to f32 [..., columns]."""
+def dequant_matmul(x: Operand, packed: Operand, /, format: str, exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n]
+    in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products,
+    and a GPU rounds f32 x and the weights to bf16 for products with many rows."""
+def pack_quant(w: Operand, /, format: str, rows: int, step: int, *, shape: Any = None, name: str | None = None) -> Value:
+    """Weights of quantised blocks u8[n, row bytes] stored as panels u8[ceil(n / rows), panel bytes] in the order in which a
+    backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's graph, the same as w."""
+def random_bits(key: Operand, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+    """Uniform random u32 bits of shape `dims` from a key u32 [2] and a counter u32 (); equal operands give equal bits. With
+    counter 0 the bits are those of JAX for the same key."""
+def random_uniform(key: Operand, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+    """Uniform random f32 in [0, 1), multiples of 2^-24, from a key u32 [2] and a counter u32 ()."""
+def gumbel(key: Operand, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+    """Random f32 from the standard Gumbel distribution: argmax(logits + gumbel) samples from softmax(logits)."""
+def threshold(x: Operand, amount: Operand, /, weighted: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """For each row (last dim) of x, the largest element t such that at least `amount` elements are >= t or, with `weighted`,
+    such that the elements >= t sum to at least `amount`; -inf if the whole row falls short. NaN is never counted. Uses 32
+    counting passes instead of a sort."""
+def sum(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Sum; 0 if empty. Integers wrap. Long f32 sums are computed in blocks: off by less than 2e-4, usually 1e-7, at any
+    length."""
+def prod(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Product; 1 if empty."""
+def max(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Maximum; NaN if any element is NaN. If empty: -inf, or the least integer."""
+def min(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Minimum; NaN if any element is NaN. If empty: inf, or the greatest integer."""
+def any(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """True if any element is True; False if empty."""
+def all(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """True if all elements are True; True if empty."""
+def mean(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Arithmetic mean; NaN if empty."""
+def variance(x: Operand, /, axis: int | Sequence[int] = (), keepdims: bool = False, correction: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Variance, computed in two passes; the divisor is n - correction."""
+def softmax(x: Operand, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
+    """exp(x) / sum(exp(x)) along `axis`, stable: the maximum is subtracted first. A row of only -inf is NaN."""
+def log_softmax(x: Operand, /, axis: int = -1, *, shape: Any = None, name: str | None = None) -> Value:
+    """log(softmax(x)) along `axis`, computed without loss of precision."""
+def update_rows(state: Operand, rows: Operand, at: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Replaces rows of `state` by `rows`, starting at position `at` (an integer of dims ()) along `axis`. Rows that do not all
+    fit are an IndexRangeError."""
+def take_rows(state: Operand, at: Operand, /, count: int, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
+    """Takes `count` rows of `state`, starting at position `at` (an integer of dims ()) along `axis`. Rows out of range are an
+    IndexRangeError."""
+def valid_rows(x: Operand, extent: Operand, /, axis: int = 0, upper: int = 0, inner: int = 1, fill: Literal['0', '1', 'least', 'greatest'] = '0', guard: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Replaces the rows of x from index `extent` (an integer of dims ()) on, along `axis`, by `fill`: '0', '1', or the 'least'
+    or 'greatest' number of the dtype."""
+def reshape(x: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+    """The same elements in row-major order with new dims; one of them may be -1 (inferred)."""
+def transpose(x: Operand, /, axes: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+    """Permutes the dims: result dim i is operand dim axes[i]. Without axes, reverses them."""
+def broadcast_to(x: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
+    """Broadcasts to `dims`: repeats the operand along new leading dims and along its dims of size 1."""
+def slice(x: Operand, /, starts: int | Sequence[int], stops: int | Sequence[int], steps: int | Sequence[int] = (), *, shape: Any = None, name: str | None = None) -> Value:
+    """Slices every dim: start, stop and step as in Python's slices, negative values counted from the end."""
+def split(x: Operand, /, parts: int | Sequence[int], axis: int = 0, *, shape: Any = None, name: str | None = None) -> tuple[Value, ...]:
+    """Splits along `axis` into consecutive parts: `parts` equal ones, or parts of the given sizes."""
+def squeeze(x: Operand, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
+    """Removes the dims `axes`, which must be of size 1."""
+def unsqueeze(x: Operand, /, axes: int | Sequence[int], *, shape: Any = None, name: str | None = None) -> Value:
+    """Inserts dims of size 1 at `axes` of the result."""
+
+OWN: frozenset[OpDef]
+astype = cast
+take = gather
+
+__all__ = [
+    "abs",
+    "add",
+    "all",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "any",
+    "argmax",
+    "argmin",
+    "argsort",
+    "astype",
+    "attention",
+    "attention_parts",
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_xor",
+    "broadcast_rank",
+    "broadcast_to",
+    "cast",
+    "ceil",
+    "clip",
+    "complex",
+    "concat",
+    "conj",
+    "copy",
+    "cos",
+    "cumsum",
+    "dequant_matmul",
+    "dequantize",
+    "div",
+    "embedding",
+    "equal",
+    "erf",
+    "exchange",
+    "exp",
+    "expm1",
+    "floor",
+    "floor_div",
+    "gather",
+    "gelu",
+    "group_norm",
+    "gumbel",
+    "imag",
+    "int8_matmul",
+    "iota",
+    "is_nan",
+    "layer_norm",
+    "less",
+    "less_equal",
+    "linear",
+    "log",
+    "log1p",
+    "log_softmax",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "mod",
+    "mul",
+    "multiply_add",
+    "neg",
+    "not_equal",
+    "pack",
+    "pack_quant",
+    "pad",
+    "pow",
+    "prod",
+    "quant_rows",
+    "random_bits",
+    "random_uniform",
+    "rank_slice",
+    "real",
+    "reciprocal",
+    "reduce_scatter",
+    "relu",
+    "rem",
+    "reshape",
+    "rms_norm",
+    "rope",
+    "round",
+    "rsqrt",
+    "scatter_add",
+    "shift_left",
+    "shift_right",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "slice",
+    "softmax",
+    "softplus",
+    "sort",
+    "split",
+    "sqrt",
+    "squeeze",
+    "sub",
+    "sum",
+    "take",
+    "take_rows",
+    "tanh",
+    "threshold",
+    "top_k",
+    "transpose",
+    "trunc",
+    "unsqueeze",
+    "update_rows",
+    "valid_rows",
+    "variance",
+    "view_as_complex",
+    "view_as_real",
+    "where",
+]
