@@ -94,7 +94,7 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
     text = f"{case.name:16} {dtype:5} {nbytes / times['rlx'] / 1e9:7.0f} GB/s {100 * times['copy'] / times['rlx']:4.0f}%"
     if with_torch:
         text += f"  torch.compile {100 * times['copy'] / times['torch.compile']:4.0f}%"
-    lines = [f"    {us:8.1f} us {count} x {ops}" for ops, count, us in kernel_times(compiled)] if kernels else []
+    lines = [f"    {us:8.1f} us {count} x {ops}" for ops, count, us, *_ in kernel_times(compiled)] if kernels else []
     return "\n".join([text + note, *lines])
 
 

@@ -154,7 +154,7 @@ def one(config: DecoderConfig, shape: str, form: str, batch: int, context: int, 
         flush=True,
     )
     if args.kernels:
-        for ops, count, us in kernel_times(ours.compiled, repeats=5):
+        for ops, count, us, *_ in kernel_times(ours.compiled, repeats=5):
             print(f"  {us:9.1f} us  {count:3} x {us / count:8.2f}  {ops[:110]}", flush=True)
     del ours
     for engine in args.engines:

@@ -3,7 +3,8 @@
     python benchmarks/cuda_encoder.py [--models minilm bert-base] [--shapes 1x16 8x128] [--dtypes bf16 f32] [--kernels]
 
 Every engine gets the same ids, mask and weights, in the same dtype; embeddings are compared with torch's in f64 first. Times are
-medians of wall clock per call, the engines alternate. `replay` is rlx's CUDA graph alone; `rlx` copies ids, mask and the
+medians of wall clock per call, the engines alternate. torch.compile (max-autotune; the engine "default": its default mode) is
+recorded as one CUDA graph. `replay` is rlx's CUDA graph alone; `rlx` copies ids, mask and the
 embedding between host and device as well, and torch's inputs stay on the device.
 """
 
@@ -20,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rlx
-from benchmarks.cuda_measure import header, interleaved, kernel_times, replay
+from benchmarks.cuda_measure import header, interleaved, print_kernels, replay, torch_engines
 from rlx.frontends.models import bert
 
 MODELS = {
@@ -98,9 +99,7 @@ def calls_of(name: str, shape: str, dtype: str, engines: list[str]) -> tuple[dic
     assert off < LIMIT[dtype], f"{name} {shape} {dtype}: off by {off}"
     embed = torch_network(config, params, {"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
     calls = {"replay": replay(compiled), "rlx": lambda: compiled.run_slots([ids, mask])}
-    for engine in engines:
-        run = embed if engine == "eager" else torch.compile(embed, mode="max-autotune", dynamic=False)
-        calls[engine] = lambda run=run: run(held, masked)
+    calls |= torch_engines(embed, (held, masked), engines)
     return calls, compiled, off
 
 
@@ -122,8 +121,7 @@ def main() -> None:
         text = ", ".join(f"{engine} {1e3 * t:.3f} ms ({t / times['replay']:.2f})" for engine, t in times.items())
         print(f"{name} {shape} {dtype}: {text}; off by {off:.0e}", flush=True)
         if args.kernels:
-            for ops, count, us in kernel_times(compiled):
-                print(f"  {us:9.1f} us  {count:3} x {us / count:8.2f}  {ops[:110]}", flush=True)
+            print_kernels(compiled)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def test_a_team_has_read_what_one_of_its_threads_overwrites():
     assert any("= t" in line and "l0[" in line for line in lines[: added - 2])  # the loaded value
 
 
-def test_vectors_need_aligned_unconditional_accesses():
+def test_vectors_need_aligned_accesses_of_all_elements_or_none():
     kernel = one(lambda g: g.input("x", (64, 64), "bf16") * 2.0)
     (buffer, *_), v, row = [b for b in kernel.buffers if not b.writable], Var("v"), Var("row")
     load = lambda index, guard=None: Load(buffer, index, guard)  # noqa: E731
@@ -244,6 +244,7 @@ def test_vectors_need_aligned_unconditional_accesses():
     assert not vectors.loads((), (load(k.add(at, const(1))),), v, 8)  # starts between two vectors
     assert not vectors.loads((), (load(k.mul(v, const(2))),), v, 8)  # every other element
     assert not vectors.loads((), (load(at, k.lt(v, const(3))),), v, 8)
+    assert vectors.loads((), (load(at, k.lt(v, const(16))),), v, 8)
     assert vectors.width((), (load(at),), v, 64) == 8 and vectors.width((), (load(at),), v, 63) == 1
 
 

@@ -62,11 +62,30 @@ CASES: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
     ),
     "a value read under a transpose is written first": (lambda g: (lambda y: [y + y.T])(rlx.exp(x(g, 4, 4))), 2),
     "views alone cost nothing": (lambda g: [x(g, 6, 4).reshape(2, 3, 4).transpose(1, 0, 2) + 1.0], 1),
+    "a norm of rows that are rotated": (lambda g: [rotated(g, rlx.rms_norm(x(g, 2, 3, 8), param(g, "s", 8)))], 1),
+    "a norm of rows rotated from one to the next": (
+        lambda g: (lambda y: [rlx.concat(y[:, ::-1], y, axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))), 2
+    ),
+    "a norm of rows that are joined by columns of others": (
+        lambda g: (lambda y: [rlx.concat(y[::-1, :4], y[:, 4:], axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))), 2
+    ),
+    "a norm of rows that are columns of others": (
+        lambda g: (lambda y: [rlx.concat((y * 2.0).T[:, :2], (y * 3.0).T[:, 2:], axis=-1)])(
+            rlx.rms_norm(x(g, 4, 4), param(g, "s", 4))
+        ),
+        2,
+    ),
     "gather feeds a norm": (
         lambda g: [rlx.rms_norm(rlx.embedding(param(g, "t", 9, 5), g.input("i", (3,), rlx.i32)), param(g, "s", 5))],
         1,
     ),
 }
+
+
+def rotated(g: Graph, y: Value) -> Value:
+    half = y.dims[-1] // 2
+    a, b, cos, sin = y[..., :half], y[..., half:], x(g, half, name="cos"), x(g, half, name="sin")
+    return rlx.concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
 
 
 @pytest.mark.parametrize("name", CASES)

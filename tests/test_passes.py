@@ -127,6 +127,11 @@ APPLIES = [
     ("drop_cast", lambda x: ops.cast(x, x.dtype), (*FLOATS, *INTS, "bool")),
     ("merge_casts", lambda x: x.astype("f64").astype(x.dtype), FLOATS[1:]),
     ("merge_casts", lambda x: x.astype("i64").astype(x.dtype), ("i32", "i8", "u8", "bool")),
+    (
+        "merge_casts_around_views",
+        lambda x: x.astype("f64").transpose(1, 2, 0).astype(x.dtype).transpose(2, 0, 1),
+        FLOATS[1:],
+    ),
     ("fold_constants", lambda x: constant(np.arange(3.0)) * 2.0 + 1.0, ("f32",)),
 ]
 

@@ -53,6 +53,24 @@ def test_only_the_new_rows_are_written() -> None:
     assert program.plan.size_bytes < 8 * 64
 
 
+@pytest.mark.parametrize("own, kernels", [(False, 2), (True, 3)])
+def test_new_rows_are_computed_where_they_are_stored_unless_they_come_from_the_old_state(own: bool, kernels: int) -> None:
+    g = rlx.Graph("g")
+    state, at = g.handle(rlx.BufferHandle("s", (8, 4), rlx.f32)), g.input("at", (), rlx.i32)
+    x = g.input("x", (2, 4), rlx.f32)
+    g.assign(state, rlx.update_rows(state, rlx.exp(state[:2] if own else x.reshape(4, 2).T.reshape(2, 4)), at), in_place=True)
+    g.set_outputs([x + 1.0])
+    program = lower(g, get("ref").target(1), rlx.CompileOptions())
+    assert len(program.steps) == kernels + 1, str(program)  # one is of the output
+    compiled, old = rlx.Session("ref:1").compile(g), np.linspace(0, 1, 32, dtype=F).reshape(8, 4)
+    compiled.bind_handle("s", old)
+    given = np.arange(8, dtype=F).reshape(2, 4)
+    compiled.run({"x": given, "at": np.int32(1)})
+    want = old.copy()
+    want[1:3] = np.exp(old[:2] if own else given.reshape(4, 2).T.reshape(2, 4))
+    np.testing.assert_allclose(state_of(compiled, "s"), want, rtol=1e-6)
+
+
 def test_reads_see_the_old_or_the_new_state(session: rlx.Session) -> None:
     compiled = session.compile(cache())
     rng = np.random.default_rng(0)

@@ -18,9 +18,10 @@ from rlx.ir.op import Kind
 from rlx.ir.ops import elementwise as e
 from rlx.ir.ops import view as v
 from rlx.ir.rewrite import Rule, Var, pattern, rewrite, rule
-from rlx.ir.shape import contiguous_strides
+from rlx.ir.shape import Shape, contiguous_strides
 
 FOLD_BYTES = 1024  # up to this size a folded constant may be larger than all its operands together
+CAST = e.cast.op  # type: ignore[attr-defined]
 X, Y, C = Var("x"), Var("y"), Var("c")
 
 
@@ -100,6 +101,21 @@ def merge_casts(node: Node, x: Value) -> Value | None:
     return e.cast(x, dtype=to) if holds(between, x.dtype) else None
 
 
+@rule(pattern(e.cast, X))
+def merge_casts_around_views(node: Node, x: Value) -> Value | None:
+    """So it can in front of views, which then move the source's elements."""
+    views: list[Node] = []
+    while x.node.op.kind is Kind.VIEW and len(x.node.shapes) == len(x.node.inputs) == 1 and x.node.inputs[0].dtype == x.dtype:
+        views.append(x.node)
+        x = x.node.inputs[0]
+    if not views or x.node.op is not CAST or not holds(x.dtype, x.node.inputs[0].dtype):
+        return None
+    (source,) = x.node.inputs
+    for view in reversed(views):
+        (source,) = Node(view.op, (source,), view.attrs, (Shape(view.shapes[0].dims, source.dtype),)).results
+    return e.cast(source, dtype=node.shapes[0].dtype)
+
+
 @rule()
 def fold_constants(node: Node) -> Value | None:
     """An op on constants only is replaced by the result of its reference. Ops without operands are not folded (computing an
@@ -119,7 +135,8 @@ def fold_constants(node: Node) -> Value | None:
 
 RULES: tuple[Rule, ...] = (
     multiply_by_one, add_negative_zero, add_integer_zero, undo_twice, take_first, take_second, merge_transposes,
-    keep_outer_dims, drop_view, drop_cast, merge_casts, fold_constants,
+    keep_outer_dims, drop_view, drop_cast, merge_casts, merge_casts_around_views,
+    fold_constants,
 )  # fmt: skip
 
 def _axes(node: Node) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ the target's cost estimate says that this is faster (rlx/compile/operands.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import count
 
 from rlx.compile.facts import Facts
@@ -19,6 +20,7 @@ from rlx.compile.operands import computable, producer
 from rlx.compile.packing import contraction, reduction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
+from rlx.ir.shape import contiguous_strides
 
 MAX_NODES = 48  # nodes per kernel: keeps expressions shallow and kernels quick to compile
 MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coordinates is recomputed at each, with its operands
@@ -45,6 +47,7 @@ class _Fuser:
         graph, compilation, off = facts.graph, facts.compilation, facts.compilation.options.disable
         self.target, self.places, self.alone = facts.target, facts.places, "fuse" in off
         self.is_native, self.is_static = compilation.is_native, compilation.is_static
+        self.joins_rows = facts.target.few_kernels and not self.alone
         self.computes = not self.alone and "operands" not in off
         self.followed = frozenset() if "followers" in off else facts.target.followed
         self.after = dict(facts.before)
@@ -62,17 +65,17 @@ class _Fuser:
         for node in self.nodes:
             for value in self.operands(node):
                 self.readers.setdefault(value, set()).add(node)
-                if self.is_alias(value.node):
+                if self.places.is_alias(value.node):
                     self.readers.setdefault(self.places.base(value), set()).add(node)
         self.roots = {self.places.base(v) for v in graph.roots()}
 
     def run(self) -> list[Group]:
         for node in self.nodes:
-            if node.op.kind is not Kind.LEAF and not self.is_alias(node):
+            if node.op.kind is not Kind.LEAF and not self.places.is_alias(node):
                 self.place(node)
         ordered = self.ordered()
         for group in ordered:
-            made = [v for n in group.nodes if n not in group.absorbed and not self.is_alias(n) for v in n.results]
+            made = [v for n in group.nodes if n not in group.absorbed and not self.places.is_alias(n) for v in n.results]
             group.stores = dict.fromkeys(v for v in made if self.is_stored(v, group))
         return [g for g in ordered if g.stores]
 
@@ -90,12 +93,9 @@ class _Fuser:
                 done[stack.pop()] = None
         return list(done)
 
-    def is_alias(self, node: Node) -> bool:
-        return node.op.kind is Kind.VIEW and node not in self.places.computed
-
     def operands(self, node: Node) -> tuple[Value, ...]:
         """Values that the node's kernel reads."""
-        return () if self.is_alias(node) else node.inputs
+        return () if self.places.is_alias(node) else node.inputs
 
     # -- placing one node
 
@@ -104,6 +104,8 @@ class _Fuser:
             group = self.start(node, node.shapes[0].static, anchor=node)
             if self.computes and not group.static and self.is_product(node):
                 self.absorb_operands(group, node)
+            if node in self.updated and self.joins_rows:
+                self.absorb(group, node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
         elif node.op.kind is Kind.POINTWISE:
@@ -112,6 +114,8 @@ class _Fuser:
             group = self.start(node, self.places.memory(node.results[0]))
             if not self.alone:
                 self.absorb(group, node)
+            if self.joins_rows and node.op.name == "concat":
+                self.join_rows(group, node)
 
     def start(self, node: Node, dims: tuple[int, ...], anchor: Node | None = None, form: str = "full") -> Group:
         group = Group(dims, self.is_static(node), anchor, number=next(self.numbers))
@@ -170,11 +174,12 @@ class _Fuser:
         if self.target.stores_narrow and _widens(node) and self.reduced(node):  # rows are read before the cast
             found = {group for group in found if group.anchor is None}
         for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
-            view = self.first_view(group, node)
-            form = "full" if view is not None else self.fitting_form(group, node)
-            if form and self.acyclic(group, node, view):
-                if view is not None:
-                    group.dims, group.forms = view.shape.static, dict.fromkeys(group.forms, "viewed")
+            views = self.first_view(group, node) or self.halves(group)
+            form = "full" if views else self.fitting_form(group, node)
+            if form and self.acyclic(group, node, views):
+                if views:
+                    group.dims, group.forms = views[0].shape.static, dict.fromkeys(group.forms, "viewed")
+                for view in views:
                     self.add(group, view.node, "full")
                 self.add(group, node, form)
                 self.merge_siblings(group, node)
@@ -185,16 +190,34 @@ class _Fuser:
         """True if a reduction reads the result."""
         return any(reader.op.kind is Kind.REDUCE for reader in self.readers.get(node.results[0], ()))
 
-    def first_view(self, group: Group, node: Node) -> Value | None:
+    def halves(self, group: Group) -> Sequence[Value]:
+        """The halves of the columns of a product, if pointwise nodes of their shape are all that reads it, and the target has
+        both sums of an element at once."""
+        anchor = group.anchor
+        if anchor is None or anchor.op.kind is not Kind.CONTRACT or len(group.forms) > 1 or not self.target.pairs(anchor):
+            return ()
+        result, strides = anchor.results[0], contiguous_strides(anchor.shapes[0].static)
+        half, read = result.shape.static[-1] // 2, self.readers.get(result, set())
+        dims = (*result.dims[:-1], half)
+        found = {v: self.places.locate(v)[1] for r in read for v in r.inputs if self.places.base(v) is result}
+        fits = len(found) == 2 and all(v.dims == dims and x.strides == strides for v, x in found.items())
+        fits = fits and {x.offset for x in found.values()} == {0, half} and not {result, *found} & self.roots
+        plain = len(contraction(anchor).b_columns) == 1 and anchor.inputs[1] not in self.places.tiles and 1 not in group.operands
+        each = all(r.op.kind is Kind.POINTWISE and r.shapes[0].dims == dims and not self.is_static(r) for r in read)
+        return [*found] if fits and plain and each else ()
+
+    def first_view(self, group: Group, node: Node) -> Sequence[Value]:
         """The view of a claimed op's result that its first follower reads, if the epilogue can run in the space of the view: its
         axes consist of whole axes of the result, the last one in the same place."""
         read = {value for value in node.inputs if self.producer(value) is group}
         (view,), anchor = read if len(read) == 1 else (None,), group.anchor
-        if view is None or anchor is None or len(group.forms) > 1 or self.is_product(anchor) or not self.is_alias(view.node):
-            return None
+        if view is None or anchor is None or len(group.forms) > 1 or self.is_product(anchor):
+            return ()
+        if not self.places.is_alias(view.node):
+            return ()
         merged = self.places.merged(view) or [[]]
         fits = (anchor.shapes[0].rank - 1, 1) in merged[-1] and view.shape.static == node.shapes[0].static
-        return view if fits else None
+        return [view] if fits else ()
 
     def why_apart(self, node: Node) -> str:
         """Why a node did not join the latest kernel that computes one of its operands; "": there is no such kernel."""
@@ -230,11 +253,11 @@ class _Fuser:
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
         return enough and fits and len(contraction(group.anchor).b_columns) == 1
 
-    def acyclic(self, group: Group, node: Node, view: Value | None = None) -> bool:
-        """True if no operand from outside the group depends on the group. `view`: one that is read element by element."""
+    def acyclic(self, group: Group, node: Node, views: Sequence[Value] = ()) -> bool:
+        """True if no operand from outside the group depends on the group. `views`: those that are read element by element."""
         for value in self.operands(node):
             producer = self.producer(value)
-            if producer is group and value.node not in group.forms and value is not view:
+            if producer is group and value.node not in group.forms and not any(value is v for v in views):
                 return False  # read through a view: other elements than the current one
             if producer is not None and producer is not group and self.reaches(producer, group):
                 return False
@@ -292,7 +315,8 @@ class _Fuser:
         return True
 
     def absorb(self, group: Group, node: Node) -> None:
-        """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own."""
+        """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own. An update in place
+        reads nothing of the old state but in kernels that run before it."""
         for value in node.inputs:
             base = self.places.base(value)
             other = self.group_of.get(base.node)
@@ -300,14 +324,40 @@ class _Fuser:
                 continue
             values = [v for n in other.forms for v in n.results]
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
-            bigger = math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
+            early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
+            bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
-            if read_elsewhere or bigger or self.roots.intersection(values):
+            if read_elsewhere or bigger or early or self.roots.intersection(values):
                 continue
             if self.evaluations(node, {*group.forms, *other.forms}) <= MAX_EVALUATIONS:
                 self.take_over(group, other, absorbed=set(other.forms))
                 group.forms = {**dict.fromkeys(other.forms, "full"), **group.forms}
+
+    def join_rows(self, group: Group, node: Node) -> None:
+        """A row program with one reduction, read only by this concat of parts of its rows, joins its kernel, and computes an
+        element where the concat reads it."""
+        if not all(n is node or n.op.kind is Kind.POINTWISE for n in group.forms):
+            return
+        for value in [v for n in group.forms for v in n.inputs]:
+            other = self.producer(value)
+            if other is None or not self.may_join(other, group) or other.dims != group.dims or len(other.row_reductions()) != 1:
+                continue
+            values = [v for n in other.forms for v in n.results]
+            reads = [v for n in group.forms for v in n.inputs if self.producer(v) in (group, other)]
+            outside = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - group.forms.keys()
+            if outside or self.roots.intersection(values) or not all(self.of_rows(v) for v in (*reads, *node.results)):
+                continue
+            own = group.forms
+            self.take_over(group, other, absorbed={*other.absorbed, *own} - {node})
+            group.forms = {**other.forms, **own}
+
+    def of_rows(self, value: Value) -> bool:
+        """True if the value is a part of the rows of its base, in place."""
+        base, layout = self.places.locate(value)
+        strides = contiguous_strides(base.shape.static)
+        same = base.dims[:-1] == value.dims[:-1] and layout.strides == strides
+        return same and 0 <= layout.offset < base.shape.static[-1]
 
     def absorb_operands(self, group: Group, node: Node) -> None:
         """Absorb the loop groups that compute operands of a contraction and have no other readers."""

@@ -54,6 +54,10 @@ class Places:
             self._memo[value] = found
         return found
 
+    def is_alias(self, node: Node) -> bool:
+        """True if the node's results are seen where they lie, in the memory of its operand."""
+        return node.op.kind is Kind.VIEW and node not in self.computed
+
     def base(self, value: Value) -> Value:
         while value in self.tiles and value.node.op.tiled is None:
             value = value.node.inputs[0]

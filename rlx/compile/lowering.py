@@ -104,11 +104,17 @@ class _Rows:
         self.level: dict[Node, int] = {}
         for node in self.group.nodes:
             if node not in self.group.absorbed:
-                here = max((self.level.get(v.node, 0) for v in node.inputs), default=0)
+                here = max(map(self.level_of, node.inputs), default=0)
                 self.level[node] = max(here, int(acc is not None)) + 1 if node in self.reductions else here
         self.last = max(self.level[n] for n in [*self.reductions, *(v.node for v in self.group.stores)])
         self.kept: dict[Value, K.Local] = {}
         self.plan_kept()
+
+    def level_of(self, value: Value) -> int:
+        node = value.node if value.node in self.level else self.b.places.base(value).node
+        if node in self.group.absorbed:
+            return max(map(self.level_of, node.inputs), default=0)
+        return self.level.get(node, 0)
 
     # -- what is kept
 
@@ -276,7 +282,7 @@ def _native(b: KernelBuilder, anchor: Node) -> K.Native:
     made, result = b.native(anchor), anchor.results[0]
     if made.acc is None:
         return made
-    seen = next((n.results[0] for n in b.group.forms if n.op.kind is Kind.VIEW and n not in b.places.computed), result)
+    seen = next((n.results[0] for n in b.group.forms if b.places.is_alias(n)), result)
     merged, axes = b.places.merged(seen), [v for v, _ in made.axes]
     assert merged is not None, f"{seen} splits axes of {result}"
     b.bound |= {result: made.acc, seen: made.acc}
@@ -296,7 +302,7 @@ def is_claimed_product(node: Node, facts: Facts) -> bool:
 
 def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     """Grid (batch dims, and row dims that share no stride) and the Contract with its epilogue and row passes."""
-    facts, (left, right), dims = contraction(anchor), anchor.inputs, anchor.shapes[0].static
+    facts, (left, right), dims = contraction(anchor), anchor.inputs, b.group.dims
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
@@ -335,17 +341,21 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     result = anchor.results[0]
     acc = K.Var("acc", result.dtype.compute)  # narrow floats are summed in f32, integers in their own type
     b.open_stores(b.group.stores)
-    b.bound[result] = acc
+    halves = sorted((n.results[0] for n in b.group.forms if b.places.is_alias(n)), key=lambda v: b.places.locate(v)[1].offset)
+    also = K.Var("acc", acc.dtype) if halves else None
+    b.bound |= {result: acc, **dict(zip(halves, (acc, also)))}  # type: ignore[dict-item]
     passes, n = _Rows(b, result), math.prod(column_dims)
 
     def coords(column: K.Expr) -> tuple[K.Expr, ...]:
         return (*at_row, *split(column, column_dims))
 
     epilogue, _ = passes.pass_body(0, coords(j), j)
+    if halves and result in b.group.stores:
+        epilogue += [b.store_value(result, (*at_row, k.add(j, at)), x) for at, x in ((0, acc), (n, also))]  # type: ignore[arg-type]
     del b.bound[result]
     row_passes = [s for p in range(1, passes.last + 1) for s in passes.one_pass(p, n, coords)]
     depth = math.prod(left.shape.static[x] for x in facts.a_sum)
-    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes))
+    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes), also)
     return tuple(grid.grid), (contract,)
 
 

@@ -52,7 +52,7 @@ def accesses(kernel: Kernel) -> list[Access]:
                 block(s.body, here, (*loops, (s.to, s.n)), 1)
             elif isinstance(s, K.Contract):
                 operand(s.a, (s.m, s.k), here, loops)
-                operand(s.b, (s.k, s.n), here, loops)
+                operand(s.b, (s.k, s.width), here, loops)
                 row = (*loops, (s.i, s.m))
                 block(s.epilogue, (*here, 0), (*row, (s.j, s.n)))
                 block(s.rows, here, row, 1)

@@ -127,7 +127,7 @@ def _places(index: Expr, around: Mapping[Var, int]) -> int:
 def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int]]:
     """(buffer, written, elements) of the operands of a Contract or Native, which are not among the plain accesses."""
     if isinstance(s, Contract):
-        for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.n)):
+        for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.width)):
             if isinstance(x, K.Operand):  # the loads of a Computed operand are among the accesses
                 yield x.buffer, False, x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
     elif isinstance(s, K.Native):
@@ -166,8 +166,8 @@ def _flops(body: Iterable[Stmt]) -> int:
         elif isinstance(s, Sort):
             total += s.n * _flops((Let(s.held, s.value), *s.body))
         elif isinstance(s, Contract):
-            total += 2 * s.m * s.n * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
-            for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.n)):
+            total += 2 * s.m * s.width * s.k + s.m * (s.n * _flops(s.epilogue) + _flops(s.rows))
+            for o, rows, columns in ((s.a, s.m, s.k), (s.b, s.k, s.width)):
                 if isinstance(o, K.Computed):
                     each = (*o.body, Let(Var("value", o.value.dtype), o.value))
                     total += rows * (_flops(o.before) + columns * _flops(each))

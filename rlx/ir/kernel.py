@@ -243,7 +243,8 @@ class Computed:
 @dataclass(frozen=True, eq=False, slots=True)
 class Contract:
     """acc[i, j] = sum over k of a[i, k] * b[k, j], in `acc.dtype`; then for each (i, j) the statements `epilogue`
-    (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`)."""
+    (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`). With `also`, b has as
+    many columns again, and the epilogue reads also[i, j], the sum for column j + n of b."""
 
     i: Var
     j: Var
@@ -255,6 +256,12 @@ class Contract:
     acc: Var
     epilogue: tuple[Stmt, ...]
     rows: tuple[Stmt, ...] = ()
+    also: Var | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of b."""
+        return self.n if self.also is None else 2 * self.n
 
 
 @dataclass(frozen=True, eq=False, slots=True)

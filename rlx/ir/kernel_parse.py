@@ -258,10 +258,11 @@ class KernelParser(ExpressionParser):
         k = self.count("the depth")
         self.expect(":")
         acc = self.bind("the sum's variable")
+        also = self.bind("the other sum's variable") if self.accept(",") else None
         self.expect("=")
         a = self.operand((m, k))
         self.expect("@")
-        b = self.operand((k, n))
+        b = self.operand((k, n if also is None else 2 * n))
         self.advance()
         epilogue = self.block(depth + 1)
         rows: tuple[K.Stmt, ...] = ()
@@ -271,7 +272,7 @@ class KernelParser(ExpressionParser):
             self.expect(":")
             self.advance()
             rows = self.block(depth + 1)
-        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows)
+        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also)
 
     def computed_operand(self, depth: int) -> None:
         self.at += 1

@@ -136,8 +136,9 @@ class _Printer:
             self.line(depth, f"then value {held} from {origin} to {self.var(s.to, 'i')}")
             self.block(s.body, depth + 1)
         elif isinstance(s, K.Contract):
-            a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.n), depth)
+            a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.width), depth)
             i, j, acc = self.var(s.i, "i"), self.var(s.j, "j"), self.var(s.acc, "acc")
+            acc += "" if s.also is None else f", {self.var(s.also, 'acc')}"
             self.line(depth, f"contract {i} < {s.m}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}")
             self.block(s.epilogue, depth + 1)
             if s.rows:

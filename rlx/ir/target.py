@@ -34,7 +34,7 @@ def _always(node: Node) -> bool:
     return True
 
 
-def _never(producer: Producer) -> bool:
+def _never(what: object) -> bool:
     return False
 
 
@@ -58,6 +58,7 @@ class Target:
     `follows(node)`: True if the epilogue is faster for this node than a separate kernel.
     `computes(producer)`: True if a contraction is faster when it computes this operand where it reads it than when another
     kernel writes the operand to memory first.
+    `pairs(node)`: True if this contraction has the sums of columns j and j + n / 2 at once, for an epilogue that reads both.
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
     interleaved). For operands of two dtypes, both names: "u8 i8".
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
@@ -75,6 +76,7 @@ class Target:
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
+    few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further
     tile_rows: int = 16  # rows of a contraction that are computed together
     flops_per_ns: float = 50  # of one thread
     bytes_per_ns: float = 10  # of one thread
@@ -86,6 +88,7 @@ class Target:
     followed: frozenset[str] = frozenset()
     follows: Callable[[Node], bool] = field(default=_always, compare=False)
     computes: Callable[[Producer], bool] = field(default=_never, compare=False)
+    pairs: Callable[[Node], bool] = field(default=_never, compare=False)
     panel: Callable[[str], tuple[int, int]] = field(default=_unpacked, compare=False)
     schedule: Callable[[Kernel], Kernel] = field(default=_as_lowered, compare=False)
 

@@ -106,10 +106,10 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
-        alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
+        few_kernels=True, alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
         status_late=True,
-        splits={"cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
+        splits={"attention": splits.attention, "cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Tile(Tiled):
 def has_tiles(kernel: Kernel) -> bool:
     """Whether tiled() takes the kernel: stored operands, and nothing that needs a finished row."""
     found = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if found is None or found.rows or kernel.locals:
+    if found is None or found.rows or found.also or kernel.locals:
         return False
     return all(isinstance(o, Operand) and not o.panel and not o.blocks for o in (found.a, found.b))
 

@@ -56,7 +56,7 @@ class FmaLaunch(Tiled):
 def by_fma(kernel: Kernel, multiprocessors: int = 132, size: Size | None = None) -> FmaLaunch | None:
     """The launch of a contraction of stored f32 operands; None: it is none."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if c is None or c.rows or kernel.locals or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
+    if c is None or c.rows or c.also or kernel.locals or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
         return None
     if any(not isinstance(o, Operand) or o.panel or o.blocks or o.dtype != f32 for o in (c.a, c.b)):
         return None

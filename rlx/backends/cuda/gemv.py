@@ -61,9 +61,9 @@ class GemvLaunch(Launch):
 def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES) -> GemvLaunch | None:
     """The launch of a contraction with few rows; None: it is none. `most`: bytes of shared memory of a block."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if c is None or c.rows or c.m > MOST_ROWS or c.acc.dtype != f32 or not isinstance(c.b, Operand) or 0 in (c.m, c.n, c.k):
+    if c is None or c.rows or c.also or c.acc.dtype != f32 or not 0 < c.m <= MOST_ROWS or 0 in (c.n, c.k):
         return None
-    if c.b.panel or c.b.blocks or (isinstance(c.a, Operand) and (c.a.panel or c.a.blocks)):
+    if not isinstance(c.b, Operand) or c.b.panel or c.b.blocks or (isinstance(c.a, Operand) and (c.a.panel or c.a.blocks)):
         return None
     along = c.b.row_stride == 1 or c.k == 1
     if not along and c.b.col_stride != 1 and c.n > 1:

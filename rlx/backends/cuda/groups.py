@@ -16,7 +16,7 @@ from rlx.ir.program import Program
 
 ARGUMENTS = 500  # of a launch: 4 KB
 AHEAD = 96  # steps that a kernel may move forward
-SMALL = 64  # blocks of a kernel
+SMALL = 4096  # blocks of a kernel
 CLUSTER = 8  # blocks: as many as every GPU with clusters has
 ROUNDS = 4  # of the cluster in a stage, at most
 STAGES = 8

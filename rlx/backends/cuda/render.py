@@ -195,8 +195,9 @@ class CudaWriter(Writer):
                 self.loaded.add(key)
             else:
                 held[id(x)] = self.fresh("q")
-                self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}];")
-            self.line(f"rlx_fetch<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
+                self.line(f"{CUDA.element(x.buffer.dtype)} {held[id(x)]}[{size}]{' = {}' * (x.guard is not None)};")
+            guard = "" if x.guard is None else f"if ({self.at_first(x.guard, var, first)}) "
+            self.line(f"{guard}rlx_fetch<{size}>({held[id(x)]}, {self.names[x.buffer]} + {self.at_first(x.index, var, first)});")
         out = {id(s): (s, self.fresh("o")) for s in stores(stmts, var, size)}
         for s, made in out.values():
             self.line(f"{CUDA.element(s.buffer.dtype)} {made}[{size}];")
@@ -209,7 +210,8 @@ class CudaWriter(Writer):
                 each(values)
             self.vector_loads, self.vector_stores = {}, {}
         for s, made in out.values():
-            self.line(f"rlx_put<{size}>({self.names[s.buffer]} + {self.at_first(s.index, var, first)}, {made});")
+            guard = "" if s.guard is None else f"if ({self.at_first(s.guard, var, first)}) "
+            self.line(f"{guard}rlx_put<{size}>({self.names[s.buffer]} + {self.at_first(s.index, var, first)}, {made});")
 
     def at_first(self, e: Expr, var: Var, first: str) -> str:
         """The value of `e` where `var` is `first`, outside the loop over `var`."""

@@ -81,9 +81,9 @@ def _touches(x: object) -> bool:
 def key_of(x: Load, var: Var) -> Key:
     """Equal for loads of the same elements by loops over the row, whose variable is `var`."""
     known: dict[int, Key] = {}
-    for e in postorder(x.index, known):
+    for e in postorder(x, known):
         known[id(e)] = _key(e, var, known)
-    return x.buffer, known[id(x.index)]
+    return x.buffer, *known[id(x)][2:]
 
 
 def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:

@@ -110,7 +110,7 @@ class Scan:
     def elements(self, held: dict[int, str]) -> None:
         """The body of the loop for each element of this thread."""
         w, s = self.w, self.s
-        out = {id(x): (x, w.fresh("o")) for x in stores(s.body, s.var, self.size)} if self.vectors else {}
+        out = {id(x): (x, w.fresh("o")) for x in stores(s.body, s.var, self.size) if x.guard is None} if self.vectors else {}
         for x, name in out.values():
             w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
         with w.scope(self.each(), 2):

@@ -1,4 +1,4 @@
-"""Ops on few long rows as smaller ops with more parallelism: running totals in two steps, and the top k of parts."""
+"""Ops as others that suit the GPU: running totals in two steps, the top k of parts, attention with narrow queries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 import rlx.ir.ops as ops
-from rlx.ir.dtype import DType, as_dtype
+from rlx.backends.cuda.attention import FEW_ROWS, NARROW
+from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 
@@ -45,6 +46,26 @@ def top_k(node: Node) -> tuple[Value, ...] | None:
     return best.reshape(*outer, k), ops.gather(places.reshape(rows * parts * k), at).reshape(*outer, k)
 
 
+def attention(node: Node) -> Value | None:
+    """Many f32 queries are rounded to the dtype of narrower keys and values, which is that of the tensor cores."""
+    q, k, v = node.inputs[:3]
+    rows = q.shape.static[1] // max(1, k.shape.static[1]) * q.shape.static[2]
+    if q.dtype != f32 or k.dtype != v.dtype or k.dtype.name not in NARROW or rows <= FEW_ROWS:
+        return None
+    inputs = (_rounded(q, k.dtype), *node.inputs[1:])
+    shapes = node.op.result_shapes(node.attrs, tuple(x.shape for x in inputs))
+    return Node(node.op, inputs, node.attrs, shapes).results[0].astype(f32)
+
+
+def _rounded(value: Value, dtype: DType) -> Value:
+    """The value in that dtype, rounded in front of a transposition, by the kernel that computes its operand."""
+    if value.node.op.name != "transpose":
+        return value.astype(dtype)
+    axes = [a % value.rank for a in value.node.attrs.axes]  # type: ignore[union-attr]
+    back = [axes.index(a) for a in range(value.rank)]
+    return value.transpose(*back).astype(dtype).transpose(*axes)
+
+
 def _last(dtype: DType, largest: bool) -> float | int:
     """A value that no element sorts behind, except equal ones before it."""
     if dtype.is_float:
@@ -53,4 +74,4 @@ def _last(dtype: DType, largest: bool) -> float | int:
     return int(info.min if largest else info.max)
 
 
-__all__ = ["cumsum", "top_k"]
+__all__ = ["attention", "cumsum", "top_k"]

@@ -72,7 +72,7 @@ class Tiling:
         return min(8, (SHARED - STAGING) // (self.stage + 16))
 
     def tiles(self, c: Contract) -> tuple[int, int]:
-        return -(-c.m // self.rows), -(-c.n // self.columns)
+        return -(-c.m // self.rows), -(-c.width // self.columns)
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
@@ -152,7 +152,9 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     tiling = tiling or _tiling(kernel, c, multiprocessors)
     a = _side(kernel, c.a, c.m, c.k, c.a.row_stride, c.a.col_stride, tiling.rows)
-    b = _side(kernel, c.b, c.n, c.k, c.b.col_stride, c.b.row_stride, tiling.columns)
+    b = _side(kernel, c.b, c.width, c.k, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK)
+    if c.also is not None and b.tensor is None:
+        return None
     if c.a.dtype.itemsize == 1 and not all(side.tensor and side.along for side in (a, b)):
         return None  # the instruction takes bytes along the summed axis only
     shared = tiling.stages * (tiling.stage + 16) + STAGING
@@ -190,7 +192,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
     def fits(t: Tiling) -> bool:
         if t.parts > 1 and (points * math.prod(t.tiles(c)) * t.parts > multiprocessors or -(-c.k // depth(c)) < 2 * t.parts):
             return False
-        if t.parts > 1 and c.acc.dtype != f32:
+        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and (t.parts > 1 or t.columns % (2 * CHUNK))):
             return False
         return t.parts == 1 if copied else t.columns <= 128 and not t.turns
 

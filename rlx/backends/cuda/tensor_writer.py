@@ -127,7 +127,7 @@ class TensorWriter(PackedCopies):
                 with self.scope(["if (threadIdx.x == 0) {"]):
                     self.line(f"rlx_expect(full + s, {copied});")
                     for side, name, first, size, start in zip(at.sides, "ab", ("row0", "column0"), sizes, starts):
-                        self.bulk_copies(side, name, first, size, start)
+                        self.bulk_copies(side, name, first, size, start, c.n if side is at.sides[1] and c.also is not None else 0)
             if copied < t.stage:
                 for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                     if side.tensor is None and self.turn and o is c.b:
@@ -139,12 +139,14 @@ class TensorWriter(PackedCopies):
                 self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
 
-    def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int) -> None:
+    def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int, half: int) -> None:
+        """`half`: columns between those of a pair of sums, which are 64 columns apart in the tile; 0: no pairs."""
         if side.tensor is None:
             return
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
-        for part in range(1 if side.along else size // 64):
-            inner, outer = ("k0", first) if side.along else (f"{first} + {part * 64}", "k0")
+        for part in range(1 if side.along and not half else size // 64):
+            at = f"{first} / 2 + {part // 2 * 64 + part % 2 * half}" if half else f"{first} + {part * 64}"
+            inner, outer = ("k0", at if half else first) if side.along else (at, "k0")
             self.line(f"rlx_load_box(to + {start + part * SLAB}, &map_{name}, full + s, {inner}, {outer}{more});")
 
     def loads(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
@@ -235,21 +237,26 @@ class TensorWriter(PackedCopies):
         t = self.launch.tiling
         size = width(c.epilogue, (), c.j, c.n)
         share = t.columns // t.parts
-        first = f"column0 + rank * {share}" if t.parts > 1 else "column0"
+        first = "column0 / 2" if c.also is not None else f"column0 + rank * {share}" if t.parts > 1 else "column0"
+        chunk = CHUNK // 2 if c.also is not None else CHUNK  # a row that is staged has both sums of each pair
         with self.scope([
             "#pragma unroll", f"for (int part = 0; part < {t.slabs * share // CHUNK}; part++) {{",
         ]):  # fmt: skip
             self.line(f"const int slab = part / {share // CHUNK}, chunk = part % {share // CHUNK};")
-            self.line(f"if ({first} + chunk * {CHUNK} >= {c.n}) continue;")
+            self.line(f"if ({first} + chunk * {chunk} >= {c.n}) continue;")
             self.to_rows(c)
-            with self.scope(["#pragma unroll 1", f"for (int e = lane * {size}; e < {16 * CHUNK}; e += {32 * size}) {{"]):
+            with self.scope(["#pragma unroll 1", f"for (int e = lane * {size}; e < {16 * chunk}; e += {32 * size}) {{"]):
                 i, j0 = self.fresh("i"), self.fresh("j")
                 group = "" if t.turns else f"group * {t.slabs * 64} + "
-                self.line(f"const rlx_index {i} = row0 + {group}slab * 64 + warp % 4 * 16 + e / {CHUNK};")
-                self.line(f"const rlx_index {j0} = {first} + chunk * {CHUNK} + e % {CHUNK};")
+                self.line(f"const rlx_index {i} = row0 + {group}slab * 64 + warp % 4 * 16 + e / {chunk};")
+                self.line(f"const rlx_index {j0} = {first} + chunk * {chunk} + e % {chunk};")
                 self.line(f"if ({i} >= {self.most} || {j0} >= {c.n}) continue;")
                 self.line(f"float acc[{size}];")
-                self.line(f"rlx_staged(acc, staged, e / {CHUNK}, e % {CHUNK});")
+                self.line(f"rlx_staged(acc, staged, e / {chunk}, e % {chunk});")
+                if c.also is not None:
+                    self.line(f"float also[{size}];")
+                    self.line(f"rlx_staged(also, staged, e / {chunk}, {chunk} + e % {chunk});")
+                    self.names[c.also] = "also[v]" if size > 1 else "also[0]"
                 self.names[c.i] = i
                 acc = "acc[{}]" if c.acc.dtype == f32 else "__float_as_int(acc[{}])"
                 if size > 1:
@@ -265,7 +272,8 @@ class TensorWriter(PackedCopies):
         bits = "" if c.acc.dtype == f32 else "__int_as_float"
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {CHUNK // 8}; q++) {{"]):
             self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
-            self.line(f"const auto* const from = sum[slab] + chunk * {CHUNK // 2} + q * 4;")
+            pair = "chunk / 2 * 64 + q / 4 * 32 + (chunk % 2 * 4 + q % 4) * 4"
+            self.line(f"const auto* const from = sum[slab] + {f'chunk * {CHUNK // 2} + q * 4' if c.also is None else pair};")
             self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
             self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
         self.line("__syncwarp();")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.ir.kernel import Alu, Const, Expr, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
+from rlx.ir.kernel import Alu, Const, Expr, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 
 BYTES = 16  # of one access
 MOST = 8  # elements of one thread at once
@@ -22,17 +22,36 @@ def width(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, extent: int) ->
 
 
 def loads(stmts: Sequence[Stmt], ends: Sequence[Expr], var: Var, size: int) -> list[Load]:
-    """Unconditional loads of consecutive elements that start at multiples of `size` elements."""
-    found = (x for x in walk((tuple(stmts), tuple(ends))) if isinstance(x, Load) and x.guard is None)
+    """Loads of consecutive elements that start at multiples of `size` elements, all or none of them."""
+    found = (x for x in walk((tuple(stmts), tuple(ends))) if isinstance(x, Load) and _known(x, stmts))
     return [x for x in found if in_vector(x, var, size)]
 
 
 def stores(stmts: Sequence[Stmt], var: Var, size: int) -> list[Store]:
-    return [s for s in stmts if isinstance(s, Store) and s.guard is None and in_vector(s, var, size)]
+    return [s for s in stmts if isinstance(s, Store) and _known(s, stmts) and in_vector(s, var, size)]
+
+
+def _known(x: Load | Store, stmts: Sequence[Stmt]) -> bool:
+    """True if its condition depends on nothing that the statements compute."""
+    return x.guard is None or {s.var for s in stmts if isinstance(s, Let)}.isdisjoint(walk(x.guard))
 
 
 def in_vector(x: Load | Store, var: Var, size: int) -> bool:
-    return not isinstance(x.buffer, Local) and coefficient(x.index, var) == 1 and aligned(x.index, var, size)
+    whole = x.guard is None or steady(x.guard, var, size)
+    return whole and not isinstance(x.buffer, Local) and coefficient(x.index, var) == 1 and aligned(x.index, var, size)
+
+
+def steady(e: Expr, var: Var, size: int) -> bool:
+    """True if a condition is the same for `size` values of `var` from each multiple of `size` on."""
+    if coefficient(e, var) == 0:
+        return True
+    if not isinstance(e, Alu) or e.op not in ("and", "or", "not", "lt", "le"):
+        return False
+    if e.op in ("and", "or", "not"):
+        return all(steady(a, var, size) for a in e.args)
+    varying, fixed = e.args if e.op == "lt" else reversed(e.args)  # var < 8, 8 <= var: true for all of a vector, or for none
+    ends = coefficient(varying, var) == 1 and coefficient(fixed, var) == 0
+    return ends and aligned(varying, var, size) and aligned(fixed, var, size)
 
 
 def aligned(e: Expr, var: Var | None, size: int) -> bool:
@@ -48,4 +67,4 @@ def aligned(e: Expr, var: Var | None, size: int) -> bool:
     return e.op == "mul" and any(aligned(a, var, size) for a in e.args)
 
 
-__all__ = ["aligned", "loads", "stores", "width"]
+__all__ = ["aligned", "loads", "steady", "stores", "width"]

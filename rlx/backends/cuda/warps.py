@@ -51,7 +51,7 @@ class WarpLaunch(Tiled):
 def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS) -> WarpLaunch | None:
     """The launch of a contraction of narrow floats; None: it is none, or too small."""
     c = kernel.body[0] if len(kernel.body) == 1 else None
-    if not isinstance(c, Contract) or c.rows or kernel.locals or c.acc.dtype != f32 or min(c.m, c.n, c.k) < LEAST:
+    if not isinstance(c, Contract) or c.rows or c.also or kernel.locals or c.acc.dtype != f32 or min(c.m, c.n, c.k) < LEAST:
         return None
     if not (isinstance(c.a, Operand) and isinstance(c.b, Operand)) or c.a.dtype != c.b.dtype or c.a.dtype.name not in NARROW:
         return None

@@ -43,7 +43,9 @@ class RefBackend:
             alignment=ALIGNMENT,
             natives=NATIVES if index else {},
             followed=frozenset(NATIVES),
+            few_kernels=index > 0,
             computes=lambda producer: True,
+            pairs=lambda node: True,
             panel=lambda dtype: panel,
             schedule=long_sums,
         )

@@ -87,7 +87,7 @@ def _volume(body: Sequence[Stmt]) -> int:
             most = max(most, s.n * _volume(s.body))
         elif isinstance(s, K.Contract):
             inner = max(s.n * _volume(s.epilogue), _volume(s.rows), s.k * _volume_of(s.a))
-            most = max(most, s.m * inner, s.k * s.n * _volume_of(s.b))
+            most = max(most, s.m * inner, s.k * s.width * _volume_of(s.b))
         elif isinstance(s, K.Native):
             most = max(most, math.prod(n for _, n in s.axes) * _volume(s.epilogue))
     return most
@@ -233,11 +233,13 @@ class _Chunk:
 
     def contract(self, c: K.Contract) -> None:
         rows, columns, dtype = np.arange(c.m), np.arange(c.n), c.acc.dtype.numpy
-        a, b = self.operand(c.a, c.m, c.k, c.k).astype(dtype), self.operand(c.b, c.k, c.n, c.k).astype(dtype)
+        a, b = self.operand(c.a, c.m, c.k, c.k).astype(dtype), self.operand(c.b, c.k, c.width, c.k).astype(dtype)
         acc = np.matmul(a, b)
         self.env[c.i] = self.row = self.along(rows, 1)
         self.env[c.j] = self.along(columns, 2)
-        self.env[c.acc] = acc.reshape(acc.shape + (1,) * (self.rank - 3))
+        for n, var in enumerate([c.acc] if c.also is None else [c.acc, c.also]):
+            own = acc[..., n * c.n : (n + 1) * c.n]
+            self.env[var] = own.reshape(own.shape + (1,) * (self.rank - 3))
         for axes, size, body in ((2, c.m * c.n, c.epilogue), (1, c.m, c.rows)):
             with self.scope(axes, size):
                 if size:

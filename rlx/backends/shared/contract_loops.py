@@ -19,10 +19,12 @@ def without_contract(kernel: Kernel) -> Kernel:
     before = _row(found.a, found.i) if isinstance(found.a, Computed) else ()
     inside, a = _element(found.a, found.i, step, found.k)
     again = _row(found.b, step) if isinstance(found.b, Computed) else ()  # b is recomputed for every product that is summed
-    inside_b, b = _element(found.b, step, found.j, found.k)
-    body = (*inside, *again, *inside_b)
-    product = Reduce(found.acc, "add", k.mul(k.cast(a, dtype), k.cast(b, dtype)))
-    element = (Loop(step, found.k, body, vector=not body, reduces=(product,)), *found.epilogue)
+    body, products = (*inside, *again), list[Reduce]()
+    for column, acc in ((found.j, found.acc), (k.add(found.j, found.n), found.also)):
+        if acc is not None:
+            inside_b, b = _element(found.b, step, column, found.k)
+            body, products = (*body, *inside_b), [*products, Reduce(acc, "add", k.mul(k.cast(a, dtype), k.cast(b, dtype)))]
+    element = (Loop(step, found.k, body, vector=not body, reduces=tuple(products)), *found.epilogue)
     grid = (*kernel.grid, (found.i, found.m))
     if not (found.rows or before[1:]):
         return replace(kernel, grid=(*grid, (found.j, found.n)), body=(*before, *element))

@@ -145,25 +145,27 @@ class _Network:
             return self.g.param(name, (rows, FORMATS[form].row_bytes(columns)), "u8"), form
         return self.g.param(name, (rows, columns), form), form
 
-    def linear(self, name: str, x: Value, width: int, bias: bool = False) -> Value:
-        """x [n, k] -> [n, width], both f32; a narrow float weight multiplies x rounded to the weight's dtype."""
+    def linear(self, name: str, x: Value, width: int, bias: bool = False, narrow: bool = False) -> Value:
+        """x [n, k] -> [n, width], both f32; a narrow float weight multiplies x rounded to the weight's dtype, and the result is
+        of that dtype too if it may be `narrow`."""
         w, form = self.matrix(name, width, x.shape.static[-1])
-        y = ops.dequant_matmul(x, w, format=form) if form in FORMATS else ops.matmul(x.astype(form), w.T).astype("f32")
+        y = ops.dequant_matmul(x, w, format=form) if form in FORMATS else ops.matmul(x.astype(form), w.T)
+        y = y if narrow and not bias else y.astype("f32")
         return y + self.g.param(f"{name}.bias", (width,), "f32") if bias else y
 
     def parts(
         self, prefix: str, fused: str, names: Sequence[str], x: Value, widths: Sequence[int], bias: bool
     ) -> Sequence[Value]:
-        """Several projections of x, as one contraction if their weights have the same format."""
+        """Several projections of x, as one contraction if their weights have the same format. Whoever reads a part widens it."""
         if isinstance(self.formats, str) or f"{prefix}.{fused}.weight" in self.formats:
-            y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias)
+            y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias, narrow=True)
             return ops.split(y, parts=tuple(widths), axis=1)
         return [self.linear(f"{prefix}.{n}", x, width, bias) for n, width in zip(names, widths)]
 
     def norm(self, name: str, x: Value) -> Value:
         """The norm over the last dim."""
         c = self.config
-        scale = self.g.param(f"{name}.weight", (x.dims[-1],), "f32")
+        scale, x = self.g.param(f"{name}.weight", (x.dims[-1],), "f32"), x.astype("f32")
         if c.norm == "layer":
             return ops.layer_norm(x, scale, self.g.param(f"{name}.bias", (x.dims[-1],), "f32"), eps=c.eps)
         return ops.rms_norm(x, scale + c.norm_offset if c.norm_offset else scale, eps=c.eps)
@@ -205,7 +207,7 @@ class _Network:
         act, width = ACTIVATIONS[c.activation], c.intermediate_size
         if c.gated:
             gate, up = self.parts(name, "gate_up_proj", ("gate_proj", "up_proj"), x, (width, width), bias)
-            inner = act(gate) * up
+            inner = act(gate.astype("f32")) * up.astype("f32")
         else:
             inner = act(self.linear(f"{name}.up_proj", x, width, bias))
         return self.linear(f"{name}.down_proj", inner, c.hidden_size, bias)
@@ -219,14 +221,14 @@ class _Network:
         q, k, v = (p.reshape(self.batch, self.tokens, n, size) for p, n in zip(parts, (heads, shared, shared)))
         if c.qk_norm:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))  # [batch, heads, tokens, size]
         if (rope := c.ropes[i]) is not None:
             q, k = self.rotated(q, rope), self.rotated(k, rope)
         states = []
         for state, rows in ((self.states[f"k.{i}"], k), (self.states[f"v.{i}"], v)):
-            states.append(ops.update_rows(state, rows.astype(state.dtype), self.start, axis=2))
+            rows = rows.astype(state.dtype).transpose(0, 2, 1, 3)  # [batch, heads, tokens, size]
+            states.append(ops.update_rows(state, rows, self.start, axis=2))
             self.g.assign(state, states[-1], in_place=True)
-        out = self.attend(q, states[0], states[1], c.windows[i])
+        out = self.attend(q.astype("f32").transpose(0, 2, 1, 3), states[0], states[1], c.windows[i])
         out = out.transpose(0, 2, 1, 3).reshape(self.batch * self.tokens, heads * size)
         return self.linear(f"{name}.o_proj", out, c.hidden_size, "o_proj" in c.biases)
 
@@ -236,22 +238,22 @@ class _Network:
         return ops.attention(q, k, v, self.start, positioned=True, **how)
 
     def rotated(self, x: Value, rope: Rope) -> Value:
-        """x [batch, heads, tokens, size] with its first pairs rotated by position times frequency."""
+        """x [batch, tokens, heads, size] with its first pairs rotated by position times frequency."""
         if rope not in self.angles:
             frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
-            angle = self.positions.astype("f32").reshape(self.tokens, 1) * self.g.constant(frequencies, "f32")
-            self.angles[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, pairs]
+            angle = self.positions.astype("f32").reshape(self.tokens, 1, 1) * self.g.constant(frequencies, "f32")
+            self.angles[rope] = (ops.cos(angle) * rope.scale, ops.sin(angle) * rope.scale)  # each [tokens, 1, pairs]
         cos, sin = self.angles[rope]
         pairs, (*lead, size) = len(rope.frequencies), x.shape.static
         if self.config.interleaved:
             split = x[..., : 2 * pairs].reshape(*lead, pairs, 2)
-            a, b = split[..., 0], split[..., 1]
+            a, b = (split[..., n].astype("f32") for n in (0, 1))
             rotated = ops.concat(*(t.reshape(*lead, pairs, 1) for t in (a * cos - b * sin, b * cos + a * sin)), axis=-1)
             out = [rotated.reshape(*lead, 2 * pairs)]
         else:
-            a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+            a, b = (x[..., n * pairs : (n + 1) * pairs].astype("f32") for n in (0, 1))
             out = [a * cos - b * sin, b * cos + a * sin]
-        return ops.concat(*out, *([x[..., 2 * pairs :]] if 2 * pairs < size else ()), axis=-1)
+        return ops.concat(*out, *([x[..., 2 * pairs :].astype("f32")] if 2 * pairs < size else ()), axis=-1)
 
 
 def _capped(x: Value, cap: float) -> Value:

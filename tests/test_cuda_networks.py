@@ -1,0 +1,93 @@
+"""Whole networks on the CUDA backend: which kernels a layer becomes. What runs on a GPU is skipped without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.backends.cuda.backend import target
+from rlx.backends.cuda.code import launch_of, launches_of, text_of
+from rlx.backends.cuda.flash import FlashLaunch
+from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.tensor import TensorLaunch
+from rlx.backends.cuda.vectors import steady
+from rlx.compile import lower
+from rlx.frontends.models import decoder
+from rlx.frontends.models.families import config_of
+from rlx.ir.graph import Graph
+from rlx.ir.kernel import Kernel, Var, k
+from rlx.ir.program import Program
+
+HOPPER = target("sm_90a")
+on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
+
+
+def prefill(family: str, layers: int, tokens: int = 256, **other) -> Graph:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024}
+    config = config_of({"model_type": family, "vocab_size": 512, "num_hidden_layers": layers, **sizes, **other})
+    return decoder.build(config, 1, tokens, 2 * tokens, formats="bf16", cache="bf16")
+
+
+def program_of(g: Graph) -> Program:
+    return lower(g, HOPPER, rlx.CompileOptions())
+
+
+@pytest.mark.parametrize("family, launches", [("qwen3", 10), ("llama", 9)])
+def test_a_layer_of_a_prefill_is_a_few_launches(family: str, launches: int) -> None:
+    """qkv, rotated q and k beside the new values, attention, output, norm, product, activation, product, norm; with normalised
+    keys their storing is one more."""
+    counts = []
+    for layers in (2, 3):
+        program = program_of(prefill(family, layers))
+        counts.append(len(launches_of(program, "sm_90a")))
+        kinds = Counter(type(launch_of(s.kernel)) for s in program.steps)
+        assert kinds[FlashLaunch] == layers and kinds[TensorLaunch] == 4 * layers, kinds
+    assert counts[1] - counts[0] == launches
+
+
+def only(g: Graph) -> Kernel:
+    (step,) = program_of(g).steps
+    return step.kernel
+
+
+def test_conditions_that_hold_for_whole_vectors() -> None:
+    i, g = Var("i"), Var("g")
+    for ends in (k.lt(i, 64), k.le(64, i), k.and_(k.le(0, k.sub(i, 64)), k.lt(k.sub(i, 64), 64)), k.lt(g, 3), k.not_(k.lt(i, 8))):
+        assert steady(ends, i, 8), ends
+    for splits in (k.lt(i, 60), k.le(i, 64), k.lt(64, i), k.eq(i, 64), k.lt(k.mul(i, 2), 64), k.lt(i, g)):
+        assert not steady(splits, i, 8), splits
+
+
+def test_rotated_rows_are_read_and_stored_as_vectors() -> None:
+    g = Graph("g")
+    x, cos, sin = g.input("x", (512, 8, 128), "bf16"), g.input("cos", (512, 1, 64), "f32"), g.input("sin", (512, 1, 64), "f32")
+    normed = rlx.rms_norm(x.astype("f32"), g.input("s", (128,), "f32"))
+    a, b = normed[..., :64], normed[..., 64:]
+    g.set_outputs([rlx.concat(a * cos - b * sin, b * cos + a * sin, axis=-1).astype("bf16")])
+    found = launch_of(only(g))
+    text = text_of(found, "kernel")
+    body = text[text.index('extern "C"') :]
+    assert type(found) is Launch and found.team == 32
+    assert body.count("rlx_fetch<4>") == 13 and body.count("rlx_put<4>") == 1, body
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_prefill_agrees_with_the_cpu(family: str) -> None:
+    g, rng = prefill(family, 2, 64), np.random.default_rng(0)
+    weights = {p.name: (rng.standard_normal(p.shape.static) * 0.05).astype(p.dtype.numpy) for p in g.params}
+    given = {"tokens": rng.integers(0, 512, (1, 64)).astype(np.int32), "count": np.int32(50)}
+    found = []
+    for device in ("cpu", "cuda"):
+        compiled = rlx.Session(device).compile(g)
+        compiled.set_params(weights)
+        found.append([*map(np.asarray, compiled.run(given)), *(np.float32(compiled.read_handle(f"{s}.1")) for s in "kv")])
+    for want, have in zip(*found):
+        np.testing.assert_allclose(have, want, atol=0.02 * np.abs(want).max())
