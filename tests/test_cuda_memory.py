@@ -146,6 +146,28 @@ def test_all_that_is_allocated_is_stated(driver: FakeDriver) -> None:
     assert gpu(0).allocated["live_bytes"] - before["live_bytes"] == taken(compiled) + own + ring
 
 
+@on_gpu
+def test_no_room_on_a_gpu_is_an_error_and_leaves_what_was_there() -> None:
+    compiled = filled(8)
+    want, whole = compiled.handles.read("h"), int(check(gpu(0).driver.cuDeviceTotalMem(gpu(0).device), "asking for memory"))
+    for too_much in (lambda: rlx.driver.Buffer.empty((whole + 1,), "u8", "cuda"), lambda: filled(whole // (32 * 4))):
+        with pytest.raises(OutOfMemoryError, match="no room"):
+            too_much()
+    np.testing.assert_array_equal(compiled.handles.read("h"), want)
+    assert compiled.run(given(8))[1] == 7 and (compiled.handles.read("h") == want + 1).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f8e4m3", "bool", "c64"])
+def test_buffers_on_a_gpu(dtype: str) -> None:
+    rlx.Session("cuda")
+    array = np.arange(2 * 3 * 70_001).reshape(3, -1).astype(rlx.ir.as_dtype(dtype).numpy)
+    there = rlx.driver.Buffer.from_numpy(array.T, "cuda")
+    assert there.to_host().tobytes() == there.to_device("cpu").to_device("cuda").to_host().tobytes() == array.T.tobytes()
+    there.write(np.zeros_like(array.T))
+    assert not there.to_host().view(np.uint8).any()
+
+
 def free_bytes() -> int:
     """Of the GPU, by its driver."""
     here = gpu(0)
