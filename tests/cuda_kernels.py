@@ -63,6 +63,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
     },
 }  # fmt: skip
+OTHERS = {  # the other families: hidden size, heads, heads of keys, size of a head, inner size
+    "mistral": (4096, 32, 8, 128, 14336), "qwen2": (896, 14, 2, 64, 4864), "smollm3": (2048, 16, 4, 128, 11008),
+    "phi3": (3072, 32, 32, 96, 8192), "phi": (2560, 32, 32, 80, 10240), "gemma": (2048, 8, 1, 256, 16384),
+    "gemma3_text": (1152, 4, 1, 256, 6912),
+}  # fmt: skip
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+TWO_KINDS = {"gemma3_text": {"sliding_window_pattern": 2, "sliding_window": 512}, "smollm3": {"no_rope_layers": [1, 0]}}
 ENCODER = bert.BertConfig.parse({
     "vocab_size": 1000, "hidden_size": 384, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 1536,
     "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0,
@@ -96,6 +103,11 @@ def models(sample: bool) -> Iterator[tuple[str, Graph, rlx.CompileOptions]]:
                 steps = sampled if tokens == 1 else None
                 g = decoder.build(config_of(config), 1, tokens, 2048, weights, cache=cache, steps=steps)
                 yield f"model {name} {weights} {tokens}", g, rlx.CompileOptions()
+    for name, sizes in () if sample else OTHERS.items():
+        config = {"model_type": name, "max_position_embeddings": 4096, "vocab_size": 32000, **dict(zip(SIZES, sizes))}
+        config |= {"num_hidden_layers": 2, **TWO_KINDS[name]} if name in TWO_KINDS else {"num_hidden_layers": 1}
+        for tokens in (1, 128):
+            yield f"model {name} {tokens}", decoder.build(config_of(config), 1, tokens, 2048, "bf16", cache="bf16"), rlx.CompileOptions()
     for rows, length in ((1, 16), (8, 128)):
         for precision in ("f32", "bf16")[sample:]:
             options = rlx.CompileOptions(precision=precision)

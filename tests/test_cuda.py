@@ -67,7 +67,7 @@ PRODUCTS = {
         TensorLaunch,
         lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), rlx.transpose(g.input("y", (80, 160), "i8"), (1, 0))),
     ),
-    "s8, columns apart": (Tile, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
+    "s8, columns apart": (TensorLaunch, lambda g: rlx.int8_matmul(g.input("x", (64, 160), "u8"), g.input("y", (160, 80), "i8"))),
     "one row": (GemvLaunch, lambda g: g.input("x", (1, 64), "bf16") @ g.input("y", (64, 64), "bf16")),
     "norm": (
         GemvLaunch,

@@ -18,6 +18,7 @@ from rlx.compile.groups import Group
 from rlx.compile.operands import is_expensive
 from rlx.compile.packing import contraction, reduction
 from rlx.ir import kernel as K
+from rlx.ir.dtype import f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
@@ -355,7 +356,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     del b.bound[result]
     row_passes = [s for p in range(1, passes.last + 1) for s in passes.one_pass(p, n, coords)]
     depth = math.prod(left.shape.static[x] for x in facts.a_sum)
-    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes), also)
+    rounded = b.facts.compilation.options.precision == "tf32" and all(v.dtype == f32 for v in anchor.inputs)
+    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes), also, rounded)
     return tuple(grid.grid), (contract,)
 
 

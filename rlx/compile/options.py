@@ -14,7 +14,7 @@ from rlx.ir.handle import BufferHandle
 from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Tilings, Tuning
 
-PRECISIONS = ("f32", "f16", "bf16", "int8", "auto")
+PRECISIONS = ("f32", "tf32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "quantised", "inplace", "reuse", "concurrent")
 RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
@@ -25,7 +25,8 @@ LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 class CompileOptions:
     """Options of a compile. Bad values raise OptionError when the options are made.
 
-    precision: "f32" computes as declared; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
+    precision: "f32" computes as declared; "tf32" as well, but contractions of f32 may round their operands to 10 bits of
+    fraction, which a GPU does and the CPU does not; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
     "auto" does so with bf16 where the target is fast at it. "int8": contractions with weights run on 8-bit integers, scaled per
     row and per column (rlx.compile.int8), the others as declared. `disable`: names of passes to leave out. `alignment`: bytes
     between buffer starts, None: the target's. `dims`: values of named dims. `extent`: a named dim that stays active, and

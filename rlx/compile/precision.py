@@ -63,7 +63,7 @@ def _policy(compilation: Compilation) -> DType | None:
     if wanted == "auto":
         fast = "bf16" in target.dtypes and any("bf16" in feature for feature in target.features)
         return DTYPES["bf16"] if fast else None
-    if wanted == "f32":
+    if wanted in ("f32", "tf32"):  # the latter is a permission (Contract.tf32)
         return None
     if wanted not in target.dtypes:
         raise CompileError(f"precision={wanted!r}: no {wanted} on {target.name}; it has {known(target.dtypes)}")

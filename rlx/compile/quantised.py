@@ -1,6 +1,7 @@
 """Products with decoded weights: x @ dequantize(w).T becomes dequant_matmul where the target claims it.
 
-The decoded weight is then in no memory: its kernel decodes blocks where it multiplies them. x keeps its precision.
+The decoded weight is then in no memory: its kernel decodes blocks where it multiplies them. x keeps its precision. So does a
+product with weights behind an exact cast from 8-bit floats read the 8-bit floats, where the target widens them (Target.widens).
 """
 
 from __future__ import annotations
@@ -9,21 +10,45 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlx.compile.compilation import Compilation
+from rlx.ir.dtype import holds, product
 from rlx.ir.graph import Graph, Node, Value, keep
-from rlx.ir.op import OPS
+from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import dequant_matmul
 
 
 def quantised(graph: Graph, compilation: Compilation) -> Graph:
     """`graph` with claimed products in place of products with decoded weights."""
 
+    widens = compilation.target.widens
+
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
+        if widens and node.op.kind is Kind.CONTRACT and (right := _narrow(*inputs, widens)) is not None:
+            return keep(node, (inputs[0], right))
         made = _product(*inputs) if node.op is OPS["matmul"] else None
         if made is None or made.shape != node.shapes[0] or not compilation.is_native(made.node):
             return keep(node, inputs)
         return replace(made.node, name=node.name, source=node.source).results
 
-    return graph.rebuild(new) if any(n.op is OPS["dequantize"] for n in graph.nodes()) else graph
+    used = {OPS["dequantize"], *([OPS["cast"]] if widens else [])}
+    return graph.rebuild(new) if any(n.op in used for n in graph.nodes()) else graph
+
+
+def _narrow(x: Value, right: Value, widens: frozenset[str]) -> Value | None:
+    """`right` without the cast behind its views, if products of x with the narrower elements are the same."""
+    views, source = list[Node](), right
+    while source.node.op.kind is Kind.VIEW:
+        views.append(source.node)
+        source = source.node.inputs[0]
+    if source.node.op is not OPS["cast"]:
+        return None
+    narrow = source.node.inputs[0]
+    if f"{x.dtype} {narrow.dtype}" not in widens or not holds(source.dtype, narrow.dtype):
+        return None
+    if product(x.dtype, narrow.dtype) != product(x.dtype, source.dtype):
+        return None
+    for view in reversed(views):
+        (narrow,) = keep(view, (narrow,))
+    return narrow
 
 
 def _product(x: Value, right: Value) -> Value | None:

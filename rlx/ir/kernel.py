@@ -244,7 +244,8 @@ class Computed:
 class Contract:
     """acc[i, j] = sum over k of a[i, k] * b[k, j], in `acc.dtype`; then for each (i, j) the statements `epilogue`
     (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`). With `also`, b has as
-    many columns again, and the epilogue reads also[i, j], the sum for column j + n of b."""
+    many columns again, and the epilogue reads also[i, j], the sum for column j + n of b. `tf32`: a renderer may round the
+    operands, which are f32, to 10 bits of fraction."""
 
     i: Var
     j: Var
@@ -257,6 +258,7 @@ class Contract:
     epilogue: tuple[Stmt, ...]
     rows: tuple[Stmt, ...] = ()
     also: Var | None = None
+    tf32: bool = False
 
     @property
     def width(self) -> int:

@@ -263,6 +263,7 @@ class KernelParser(ExpressionParser):
         a = self.operand((m, k))
         self.expect("@")
         b = self.operand((k, n if also is None else 2 * n))
+        tf32 = self.accept("tf32")
         self.advance()
         epilogue = self.block(depth + 1)
         rows: tuple[K.Stmt, ...] = ()
@@ -272,7 +273,7 @@ class KernelParser(ExpressionParser):
             self.expect(":")
             self.advance()
             rows = self.block(depth + 1)
-        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also)
+        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also, tf32)
 
     def computed_operand(self, depth: int) -> None:
         self.at += 1

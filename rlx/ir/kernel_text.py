@@ -139,7 +139,7 @@ class _Printer:
             a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.width), depth)
             i, j, acc = self.var(s.i, "i"), self.var(s.j, "j"), self.var(s.acc, "acc")
             acc += "" if s.also is None else f", {self.var(s.also, 'acc')}"
-            self.line(depth, f"contract {i} < {s.m}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}")
+            self.line(depth, f"contract {i} < {s.m}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}{' tf32' * s.tf32}")
             self.block(s.epilogue, depth + 1)
             if s.rows:
                 self.line(depth, "then each row:")

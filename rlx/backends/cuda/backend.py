@@ -108,7 +108,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
         few_kernels=True, alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
-        status_late=True,
+        status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         splits={"attention": splits.attention, "cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    if found := blocks or on_warps(kernel) or by_fma(kernel):
+    if found := blocks or on_warps(kernel, capability=capability) or by_fma(kernel):
         return found
     return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 

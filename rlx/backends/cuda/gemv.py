@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Launch
-from rlx.ir.dtype import f32, index_
+from rlx.ir.dtype import f8e4m3, f8e5m2, f32, index_
 from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Operand, Stmt, Var, coefficient, const, k
 
 MOST_ROWS = 8
@@ -27,6 +27,7 @@ IN_FLIGHT = 16  # loads of a lane with one row; half of that with more, whose su
 RESIDENT = 2  # blocks of a multiprocessor
 SHARED_BYTES = 160 << 10
 BYTES = 16  # of one load
+EIGHT = (f8e4m3, f8e5m2)
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,10 @@ class GemvWriter(CudaWriter):
 
     def widened(self, o: Operand, size: int, held: str, name: str) -> None:
         """float NAME[size] from the elements HELD[size]."""
+        if o.dtype in EIGHT:
+            self.line(f"float {name}[{size}];")
+            self.line(f"rlx_wide_{o.dtype}({name}, {held});")
+            return
         wide = CUDA.loads.get(o.dtype.name, "{0}[{1}]").format(held, "v")
         self.line(f"float {name}[{size}];")
         self.line(f"for (int v = 0; v < {size}; v++) {name}[v] = {wide};")
@@ -246,23 +251,25 @@ class GemvWriter(CudaWriter):
                 self.finish(c, f"lane % {c.m}", f"column0 + lane / {c.m}", "mine")
 
     def products(self, c: Contract) -> None:
-        """Uses load number u of the batch, and puts the one `ahead` loads later in its place."""
-        at, size = self.launch, self.launch.size
-        assert isinstance(c.b, Operand)
-        self.line(f"float w[{at.columns}][{size}];")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
-            self.widened(c.b, size, "held[u][n]", "x")
-            self.line(f"for (int v = 0; v < {size}; v++) w[n][v] = x[v];")
+        """Uses load number u of the batch, and puts the one `ahead` loads later in its place. Elements are widened by 4 at a time:
+        all at once take registers that spill."""
+        at, size, o = self.launch, self.launch.size, self.launch.contract.b
+        assert isinstance(o, Operand)
+        element, part = CUDA.element(o.dtype), min(4, size)
+        self.line(f"{element} raw[{at.columns}][{size}];")
+        self.line(f"for (int n = 0; n < {at.columns}; n++) memcpy(raw[n], held[u][n], {size * o.dtype.itemsize});")
         self.line(f"if (column1 < {c.n}) fetch(u, column1, last ? 0 : batch + 1);")
-        with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
-            self.line(f"float x[{size}];")
-            chunk, pieces = f"((batch * {at.ahead} + u) * 32 + lane)", max(1, size // 4)
-            self.line(f"const float* const from = rows + r * {at.pitch} + {chunk} * {min(4, size)};")
-            for piece in range(pieces):
-                to = f"*(float(*)[{min(4, size)}])(x + {4 * piece})"
-                self.line(f"rlx_fetch<{min(4, size)}>({to}, from + {at.pitch // pieces * piece});")
-            self.line(f"for (int n = 0; n < {at.columns}; n++)")
-            self.line(f"  for (int v = 0; v < {size}; v++) sum[n][r] = fmaf(x[v], w[n][v], sum[n][r]);")
+        with self.scope(["#pragma unroll", f"for (int part = 0; part < {size // part}; part++) {{"]):
+            self.line(f"float w[{at.columns}][{part}];")
+            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
+                self.widened(o, part, f"(*(const {element}(*)[{part}])(raw[n] + part * {part}))", "wide")
+                self.line(f"for (int v = 0; v < {part}; v++) w[n][v] = wide[v];")
+            with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
+                self.line(f"float x[{part}];")
+                place = f"((batch * {at.ahead} + u) * 32 + lane) * {part} + part * {at.pitch * part // size}"
+                self.line(f"rlx_fetch<{part}>(x, rows + r * {at.pitch} + {place});")
+                self.line(f"for (int n = 0; n < {at.columns}; n++)")
+                self.line(f"  for (int v = 0; v < {part}; v++) sum[n][r] = fmaf(x[v], w[n][v], sum[n][r]);")
 
     def by_rows(self, c: Contract, m: str) -> None:
         """A lane has adjacent columns; the warps share the summed axis and add their sums in shared memory."""

@@ -243,7 +243,8 @@ class Gpu:
         d = self.driver
         names = d.CUtensorMapDataType
         kinds = {"bf16": names.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": names.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
-        kinds |= dict.fromkeys(("u8", "i8"), names.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+        kinds |= dict.fromkeys(("u8", "i8", "f8e4m3", "f8e5m2"), names.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+        kinds["f32"] = names.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32  # the copies round
         wide, narrow = d.cuuint64_t, d.cuuint32_t
         return check(d.cuTensorMapEncodeTiled(
             kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides],

@@ -29,6 +29,47 @@ RLX_FN float rlx_wide_f16(uint16_t a) { float out; asm("cvt.f32.f16 %0, %1;" : "
 RLX_FN uint16_t rlx_near_f16(float a) { uint16_t out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(a)); return out; }
 RLX_FN float rlx_wide_bf16(uint16_t a) { return __uint_as_float((uint32_t)a << 16); }
 RLX_FN uint16_t rlx_near_bf16(float a) { uint16_t out; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(a)); return out; }
+RLX_FN uint32_t rlx_near_tf32(float a) { uint32_t out; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(a)); return out; }
+
+/* Two 8-bit floats as two f16, and N of them as f32: exact. */
+RLX_FN uint32_t rlx_pair_f8e5m2(uint32_t a) { return __byte_perm(a, 0, 0x1404); }
+RLX_FN uint32_t rlx_pair_f8e4m3(uint32_t a) {
+  uint32_t out;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"((uint16_t)a));
+  return out;
+#else /* the same fraction, an exponent 8 too small; NaN has the largest of both */
+  const uint32_t up = __byte_perm(a, 0, 0x1404), rest = up & 0x7f007f00u, nan = (rest + 0x01000100u) & 0x80008000u;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"((up & 0x80008000u) | rest >> 1), "r"(0x5c005c00u));
+  return out | (nan - (nan >> 15));
+#endif
+}
+RLX_FN uint32_t rlx_bf16_pair(uint32_t f16) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(rlx_wide_f16((uint16_t)(f16 >> 16))), "f"(rlx_wide_f16((uint16_t)f16)));
+  return out;
+}
+#define RLX_EIGHT(n) \
+  template <int N> RLX_FN void rlx_wide_##n(float (&to)[N], const uint8_t (&from)[N]) { \
+    _Pragma("unroll") for (int v = 0; v < N; v += 2) { \
+      const uint32_t pair = rlx_pair_##n((uint32_t)from[v] | (uint32_t)from[(v + 1) % N] << 8); \
+      to[v] = rlx_wide_f16((uint16_t)pair); \
+      if (v + 1 < N) to[v + 1] = rlx_wide_f16((uint16_t)(pair >> 16)); \
+    } \
+  } \
+  /* as f16 or bf16 */ \
+  template <bool F16, int N> RLX_FN void rlx_put_##n(uint16_t* at, const uint8_t (&from)[N]) { \
+    _Pragma("unroll") for (int v = 0; v < N; v += 8) { \
+      uint32_t out[4]; \
+      _Pragma("unroll") for (int q = 0; q < 4; q++) { \
+        out[q] = rlx_pair_##n((uint32_t)from[v + 2 * q] | (uint32_t)from[v + 2 * q + 1] << 8); \
+        if (!F16) out[q] = rlx_bf16_pair(out[q]); \
+      } \
+      *(uint4*)(at + v) = make_uint4(out[0], out[1], out[2], out[3]); \
+    } \
+  }
+RLX_EIGHT(f8e4m3)
+RLX_EIGHT(f8e5m2)
 
 /* Signed arithmetic that wraps, which C++ leaves undefined. W: unsigned, at least as wide as int. */
 #define RLX_WRAPS(T, W, n) \

@@ -1,4 +1,5 @@
-"""Contractions of f16, bf16 and 8-bit integers on the tensor cores of compute capability 9.0.
+"""Contractions of f16, bf16, 8-bit floats and integers, and f32 that may be rounded (TF32) on the tensor cores of compute
+capability 9.0.
 
 A block is one warp group that copies and two that multiply. The copying one keeps a ring of tiles in shared memory full with bulk
 tensor copies. The others multiply half of the rows of a tile each, or take whole tiles in turns, so that one runs the epilogue
@@ -20,8 +21,11 @@ from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Const, Contract, Expr, Kernel, Operand, Var, coefficient
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
-    ("f16", "f16", "f32"): "f32.f16.f16", ("bf16", "bf16", "f32"): "f32.bf16.bf16", ("u8", "i8", "i32"): "s32.u8.s8",
+    ("f16", "f16", "f32"): "f32.f16.f16", ("bf16", "bf16", "f32"): "f32.bf16.bf16", ("tf32", "tf32", "f32"): "f32.tf32.tf32",
+    ("u8", "i8", "i32"): "s32.u8.s8", ("i8", "i8", "i8"): "s32.s8.s8", ("u8", "u8", "u8"): "s32.u8.u8",
+    **{(f"f8{a}", f"f8{b}", "f32"): f"f32.{a}.{b}" for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")},
 }  # fmt: skip
+PROMOTED = 192  # columns of a tile of 8-bit floats, whose sums are kept twice
 LINE = 128  # bytes of the summed axis in a stage: a swizzled row
 GROUP = 128  # threads of a warp group
 CHUNK = 64  # columns staged at once by the epilogue
@@ -87,9 +91,19 @@ class Tiling:
         return START + rounds * (main + end) + EXCHANGE * (self.parts > 1)
 
 
+def itemsize(c: Contract) -> int:
+    """Bytes of an element of both operands in shared memory."""
+    return 4 if kind(c)[0] == "tf32" else as_dtype(kind(c)[0]).itemsize
+
+
 def depth(c: Contract) -> int:
     """Elements of the summed axis in a stage."""
-    return LINE // as_dtype(kind(c)[0]).itemsize
+    return LINE // itemsize(c)
+
+
+def promoted(c: Contract) -> bool:
+    """Whether the sums of a stage are added to others outside the tensor cores, which keep about 14 bits of sums of 8-bit floats."""
+    return kind(c)[0].startswith("f8")
 
 
 TILINGS = tuple(
@@ -148,29 +162,42 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
         return None
-    if any(x.var is not c.i for x in kernel.limits):
+    if any(x.var is not c.i for x in kernel.limits) or (is_widened(c) and not _in_chunks(kernel, c, c.b)):
         return None
     tiling = tiling or _tiling(kernel, c, multiprocessors)
-    a = _side(kernel, c.a, c.m, c.k, c.a.row_stride, c.a.col_stride, tiling.rows)
-    b = _side(kernel, c.b, c.width, c.k, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK)
+    a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows)
+    b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK)
     if c.also is not None and b.tensor is None:
         return None
-    if c.a.dtype.itemsize == 1 and not all(side.tensor and side.along for side in (a, b)):
-        return None  # the instruction takes bytes along the summed axis only
     shared = tiling.stages * (tiling.stage + 16) + STAGING
     threads = GROUP * (3 if a.tensor and b.tensor else 4)
     return TensorLaunch(kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors)
 
 
 def kind(c: Contract) -> tuple[str, str, str]:
-    """Dtypes of the operands of the product, and of its sums. Decoded weights have that of the left operand, f32 becomes bf16."""
+    """Dtypes of the operands of the product, and of its sums. Decoded weights have that of the left operand, f32 becomes bf16; so
+    have 8-bit floats beside one of 16 bits."""
+    if c.tf32:
+        return "tf32", "tf32", c.acc.dtype.name
     a = "bf16" if blocks_of(c) and c.a.dtype == f32 else c.a.dtype.name
-    return a, a if blocks_of(c) else c.b.dtype.name, c.acc.dtype.name
+    return a, a if blocks_of(c) or is_widened(c) else c.b.dtype.name, c.acc.dtype.name
 
 
 def blocks_of(c: Contract) -> str:
     """The format of the right operand, if its elements are decoded from quantised blocks."""
     return c.b.blocks if isinstance(c.b, Operand) else ""
+
+
+def is_widened(c: Contract) -> bool:
+    """Whether the copying warps make 16-bit floats of the right operand's 8-bit ones."""
+    return c.a.dtype.name in ("f16", "bf16") and c.b.dtype.name.startswith("f8")
+
+
+def _in_chunks(kernel: Kernel, c: Contract, o: Operand) -> bool:
+    """Whether 16 bytes of the right operand can be loaded at once."""
+    along = o.row_stride == 1
+    extent, stride, step = (c.k, o.col_stride, o.row_stride) if along else (c.n, o.row_stride, o.col_stride)
+    return step == 1 and extent % 16 == stride % 16 == 0 and multiple(o.offset, kernel, 16)
 
 
 def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
@@ -185,7 +212,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
     points = math.prod(n for _, n in kernel.grid)
     copied = all(
-        _side(kernel, o, 64, c.k, stride, step, 64).tensor
+        _side(kernel, c, o, 64, stride, step, 64).tensor
         for o, stride, step in ((c.a, c.a.row_stride, c.a.col_stride), (c.b, c.b.col_stride, c.b.row_stride))
     )
 
@@ -194,23 +221,27 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
             return False
         if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and (t.parts > 1 or t.columns % (2 * CHUNK))):
             return False
+        if promoted(c) and t.slabs * t.columns > PROMOTED:
+            return False
         return t.parts == 1 if copied else t.columns <= 128 and not t.turns
 
     return min(filter(fits, TILINGS), key=lambda t: t.cost(c, points, multiprocessors, not copied))
 
 
-def _side(kernel: Kernel, o: Operand, size: int, depth: int, stride: int, step: int, tile: int) -> Side:
-    """`size` rows (or columns) `stride` elements apart, of `depth` elements `step` apart."""
-    if o.blocks or o.dtype == f32:
-        return Side(True)
-    along = step == 1 and depth > 1
+def _side(kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step: int, tile: int) -> Side:
+    """`size` rows (or columns) `stride` elements apart, of elements `step` apart."""
+    if o.blocks or o.dtype.itemsize != itemsize(c):
+        return Side(o is c.a or o.blocks != "" or step == 1)
+    along, depth = step == 1 and c.k > 1, c.k
+    if not along and itemsize(c) != 2:
+        return Side(True)  # the instruction takes other sizes along the summed axis only: threads exchange the axes
     axes = [(v, n, coefficient(o.offset, v)) for v, n in kernel.grid]
-    if (not along and stride != 1) or any(c is None for _, _, c in axes):
+    if (not along and stride != 1) or any(f is None for _, _, f in axes):
         return Side(along or stride != 1)
-    first = _constant(o.offset, [(v, c or 0) for v, _, c in axes])
+    first = _constant(o.offset, [(v, f or 0) for v, _, f in axes])
     item, outer = o.dtype.itemsize, stride if along else step
-    used = [(v, n, c or 0) for v, n, c in axes if c and n > 1]
-    strides = (outer * item, *(c * item for _, _, c in used))
+    used = [(v, n, f or 0) for v, n, f in axes if f and n > 1]
+    strides = (outer * item, *(f * item for _, _, f in used))
     if first is None or first < 0 or first * item % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
         return Side(along)
     dims = (depth, size) if along else (size, depth)
@@ -243,4 +274,4 @@ def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:
     return at(offset)
 
 
-__all__ = ["TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "kind", "on_tensor_cores"]
+__all__ = ["TILINGS", "Side", "TensorLaunch", "Tiling", "depth", "is_widened", "itemsize", "kind", "on_tensor_cores", "promoted"]

@@ -1,6 +1,7 @@
-"""Tiles of quantised weights for the tensor cores, decoded by the warps that copy.
+"""Tiles of quantised weights and of 8-bit floats for the tensor cores, decoded by the warps that copy.
 
-A warp decodes turns of 32 elements of 32 columns. It loads their bytes, and its part of a left operand in f32, a stage ahead.
+A warp decodes turns of 32 elements of 32 columns; a thread widens 16 floats. It loads their bytes, and its part of a left operand
+in f32, a stage ahead.
 """
 
 from __future__ import annotations
@@ -56,6 +57,35 @@ class PackedCopies(CudaWriter):
             self.line(f"rlx_load_turn(held[n], blocks + {place}, u % {inner}, lane);")
         if c.a.dtype == f32:
             self.ahead_rows(c, k0)
+
+    def ahead_bytes(self, c: Contract, k0: str) -> None:
+        """Load the 8-bit floats of this thread from `k0` on into `held`: 16 of each line."""
+        assert isinstance(c.b, Operand)
+        along, threads = self.launch.sides[1].along, self.launch.copying * GROUP
+        row, column = Var("row", index_), Var("column", index_)
+        self.names[row], self.names[column] = "(rlx_index)d", "(rlx_index)at"
+        index = k.add(c.b.offset, k.add(k.mul(row, const(c.b.row_stride)), k.mul(column, const(c.b.col_stride))))
+        count = self.launch.tiling.columns * 4 // threads
+        if k0 == "begin":
+            self.line(f"uint4 held[{count}];")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n++) {{"]):
+            self.line(f"const int line = (threadIdx.x + n * {threads}) / 4, part = threadIdx.x % 4 * 16;")
+            places = ("line", "part") if along else ("line / 64 * 64 + part", "line % 64")
+            self.line(f"const int at = column0 + {places[0]}, d = {k0} + {places[1]};")
+            self.line("held[n] = make_uint4(0, 0, 0, 0);")
+            place = f"{self.names[c.b.buffer]} + {self.made(index)}"
+            self.line(f"if (at < {c.n} && d < {c.k}) held[n] = *(const uint4*)({place});")
+
+    def widened(self, c: Contract, start: int) -> None:
+        """The tile of 8-bit floats, as those of the left operand."""
+        count, threads = self.launch.tiling.columns * 4 // (self.launch.copying * GROUP), self.launch.copying * GROUP
+        self.line(f"uint8_t now[{count}][2][8];")
+        self.line(f"memcpy(now, held, {16 * count});")
+        self.ahead_bytes(c, f"k0 + {DEPTH}")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {2 * count}; n++) {{"]):
+            self.line(f"const int line = (threadIdx.x + n / 2 * {threads}) / 4, chunk = threadIdx.x % 4 * 2 + n % 2;")
+            to = f"(uint16_t*)(to + {start} + line * 128 + (chunk ^ line % 8) * 16)"
+            self.line(f"rlx_put_{c.b.dtype}<{self.f16}>({to}, now[n / 2][n % 2]);")
 
     @property
     def quads(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, kind
+from rlx.backends.cuda.tensor import (
+    CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, is_widened, itemsize, kind, promoted,
+)  # fmt: skip
 from rlx.backends.cuda.tensor_blocks import PackedCopies
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32, index_
@@ -118,6 +120,8 @@ class TensorWriter(PackedCopies):
         self.place(c)
         if self.turn:
             self.ahead(c, "begin")
+        if is_widened(c):
+            self.ahead_bytes(c, "begin")
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
@@ -132,10 +136,13 @@ class TensorWriter(PackedCopies):
                 for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                     if side.tensor is None and self.turn and o is c.b:
                         self.decoded(c, start)
-                    elif side.tensor is None and o.dtype == f32:
+                    elif is_widened(c) and o is c.b:
+                        self.widened(c, start)
+                    elif side.tensor is None and self.turn and o.dtype == f32:
                         self.rounded(c)
                     elif side.tensor is None:
-                        self.loads(side, o, c, first, size, start)  # type: ignore[arg-type]
+                        load = self.loads if itemsize(c) == 2 else self.words
+                        load(side, o, c, first, size, start)  # type: ignore[arg-type]
                 self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
 
@@ -179,6 +186,31 @@ class TensorWriter(PackedCopies):
                 text = f"*(uint32_t*)(to + {start} + line * 128 + (lane / 4 ^ line % 8) * 16 + lane % 4 * 4) = got[n];"
                 self.line(text if size % (step_lines * at_once) == 0 else f"if (line < {size}) {text}")
 
+    def words(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
+        """The same for elements of 1 or 4 bytes, which are always along the summed axis in shared memory. Where they are in memory
+        too, a warp loads a line of 4 bytes for each lane; else 16 bytes of 32 adjacent lines."""
+        left, most, per = o is c.a, c.m if o is c.a else c.n, 4 // itemsize(c)
+        stride, step = (o.row_stride, o.col_stride) if left else (o.col_stride, o.row_stride)
+        warps, many = 4 * self.launch.copying, 1 if step == 1 else 4
+        count = size // warps if step == 1 else size * 8 // (32 * warps)
+        place, down = Var("place", index_), Var("down", index_)
+        self.names[place], self.names[down] = f"(rlx_index)({first} + line)", "(rlx_index)d"
+        index = k.add(o.offset, k.add(k.mul(place, const(stride)), k.mul(down, const(step))))
+        with self.scope([f"#pragma unroll {AT_ONCE // (many * per)}", f"for (int n = 0; n < {count}; n++) {{"]):
+            unit = f"warp + n * {warps}"
+            self.line(f"const int line = {unit if step == 1 else f'({unit}) / 8 * 32 + lane'};")
+            self.line(f"const int word = {'lane' if step == 1 else f'({unit}) % 8 * 4'};")
+            self.line(f"uint32_t got[{many}] = {{}};")
+            with self.scope(["#pragma unroll", f"for (int e = 0; e < {many * per}; e++) {{"]):
+                self.line(f"const int d = k0 + word * {per} + e;")
+                self.line(f"const bool inside = {first} + line < {most} && d < {c.k};")
+                # unconditional, from an address that exists: a branch would wait for each load
+                found = f"{self.names[o.buffer]}[inside ? {self.made(index)} : 0]"
+                found = f"rlx_near_tf32({found})" if per == 1 else f"(uint32_t)(uint8_t){found} << e % 4 * 8"
+                self.line(f"got[e / {per}] |= inside ? {found} : 0;")
+            to = f"to + {start} + line * 128 + (word / 4 ^ line % 8) * 16"
+            self.line(f"*(uint32_t*)({to} + word % 4 * 4) = got[0];" if step == 1 else f"rlx_put<4>((uint32_t*)({to}), got);")
+
     # -- the multiplying groups
 
     def multiply(self, c: Contract) -> None:
@@ -190,7 +222,11 @@ class TensorWriter(PackedCopies):
             self.line(
                 "rlx_group_wait(group);  // the other one has read its stages: phases of barriers tell only the last two apart"
             )
-        self.line(f"{self.type(c.acc.dtype)} sum[{t.slabs}][{t.columns // 2}];")
+        self.line(f"{'float' if c.acc.dtype == f32 else 'int'} sum[{t.slabs}][{t.columns // 2}]{' = {}' * promoted(c)};")
+        into = "sum"
+        if promoted(c):
+            into = "part"
+            self.line(f"float part[{t.slabs}][{t.columns // 2}];")
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"rlx_await(full + s, turn / {t.stages} & 1);")
@@ -199,20 +235,26 @@ class TensorWriter(PackedCopies):
             for part, slab in ((p, n) for p in range(LINE // 32) for n in range(t.slabs)):
                 left = f"at + {'' if t.turns else f'group * {t.slabs * SLAB} + '}{slab * SLAB + part * (32 if a.along else 2048)}"
                 right = f"at + {t.rows * LINE + part * (32 if b.along else 2048)}"
-                add = "k0 > begin" if part == 0 else 1
-                self.line(f"rlx_product(sum[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
+                add = 1 if part else 0 if promoted(c) else "k0 > begin"
+                self.line(f"rlx_product({into}[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
             self.line("rlx_products_end();")
-            self.line("rlx_products_wait<1>();")
-            self.release("k0 > begin")
+            if promoted(c):  # the other group multiplies meanwhile
+                self.line("rlx_products_wait<0>();")
+                self.release("true", "turn")
+                self.line("#pragma unroll")
+                self.line(f"for (int n = 0; n < {t.slabs * t.columns // 2}; n++) sum[0][n] += part[0][n];")
+            else:
+                self.line("rlx_products_wait<1>();")
+                self.release("k0 > begin")
         if t.turns:
             self.line("rlx_group_next(1 - group);")
-        self.line("rlx_products_wait<0>();")
-        self.release("true")
+        if not promoted(c):
+            self.line("rlx_products_wait<0>();")
+            self.release("true")
 
-    def release(self, condition: str) -> None:
+    def release(self, condition: str, turn: str = "(turn - 1)") -> None:
         """The stage before this one may be filled again."""
-        stage = f"(turn - 1) % {self.launch.tiling.stages}"
-        self.line(f"if ({condition} && lane == 0) rlx_arrive(empty + {stage});")
+        self.line(f"if ({condition} && lane == 0) rlx_arrive(empty + {turn} % {self.launch.tiling.stages});")
 
     def exchange(self) -> None:
         """The sums of the whole axis, in the order of the blocks: each block adds up its share of the columns."""
@@ -258,7 +300,7 @@ class TensorWriter(PackedCopies):
                     self.line(f"rlx_staged(also, staged, e / {chunk}, {chunk} + e % {chunk});")
                     self.names[c.also] = "also[v]" if size > 1 else "also[0]"
                 self.names[c.i] = i
-                acc = "acc[{}]" if c.acc.dtype == f32 else "__float_as_int(acc[{}])"
+                acc = "acc[{}]" if c.acc.dtype == f32 else f"({self.type(c.acc.dtype)})__float_as_int(acc[{{}}])"
                 if size > 1:
                     self.names[c.acc] = acc.format("v")
                     self.in_vectors(c.epilogue, (), c.j, size, j0)
@@ -289,8 +331,9 @@ def product_function(columns: int, sides: Sequence[Side], kind: str) -> str:
     count, whole = columns // 2, kind.startswith("s32")
     registers = ", ".join(f"%{n}" for n in range(count))
     outputs = ", ".join(f'"+{"r" if whole else "f"}"(d[{n}])' for n in range(count))
-    signs = "" if whole else "".join(f", {n}" for n in (1, 1, *(0 if s.along else 1 for s in sides)))
-    shape = f"m64n{columns}k{32 if whole else 16}.{kind}"
+    turned = [0 if s.along else 1 for s in sides] if "16" in kind else []
+    signs = "" if whole else "".join(f", {n}" for n in (1, 1, *turned))
+    shape = f"m64n{columns}k{16 if turned else 8 if 'tf32' in kind else 32}.{kind}"
     return (
         f"RLX_FN void rlx_product({'int' if whole else 'float'} (&d)[{count}], uint64_t a, uint64_t b, int add) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.{shape} "\n'

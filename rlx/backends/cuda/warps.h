@@ -30,10 +30,20 @@ template <bool ALONG, int PITCH> RLX_FN void rlx_right(uint32_t (&out)[4], const
   if constexpr (ALONG) rlx_matrices<false>(out, tile + (column + lane % 8 + lane / 16 * 8) * PITCH + d + lane / 8 % 2 * 8);
   else rlx_matrices<true>(out, tile + (d + lane % 8 + lane / 8 % 2 * 8) * PITCH + column + lane / 16 * 8);
 }
-#define RLX_PRODUCT(name) \
-  RLX_FN void rlx_product_##name(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." #name "." #name ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
+#define RLX_PRODUCT(name, T, r, shape) \
+  RLX_FN void rlx_product_##name(T (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
+    asm volatile("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+" r(d[0]), "+" r(d[1]), "+" r(d[2]), "+" r(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
   }
-RLX_PRODUCT(f16)
-RLX_PRODUCT(bf16)
+RLX_PRODUCT(f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
+RLX_PRODUCT(bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+RLX_PRODUCT(tf32, float, "f", "m16n8k8.row.col.f32.tf32.tf32.f32")
+RLX_PRODUCT(u8_s8, int, "r", "m16n8k32.row.col.s32.u8.s8.s32")
+RLX_PRODUCT(s8_s8, int, "r", "m16n8k32.row.col.s32.s8.s8.s32")
+RLX_PRODUCT(u8_u8, int, "r", "m16n8k32.row.col.s32.u8.u8.s32")
+#if __CUDA_ARCH__ >= 890
+RLX_PRODUCT(e4m3_e4m3, float, "f", "m16n8k32.row.col.f32.e4m3.e4m3.f32")
+RLX_PRODUCT(e4m3_e5m2, float, "f", "m16n8k32.row.col.f32.e4m3.e5m2.f32")
+RLX_PRODUCT(e5m2_e4m3, float, "f", "m16n8k32.row.col.f32.e5m2.e4m3.f32")
+RLX_PRODUCT(e5m2_e5m2, float, "f", "m16n8k32.row.col.f32.e5m2.e5m2.f32")
+#endif
