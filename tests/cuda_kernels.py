@@ -107,7 +107,8 @@ def models(sample: bool) -> Iterator[tuple[str, Graph, rlx.CompileOptions]]:
         config = {"model_type": name, "max_position_embeddings": 4096, "vocab_size": 32000, **dict(zip(SIZES, sizes))}
         config |= {"num_hidden_layers": 2, **TWO_KINDS[name]} if name in TWO_KINDS else {"num_hidden_layers": 1}
         for tokens in (1, 128):
-            yield f"model {name} {tokens}", decoder.build(config_of(config), 1, tokens, 2048, "bf16", cache="bf16"), rlx.CompileOptions()
+            g = decoder.build(config_of(config), 1, tokens, 2048, "bf16", cache="bf16")
+            yield f"model {name} {tokens}", g, rlx.CompileOptions()
     for rows, length in ((1, 16), (8, 128)):
         for precision in ("f32", "bf16")[sample:]:
             options = rlx.CompileOptions(precision=precision)

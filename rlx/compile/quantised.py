@@ -22,8 +22,8 @@ def quantised(graph: Graph, compilation: Compilation) -> Graph:
     widens = compilation.target.widens
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        if widens and node.op.kind is Kind.CONTRACT and (right := _narrow(*inputs, widens)) is not None:
-            return keep(node, (inputs[0], right))
+        if widens and node.op.kind is Kind.CONTRACT:
+            inputs = inputs[0], _narrow(inputs[0], inputs[1], widens)
         made = _product(*inputs) if node.op is OPS["matmul"] else None
         if made is None or made.shape != node.shapes[0] or not compilation.is_native(made.node):
             return keep(node, inputs)
@@ -33,19 +33,19 @@ def quantised(graph: Graph, compilation: Compilation) -> Graph:
     return graph.rebuild(new) if any(n.op in used for n in graph.nodes()) else graph
 
 
-def _narrow(x: Value, right: Value, widens: frozenset[str]) -> Value | None:
-    """`right` without the cast behind its views, if products of x with the narrower elements are the same."""
+def _narrow(x: Value, right: Value, widens: frozenset[str]) -> Value:
+    """`right`, without the cast behind its views if products of x with the narrower elements are the same."""
     views, source = list[Node](), right
     while source.node.op.kind is Kind.VIEW:
         views.append(source.node)
         source = source.node.inputs[0]
     if source.node.op is not OPS["cast"]:
-        return None
+        return right
     narrow = source.node.inputs[0]
     if f"{x.dtype} {narrow.dtype}" not in widens or not holds(source.dtype, narrow.dtype):
-        return None
+        return right
     if product(x.dtype, narrow.dtype) != product(x.dtype, source.dtype):
-        return None
+        return right
     for view in reversed(views):
         (narrow,) = keep(view, (narrow,))
     return narrow

@@ -61,7 +61,7 @@ class Target:
     `pairs(node)`: True if this contraction has the sums of columns j and j + n / 2 at once, for an epilogue that reads both.
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
     interleaved). For operands of two dtypes, both names: "u8 i8".
-    `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype at no cost.
+    `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
     buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """

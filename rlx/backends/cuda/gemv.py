@@ -251,8 +251,8 @@ class GemvWriter(CudaWriter):
                 self.finish(c, f"lane % {c.m}", f"column0 + lane / {c.m}", "mine")
 
     def products(self, c: Contract) -> None:
-        """Uses load number u of the batch, and puts the one `ahead` loads later in its place. Elements are widened by 4 at a time:
-        all at once take registers that spill."""
+        """Uses load number u of the batch, and puts the one `ahead` loads later in its place. 4 elements are widened at a
+        time: 16 of several columns take too many registers."""
         at, size, o = self.launch, self.launch.size, self.launch.contract.b
         assert isinstance(o, Operand)
         element, part = CUDA.element(o.dtype), min(4, size)

@@ -102,7 +102,7 @@ def depth(c: Contract) -> int:
 
 
 def promoted(c: Contract) -> bool:
-    """Whether the sums of a stage are added to others outside the tensor cores, which keep about 14 bits of sums of 8-bit floats."""
+    """Whether the sums of a stage are added to others outside the tensor cores, which keep 14 bits of sums of 8-bit floats."""
     return kind(c)[0].startswith("f8")
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlx.backends.cuda.tensor import (
-    CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, is_widened, itemsize, kind, promoted,
-)  # fmt: skip
+from rlx.backends.cuda import tensor
+from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, is_widened, kind
 from rlx.backends.cuda.tensor_blocks import PackedCopies
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import f32, index_
@@ -141,7 +140,7 @@ class TensorWriter(PackedCopies):
                     elif side.tensor is None and self.turn and o.dtype == f32:
                         self.rounded(c)
                     elif side.tensor is None:
-                        load = self.loads if itemsize(c) == 2 else self.words
+                        load = self.loads if tensor.itemsize(c) == 2 else self.words
                         load(side, o, c, first, size, start)  # type: ignore[arg-type]
                 self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
@@ -187,9 +186,9 @@ class TensorWriter(PackedCopies):
                 self.line(text if size % (step_lines * at_once) == 0 else f"if (line < {size}) {text}")
 
     def words(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
-        """The same for elements of 1 or 4 bytes, which are always along the summed axis in shared memory. Where they are in memory
-        too, a warp loads a line of 4 bytes for each lane; else 16 bytes of 32 adjacent lines."""
-        left, most, per = o is c.a, c.m if o is c.a else c.n, 4 // itemsize(c)
+        """The same for elements of 1 or 4 bytes, which lie along the summed axis in shared memory. Where they do in memory too, a
+        warp loads a line of 4 bytes for each lane; else 16 bytes of 32 adjacent lines."""
+        left, most, per = o is c.a, c.m if o is c.a else c.n, 4 // tensor.itemsize(c)
         stride, step = (o.row_stride, o.col_stride) if left else (o.col_stride, o.row_stride)
         warps, many = 4 * self.launch.copying, 1 if step == 1 else 4
         count = size // warps if step == 1 else size * 8 // (32 * warps)
@@ -222,9 +221,9 @@ class TensorWriter(PackedCopies):
             self.line(
                 "rlx_group_wait(group);  // the other one has read its stages: phases of barriers tell only the last two apart"
             )
-        self.line(f"{'float' if c.acc.dtype == f32 else 'int'} sum[{t.slabs}][{t.columns // 2}]{' = {}' * promoted(c)};")
+        self.line(f"{'float' if c.acc.dtype == f32 else 'int'} sum[{t.slabs}][{t.columns // 2}]{' = {}' * tensor.promoted(c)};")
         into = "sum"
-        if promoted(c):
+        if tensor.promoted(c):
             into = "part"
             self.line(f"float part[{t.slabs}][{t.columns // 2}];")
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
@@ -235,10 +234,10 @@ class TensorWriter(PackedCopies):
             for part, slab in ((p, n) for p in range(LINE // 32) for n in range(t.slabs)):
                 left = f"at + {'' if t.turns else f'group * {t.slabs * SLAB} + '}{slab * SLAB + part * (32 if a.along else 2048)}"
                 right = f"at + {t.rows * LINE + part * (32 if b.along else 2048)}"
-                add = 1 if part else 0 if promoted(c) else "k0 > begin"
+                add = 1 if part else 0 if tensor.promoted(c) else "k0 > begin"
                 self.line(f"rlx_product({into}[{slab}], rlx_tile({left}, {SLAB}), rlx_tile({right}, {SLAB}), {add});")
             self.line("rlx_products_end();")
-            if promoted(c):  # the other group multiplies meanwhile
+            if tensor.promoted(c):  # the other group multiplies meanwhile
                 self.line("rlx_products_wait<0>();")
                 self.release("true", "turn")
                 self.line("#pragma unroll")
@@ -248,7 +247,7 @@ class TensorWriter(PackedCopies):
                 self.release("k0 > begin")
         if t.turns:
             self.line("rlx_group_next(1 - group);")
-        if not promoted(c):
+        if not tensor.promoted(c):
             self.line("rlx_products_wait<0>();")
             self.release("true")
 

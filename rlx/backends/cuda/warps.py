@@ -52,8 +52,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Form:
-    """An instruction, and `item`: the bytes of its operands' elements. `whole`: its sums are i32. `promoted`: the sums of a tile are
-    added to others outside the tensor cores, which keep about 14 bits of sums of 8-bit floats."""
+    """An instruction, and `item`: the bytes of its operands' elements. `whole`: its sums are i32. `promoted`: the sums of a tile
+    are added to others outside the tensor cores, which keep 14 bits of sums of 8-bit floats."""
 
     product: str
     item: int
@@ -94,7 +94,7 @@ def _form(c: Contract, capability: int) -> Form | None:
     if a in EIGHT and b in EIGHT:
         return Form(f"{EIGHT[a]}_{EIGHT[b]}", 1, promoted=True) if capability >= WITH_EIGHT else Form("f16", 2)
     wide = {a, b}.difference(EIGHT)
-    return Form(*wide, 2) if wide in ({"f16"}, {"bf16"}) else None
+    return Form(wide.pop(), 2) if wide in ({"f16"}, {"bf16"}) else None
 
 
 def _source(o: Operand, form: Form, stride: int, step: int) -> Source:
