@@ -1,4 +1,5 @@
-"""A CUDA driver without a GPU: memory of the host, a stream that runs nothing before somebody waits, graphs, interpreted kernels.
+"""A CUDA driver without a GPU: memory of the host, streams that run nothing before somebody waits for them, events between them,
+graphs, interpreted kernels.
 
 It shows what the executable asks of a driver, and in which order; it says nothing about generated code.
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -28,8 +29,10 @@ from rlx.backends.ref.interpret import run_kernel
 from rlx.driver.memory import MEMORIES
 from rlx.ir.kernel import Kernel
 
-Status = IntEnum("Status", {"CUDA_SUCCESS": 0, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
-                            "CUDA_ERROR_NOT_READY": 600, "CUDA_ERROR_ILLEGAL_ADDRESS": 700})  # fmt: skip
+Status = IntEnum("Status", {
+    "CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
+    "CUDA_ERROR_NOT_READY": 600, "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
+})  # fmt: skip
 OK = Status.CUDA_SUCCESS
 
 
@@ -45,18 +48,23 @@ class FakeDriver:
     `grants`: how many allocations succeed from now on; None: all that there is room for."""
 
     CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
-    CUdevice_attribute = CUfunction_attribute = CUstreamCaptureMode = Names()
+    CUdevice_attribute = CUfunction_attribute = CUstreamCaptureMode = CUpointer_attribute = Names()
 
     def __init__(self, devices: Sequence[int] = (90,), memory: int = 1 << 30) -> None:
         self.devices, self.free, self.kernels = list(devices), memory, dict[str, Sequence[Kernel]]()
         self.answers: dict[str, Status] = {}
         self.calls: Counter[str] = Counter()
+        self.waited: list[int] = []  # streams
         self.order: list[tuple[str, Any]] = []  # of events on streams
         self.blocks: dict[int, Any] = {}
         self.grants: int | None = None
-        self._queued: list[Callable[[], None]] = []
-        self._given: list[int] = []  # memory to free behind the queue
+        self.pinned: set[int] = set()
+        self._queued: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # by stream
+        self._tickets: dict[int, tuple[int, list[bool]]] = {}  # by event: the stream that records it, whether it has passed
+        self._graphs: dict[int, list[Callable[[], None]]] = {}
+        self._given: list[int] = []  # memory to free behind the queues
         self._running = False
+        self._entries: list[Any] = []
         self._lock = threading.RLock()
         self._recording: dict[str, list[Callable[[], None]]] = {}  # by stream
 
@@ -95,9 +103,9 @@ class FakeDriver:
         return OK, major if attribute.endswith("_MAJOR") else minor if attribute.endswith("_MINOR") else 132
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
-        return OK, f"context {device}"
+        return OK, 100 + device
 
-    def cuCtxSetCurrent(self, context: str) -> tuple[Any, ...]:
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
         return (OK,)
 
     # -- memory
@@ -125,7 +133,11 @@ class FakeDriver:
         return self._give(address)
 
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
-        return self._take(nbytes)
+        free, self.free = self.free, nbytes  # it is not the GPU's
+        status, *found = self._take(nbytes)
+        self.free = free
+        self.pinned.update(found)
+        return status, *found
 
     def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
         return self._give(address)
@@ -137,55 +149,91 @@ class FakeDriver:
         return self._queue(stream, lambda: ctypes.memset(address, byte, nbytes))
 
     def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        if self._is_pinned(source):
+            return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
         held = ctypes.string_at(source, nbytes)  # pageable memory is read before the call returns
         return self._queue(stream, lambda: ctypes.memmove(to, held, nbytes))
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
+        self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
+        if not self._is_pinned(to):  # pageable memory has been written when the call returns
+            self.run(stream)
+        return (OK,)
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(a <= address < a + self.blocks[a][1] for a in self.pinned)
+
+    def cuPointerGetAttribute(self, attribute: str, address: int) -> tuple[Any, ...]:
+        own = any(a <= address < a + n for a, (_, n) in self.blocks.items()) and not self._is_pinned(address)
+        return (OK, 0) if own else (Status.CUDA_ERROR_INVALID_VALUE, None)
 
     def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
         return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
 
-    # -- the stream and graphs
+    # -- streams and graphs
 
-    def _queue(self, stream: str, command: Callable[[], Any]) -> tuple[Any, ...]:
-        self._recording.get(stream, self._queued).append(command)
+    def _queue(self, stream: int, command: Callable[[], Any]) -> tuple[Any, ...]:
+        (self._recording[stream] if stream in self._recording else self._queued[stream]).append(command)
         return (OK,)
 
-    def run(self) -> None:
+    def run(self, *streams: int) -> None:
+        """Until nothing is queued in these streams, and in those that they wait for. None: in all."""
         if self._running:
             return
-        self._running = True
-        try:
-            while self._queued:
-                self._queued.pop(0)()
-        finally:
-            self._running = False
-        while self._given:
-            self.free += self.blocks.pop(self._given.pop())[1]
+        with self._lock:
+            self._running = True
+            try:
+                for stream in streams or list(self._queued):
+                    while self._queued[stream]:
+                        self._queued[stream].popleft()()
+            finally:
+                self._running = False
+        while self._given and not any(self._queued.values()):
+            address = self._given.pop()
+            nbytes = self.blocks.pop(address)[1]
+            self.free += 0 if address in self.pinned else nbytes
+            self.pinned.discard(address)
+
+    def _until(self, stream: int, passed: list[bool]) -> None:
+        with self._lock:
+            while not passed[0]:
+                self._queued[stream].popleft()()
 
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
-        return OK, 6 + self.calls["cuStreamCreate"]
+        number = self.calls["cuStreamCreate"]
+        return OK, 7 if number == 1 else 100 + number
 
     def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
         return (OK,)
 
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
-        self.run()
+        self.waited.append(stream)
+        self.run(stream)
         return (OK,)
 
     def cuStreamQuery(self, stream: Any) -> tuple[Any, ...]:
-        return (Status.CUDA_ERROR_NOT_READY if self._queued else OK,)
+        """A look at it lets a command pass."""
+        with self._lock:
+            if not self._queued[stream]:
+                return (OK,)
+            self._queued[stream].popleft()()
+        return (Status.CUDA_ERROR_NOT_READY,)
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        return OK, "event"
+        return OK, self.calls["cuEventCreate"]
 
-    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
+    def cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
         self.order.append(("record", stream))
-        return (OK,)
+        self._tickets[event] = stream, (passed := [False])
+        return self._queue(stream, lambda: passed.__setitem__(0, True))
 
-    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[Any, ...]:
         self.order.append(("wait", stream))
+        ticket = self._tickets.get(event, (0, [True]))
+        return self._queue(stream, lambda: self._until(*ticket))
+
+    def cuEventSynchronize(self, event: int) -> tuple[Any, ...]:
+        self._until(*self._tickets.get(event, (0, [True])))
         return (OK,)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
@@ -196,7 +244,8 @@ class FakeDriver:
         return OK, self._recording.pop(stream)
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any, ...]:
-        return OK, list(graph)
+        self._graphs[number := self.calls["cuGraphInstantiate"]] = list(graph)
+        return OK, number
 
     def cuGraphDestroy(self, graph: Any) -> tuple[Any, ...]:
         return (OK,)
@@ -204,9 +253,19 @@ class FakeDriver:
     def cuGraphExecDestroy(self, graph: Any) -> tuple[Any, ...]:
         return (OK,)
 
-    def cuGraphLaunch(self, graph: Any, stream: Any) -> tuple[Any, ...]:
-        self._queued += graph
+    def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Any, ...]:
+        self._queued[stream].extend(self._graphs[graph])
         return (OK,)
+
+    def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        """For machine code, with handles as pointers."""
+        count = getattr(type(self), name.decode()).__code__.co_argcount - 1
+        call = lambda *given: int(getattr(self, name.decode())(*given)[0])  # noqa: E731
+        made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * count)(call)
+        self._entries.append(made)
+        return OK, ctypes.cast(made, ctypes.c_void_p).value, 0
+
+    CUresult = Status
 
     # -- kernels
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import device_conformance as conformance
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver, Status, installed
+from fake_cuda import FakeDriver, Status, installed, words
 
 import rlx
 from rlx import knobs
 from rlx.backends import available
-from rlx.backends.cuda import backend
+from rlx.backends.cuda import backend, staging
 from rlx.backends.cuda.backend import memory_of
 from rlx.backends.cuda.dlpack import from_capsule, to_capsule
 from rlx.cli import show
@@ -137,11 +138,12 @@ def test_a_run_that_cannot_fail_is_not_waited_for(driver: FakeDriver) -> None:
     g = rlx.Graph("g")
     g.set_outputs([g.input("x", (3,), "f32") + 1.0])
     compiled = rlx.Session("cuda").compile(g)
-    compiled.run_slots([np.zeros(3, F)])
+    for _ in range(2):
+        compiled.run_slots([np.zeros(3, F)])
     driver.calls.clear()
     for i in range(10):
         compiled.run_slots([np.full(3, i, F)])
-    assert set(driver.calls) == {"cuGraphLaunch"} and driver.calls["cuGraphLaunch"] == 10
+    assert driver.calls == {"cuGraphLaunch": 10, "cuCtxSetCurrent": 10}
     assert compiled.outputs_view()[0].numpy().tolist() == [10, 10, 10]
     call = compiled.bound([given := np.zeros(3, F)])
     for i in range(200):  # more than the ring holds
@@ -166,6 +168,125 @@ def test_every_run_of_a_pipeline_keeps_its_outputs(driver: FakeDriver) -> None:
     g.set_outputs([x + 1.0, rlx.sum(x)])
     found = rlx.Session("cuda").compile(g).run_pipelined([{"x": np.full((3, 5), i, F)} for i in range(50)])
     assert all((a == i + 1).all() and b == 15 * i for i, (a, b) in enumerate(found))
+
+
+@pytest.mark.parametrize("size", [15, 40_000])  # in the ring, and by streams of their own
+def test_a_pipeline_waits_only_for_outputs_that_must_make_room(size: int, driver: FakeDriver) -> None:
+    g = rlx.Graph("pipe")
+    x, h = g.input("x", (size,), "f32"), g.handle(rlx.BufferHandle("h", (size,), "f32"))
+    g.assign(h, h + x)
+    g.set_outputs([h + x])
+    compiled = rlx.Session("cuda").compile(g)
+    given = np.zeros(size, F)
+    compiled.run_pipelined([{"x": given}] * 4)
+    driver.calls.clear()
+    driver.waited.clear()
+    found = compiled.run_pipelined([{"x": np.full(size, i, F)} for i in range(20)])
+    assert [a[0][size - 1] for a in found] == np.cumsum(np.arange(20)).tolist()
+    assert 7 not in driver.waited and driver.calls["cuMemAlloc"] == driver.calls["cuMemHostAlloc"] == 0
+
+
+def test_host_arrays_may_change_as_soon_as_a_run_is_queued(driver: FakeDriver) -> None:
+    g = rlx.Graph("later")
+    large, small = g.input("large", (40_000,), "f32"), g.input("small", (3,), "f32")
+    h = g.handle(rlx.BufferHandle("h", (), "f32"))
+    g.assign(h, h * 10.0 + rlx.max(large) * 100.0 + rlx.max(small))
+    g.set_outputs([h * 1.0])
+    compiled, a, b = rlx.Session("cuda").compile(g), np.zeros(40_000, F), np.zeros(3, F)
+    for i in range(1, 6):
+        a[...], b[...] = i, i + 1
+        compiled.run_slots([a, b])
+        a[...], b[...] = -1, -1
+    assert compiled.read_handle("h") == 12_345 * 100 + 23_456
+
+
+def test_a_large_array_comes_from_pinned_memory_in_pieces(driver: FakeDriver) -> None:
+    size = (2 * staging.PIECES + 3) * staging.PIECE // 4 + 5
+    array = np.arange(size, dtype=F)
+    g = rlx.Graph("copy")
+    g.set_outputs([g.input("x", (size,), "f32") + g.param("w", (1,), "f32")])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_param("w", np.ones(1, F))
+    compiled._executable.write(compiled.program().inputs[0], array)
+    np.testing.assert_array_equal(compiled._executable.read(compiled.program().inputs[0]), array)
+
+
+def test_the_oldest_run_is_waited_for_without_those_behind_it(driver: FakeDriver) -> None:
+    compiled = picker()
+    compiled.run(at(0))
+    first, *_, last = [compiled._executable.run() for _ in range(40)]
+    assert isinstance(first, Pending) and isinstance(last, Pending)
+    first.wait()
+    assert first.done() and not last.done()
+
+
+def test_states_stay_on_the_device(driver: FakeDriver) -> None:
+    """Feeds, updates of rows, forks and snapshots: no copy to or from the host, and no wait."""
+    g = rlx.Graph("states")
+    x, h, fed = g.input("x", (1, 4), "f32"), *(g.handle(rlx.BufferHandle(n, (8, 4), "f32")) for n in ("h", "fed"))
+    new = rlx.update_rows(h, x, g.constant(np.array(2, np.int32)))
+    g.assign(h, new)
+    g.set_outputs([new + fed])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_gpu_handle_feed("fed", 0)
+    compiled.commit_no_wait({"x": np.ones((1, 4), F)})
+    driver.calls.clear()
+    for _ in range(3):
+        compiled.commit_no_wait({"x": np.ones((1, 4), F)})
+    (fork,), snapshot = compiled.handles.fork(1), compiled.handles.snapshot()
+    compiled.commit_no_wait({"x": np.ones((1, 4), F)})
+    copies = {n: c for n, c in driver.calls.items() if n.startswith("cuMemcpy") or n.endswith("Synchronize")}
+    assert copies == {"cuMemcpyDtoDAsync": 4}
+    assert compiled.read_handle("fed")[2, 1] == 5  # type: ignore[index]
+    assert fork.read("fed")[2, 1] == snapshot.states["fed"][2, 1] == 4
+
+
+def test_another_extent_is_a_number_on_the_device(driver: FakeDriver) -> None:
+    g = rlx.Graph("extent")
+    x = g.input("x", ("n", 4), "f32")
+    g.set_outputs([rlx.sum(x, axis=0)])
+    compiled = rlx.Session("cuda").compile(g, rlx.CompileOptions().bind_extent("n", 8))
+    ones = np.ones((8, 4), F)
+    compiled.run_slots([ones])
+    driver.calls.clear()
+    for n in (3, 8, 5):
+        compiled.set_active_extent((n, 8))
+        compiled.run_slots([ones])
+        assert np.asarray(compiled.outputs_view()[0]).tolist() == [n] * 4
+    assert not driver.calls["cuGraphInstantiate"] and not driver.calls["cuLaunchKernelEx"]
+
+
+def test_a_store_that_was_used_before_has_its_graph(driver: FakeDriver) -> None:
+    compiled = picker()
+    stores = [compiled.handles, rlx.runtime.HandleStore()]
+    for turn in range(6):
+        compiled.use_handles(stores[turn % 2])
+        if turn == 2:
+            driver.calls.clear()
+        compiled.run_slots([np.array(turn % 2, np.int32)])
+    compiled.sync_pending()
+    assert not driver.calls["cuGraphInstantiate"] and [store.read("total") for store in stores] == [3, 6]
+
+
+def test_machine_code_starts_the_graph_of_the_store_in_use(driver: FakeDriver) -> None:
+    g = rlx.Graph("count")
+    h = g.handle(rlx.BufferHandle("h", (), "f32"))
+    g.assign(h, h + 1.0)
+    g.set_outputs([h + 1.0])
+    compiled = rlx.Session("cuda").compile(g)
+    call = compiled.bound([])
+    for _ in range(100):
+        call()
+    driver.calls.clear()
+    call()
+    assert driver.calls == {"cuCtxSetCurrent": 1, "cuGraphLaunch": 1}
+    first = compiled.handles
+    compiled.use_handles(rlx.runtime.HandleStore())
+    call()
+    assert (first.read("h"), compiled.read_handle("h")) == (101, 1)
+    driver.answers["cuGraphLaunch"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceError, match="replaying a run: .*lost"):
+        call()
 
 
 def test_another_store_is_used_by_every_part_of_a_run(driver: FakeDriver) -> None:
@@ -252,6 +373,79 @@ def test_bound_arrays_of_a_gpu_are_read_where_they_are(driver: FakeDriver) -> No
     assert compiled.read_handle("h")[0, 0] == 2  # type: ignore[index]
 
 
+def test_arrays_live_until_what_reads_them_has_ended(driver: FakeDriver) -> None:
+    """Each of a run: asking for the second one does not free the first one."""
+    g = rlx.Graph("two")
+    g.set_outputs([g.input("x", (4, 5), "f32") + g.input("y", (4, 5), "f32")])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.run({n: np.zeros((4, 5), F) for n in "xy"})
+    given = [Tensor(driver, np.ones((4, 5), F)) for _ in "xy"]
+    alive = [weakref.ref(t) for t in given]
+    call = compiled.bound(given[:])  # type: ignore[arg-type]
+    call()
+    compiled.run_slots(given)  # type: ignore[arg-type]
+    del call, given
+    gc.collect()
+    assert all(t() is not None for t in alive)
+    compiled.read_output_row(0, 0, 1)
+    memory_of(0).gpu.wait()
+    gc.collect()
+    assert all(t() is None for t in alive)
+
+
+def test_bound_arrays_of_a_gpu_are_found_where_they_lie_now(driver: FakeDriver) -> None:
+    compiled = scaled()
+    compiled.set_param("w", np.ones((4, 5), F))
+    x, y = Tensor(driver, np.zeros((4, 5), F)), Tensor(driver, np.ones((4, 5), F))
+    call = compiled.bound([x])  # type: ignore[list-item]
+    call()
+    x.address = y.address
+    call()
+    assert compiled.read_handle("h")[0, 0] == 1  # type: ignore[index]
+    x.shape = (5, 4)
+    with pytest.raises(InputShapeError):
+        call()
+
+
+def test_an_event_is_waited_for_before_another_thread_records_it(driver: FakeDriver) -> None:
+    gpu, record = memory_of(0).gpu, driver.cuEventRecord
+    other = threading.Thread(target=lambda: gpu.after(9))
+
+    def slow(event: int, stream: int) -> tuple[Any, ...]:
+        done = record(event, stream)
+        if other.ident is None:
+            other.start()
+            other.join(0.1)
+        return done
+
+    gpu.use()
+    driver.cuEventRecord = slow  # type: ignore[method-assign]
+    gpu.after(3)
+    other.join()
+    assert driver.order == [("record", 3), ("wait", 7), ("record", 9), ("wait", 7)]
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_the_next_run_waits_for_the_streams_that_read_outputs(python: bool, driver: FakeDriver) -> None:
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (3,), "f32") + 1.0])
+    with knobs.override(RLX_CALLS="python" if python else "native"):
+        compiled = rlx.Session("cuda").compile(g)
+        for _ in range(3):
+            compiled.run_slots([np.zeros(3, F)])
+    view, read = compiled.outputs_view()[0], []
+    view.__dlpack__(stream=11)  # may have been destroyed by the next run
+    view.__dlpack__(stream=None)
+    address = compiled._executable.address(compiled.program().outputs[0].buffer)
+    driver._queue(1, lambda: read.append(words(address, 3, F).tolist()))  # late
+    for value in (5, 6):
+        compiled.run_slots([np.full(3, value, F)])
+    assert np.asarray(compiled.outputs_view()[0]).tolist() == [7] * 3 and read == [[1] * 3]
+    assert driver.order == [("record", 7), ("wait", 11), ("record", 7), ("wait", 1), ("record", 1), ("wait", 7)]
+    with pytest.raises(BufferError, match="without a copy"):
+        view.__dlpack__(copy=True)
+
+
 @pytest.mark.parametrize("change,error,match", [
     ({"place": (2, 1)}, TransferError, "cuda:1, the executable on cuda:0"),
     ({"array": np.zeros((4, 5), np.float64)}, InputDTypeError, "float64"),
@@ -264,7 +458,13 @@ def test_other_arrays_are_refused(change: dict, error: type, match: str, driver:
         compiled.run({"x": Tensor(driver, change.get("array", np.zeros((4, 5), F)), change.get("place", (2, 0)))})  # type: ignore[dict-item]
     with pytest.raises(TransferError, match="not C-contiguous"):
         compiled.run({"x": Interface(Tensor(driver, np.zeros((4, 5), F)), strides=(4, 16))})  # type: ignore[dict-item]
+    for more, match in (({"mask": 1}, "mask"), ({"data": (compiled.input_view("x").ctypes.data, False)}, "memory of the host")):
+        with pytest.raises(TransferError, match=match):
+            compiled.run({"x": Interface(Tensor(driver, np.zeros((4, 5), F)), **more)})  # type: ignore[dict-item]
     assert not compiled.read_handle("h").any()  # type: ignore[union-attr]
+    driver.order.clear()
+    compiled.run({"x": Interface(Tensor(driver, np.zeros((4, 5), F)))})  # type: ignore[dict-item]
+    assert driver.order == [("record", 1), ("wait", 7)]  # it says nothing of streams: the default one
 
 
 def test_outputs_are_shared_where_they_lie(driver: FakeDriver) -> None:
@@ -390,7 +590,7 @@ def test_a_lost_gpu_is_an_error_that_says_so(driver: FakeDriver) -> None:
 
 
 EVERY_PART = (  # of a driver that loading, runs and reading call
-    "cuCtxSetCurrent", "cuStreamCreate", "cuMemAlloc", "cuMemHostAlloc", "cuMemsetD8Async", "cuModuleLoadData",
+    "cuStreamCreate", "cuMemAlloc", "cuMemHostAlloc", "cuMemsetD8Async", "cuModuleLoadData",
     "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuStreamBeginCapture", "cuLaunchKernelEx",
     "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch", "cuStreamSynchronize",
 )  # fmt: skip
@@ -429,6 +629,28 @@ def test_a_machine_that_cannot_says_why(make, match: str, monkeypatch: pytest.Mo
         assert not rlx.is_available("cuda")
         with pytest.raises(DeviceUnavailableError, match=match):
             rlx.Session("cuda")
+
+
+def test_a_gpu_opens_while_the_host_does_other_things(driver: FakeDriver) -> None:
+    opening, go, retain = threading.Event(), threading.Event(), driver.cuDevicePrimaryCtxRetain
+
+    def slow(device: int) -> tuple[Any, ...]:
+        opening.set()
+        assert go.wait(60)
+        return retain(device)
+
+    driver.cuDevicePrimaryCtxRetain = slow  # type: ignore[method-assign]
+    session = rlx.Session("cuda")
+    assert opening.wait(60)
+    go.set()
+    assert session.compile(plus()).missing_params() == ["w"]
+
+
+def test_a_gpu_that_does_not_open_is_an_error_of_its_first_use(driver: FakeDriver) -> None:
+    driver.answers["cuDevicePrimaryCtxRetain"] = Status.CUDA_ERROR_OUT_OF_MEMORY
+    session = rlx.Session("cuda")
+    with pytest.raises(OutOfMemoryError, match="opening a context"):
+        session.compile(plus())
 
 
 def test_a_driver_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,15 @@ class Storable(Protocol):
 
 
 @runtime_checkable
+class Opening(Protocol):
+    """A Backend whose devices take long to open."""
+
+    def begin(self, index: int) -> None:
+        """Begin to open a device in another thread, since it will be used. Its errors are those of the first use."""
+        ...
+
+
+@runtime_checkable
 class Tunable(Protocol):
     """A Backend that has several tilings for a kernel. All of them compute the same bits."""
 

@@ -112,12 +112,7 @@ class HandleStore:
 
     def _tell(self) -> None:
         """Generated functions do not check states. They fall back to Python if states are undefined or runs are queued."""
-        self.queue.tell(bool(self._torn) or self.queue.last is not None)
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a run cannot begin: states are undefined, or a queued run is known to have failed."""
-        return bool(self._torn) or self.queue.failed
+        self.queue.tell(bool(self._torn) or self.queue.busy)
 
     def check(self) -> None:
         """BindingError: the contents of a state are undefined."""

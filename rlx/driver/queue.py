@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -32,6 +33,12 @@ class Ended:
 
 
 ENDED = Ended()
+
+
+@cache
+def _pends(kind: type) -> bool:
+    """Whether it is a Pending; isinstance takes as long as the start of a run."""
+    return issubclass(kind, Pending)
 
 
 class RunQueue:
@@ -65,6 +72,7 @@ class RunQueue:
         with self._lock:
             self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="rlx-queue")
             while self._recorded:
+                self.tell(True)
                 self.last = self._worker.submit(self._in_worker, self._number(), self._recorded.pop(0))
 
     def at_once(self, command: Callable[[], object]) -> None:
@@ -77,15 +85,24 @@ class RunQueue:
         try:
             self._do(at, command)
         except Exception as e:  # noqa: BLE001  for `wait`
-            self._failed = at, e
+            self._fail(at, e)
 
     @property
     def failed(self) -> bool:
         """Whether a command is known to have failed, so that new ones would be cancelled."""
         return self._failed[1] is not None
 
-    def _number(self) -> int:
+    @property
+    def busy(self) -> bool:
+        """Whether generated functions must leave runs to Python, which waits: commands are queued here, or one has failed. A
+        device with a queue of its own takes runs behind those under way."""
+        return self.failed or self.last not in (None, ENDED)
+
+    def _fail(self, at: int, error: BaseException) -> None:
+        self._failed = at, error
         self.tell(True)
+
+    def _number(self) -> int:
         self._count += 1
         return self._count - 1
 
@@ -93,13 +110,13 @@ class RunQueue:
         try:
             self._do(at, command)
         except BaseException as e:  # noqa: BLE001  for `wait`, in the caller's thread
-            self._failed = at, e
+            self._fail(at, e)
         finally:
             self._room.release()
 
     def _do(self, at: int, command: Callable[[], object]) -> None:
-        if not self.failed and (later := command()) is not None and isinstance(later, Pending):
-            self._pending.append((at, later))
+        if not self.failed and (later := command()) is not None and _pends(type(later)):
+            self._pending.append((at, later))  # type: ignore[arg-type]
 
     def _settle(self) -> None:
         """Wait for the oldest command whose status has not arrived."""
@@ -108,7 +125,7 @@ class RunQueue:
             later.wait()
         except Exception as e:  # noqa: BLE001  for `wait`
             if not self.failed or at < self._failed[0]:  # those after the first to fail were cancelled
-                self._failed = at, e
+                self._fail(at, e)
         self._pending.popleft()
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ from rlx.backends import backend_of
 from rlx.compile import lower
 from rlx.compile.options import CompileOptions
 from rlx.compile.slots import slots
-from rlx.driver.backend import Artifact, Executable
+from rlx.driver.backend import Artifact, Executable, Opening
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -44,6 +44,8 @@ class Session:
         if transport is not None and not isinstance(transport, SymmetricTransport):
             raise OptionError(f"transport is a SymmetricTransport, got {type(transport).__name__}")
         self._backend = backend_of(self.device)
+        if isinstance(self._backend, Opening):
+            self._backend.begin(self.device.index)
 
     def compile(
         self,

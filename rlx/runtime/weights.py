@@ -23,6 +23,7 @@ from rlx.ir.program import BufferDecl, Program, Region
 from rlx.runtime.binding import fits, named
 
 IN_THREADS = 4 << 20  # from this many bytes of params set at once, several threads share the work
+MOST = 64  # threads of the host, since a GPU has many more
 
 
 class Weights:
@@ -54,7 +55,7 @@ class Weights:
         jobs = _apart(values, {i: self.sources[i] for i in todo})
         jobs.sort(key=lambda job: -sum(values[name].nbytes for name in job[0]))
         several = len(jobs) > 1 and sum(v.nbytes for v in values.values()) >= IN_THREADS
-        threads = min(len(jobs), self.program.target.threads) if several else 1
+        threads = min(len(jobs), self.program.target.threads, MOST) if several else 1
         files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
         self.store.kept |= values.keys() & self.kept
         self._made(todo)

@@ -6,7 +6,9 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 from rlx.backends.cuda import attention, splits
@@ -20,6 +22,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.memory import MEMORIES
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
+from rlx.errors import RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
@@ -42,6 +45,15 @@ class CudaBackend:
         if (why := refusal()) is not None:
             return {"cuda:0": why}
         return {f"cuda:{i}": memory_of(i).gpu.refusal for i in range(count())}
+
+    def begin(self, index: int) -> None:
+        opened = gpu(index)
+
+        def use() -> None:
+            with suppress(RlxError):  # the next use of the GPU raises it again
+                opened.use()
+
+        Thread(target=use, name="rlx opens a GPU", daemon=True).start()
 
     def target(self, index: int = 0, threads: int | None = None) -> Target:
         """DeviceUnavailableError: there is no such GPU. `threads` is not used: a GPU's are its own."""

@@ -1,17 +1,21 @@
 """`run_slots` and `bound` with little time on the host (rlx.host.gate.FastCalls): arrays are copied to the ring, one graph is
-launched, and nothing is allocated.
+launched, and nothing is allocated. Machine code does it for small arrays of the host.
 
 These functions handle the common case and leave all others, and every error, to the methods of CompiledGraph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.runs import CudaRun, Owner, Replay
+from rlx.backends.cuda import start_code
+from rlx.backends.cuda.runs import SLOTS, Owner, Replay
+from rlx.host import calls
 from rlx.host.gate import FastCall
 
 ALIGNED = 16  # bytes: the widest vectors, and the tensors of bulk copies
@@ -20,59 +24,67 @@ ALIGNED = 16  # bytes: the widest vectors, and the tensors of bulk copies
 def fast_call(own: Owner, wanted: FastCall) -> Callable[..., Any] | None:
     if own.program.collectives or wanted.form == "dict":
         return None
-    slow, result = wanted.slow, wanted.result
-    if wanted.form == "none" and any(not isinstance(a, np.ndarray) for a in wanted.arrays):
-        in_place = _in_place(own, wanted)
-        return in_place and (lambda: result if in_place() else slow())
-    run = _run_of(own, wanted)
-    if wanted.form == "none":
-        arrays = list(wanted.arrays)
-        return lambda: result if run(arrays) else slow()
-    given = [(d.shape.dtype.numpy, d.shape.static) for d in (own.decls[b] for b in own.program.inputs if b != own.program.extent)]
-
-    def run_slots(inputs: Sequence[np.ndarray]) -> Any:
-        if (type(inputs) is not list and type(inputs) is not tuple) or len(inputs) != len(given):
-            return slow(inputs)
-        for array, (dtype, shape) in zip(inputs, given):
-            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-                return slow(inputs)
-        return result if run(inputs) else slow(inputs)
-
-    run_slots.__doc__ = wanted.doc
-    return run_slots
+    if all(isinstance(a, np.ndarray) for a in wanted.arrays):
+        return _in_machine_code(own, wanted)
+    return _in_place(own, wanted)
 
 
-def _run_of(own: Owner, wanted: FastCall) -> Callable[[Sequence[np.ndarray]], bool]:
-    """A function that starts a run on checked arrays. False: it is not the common case, and nothing has changed."""
-    gate, changes = wanted.gate, own.params.changes
-    acquire, release, copyto = gate.lock.acquire, gate.lock.release, np.copyto
-    order = [b for b in own.program.inputs if b != own.program.extent]
-
-    def run(arrays: Sequence[np.ndarray]) -> bool:
-        if gate.shut or gate.seen != changes.value or (gate.queued and own.handles.blocked) or not acquire(False):
-            return False
-        try:
-            ring, slot = own.ring, own.ring.room()
-            if len(ring.inputs) == len(arrays):
-                for to, array in zip(slot, arrays):
-                    copyto(to, array)
-            else:
-                for buffer, array in zip(order, arrays):
-                    own.write(buffer, np.ascontiguousarray(array))
-            gate.generation += 1
-            number = own.start()
-        finally:
-            release()
-        if number is not None:
-            own.handles.queue.at_once(lambda: CudaRun(own, number))
-        return True
-
-    return run
+def _in_machine_code(own: Owner, wanted: FastCall) -> Callable[..., Any] | None:
+    """None: some inputs do not pass through the ring, or this process has no such calls."""
+    decls = [own.decls[b] for b in own.program.inputs if b != own.program.extent]
+    if calls.refusal() is not None or {b.id for b in decls} != own.ring.inputs.keys():
+        return None
+    start = Starter(own)
+    bound = wanted.arrays if wanted.form == "none" else [None] * len(decls)
+    low = start.host.ctypes.data
+    slots = [
+        calls.Slot(b.name, b.shape.static, b.shape.dtype.numpy, low + own.ring.places[b.id], a) for b, a in zip(decls, bound)
+    ]
+    taken, call = (low, low + start.host.nbytes), ctypes.addressof(start.block)
+    return calls.make(wanted, slots, taken, call, start.settle, alone=True, yields=False, walk=start.address)
 
 
-def _in_place(own: Owner, wanted: FastCall) -> Callable[[], bool] | None:
-    """A function that starts a run whose kernels read the arrays of other libraries where they are. None: an array is one of the
-    host, lies at an odd address, or is read when a failed run is undone."""
+class Starter:
+    """A Start of an executable (rlx.backends.cuda.start_code), kept up to date."""
+
+    def __init__(self, own: Owner) -> None:
+        self._own = own
+        self.host = np.zeros(max(own.ring.slot_bytes, 1), np.uint8)
+        self.block, self.address = start_code.Start(host=self.host.ctypes.data), start_code.start_address()
+        self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.address)
+        own.starters.add(self)
+
+    def stale(self) -> None:
+        """The graph and the ring of the executable will be others."""
+        self.block.graph = None
+
+    def settle(self, status: int) -> None:
+        """After a status other than 0. DeviceError: it is the driver's."""
+        own = self._own
+        gpu, ring, block = own.gpu, own.ring, self.block
+        if status == start_code.AGAIN:
+            replay = own.first_replay
+            graph = replay.graph()
+            block.turn, block.taken = ctypes.addressof(ring.turns), ring.taken.ctypes.data
+            block.ring, block.slot_bytes = ring.memory.ctypes.data, ring.slot_bytes
+            block.slots = SLOTS if ring.inputs else 1 << 62  # nothing counts the slots that are taken
+            block.reading, block.stream, block.context = ctypes.addressof(gpu.reading), int(gpu.use()), int(gpu.context)
+            block.use, block.replay, block.graph = gpu.entry("cuCtxSetCurrent"), gpu.entry("cuGraphLaunch"), int(graph)
+            block.watched = replay.watched
+            gpu.await_readers()
+            if ring.inputs:
+                ring.room()
+            status = self._call(ctypes.addressof(block))
+        if status == start_code.STARTED:
+            own.watch.started += 1
+            own.started(own.watch.started)
+        else:
+            gpu.check(status, "replaying a run")
+
+
+def _in_place(own: Owner, wanted: FastCall) -> Callable[[], Any] | None:
+    """For a run whose kernels read the arrays of other libraries where they are. None: an array is one of the host, lies at an
+    odd address, or is read when a failed run is undone."""
     order = [b for b in own.program.inputs if b != own.program.extent]
     found = [None if isinstance(a, np.ndarray) else own.adopt(a) for a in wanted.arrays]
     given = {b: x.address for b, x in zip(order, found) if x is not None and x.address % ALIGNED == 0}
@@ -80,22 +92,25 @@ def _in_place(own: Owner, wanted: FastCall) -> Callable[[], bool] | None:
         return None
     replay, gate, changes, watch = Replay(own, own.run_launches(), given=given), wanted.gate, own.params.changes, own.watch
     arrays, adopt, acquire, release = list(wanted.arrays), own.adopt, gate.lock.acquire, gate.lock.release
+    slow, result = wanted.slow, wanted.result
+    lent = [x for x in found if x is not None]
+    weakref.finalize(replay, own.gpu.hold, *lent).atexit = False  # they live until its last run has ended
 
-    def run() -> bool:
-        if gate.shut or gate.seen != changes.value or own.watch is not watch or (gate.queued and own.handles.blocked):
-            return False
-        if not acquire(False):
-            return False
+    def run() -> Any:
+        if gate.shut or gate.queued or gate.seen != changes.value or own.watch is not watch or not acquire(False):
+            return slow()
         try:
-            for array in arrays:  # behind what their libraries have queued
-                adopt(array)
-            gate.generation += 1
-            number = replay.queue()
+            for array, known in zip(arrays, lent):
+                now = adopt(array)  # behind what its library has queued
+                if now is None or (now.address, now.shape, now.dtype) != (known.address, known.shape, known.dtype):
+                    break
+            else:
+                gate.generation += 1
+                own.started(replay.queue())
+                return result
         finally:
             release()
-        if number is not None:
-            own.handles.queue.at_once(lambda: CudaRun(own, number))
-        return True
+        return slow()
 
     return run
 

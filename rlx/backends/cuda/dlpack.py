@@ -51,6 +51,8 @@ def from_interface(array: Any, interface: dict[str, Any]) -> DeviceArray:
     """From `__cuda_array_interface__`. TransferError: it is not C-contiguous."""
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     _check_strides(shape, interface.get("strides"), dtype.itemsize)
+    if interface.get("mask") is not None:
+        raise TransferError("an array with a mask cannot be shared; fill in its elements first")
     return DeviceArray(int(interface["data"][0]), shape, dtype, array)
 
 
@@ -58,7 +60,7 @@ def _check_strides(shape: Sequence[int], strides: Sequence[int] | None, unit: in
     want = unit
     for n, stride in zip(reversed(shape), reversed(strides or ())):
         if n > 1 and stride != want and 0 not in shape:
-            raise TransferError(f"an array with strides {list(strides or ())} is not C-contiguous; copy it first")
+            raise TransferError(f"an array with strides {list(strides or ())} is not C-contiguous; give a contiguous copy of it")
         want *= n
 
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from rlx.backends.cuda.arrays import Export, adopt
-from rlx.backends.cuda.calls import fast_call
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
+from rlx.backends.cuda.staging import SMALL
+from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
 from rlx.driver.foreign import DeviceArray
@@ -34,6 +36,7 @@ from rlx.ir.program import Program, Region, Step, kernel_labels
 from rlx.ir.shape import Shape
 
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
+OF_STORE = ("_ring", "_fed", "_whole", "_steps", "_commits")  # what has addresses of a HandleStore
 COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
 COPY_BLOCKS = 1024  # at most
 
@@ -76,6 +79,11 @@ class CudaExecutable(Transacted):
         constants: Mapping[int, Block] | None = None,
     ) -> None:  # fmt: skip
         program, self.gpu, self._memory = artifact.program, memory.gpu, memory
+        self._uploads: dict[int, Upload] = {}
+        self._downloads: dict[tuple[int, ...], Download] = {}
+        self._ring: Ring | None = None
+        self._graphs: WeakKeyDictionary[HandleStore, dict[str, Any]] = WeakKeyDictionary()  # of stores that were used before
+        self.starters: WeakSet[Any] = WeakSet()  # of machine code calls
         self.artifact, self.functions = artifact, functions
         order = [n for group in artifact.launches for n in group]
         names = [more for code in artifact.coded["steps"] for more in code.more or [()]]
@@ -97,14 +105,16 @@ class CudaExecutable(Transacted):
 
     def use_handles(self, store: HandleStore) -> None:
         self._memory.watch(store, Watch)  # before anything changes: there may be no room for it
+        left = self.handles
         super().use_handles(store)
-        for name in ("_fed", "_whole", "_steps", "_commits"):
-            vars(self).pop(name, None)
+        for start in self.starters:
+            start.stale()
+        self._graphs[left] = {name: vars(self).pop(name) for name in OF_STORE if name in vars(self)}
+        vars(self).update({"_ring": None} | self._graphs.pop(store, {}))
         self._watch()
 
     def _watch(self) -> None:
         """Make the statuses of the steps point to the flag of this store."""
-        self._ring: Ring | None = None
         self.watch: Watch = self._memory.watch(self.handles, Watch)
         rows = np.zeros((len(self.checks) + 1, 2), np.int64)
         rows[:-1, 1] = self.watch.halt
@@ -129,6 +139,7 @@ class CudaExecutable(Transacted):
 
     def memory(self) -> dict[str, int]:
         own = self._scratch.nbytes + self._counters.nbytes + self._statuses.nbytes
+        own += sum(x.nbytes for x in (*self._uploads.values(), *self._downloads.values()))
         code = sum(len(c.cubin) for c in self.artifact.codes) + len(self.artifact.support)
         return super().memory() | {"scratch": own, "code": code}
 
@@ -141,7 +152,8 @@ class CudaExecutable(Transacted):
     def _made_ring(self) -> Ring:
         fed, room = [], FED
         for id in self.program.inputs:
-            if id != self.program.extent and (id in self.kept or self.decls[id].nbytes <= room):
+            small = self.decls[id].nbytes <= (SMALL if id in self.kept else room)
+            if id != self.program.extent and small:
                 fed.append(self.decls[id])
                 room -= self.decls[id].nbytes
         return Ring(self, fed, self.kept)
@@ -156,9 +168,17 @@ class CudaExecutable(Transacted):
         check_fits(self.decls[buffer], array)
         if isinstance(array, DeviceArray):
             self.ring.written.discard(buffer)
-            self._move(self.address(buffer), array.address, array.nbytes)
+            if buffer in self.kept or buffer not in self.program.inputs:
+                self.move(self.address(buffer), array.address, array.nbytes)
+            else:
+                self.gpu.copy(self.address(buffer), array.address, array.nbytes)
+            self.gpu.hold(array)
         elif buffer in self.ring.inputs:
             self.ring.write(buffer, array)
+        elif buffer in self.program.inputs and array.nbytes > SMALL and (buffer in self.kept or not self.gpu.idle()):
+            if buffer not in self._uploads:
+                self._uploads[buffer] = Upload(self, array.nbytes)
+            self._uploads[buffer].write(buffer, bytes_of(array))
         else:
             self.device_memory.copy_in(self.block(buffer), bytes_of(array))
 
@@ -167,14 +187,20 @@ class CudaExecutable(Transacted):
             self._flush()
         return super().read(buffer, start, count)
 
+    def read_later(self, buffers: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        wanted = tuple(buffers)
+        if wanted not in self._downloads:
+            self._downloads[wanted] = Download(self, wanted)
+        return self._downloads[wanted].begin()
+
     def _flush(self) -> None:
         if self.ring.written:
             self.ring.flush(self)
 
     def copy(self, goal: int, source: int) -> None:
-        self._move(self.address(goal), self.address(source), self.block(goal).nbytes)
+        self.move(self.address(goal), self.address(source), self.block(goal).nbytes)
 
-    def _move(self, to: int, source: int, nbytes: int) -> None:
+    def move(self, to: int, source: int, nbytes: int) -> None:
         """Copy on the device. Cancelled behind a run that fails."""
         blocks = min(-(-nbytes // COPY_BYTES), COPY_BLOCKS)
         if blocks:
@@ -192,6 +218,7 @@ class CudaExecutable(Transacted):
     ) -> None:
         held: dict[int, Block] = {}
         there: dict[int, int] = {}
+        lent = [a for a in (given or {}).values() if isinstance(a, DeviceArray)]
         for buffer, array in (given or {}).items():
             check_fits(self.decls[buffer], array)
             if isinstance(array, DeviceArray):
@@ -204,6 +231,7 @@ class CudaExecutable(Transacted):
             code, addresses = self.artifact.coded["prepare"][i], there | {buffer: block.address for buffer, block in held.items()}
             self.launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
             checked |= "status" in code.more[0]
+        self.gpu.hold(*lent)
         if checked:
             self._check_prepared()
         if held:
@@ -235,12 +263,19 @@ class CudaExecutable(Transacted):
             return self._whole.queue()
         ring = self._ring
         assert ring is not None
-        ring.turn += 1
+        ring.turns.value += 1
         if ring.written:
             ring.written.clear()
         return self._fed.queue()
 
+    def started(self, number: int | None) -> None:
+        """Keep account of run `number` of the Watch, whose caller does not wait for it."""
+        if number is not None:
+            self.handles.queue.at_once(lambda: CudaRun(self, number))
+
     def fast_call(self, wanted: FastCall) -> Callable[..., Any] | None:
+        from rlx.backends.cuda.calls import fast_call  # imported late: it compiles code that most programs do not need
+
         return fast_call(self, wanted)
 
     @property
@@ -258,6 +293,11 @@ class CudaExecutable(Transacted):
 
     def run_launches(self) -> list[Launch]:
         return [*self.step_launches, *self.commit_launches]
+
+    @property
+    def first_replay(self) -> Replay:
+        """Of `start`."""
+        return self._fed if self.ring.inputs else self._whole
 
     @cached_property
     def _fed(self) -> Replay:
@@ -286,7 +326,7 @@ class CudaExecutable(Transacted):
     def settle(self, watch: Watch, number: int) -> None:
         """Wait for run `number`. IndexRangeError: it failed; `done` then says where."""
         if not watch.ended(number):
-            self.gpu.wait()
+            self.gpu.until(lambda: watch.ended(number))
         if not watch.failed(number):
             return
         self.done = list(self.checks)[int(watch.report[STATUS])]

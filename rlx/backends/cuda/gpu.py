@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
+from rlx.backends.cuda.staging import EACH, SMALL, Staging
+from rlx.driver import files
 from rlx.driver.device import Device
+from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
+PAUSE = 20e-6  # seconds between two looks at a GPU that is at work
 EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
 FATAL = frozenset({
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "MISALIGNED_ADDRESS", "HARDWARE_STACK_ERROR",
     "ILLEGAL_INSTRUCTION", "INVALID_PC", "INVALID_ADDRESS_SPACE", "DEVICE_UNAVAILABLE", "CONTEXT_IS_DESTROYED", "UNKNOWN",
 })  # fmt: skip
+DIRECT = {"cuEventRecord": 2, "cuStreamWaitEvent": 3, "cuStreamQuery": 1}  # function -> arguments
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
+HELD, HELD_BYTES = 64, 1 << 20  # arrays of other libraries, and bytes of them, from which it is asked whether they are still read
+ENTRIES = 12000  # CUDA version of the functions that machine code calls
 LOST = "the GPU or this process's context on it is lost; what was in its memory is gone. Start a new process"
 
 
@@ -75,7 +84,7 @@ class Gpu:
         if not 0 <= index < count():
             raise DeviceUnavailableError(f"there is no cuda:{index}; there are {count()} GPUs, from cuda:0")
         self.index, self.driver = index, driver
-        self._set_current, self._launch_graph = driver.cuCtxSetCurrent, driver.cuGraphLaunch
+        self._launch_graph = driver.cuGraphLaunch
         self.device = check(driver.cuDeviceGet(index), f"opening cuda:{index}")
         names = driver.CUdevice_attribute
         wanted = {
@@ -87,13 +96,19 @@ class Gpu:
             attribute = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
             self.facts[ours] = int(check(driver.cuDeviceGetAttribute(attribute, self.device), f"asking cuda:{index}"))
         self.capability = self.facts["major"] * 10 + self.facts["minor"]
-        self._lock, self._recording = threading.Lock(), threading.local()
-        self._context: Any = None
+        self._lock = threading.Lock()
+        self._here = threading.local()  # of a thread: whether the context is current, and the stream that it records
+        self.context: Any = None
         self._stream: Any = None
         self._event: Any = None
-        self._held: list[object] = []
+        self._held: list[DeviceArray] = []
+        self._record, self._await, self._query = (self._direct(*f) for f in DIRECT.items())
+        self._ordering, self._holding = threading.Lock(), threading.Lock()
+        self.up: Any = None  # streams for copies from the host, and to it
+        self.down: Any = None
+        self.reading = ctypes.c_int64()  # streams of other libraries that read outputs: the next run waits for them
+        self._readers: list[int] = []
         self._several = count() > 1
-        self._thread = 0  # where the context was last made current for a graph
         self.allocated = {"count": 0, "live_bytes": 0, "total_bytes": 0}
 
     @property
@@ -115,22 +130,25 @@ class Gpu:
 
     def use(self) -> Any:
         """Make the context current in this thread; the stream of all work of this process, or of what this thread records."""
-        with self._lock:
-            if self._context is None:
-                self._context = check(
-                    self.driver.cuDevicePrimaryCtxRetain(self.device), f"opening a context on cuda:{self.index}"
-                )
-        check(self.driver.cuCtxSetCurrent(self._context), f"using cuda:{self.index}")
-        with self._lock:
-            if self._stream is None:
-                self._stream = check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}")
-        return getattr(self._recording, "stream", self._stream)
+        if self._several or not getattr(self._here, "current", False):
+            with self._lock:
+                if self.context is None:
+                    self.context = check(
+                        self.driver.cuDevicePrimaryCtxRetain(self.device), f"opening a context on cuda:{self.index}"
+                    )
+            check(self.driver.cuCtxSetCurrent(self.context), f"using cuda:{self.index}")
+            with self._lock:
+                if self._stream is None:
+                    made = (check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}") for _ in range(3))
+                    self._stream, self.up, self.down = made
+            self._here.current = True
+        return getattr(self._here, "stream", self._stream)
 
     def recorded(self, launch: Callable[[], None]) -> Any:
         """The kernels that `launch` queues in this thread as an executable graph. Other threads go on using the GPU."""
         d, doing = self.driver, "recording a run"
         self.use()
-        self._recording.stream = stream = check(d.cuStreamCreate(1), doing)
+        self._here.stream = stream = check(d.cuStreamCreate(1), doing)
         try:
             check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), doing)
             try:
@@ -138,30 +156,63 @@ class Gpu:
             finally:
                 graph = check(d.cuStreamEndCapture(stream), doing)
         finally:
-            del self._recording.stream
+            del self._here.stream
             d.cuStreamDestroy(stream)
         made = check(d.cuGraphInstantiate(graph, 0), doing)
         check(d.cuGraphDestroy(graph), doing)
         return made
 
     def replay(self, graph: Any) -> None:
-        """Queue an instantiated graph. Some CUDA call of this Gpu came before."""
-        if self._several or threading.get_ident() != self._thread:
-            self._set_current(self._context)
-            self._thread = threading.get_ident()
-        found = self._launch_graph(graph, self._stream)
+        """Queue an instantiated graph."""
+        stream = self.use()
+        if self._readers:
+            self.await_readers()
+        found = self._launch_graph(graph, stream)
         if found[0]:
             check(found, "replaying a run")
 
-    def wait(self) -> None:
-        check(self.driver.cuStreamSynchronize(self.use()), f"waiting for cuda:{self.index}")
-        self._held.clear()
+    def entry(self, name: str) -> int:
+        """The address of a function of the driver."""
+        return int(check(self.driver.cuGetProcAddress(name.encode(), ENTRIES, 0), f"looking for {name}")[0])
 
-    def hold(self, owner: object) -> None:
-        """Keep memory of another library alive while what is queued from now on may read it."""
-        if int(self.driver.cuStreamQuery(self.use())[0]) == 0:
-            self._held.clear()
-        self._held.append(owner)
+    def _direct(self, name: str, arguments: int) -> Callable[..., int]:
+        """A function of the driver that returns at once, without the bindings, which take a microsecond or more."""
+        return ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * arguments)(self.entry(name))
+
+    def check(self, status: int, doing: str) -> None:
+        if status:
+            check((self.driver.CUresult(status),), doing)
+
+    def wait(self) -> None:
+        stream = self.use()
+        with self._holding:
+            ended, self._held = self._held, []
+        check(self.driver.cuStreamSynchronize(stream), f"waiting for cuda:{self.index}")
+        del ended
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until a kernel has told the host so, or nothing is queued. Later commands go on meanwhile."""
+        while not (reached() or self.idle()):
+            time.sleep(PAUSE)
+
+    def idle(self) -> bool:
+        """Whether all that was queued has ended. DeviceError: it failed."""
+        status = self._query(int(self.use()))
+        if status != NOT_READY:
+            self.check(status, f"waiting for cuda:{self.index}")
+        return status != NOT_READY
+
+    def hold(self, *arrays: DeviceArray) -> None:
+        """Keep memory of other libraries alive until what has been queued so far, which may read it, has ended; if it is little,
+        until some time later."""
+        with self._holding:
+            self._held += arrays
+            much = len(self._held) > HELD or sum(a.nbytes for a in self._held) > HELD_BYTES
+            ended, self._held = (self._held, []) if much and self.idle() else ([], self._held)
+        del ended  # without the lock: this may run any code
+
+    def event(self) -> Any:
+        return int(check(self.driver.cuEventCreate(EVENT_WITHOUT_TIME), "making an event"))
 
     def after(self, stream: int) -> None:
         """Later commands wait for the commands that are queued on a stream of another library."""
@@ -171,11 +222,43 @@ class Gpu:
         """Later commands of another library's stream wait for the commands that are queued here."""
         self._order(self.use(), stream)
 
+    def lend(self, stream: int, lasting: bool) -> None:
+        """Another library reads outputs in this stream: it waits for the runs queued here. If it is there for ever, the next run
+        waits for what it has queued by then."""
+        self.before(stream)
+        if lasting:
+            self._readers = list({*self._readers, stream})
+            self.reading.value = 1
+
+    def await_readers(self) -> None:
+        readers, self._readers, self.reading.value = self._readers, [], 0
+        for stream in readers:
+            self.after(stream)
+
     def _order(self, first: Any, then: Any) -> None:
-        if self._event is None:
-            self._event = check(self.driver.cuEventCreate(EVENT_WITHOUT_TIME), "making an event")
-        check(self.driver.cuEventRecord(self._event, first), "ordering streams")
-        check(self.driver.cuStreamWaitEvent(then, self._event, 0), "ordering streams")
+        with self._ordering:  # another thread may not record the event before it is waited for
+            self._event = self._event or self.event()
+            self.record(self._event, first)
+            self.await_event(self._event, then)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """`event` is from now on what was queued on the stream so far."""
+        self.check(self._record(event, int(stream)), "ordering streams")
+
+    def await_event(self, event: Any, stream: Any) -> None:
+        """Later commands of the stream wait for the event as it was last recorded."""
+        self.check(self._await(int(stream), event, 0), "ordering streams")
+
+    def passed(self, event: Any) -> None:
+        """Wait for an event as it was last recorded."""
+        check(self.driver.cuEventSynchronize(event), f"waiting for cuda:{self.index}")
+
+    def device_of(self, address: int) -> int | None:
+        """The GPU that an address of another library belongs to. None: it is none of a GPU."""
+        kind = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        self.use()
+        status, found = self.driver.cuPointerGetAttribute(kind, address)
+        return int(found) if int(status) == 0 and int(found) >= 0 else None
 
     # -- memory
 
@@ -194,22 +277,35 @@ class Gpu:
             self.driver.cuMemFree(address)
         self.allocated["live_bytes"] -= nbytes
 
-    def copy_in(self, address: int, source: np.ndarray) -> None:
-        """Copy a contiguous host array; it may be changed afterwards."""
-        if source.nbytes:
-            stream = self.use()
-            check(self.driver.cuMemcpyHtoDAsync(address, source.ctypes.data, source.nbytes, stream), "copying to the GPU")
+    @cached_property
+    def staging(self) -> Staging:
+        return Staging(self)
 
-    def copy_out(self, into: np.ndarray, address: int) -> None:
-        """Fill a contiguous host array, after all work queued so far."""
-        if into.nbytes:
-            stream = self.use()
-            check(self.driver.cuMemcpyDtoHAsync(into.ctypes.data, address, into.nbytes, stream), "copying from the GPU")
-        self.wait()
+    def enqueue(self, copy: str, goal: int, source: int, nbytes: int, stream: Any) -> None:
+        """Queue a copy by this function of the driver."""
+        if nbytes:
+            check(getattr(self.driver, copy)(goal, source, nbytes, stream), "copying to, from or on the GPU")
+
+    def copy_in(self, address: int, source: np.ndarray, stream: Any = None) -> None:
+        """Copy flat bytes of the host, which may be in a mapped file; they may be changed afterwards."""
+        ours = self.use()
+        if source.nbytes > SMALL:
+            self.staging.copy(source, address, ours if stream is None else stream, out=False)
+        else:
+            held = files.in_memory(source)
+            self.enqueue("cuMemcpyHtoDAsync", address, held.ctypes.data, held.nbytes, ours if stream is None else stream)
+
+    def copy_out(self, into: np.ndarray, address: int, stream: Any = None) -> None:
+        """Fill flat bytes of the host, after all work queued so far (in `stream`, if it is given)."""
+        ours = self.use()
+        if into.nbytes > EACH:
+            self.staging.copy(into, address, ours if stream is None else stream, out=True)
+        else:  # the driver is as fast as one thread of ours
+            self.enqueue("cuMemcpyDtoHAsync", into.ctypes.data, address, into.nbytes, ours if stream is None else stream)
+            check(self.driver.cuStreamSynchronize(ours if stream is None else stream), f"waiting for cuda:{self.index}")
 
     def copy(self, goal: int, source: int, nbytes: int) -> None:
-        if nbytes:
-            check(self.driver.cuMemcpyDtoDAsync(goal, source, nbytes, self.use()), "copying on the GPU")
+        self.enqueue("cuMemcpyDtoDAsync", goal, source, nbytes, self.use())
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
         if nbytes:

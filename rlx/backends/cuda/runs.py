@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -43,14 +45,19 @@ class Owner(Protocol):
     kept: set[int]
     done: int
 
+    starters: WeakSet[Any]
+
     @property
     def ring(self) -> Ring: ...
+    @property
+    def first_replay(self) -> Replay: ...
     def block(self, buffer: int) -> Block: ...
     def address(self, buffer: int) -> int: ...
     def write(self, buffer: int, array: np.ndarray | DeviceArray) -> None: ...
     def adopt(self, array: object) -> DeviceArray | None: ...
+    def move(self, to: int, source: int, nbytes: int) -> None: ...
     def run_launches(self) -> list[Launch]: ...
-    def start(self) -> int | None: ...
+    def started(self, number: int | None) -> None: ...
     def settle(self, watch: Watch, number: int) -> None: ...
     def undo(self, failed: int) -> None: ...
     def launch(self, code: CudaCode, steps: Numbered, *, given: Mapping[int, int], early: bool) -> None: ...
@@ -118,20 +125,20 @@ class Ring:
         """`kept`: inputs that stay as they are where a run has failed, since the undoing reads them."""
         self._gpu, memory = owner.gpu, owner.device_memory
         self.inputs, offset, rows = {b.id: n for n, b in enumerate(inputs)}, 0, []
-        places = []
+        self.places: dict[int, int] = {}  # in a slot
         for b in inputs:
             rows.append((owner.address(b.id), offset, b.nbytes, b.id in kept))
-            places.append(offset)
+            self.places[b.id] = offset
             offset += -(-max(b.nbytes, 1) // 16) * 16
         self.slot_bytes = offset
         self.memory = self._gpu.pinned(SLOTS * offset + 64)
-        self._taken = self.memory[SLOTS * offset :][:8].view(np.int64)
-        self.turn = 0  # slots given to runs
+        self.taken = self.memory[SLOTS * offset :][:8].view(np.int64)
+        self.turns = ctypes.c_int64()  # slots given to runs
         self.written: set[int] = set()  # inputs that lie in the current slot
         self.slots = [
             [
                 self.memory[k * offset + at :][: b.nbytes].view(b.shape.dtype.numpy).reshape(b.shape.static)
-                for b, at in zip(inputs, places)
+                for b, at in zip(inputs, self.places.values())
             ]
             for k in range(SLOTS)
         ]
@@ -144,10 +151,12 @@ class Ring:
 
     def room(self) -> list[np.ndarray]:
         """The arrays of the current slot. Waits until the run that used it has read it."""
-        if self.turn - int(self._taken[0]) >= SLOTS:
-            self._gpu.wait()
-            self._taken[0] = self.turn
-        return self.slots[self.turn % SLOTS]
+        turn = self.turns.value
+        if turn - int(self.taken[0]) >= SLOTS:
+            self._gpu.until(lambda: turn - int(self.taken[0]) < SLOTS)
+            if turn - int(self.taken[0]) >= SLOTS:  # all that was queued has ended
+                self.taken[0] = turn
+        return self.slots[turn % SLOTS]
 
     def write(self, buffer: int, array: np.ndarray) -> None:
         np.copyto(self.room()[self.inputs[buffer]], array)
