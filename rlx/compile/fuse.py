@@ -197,6 +197,8 @@ class _Fuser:
         if anchor is None or anchor.op.kind is not Kind.CONTRACT or len(group.forms) > 1 or not self.target.pairs(anchor):
             return ()
         result, strides = anchor.results[0], contiguous_strides(anchor.shapes[0].static)
+        if not result.dims:
+            return ()
         half, read = result.shape.static[-1] // 2, self.readers.get(result, set())
         dims = (*result.dims[:-1], half)
         found = {v: self.places.locate(v)[1] for r in read for v in r.inputs if self.places.base(v) is result}
