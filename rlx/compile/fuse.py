@@ -52,6 +52,7 @@ class _Fuser:
         self.followed = frozenset() if "followers" in off else facts.target.followed
         self.after = dict(facts.before)
         self.updated = {v.node for u in graph.updates for v in (u.result, u.undo)}
+        self.saved = {u.saved.node for u in graph.updates}
         self.nodes = self.in_order(graph)
         exchanges = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]
         if len(exchanges) > 1:  # collectives run in graph order, whatever is fused: the same order on every rank
@@ -416,9 +417,11 @@ class _Fuser:
         return value in self.roots or any(self.group_of.get(reader) is not group for reader in self.readers.get(value, ()))
 
     def ordered(self) -> list[Group]:
-        """Groups in topological order; ties in graph order."""
+        """Groups in topological order; ties in graph order. What is kept until the end of the run, the parts of states that are
+        overwritten, may come first, so that one launch can save all of it."""
         done: dict[Group, None] = {}
-        stack = list(reversed(self.groups))
+        groups = sorted(self.groups, key=lambda g: not (self.joins_rows and self.saved & g.forms.keys()))
+        stack = list(reversed(groups))
         while stack:
             waiting = sorted((g for g in stack[-1].reads if g not in done), key=lambda g: g.number, reverse=True)
             if waiting and stack[-1] not in done:

@@ -18,6 +18,7 @@ NARROW, DTYPES = ("f16", "bf16"), ("f32", "f16", "bf16")
 MOST_SIZE = 256  # of a head
 THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
+FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 64
 
 
@@ -68,7 +69,10 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) ->
     q, k, v = native.inputs[:3]
     (batch, heads, queries, size), (_, shared, keys, width) = q.dims, v.dims
     rows = heads // max(1, shared) * queries
-    if 0 < rows <= FEW_ROWS and size % 8 == width % 8 == 0 and in_chunks(k) and in_chunks(v):
+    same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
+    tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
+    few = 0 < rows <= FEW_ROWS and not (tensor and rows > FEW_ROWS // 2 and keys <= FEW_KEYS)
+    if few and size % 8 == width % 8 == 0 and in_chunks(k) and in_chunks(v):
         lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
         groups, ahead = FEW_THREADS // lanes, 4 if rows <= 8 else 2
         parts = min(MOST_PARTS, -(-keys // (groups * ahead)), max(1, 2 * multiprocessors // max(1, batch * shared)))
@@ -78,8 +82,6 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) ->
             scratch=record if parts > 1 else 0, counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False,
             tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts,
         )  # fmt: skip
-    same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
-    tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
     if tensor:
         tall = 64 if rows > 32 else 32 if rows > 16 else 16
         while (nbytes := tensor_bytes(size, width, tall)) > most and tall < 64:

@@ -5,6 +5,7 @@ Importing this module, asking for a target or compiling needs no GPU; loading do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -24,6 +25,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import RlxError
 from rlx.ir.dtype import DTYPES
+from rlx.ir.graph import Node
 from rlx.ir.program import Program
 from rlx.ir.target import Producer, Target
 
@@ -120,6 +122,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
         few_kernels=True, alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
+        pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         splits={"attention": splits.attention, "cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
     )  # fmt: skip
@@ -128,6 +131,14 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
 def _computes(producer: Producer) -> bool:
     """A product with few rows computes them in every block: that costs less than another kernel."""
     return producer.side == 0 and producer.m <= MOST_ROWS and producer.batch == 1
+
+
+def _pairs(arch: str, node: Node) -> bool:
+    """A product whose tiles tensor.py copies in bulk, with columns in adjacent memory."""
+    left, right = node.inputs
+    *rows, depth = left.shape.static
+    narrow = arch == "sm_90a" and left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")
+    return narrow and right.node.op.name == "transpose" and math.prod(rows) > MOST_ROWS * 2 and depth % 8 == 0
 
 
 @cache

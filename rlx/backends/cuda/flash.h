@@ -74,8 +74,20 @@ template <class S> RLX_FN void rlx_flash_copies(
   }
 }
 
+/* Where all queries see the same keys of a block: bit 8 * (c % 4) + j of word c / 4 for this thread's column 8 * c + j. */
+template <class M> RLX_FN void rlx_look(uint32_t (&seen)[BLOCK / 32], const rlx_queries& t, int n0, const M* mask) {
+#if MASK_OF_KEYS
+  #pragma unroll
+  for (int w = 0; w < BLOCK / 32; w++) {
+    const int n = n0 + w * 32 + threadIdx.x % 32;
+    seen[w] = __ballot_sync(~0u, n < t.end && mask[MASK_AT(t.b, t.h, 0, n)]) >> threadIdx.x % 4 * 2;
+  }
+#endif
+}
+
 /* Scores become NEVER where a query does not see a key. A thread has columns 8 * c + lane % 4 * 2 + {0, 1} of rows m0 and m0 + 8. */
-template <class M> RLX_FN void rlx_hide(float (&s)[BLOCK / 2], const rlx_queries& t, int n0, int m0, const M* mask) {
+template <class M> RLX_FN void rlx_hide(
+    float (&s)[BLOCK / 2], const rlx_queries& t, int n0, int m0, const uint32_t (&keys)[BLOCK / 32], const M* mask) {
   const int column = n0 + threadIdx.x % 4 * 2;
   #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -86,8 +98,12 @@ template <class M> RLX_FN void rlx_hide(float (&s)[BLOCK / 2], const rlx_queries
       #pragma unroll
       for (int j = 0; j < 2; j++) {
         float& x = s[c * 4 + i * 2 + j];
+#if MASK_OF_KEYS
+        bool seen = keys[c / 4] >> (c % 4 * 8 + j) & 1;
+#else
         bool seen = c * 8 + j < end && (!WINDOW || c * 8 + j >= low);
-#if MASKED
+#endif
+#if MASKED && !MASK_OF_KEYS
         const int row = m < QUERIES ? m : 0, n = column + c * 8 + j < KEYS ? column + c * 8 + j : 0;
 #if MASKED == 1
         seen = seen && mask[MASK_AT(t.b, t.h, row, n)];
@@ -102,12 +118,13 @@ template <class M> RLX_FN void rlx_hide(float (&s)[BLOCK / 2], const rlx_queries
 
 /* Scores to weights, with the largest score and the sum of each row so far; `keep`: the factor of earlier sums. */
 template <class M> RLX_FN void rlx_weights(
-    float (&s)[BLOCK / 2], float (&top)[2], float (&total)[2], float (&keep)[2], const rlx_queries& t, int n0, int m0, int group, const M* mask) {
+    float (&s)[BLOCK / 2], float (&top)[2], float (&total)[2], float (&keep)[2], const rlx_queries& t, int n0, int m0, int group,
+    const uint32_t (&keys)[BLOCK / 32], const M* mask) {
   #pragma unroll
   for (int n = 0; n < BLOCK / 2; n++) s[n] = rlx_score_of(s[n]);
   const int first = t.row0 + group * 64;
   const int every = ORDERED ? t.first + first + 1 : t.end; /* keys that all rows of the group see, if they are not too early */
-  if (MASKED || n0 + BLOCK > every || (WINDOW && n0 <= t.first + first + 63 - WINDOW)) rlx_hide(s, t, n0, m0, mask);
+  if (MASKED || n0 + BLOCK > every || (WINDOW && n0 <= t.first + first + 63 - WINDOW)) rlx_hide(s, t, n0, m0, keys, mask);
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     float best[2] = {top[i], s[i * 2 + 1]}; /* two chains */
@@ -169,6 +186,7 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
     const rlx_queries t = rlx_tile_of(n, start, (rlx_status*)0);
     const int m0 = t.row0 + group * 64 + warp * 16 + lane / 4;
     float top[2] = {NEVER, NEVER}, total[2] = {0, 0}, keep[2], sums[WIDTH / 2], s[BLOCK / 2];
+    uint32_t keys[BLOCK / 32];
     uint32_t p[BLOCK / 16][4];
     const auto values = [&](int n0, int before) { /* begin the product of p with the values of the block from n0 on */
       unsigned char* const v = r.v + before % STAGES * V_BYTES;
@@ -187,10 +205,11 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
       for (int c = 0; c < WIDTH / 2; c++) sums[c] = 0;
     } else {
       scores();
+      rlx_look(keys, t, t.low, mask);
       rlx_products_wait<0>();
       rlx_ready(s);
       release(r.k_empty + turn % STAGES);
-      rlx_weights(s, top, total, keep, t, t.low, m0, group, mask);
+      rlx_weights(s, top, total, keep, t, t.low, m0, group, keys, mask);
       rlx_narrow(p, s);
       turn++;
       int n0 = t.low + BLOCK;
@@ -199,10 +218,11 @@ template <class S, class M, class F> RLX_FN void rlx_flash_sums(const rlx_ring& 
         scores();
         values(n0 - BLOCK, turn - 1);
         if (GROUPS > 1) rlx_pass((group + 1) % GROUPS);
+        rlx_look(keys, t, n0, mask);
         rlx_products_wait<1>();
         rlx_ready(s);
         release(r.k_empty + turn % STAGES);
-        rlx_weights(s, top, total, keep, t, n0, m0, group, mask);
+        rlx_weights(s, top, total, keep, t, n0, m0, group, keys, mask);
         rlx_products_wait<0>();
         rlx_ready(sums);
         release(r.v_empty + (turn - 1) % STAGES);

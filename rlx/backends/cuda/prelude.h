@@ -71,6 +71,26 @@ RLX_FN uint32_t rlx_bf16_pair(uint32_t f16) {
 RLX_EIGHT(f8e4m3)
 RLX_EIGHT(f8e5m2)
 
+/* 1 + erf(x), of which erff(x) + 1 keeps no digits for x < -4. For a = |x|, erfc(a) is 2 to the power of -a times a polynomial in a,
+   fitted on [0, 4.5]: off by 8e-8 at most, and by 1e-5 of the result. */
+RLX_FN float rlx_erf_plus_1(float x) {
+  const float a = fabsf(x);
+  float r = 7.142056688e-07f, p;
+  r = fmaf(r, a, -1.597577102e-05f), r = fmaf(r, a, 1.518290519e-04f), r = fmaf(r, a, -7.783214096e-04f);
+  r = fmaf(r, a, 2.051538788e-03f), r = fmaf(r, a, 2.384539503e-04f), r = fmaf(r, a, -2.796775661e-02f);
+  r = fmaf(r, a, 1.484015435e-01f), r = fmaf(r, a, 9.184265733e-01f), r = fmaf(r, a, 1.627908230e+00f);
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(-a * r));
+  return x < 0 ? p : 2 - p;
+}
+
+/* a / (1 + exp(x)), right to 20 bits, for results that are stored in 16. */
+RLX_FN float rlx_over_exp_plus_1(float a, float x) {
+  float e, out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 1.442695041f));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(1 + e));
+  return out;
+}
+
 /* Signed arithmetic that wraps, which C++ leaves undefined. W: unsigned, at least as wide as int. */
 #define RLX_WRAPS(T, W, n) \
   RLX_FN T rlx_add_##n(T a, T b) { return (T)((W)a + (W)b); } \

@@ -14,7 +14,10 @@ from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
 from rlx.ir.dtype import DType, f32, f64, index_
-from rlx.ir.kernel import EXTREMES, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, walk
+
+from rlx.ir.kernel import (  # isort: skip
+    EXTREMES, Alu, Buffer, Check, Expr, Kernel, Let, Load, Local, Loop, Native, Reduce, Stmt, Store, Var, is_const, walk,
+)  # fmt: skip
 from rlx.ir.overlap import unaliased
 
 UNROLLED = 8  # iterations of a reduction by one thread
@@ -54,6 +57,7 @@ class CudaWriter(Writer):
         self.down = "_down" if launch.lanes > 1 else ""  # of the functions that combine the values of a team
         inside = list(walk(launch.kernel.body))
         stored = {s.buffer for s in inside if isinstance(s, Store)}
+        self.narrow = all(b.dtype.itemsize <= 2 for b in stored)
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
         self.loaded: set[Key] = set()
@@ -220,6 +224,14 @@ class CudaWriter(Writer):
         self.memo, self.names[var] = before, own
         return text
 
+    def alu(self, e: Alu) -> str:
+        """Parts of gelu and silu have functions of their own."""
+        if e.dtype == f32 and (of := _plus_1(e, "erf")) is not None:
+            return f"rlx_erf_plus_1({self.memo[id(of)]})"
+        if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
+            return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
+        return super().alu(e)
+
     def load(self, e: Load) -> str:
         if self.row and e.buffer in self.row.locals:
             return self.fix("x", e.dtype, CUDA.loads.get(e.buffer.dtype.name, "{0}[{1}]").format(self.own_part(e.buffer), "v"))
@@ -358,6 +370,13 @@ class CudaWriter(Writer):
             lambda value, at: f"{name} = {combine(name, f'({self.type(wide)}){value}')};",
             lambda text: f"({self.type(dtype)}){text}",
         )  # fmt: skip
+
+
+def _plus_1(e: Expr, op: str) -> Expr | None:
+    """x if the expression is op(x) + 1."""
+    if not isinstance(e, Alu) or e.op != "add" or not any(is_const(a, 1) for a in e.args):
+        return None
+    return next((a.args[0] for a in e.args if isinstance(a, Alu) and a.op == op), None)
 
 
 def arguments_of(launch: Launch) -> Sequence[str]:

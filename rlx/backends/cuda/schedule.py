@@ -16,7 +16,7 @@ from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Check, Contract, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
+from rlx.ir.kernel import Alu, Check, Contract, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -27,6 +27,7 @@ MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads rea
 REGISTERS = 64  # of a thread for elements of its row
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
+MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
 
@@ -157,7 +158,7 @@ def _memory_loads(s: Loop) -> list[Load]:
 def _flattened(kernel: Kernel) -> Kernel:
     """A vector loop without results whose siblings are values only becomes the fastest axis of the grid."""
     *before, last = kernel.body or (None,)
-    if kernel.locals or not isinstance(last, Loop) or not all(isinstance(s, Let) for s in before):
+    if kernel.locals or not isinstance(last, Loop) or not all(isinstance(s, Let | Check) for s in before):
         return kernel
     if not last.vector or last.reduces or last.carries:
         return kernel
@@ -188,7 +189,8 @@ def _vector(kernel: Kernel) -> int:
         return 1
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
     size = width(kernel.body, (), var, extent)
-    while size > 1 and points // size < BUSY_THREADS:
+    moves = not any(isinstance(e, Alu) and e.dtype.is_float for e in walk(kernel.body))
+    while size > 1 and points // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2
     return size
 

@@ -166,8 +166,8 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     tiling = tiling or _tiling(kernel, c, multiprocessors)
     a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows)
-    b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK)
-    if c.also is not None and b.tensor is None:
+    b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2)
+    if c.also is not None and not (b.tensor and b.along):
         return None
     shared = tiling.stages * (tiling.stage + 16) + STAGING
     threads = GROUP * (3 if a.tensor and b.tensor else 4)
@@ -219,7 +219,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
     def fits(t: Tiling) -> bool:
         if t.parts > 1 and (points * math.prod(t.tiles(c)) * t.parts > multiprocessors or -(-c.k // depth(c)) < 2 * t.parts):
             return False
-        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and (t.parts > 1 or t.columns % (2 * CHUNK))):
+        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and t.parts > 1):
             return False
         if promoted(c) and t.slabs * t.columns > PROMOTED:
             return False

@@ -146,14 +146,15 @@ class TensorWriter(PackedCopies):
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
 
     def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int, half: int) -> None:
-        """`half`: columns between those of a pair of sums, which are 64 columns apart in the tile; 0: no pairs."""
+        """`half`: columns between those of a pair of sums, which are half a chunk apart in the tile; 0: no pairs."""
         if side.tensor is None:
             return
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
-        for part in range(1 if side.along and not half else size // 64):
-            at = f"{first} / 2 + {part // 2 * 64 + part % 2 * half}" if half else f"{first} + {part * 64}"
-            inner, outer = ("k0", at if half else first) if side.along else (at, "k0")
-            self.line(f"rlx_load_box(to + {start + part * SLAB}, &map_{name}, full + s, {inner}, {outer}{more});")
+        wide = CHUNK // 2 if half else size if side.along else 64
+        for part in range(size // wide):
+            at = f"{first} / 2 + {part // 2 * wide + part % 2 * half}" if half else f"{first} + {part * wide}"
+            inner, outer = ("k0", at) if side.along else (at, "k0")
+            self.line(f"rlx_load_box(to + {start + part * wide * LINE}, &map_{name}, full + s, {inner}, {outer}{more});")
 
     def loads(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
         """The tile of an operand, loaded by threads and written as a bulk copy with 128-byte swizzle would write it: line r of 8
@@ -313,8 +314,7 @@ class TensorWriter(PackedCopies):
         bits = "" if c.acc.dtype == f32 else "__int_as_float"
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {CHUNK // 8}; q++) {{"]):
             self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
-            pair = "chunk / 2 * 64 + q / 4 * 32 + (chunk % 2 * 4 + q % 4) * 4"
-            self.line(f"const auto* const from = sum[slab] + {f'chunk * {CHUNK // 2} + q * 4' if c.also is None else pair};")
+            self.line(f"const auto* const from = sum[slab] + chunk * {CHUNK // 2} + q * 4;")
             self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
             self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
         self.line("__syncwarp();")
