@@ -168,6 +168,23 @@ def test_buffers_on_a_gpu(dtype: str) -> None:
     assert not there.to_host().view(np.uint8).any()
 
 
+def test_code_is_unloaded_with_the_last_executable_and_graph(driver: FakeDriver) -> None:
+    for _ in range(3):
+        compiled = filled(5)
+        twin = compiled.clone()
+        call = compiled.bound(given(5))
+        call()
+        del compiled
+        gc.collect()
+        before = driver.calls["cuModuleUnload"]
+        assert call()[1] == 7 and twin.run(given(5))[1] == 7
+        assert driver.calls["cuModuleUnload"] == before < driver.calls["cuModuleLoadData"]
+        del twin, call
+        gc.collect()
+        assert driver.calls["cuModuleUnload"] == driver.calls["cuModuleLoadData"]
+        assert driver.calls["cuGraphExecDestroy"] == driver.calls["cuGraphInstantiate"]
+
+
 def free_bytes() -> int:
     """Of the GPU, by its driver."""
     here = gpu(0)
@@ -187,6 +204,19 @@ def test_the_driver_takes_what_is_stated() -> None:
     gc.collect()
     assert abs(before - free_bytes()) <= GRANULARITY * (allocations + 1)
     assert held.run(given(8))[1] == 7
+
+
+@on_gpu
+@alone
+def test_executables_that_end_leave_nothing_behind() -> None:
+    for _ in range(5):
+        filled(8).clone().bound(given(8))()
+    gc.collect()
+    before = free_bytes()
+    for _ in range(100):
+        filled(8).clone().bound(given(8))()
+        gc.collect()
+    assert free_bytes() >= before
 
 
 @on_gpu
