@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver, installed
-from small_models import make
+from small_models import VOCAB, make
 
 import rlx
 from rlx.backends.cuda.gpu import check, gpu, refusal
@@ -243,12 +243,13 @@ def test_a_thousand_tokens_take_no_memory_and_are_the_same_again(tmp_path) -> No
     for _ in range(2):
         model, how = load(tmp_path, capacity=1040, session=rlx.Session("cuda")), Sampling()
         decoding = model.decoding(how, seed=0)
-        tokens = [decoding.first([5, 6, 7, 8]), *(decoding.next() for _ in range(3))]
+        prompt = np.random.default_rng(0).integers(0, VOCAB, 8).tolist()
+        tokens = [decoding.first(prompt), *(decoding.next() for _ in range(3))]
         compiled, executables = model.executable(1, how.steps), len(model._compiled)
         before = compiled.allocations(), free_bytes()
         tokens += [decoding.next() for _ in range(1000)]
         after = compiled.allocations(), free_bytes()
-        assert len(model._compiled) == executables and model.position == 1007
+        assert len(model._compiled) == executables and model.position == 1011
         assert (after[0].native_count, after[0].native_live_bytes) == (before[0].native_count, before[0].native_live_bytes)
         if "PYTEST_XDIST_WORKER" not in os.environ:
             assert after[1] == before[1]
