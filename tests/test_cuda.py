@@ -412,6 +412,14 @@ def test_awkward_shapes_agree_with_the_reference(name):
 
 
 @on_gpu
+@pytest.mark.parametrize("rows, columns", [(20_000, 10_000), (100_000, 40), (8200, 70_000)])
+def test_long_sums_down_many_columns_lose_no_digits(rows, columns):
+    g = graph(lambda g: rlx.sum(rlx.broadcast_to(g.input("x", (1, columns), "f32"), (rows, columns)), axis=0))
+    (found,) = rlx.Session("cuda").compile(g).run({"x": np.full((1, columns), 0.1, np.float32)})
+    np.testing.assert_allclose(found, np.float64(np.float32(0.1)) * rows, rtol=1e-6)
+
+
+@on_gpu
 def test_a_bad_index_leaves_every_state_as_it_was():
     conformance.check_states("cuda")
     compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.gather(g.input("x", (5,), "f32"), g.input("i", (2,), "i32"))))

@@ -191,7 +191,9 @@ def test_rows_past_the_extent_are_skipped(name, device, threads):
         for axis, outer, _, inner in out.active:
             found = found.compress(np.repeat(np.tile(rows, outer), inner), axis)
         found, want = (np.asarray(x, np.float64) for x in (found, want))
-        np.testing.assert_allclose(found, want, rtol=2e-2 if name in ("half", "bf16") else 1e-5, atol=1e-5)
+        # GPUs round x to 16 bits where many rows are multiplied by packed weights, and not where few are
+        most = 1e-2 * np.abs(want).max() if name in ("int8", "q8_0") and kind not in POISON else 1e-5
+        np.testing.assert_allclose(found, want, rtol=2e-2 if name in ("half", "bf16") else 1e-5, atol=most)
         for id in limited(c.program()) if kind in POISON else ():  # elsewhere tiles are of many sizes
             check_skipped(c, id, n, upper, POISON[kind], kind)
     assert bool(limited(c.program())) == model.skips

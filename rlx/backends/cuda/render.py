@@ -22,7 +22,7 @@ from rlx.ir.overlap import unaliased
 
 UNROLLED = 8  # iterations of a reduction by one thread
 LANE = f"threadIdx.x % {WARP}"
-LONG_SUM = 8192  # f32 additions of one thread, at most; more are done in f64
+LONG_SUM = 8192  # numbers that are added in f32, at most; longer sums are carried in f64
 BEGIN = "rlx_begin(); if (rlx_halted(halt)) return;"  # of every kernel, before it reads what others write
 WIDE = 1 << 31  # positions from here on need 64 bits
 
@@ -312,7 +312,7 @@ class CudaWriter(Writer):
 
     def spread(self, s: Loop) -> None:
         """The iterations of a vector loop over the threads of the team, then its reductions."""
-        team, parts = self.launch.team, [self.partial(r, -(-s.extent // self.launch.team)) for r in s.reduces]
+        team, parts = self.launch.team, [self.partial(r, s.extent) for r in s.reduces]
         for p in parts:
             self.line(f"{p.type} {p.name} = {p.init};")
         extent, i, ends = self.extent(s), self.name(s.var, "i"), [r.value for r in s.reduces]
@@ -355,7 +355,7 @@ class CudaWriter(Writer):
             body()
 
     def partial(self, r: Reduce, count: int) -> Partial:
-        """The running result that a thread keeps while it reduces `count` values."""
+        """The running result that a thread keeps while its team reduces `count` values."""
         dtype, name = r.value.dtype.compute, self.fresh("p")
         if r.op in EXTREMES:
             place, largest = f"rlx_place<{self.type(dtype)}>", "true" if r.op == "argmax" else "false"
