@@ -45,12 +45,13 @@ if TYPE_CHECKING:
         partition,
         power_of_two_ladder,
     )
+    from rlx.runtime.jit import jit
 
     __all__ = [
         "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
         "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
         "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8",
-        "is_available", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
+        "is_available", "jit", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
     ]  # fmt: skip
     __all__ += ops.__all__
     __all__ += _functions.__all__
@@ -68,6 +69,7 @@ _HOMES = {  # module -> the other names that it provides
     "rlx.ir.placement": "Split",
     "rlx.runtime": "BucketedCompileCache CompileCache CompileOptions CompiledGraph Partitioned Session partition "
     "power_of_two_ladder",
+    "rlx.runtime.jit": "jit",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

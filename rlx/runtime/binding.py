@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,15 @@ from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
 
 T = TypeVar("T")
+
+
+class Declared(NamedTuple):
+    """An input, output or param of a compiled graph."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+
 
 
 Adopt = Callable[[object], DeviceArray | None]  # Executable.adopt

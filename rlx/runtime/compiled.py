@@ -30,7 +30,7 @@ from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import by_name, by_position, each, fits, from_bytes, named, shaped
+from rlx.runtime.binding import Declared, by_name, by_position, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
 from rlx.runtime.outputs import OutputView
@@ -75,6 +75,16 @@ class CompiledGraph:
             vars(core).update(vars(self))
             self._core = core
         self._set_extent(None)
+
+    @property
+    def inputs(self) -> tuple[Declared, ...]:
+        """Name, shape and dtype of every input, in the order of run_slots."""
+        return tuple(Declared(b.name, b.shape, b.shape.dtype) for b in self._inputs)
+
+    @property
+    def outputs(self) -> tuple[Declared, ...]:
+        """As `inputs`, in the order of set_outputs."""
+        return tuple(Declared(o.name, o.shape, o.shape.dtype) for o in self._program.outputs)
 
     # -- params
 

@@ -1,0 +1,73 @@
+"""Nested tuples, lists, dicts, namedtuples and dataclasses as a flat list of leaves, and back.
+
+None is a tree without leaves. Everything else that is no container is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The form of a tree: equal for trees that differ in leaves alone. `kind`: a class of containers, None for a leaf."""
+
+    kind: type | None
+    names: tuple[object, ...] = ()  # keys of a dict, fields; the index elsewhere
+    parts: tuple[Tree, ...] = ()
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.kind is None else sum(p.leaves for p in self.parts)
+
+    def paths(self, before: str = "") -> Iterator[str]:
+        """A name for each leaf: `before`, then names and indices with dots between them."""
+        if self.kind is None:
+            yield before
+        for name, part in zip(self.names, self.parts):
+            yield from part.paths(f"{before}.{name}" if before else str(name))
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves, `self.leaves` of them."""
+        return self._build(iter(leaves))
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.kind is None:
+            return next(leaves)
+        parts = [p._build(leaves) for p in self.parts]
+        if self.kind is type(None):
+            return None
+        if issubclass(self.kind, dict):
+            return self.kind(zip(self.names, parts))
+        if is_dataclass(self.kind):
+            return self.kind(**{str(n): p for n, p in zip(self.names, parts)})
+        return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
+
+
+LEAF, NOTHING = Tree(None), Tree(type(None))
+
+
+def flatten(x: object, leaves: list[Any], is_leaf: Callable[[object], bool] = lambda _: False) -> Tree:
+    """Appends the leaves of x to `leaves`, dicts in the order of their keys, and returns the form of x."""
+    if x is None:
+        return NOTHING
+    if is_leaf(x):
+        leaves.append(x)
+        return LEAF
+    if isinstance(x, dict):
+        names: tuple[object, ...] = tuple(sorted(x, key=lambda name: (str(type(name)), name)))
+        children = [x[name] for name in names]
+    elif isinstance(x, (tuple, list)):
+        names, children = tuple(getattr(x, "_fields", range(len(x)))), list(x)
+    elif is_dataclass(x) and not isinstance(x, type):
+        names = tuple(f.name for f in fields(x))
+        children = [getattr(x, str(name)) for name in names]
+    else:
+        leaves.append(x)
+        return LEAF
+    return Tree(type(x), names, tuple([flatten(child, leaves, is_leaf) for child in children]))
+
+
+__all__ = ["LEAF", "NOTHING", "Tree", "flatten"]

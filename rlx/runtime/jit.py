@@ -1,0 +1,333 @@
+"""rlx.jit: a Python function on values becomes a compiled function of arrays.
+
+The first call with arguments of new dims, dtypes or structure runs the function once on values, which builds a graph, and
+compiles it. Later calls run that. Where all arguments are arrays, a call is machine code that compares their dtypes and dims with
+those of the call before; everything else is decided here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from itertools import zip_longest
+from typing import Any, NamedTuple, overload
+from weakref import ref
+
+import numpy as np
+
+from rlx import knobs
+from rlx.compile.options import CompileOptions
+from rlx.driver.device import Device
+from rlx.errors import BindingError, GraphError, OptionError, known
+from rlx.forks import Lock
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.graph import Graph, Value, constant
+from rlx.ir.pytree import LEAF, Tree, flatten
+from rlx.ir.shape import Dim, DimLike, Shape
+from rlx.runtime.calls import positional
+from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.session import Session
+
+Function = Callable[..., Any]
+REMEMBERED = 64  # compiled functions of a Jitted; the oldest is dropped first
+
+
+class Signature(NamedTuple):
+    """A compiled function is reused if all of this is equal."""
+
+    static: tuple[tuple[str, object], ...]
+    trees: tuple[tuple[str, Tree], ...]
+    leaves: tuple[tuple[DType, tuple[DimLike, ...]], ...]
+    binding: tuple[tuple[str, int], ...] = ()  # of the named dims; the graph is the same without it
+
+
+@dataclass(frozen=True)
+class _Traced:
+    graph: Graph
+    tree: Tree  # of the results
+    donated: tuple[tuple[int, int], ...]  # (leaf of the arguments, output that takes its memory)
+
+
+@dataclass(frozen=True)
+class _Compiled(_Traced):
+    compiled: CompiledGraph
+
+    def run(self, arrays: Sequence[Any]) -> Any:
+        names = [decl.name for decl in self.compiled.inputs]
+        outputs = self.compiled.run(dict(zip(names, arrays)))
+        for leaf, output in self.donated:
+            given = arrays[leaf]
+            if isinstance(given, np.ndarray) and given.flags.writeable:
+                np.copyto(given, outputs[output])
+                outputs[output] = given
+        return self.tree.build(outputs)
+
+
+class Jitted:
+    """A function of arrays made by rlx.jit. `reasons`: why it was compiled, once for each time."""
+
+    def __init__(
+        self, function: Function, session: Session, options: CompileOptions, static: Iterable[str | int],
+        donate: Iterable[str | int], dims: Mapping[str, Mapping[int, str]],
+    ) -> None:  # fmt: skip
+        update_wrapper(self, function)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.function, self.session, self.options = function, session, options
+        try:
+            self.__signature__ = inspect.signature(function)
+        except (TypeError, ValueError) as e:
+            raise OptionError(f"jit takes a function with a signature, got {function!r}: {e}") from None
+        self.static, self.donate = self._names("static", static), self._names("donate", donate)
+        self.dims = {name: dims[name] for name in self._names("dims", dims)}
+        self.reasons: list[str] = []
+        self._traced: dict[Signature, _Traced] = {}
+        self._kept: dict[Signature, _Compiled] = {}
+        self._fast: Callable[[Sequence[Any]], Any] | None = None  # the last compiled function, if all its arguments are arrays
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<rlx.jit of {self.name}{self.__signature__} on {self.session.device}, compiled {len(self._kept)} times>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the function, as fresh arrays in the structure that it returns. Of values, when another function is
+        being traced: values.
+
+        BindingError: an argument is no array, number or container of them, and not static."""
+        if kwargs or self._fast is None:
+            return self._general(args, kwargs)
+        return self._fast(args)
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        return self if owner is None else partial(self, owner)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> CompiledGraph:
+        """The compiled graph that a call with these arguments runs: its report, plan, program. Compiles it, but does not run."""
+        signature, _, _ = self._signature(args, kwargs)
+        return self._get(signature).compiled
+
+    # -- one call
+
+    def _general(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        signature, arrays, plain = self._signature(args, kwargs)
+        if any(isinstance(a, Value) for a in arrays):
+            return self.function(*args, **kwargs)
+        found = self._get(signature)
+        if plain and not found.donated:
+            self._fast = self._in_machine_code(found)
+        return found.run(arrays)
+
+    def _signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, list[Any], bool]:
+        """(signature, leaves as arrays, True if the arguments are arrays by position and nothing else)."""
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as e:
+            raise BindingError(f"{self.name}{self.__signature__}: {e}") from None
+        bound.apply_defaults()
+        leaves: list[Any] = []
+        static, trees = [], []
+        for name, given in bound.arguments.items():
+            if name in self.static:
+                static.append((name, _hashable(name, given)))
+            else:
+                trees.append((name, flatten(given, leaves, lambda x: isinstance(x, Value))))
+        arrays = [x if isinstance(x, Value) else _array(x, self.name) for x in leaves]
+        described = [(a.dtype, a.dims) if isinstance(a, Value) else _described(a) for a in arrays]
+        plain = not kwargs and not static and len(leaves) == len(args) and all(type(x) is np.ndarray for x in leaves)
+        binding = self._bind(trees, described) if self.dims else ()
+        return Signature(tuple(static), tuple(trees), tuple(described), binding), arrays, plain
+
+    def _bind(
+        self, trees: Sequence[tuple[str, Tree]], leaves: list[tuple[DType, tuple[DimLike, ...]]]
+    ) -> tuple[tuple[str, int], ...]:
+        """Puts names in place of the sizes of named dims, in `leaves`, and returns name and size of each."""
+        found: dict[str, int] = {}
+        at = 0
+        for name, tree in trees:
+            for i in range(at, at + tree.leaves) if name in self.dims else ():
+                dtype, dims = leaves[i]
+                sizes = dict(enumerate(dims))
+                for axis, dim in self.dims[name].items():
+                    if axis not in sizes:
+                        raise BindingError(f"{self.name}: {name!r} has {len(dims)} dims, and dims names its dim {axis} {dim!r}")
+                    if found.setdefault(dim, sizes[axis]) != sizes[axis]:  # type: ignore[arg-type]
+                        raise BindingError(f"{self.name}: dim {dim!r} is {found[dim]} in one argument, {sizes[axis]} in {name!r}")
+                    sizes[axis] = Dim(dim)
+                leaves[i] = dtype, tuple(sizes.values())
+            at += tree.leaves
+        return tuple(sorted(found.items()))
+
+    def _in_machine_code(self, found: _Compiled) -> Callable[[Sequence[Any]], Any]:
+        this = ref(self)  # the function does not keep the Jitted alive, which keeps it
+
+        def slow(args: Sequence[Any]) -> Any:
+            owner = this()
+            assert owner is not None
+            return owner._general(args, {})
+
+        return positional(found.compiled, slow, None if found.tree is LEAF else found.tree.build)
+
+    # -- compiling
+
+    def _get(self, signature: Signature) -> _Compiled:
+        found = self._kept.get(signature)
+        if found is not None:
+            return found
+        with self._lock:
+            if signature not in self._kept:
+                made = self._compile(signature)
+                reason = self._reason(signature)
+                self.reasons.append(reason)
+                if knobs.DEBUG.get() > 0:
+                    print(f"rlx.jit: {self.name} compiled, {reason}", file=sys.stderr)
+                for kept in (self._kept, self._traced):
+                    if len(kept) >= REMEMBERED:
+                        del kept[next(iter(kept))]
+                self._kept[signature] = made
+            return self._kept[signature]
+
+    def _compile(self, signature: Signature) -> _Compiled:
+        open_ = signature._replace(binding=())
+        if open_ not in self._traced:
+            self._traced[open_] = self._trace(open_)
+        traced = self._traced[open_]
+        options = self.options.replace(dims={**dict(self.options.dims), **dict(signature.binding)})
+        return _Compiled(traced.graph, traced.tree, traced.donated, self.session.compile(traced.graph, options))
+
+    def _trace(self, signature: Signature) -> _Traced:
+        graph = Graph(self.name)
+        names = _unique([path for name, tree in signature.trees for path in tree.paths(name)])
+        values = [graph.input(name, dims, dtype) for name, (dtype, dims) in zip(names, signature.leaves)]
+        given, at = dict(signature.static), 0
+        for name, tree in signature.trees:
+            given[name] = tree.build(values[at : at + tree.leaves])
+            at += tree.leaves
+        results: list[Any] = []
+        call = inspect.BoundArguments(self.__signature__, given)  # type: ignore[arg-type]  a dict is what it holds
+        tree = flatten(self.function(*call.args, **call.kwargs), results, lambda x: isinstance(x, Value))
+        outputs = [self._output(x, name) for x, name in zip(results, tree.paths("output"))]
+        graph.set_outputs(outputs)
+        return _Traced(graph, tree, tuple(self._donated(signature, outputs)))
+
+    def _output(self, x: object, name: str) -> Value:
+        try:
+            return x if isinstance(x, Value) else constant(x)
+        except GraphError as e:
+            raise BindingError(f"{self.name} returns a {type(x).__name__} as {name}, which is no value: {e}") from None
+
+    def _donated(self, signature: Signature, outputs: Sequence[Value]) -> Iterable[tuple[int, int]]:
+        """Each donated leaf with the first output of its dims and dtype that no other has taken."""
+        leaf, free = 0, list(range(len(outputs)))
+        for name, tree in signature.trees:
+            for at in range(leaf, leaf + tree.leaves) if name in self.donate else ():
+                dtype, dims = signature.leaves[at]
+                output = next((i for i in free if outputs[i].shape == Shape(dims, dtype)), None)
+                if output is not None:
+                    free.remove(output)
+                    yield at, output
+            leaf += tree.leaves
+
+    def _reason(self, new: Signature) -> str:
+        """How the signature differs from the most similar one before."""
+        if not self._kept:
+            return "first call"
+        return "; ".join(min((list(_differences(old, new)) for old in self._kept), key=len)) or "dropped, as too many were kept"
+
+    def _names(self, label: str, given: Iterable[str | int]) -> frozenset[str]:
+        names = list(self.__signature__.parameters)
+        found = set()
+        for x in (given,) if isinstance(given, (str, int)) else given:
+            if isinstance(x, int) and -len(names) <= x < len(names):
+                x = names[x]
+            if x not in names:
+                raise OptionError(f"{label}={x!r} is no parameter of {self.name}; it has {known(names)}")
+            found.add(str(x))
+        return frozenset(found)
+
+
+def _differences(old: Signature, new: Signature) -> Iterable[str]:
+    for (name, a), (_, b) in zip(old.static, new.static):
+        if a != b:
+            yield f"{name} is {b!r}, was {a!r}"
+    yield from (f"{name} is {b}, was {a}" for (name, a), (_, b) in zip(old.binding, new.binding) if a != b)
+    names = [path for name, tree in new.trees for path in tree.paths(name)]
+    if old.trees != new.trees:
+        yield "arguments of another structure: " + ", ".join(n for (n, a), (_, b) in zip(old.trees, new.trees) if a != b)
+        return
+    for name, a, b in zip_longest(names, old.leaves, new.leaves):
+        if a != b:
+            yield f"{name} is {Shape(b[1], b[0])}, was {Shape(a[1], a[0])}"
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    seen: set[str] = set()
+    out = []
+    for name in names:
+        while name in seen:
+            name += "_"
+        seen.add(name)
+        out.append(name)
+    return out
+
+
+def _hashable(name: str, x: Any) -> Any:
+    try:
+        hash(x)
+    except TypeError:
+        raise BindingError(f"the static argument {name!r} must be hashable, got {type(x).__name__}") from None
+    return x
+
+
+def _array(x: Any, name: str) -> Any:
+    """A leaf as an array: numpy's, or one that its device adopts. Numbers of Python become f32, i64, bool or c64."""
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.generic):  # before Python's numbers: np.float64 is a float
+        return np.asarray(x)
+    if isinstance(x, (bool, int, float, complex)):
+        dtype = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
+        return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
+    x = x.detach() if getattr(x, "requires_grad", False) else x
+    if hasattr(x, "__dlpack_device__") and hasattr(x, "shape"):
+        return np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else x
+    if hasattr(x, "__array__"):
+        return np.asarray(x)
+    raise BindingError(f"{name}: an argument is arrays, numbers and containers of them, got a {type(x).__name__}; make it static")
+
+
+def _described(a: Any) -> tuple[DType, tuple[int, ...]]:
+    if isinstance(a, np.ndarray):
+        return as_dtype(a.dtype), a.shape
+    return as_dtype(str(a.dtype).rpartition(".")[2]), tuple(a.shape)
+
+
+@overload
+def jit(function: Function, /, **options: Any) -> Jitted: ...
+@overload
+def jit(function: None = None, /, **options: Any) -> Callable[[Function], Jitted]: ...
+def jit(
+    function: Function | None = None, /, *, device: Device | str | Session = Device.CPU, static: Iterable[str | int] = (),
+    donate: Iterable[str | int] = (), dims: Mapping[str, Mapping[int, str]] | None = None,
+    options: CompileOptions | None = None, **more: Any,
+) -> Jitted | Callable[[Function], Jitted]:  # fmt: skip
+    """Compiles a function of arrays, as `@rlx.jit` or `rlx.jit(f, device="cuda")`.
+
+    The function takes and returns values, in any nesting of tuples, lists, dicts, namedtuples and dataclasses. It runs once for
+    each structure, dims and dtypes of its arguments, and each value of a `static` one (names or positions; hashable). `donate`:
+    arguments whose memory may be used for results of the same dims and dtype: such an array is returned, with new contents.
+    `dims`: names for dims of arguments, {"x": {0: "batch"}}: the function is not run again for other sizes, its graph is only
+    compiled. `device`: a device, its name, or a Session. `options`, or fields of CompileOptions by name.
+
+    OptionError: there is no such parameter or option. Calls raise BindingError for arguments, and what a compile and a run do.
+    """
+    if function is None:
+        return partial(jit, device=device, static=static, donate=donate, dims=dims, options=options, **more)  # type: ignore[return-value]
+    if not callable(function):
+        raise OptionError(f"jit takes a function, got {type(function).__name__}")
+    session = device if isinstance(device, Session) else Session(device)
+    return Jitted(function, session, (options or CompileOptions()).replace(**more), static, donate, dims or {})
+
+
+__all__ = ["Jitted", "jit"]
