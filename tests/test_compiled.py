@@ -600,3 +600,69 @@ def test_values_lie_where_byte_offset_says(session: rlx.Session) -> None:
     assert compiled.clone().byte_offset(y) == compiled.byte_offset(y) == compiled.run_slots([given])[0][0]
     with pytest.raises(BindingError, match="takes a value or a node of the graph, got str"):
         compiled.byte_offset("x")
+
+
+# -- as a function -----------------------------------------------------------------------------------------------------
+
+
+def called(session: rlx.Session) -> rlx.CompiledGraph:
+    g = rlx.Graph("g")
+    x, n = g.input("x", (2, 2), rlx.f32), g.input("n", (), rlx.i32)
+    g.set_outputs([x * g.param("w", (2,), rlx.f32), n + 1])
+    compiled = session.compile(g, threads=1)
+    compiled.set_param("w", np.array([1, 2], F))
+    return compiled
+
+
+def test_a_compiled_graph_is_called_with_arrays_numbers_and_lists(session: rlx.Session) -> None:
+    compiled = called(session)
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+    for x, n in compiled([[1, 2], [3, 4]], 5), compiled(rows, n=np.int32(5)), compiled(n=5, x=((1, 2), (3, 4))):
+        assert x.tolist() == [[1, 4], [3, 8]] and n == 6 and n.dtype == np.int32
+    g = example()
+    one = session.compile(g)
+    one.set_params({"w": np.ones((4, 3), F), "b": np.zeros(3, F)})
+    np.testing.assert_array_equal(one(np.ones((2, 4), F)), one.run({"x": np.ones((2, 4), F)})[0])
+
+
+def test_what_a_compiled_graph_declares(session: rlx.Session) -> None:
+    compiled = called(session)
+    assert [(d.name, d.shape, d.dtype) for d in compiled.inputs] == [("x", (2, 2), rlx.f32), ("n", (), rlx.i32)]
+    assert [(d.name, d.shape, d.dtype) for d in compiled.outputs] == [("output0", (2, 2), rlx.f32), ("output1", (), rlx.i32)]
+    assert [(d.name, d.shape, d.dtype) for d in compiled.params] == [("w", (2,), rlx.f32)]
+    assert compiled.options.threads == 1
+    again = called(session)
+    g = rlx.Graph("other")
+    g.set_outputs([g.param("w", (2,), rlx.f32) + 1.0])
+    assert session.compile(g, params=again.params).params.store is again.params.store
+
+
+WRONG_CALLS = {
+    "too many": (lambda f: f([[1, 2], [3, 4]], 5, 6), BindingError, "got 3 by position"),
+    "twice": (lambda f: f([[1, 2], [3, 4]], x=1), BindingError, "'x' is given by position and by name"),
+    "unknown": (lambda f: f([[1, 2], [3, 4]], m=1), UnknownNameError, "'m'"),
+    "missing": (lambda f: f(n=1), MissingInputError, "'x'"),
+    "a float for an integer": (lambda f: f([[1, 2], [3, 4]], 5.0), InputDTypeError, "does not hold"),
+    "too large": (lambda f: f([[1, 2], [3, 4]], 1 << 40), InputDTypeError, "i32"),
+    "ragged": (lambda f: f([[1, 2], [3]], 5), InputDTypeError, "x"), "text": (lambda f: f("x", 5), InputDTypeError, "x"),
+    "dims": (lambda f: f([1, 2], 5), InputShapeError, "dims"),
+    "an array of another dtype": (lambda f: f(np.ones((2, 2)), 5), InputDTypeError, "astype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ask, error, message", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_wrong_calls(ask, error, message) -> None:
+    compiled = called(rlx.Session("cpu"))
+    with pytest.raises(error, match=message):
+        ask(compiled)
+    assert compiled([[1, 2], [3, 4]], 5)[1] == 6
+
+
+def test_options_by_name() -> None:
+    session = rlx.Session("cpu")
+    both = rlx.CompileOptions(threads=2, checked=True)
+    assert session.compile(example(), rlx.CompileOptions(threads=2), checked=True).options == both
+    cache = rlx.CompileCache()
+    assert cache.compile(session, example(), threads=1) is cache.compile(session, example(), rlx.CompileOptions(threads=1))
+    with pytest.raises(OptionError, match="treads"):
+        session.compile(example(), treads=1)

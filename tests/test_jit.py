@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import DEVICES
 
 import rlx
 from rlx.errors import BindingError, OptionError
-from tests.devices import DEVICES
 
 A, B = np.arange(16, dtype=np.float32), np.full(16, 2, np.float32)
 Point = namedtuple("Point", "x y")

@@ -161,7 +161,7 @@ class EmbeddingModel:
                 self.seconds[f"compile: {stage}"] += seconds
             with self.seconds.spent("set weights"):
                 set_weights(compiled, self.weights)
-                self._params = compiled.params
+                self._params = compiled.params.store
             self._compiled[key] = compiled, parts
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)

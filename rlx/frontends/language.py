@@ -225,7 +225,7 @@ class LanguageModel:
                 self.seconds[f"compile: {stage}"] += seconds
             with self.seconds.spent("set weights"):
                 self._set_weights(compiled)
-            self.params = compiled.params
+            self.params = compiled.params.store
             return compiled
 
     def _set_weights(self, compiled: CompiledGraph) -> None:

@@ -15,6 +15,7 @@ from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
 
 T = TypeVar("T")
+NUMBERS = {"b": "b", "i": "iuf", "u": "iuf", "f": "f", "c": "c"}  # kind of a list's or number's elements -> dtypes that hold them
 
 
 class Declared(NamedTuple):
@@ -42,6 +43,21 @@ def fits(label: str, array: object, shape: Shape, adopt: Adopt | None = None) ->
     if found.shape != shape.static:
         raise InputShapeError(f"{label} is {shape}; got dims {list(found.shape)}")
     return found
+
+
+def converted(label: str, given: object, shape: Shape, adopt: Adopt | None = None) -> Any:
+    """As `fits`; numbers and lists of Python become arrays of the declared dtype, if it holds them exactly or is a wider kind."""
+    if isinstance(given, (bool, int, float, complex, list, tuple)) and not isinstance(given, np.generic):
+        try:
+            kind = np.asarray(given).dtype.kind
+            if shape.num_elements and shape.dtype.kind not in NUMBERS.get(kind, ""):
+                raise InputDTypeError(f"{label} is {shape}; got {given!r:.60}, which that dtype does not hold: convert it first")
+            given = np.asarray(given, shape.dtype.numpy)
+        except (ValueError, OverflowError) as e:  # ragged; integers past the dtype's range
+            if isinstance(e, InputDTypeError):
+                raise
+            raise InputDTypeError(f"{label} is {shape}; got {given!r:.60}: {e}") from e
+    return fits(label, given, shape, adopt)
 
 
 def named(label: str, name: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from rlx.ir.shape import Dim
 from rlx.ir.text import digest_lines
 from rlx.runtime.binding import filled_rows, fits
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.session import Session
+from rlx.runtime.session import Session, with_more
+from rlx.runtime.weights import Params, store_of
 
 MAX_BYTES = 1 << 30
 REMEMBERED = 256  # reasons in the log, and keys of evicted executables
@@ -63,15 +64,17 @@ class CompileCache:
         session: Session,
         graph: Graph,
         options: CompileOptions | None = None,
-        params: ParamStore | None = None,
+        params: ParamStore | Params | None = None,
         handles: HandleStore | None = None,
+        **more: Any,
     ) -> CompiledGraph:
         """As session.compile, but a cached executable is returned if there is one: the same object, with its state.
 
         Raises as session.compile does; nothing is cached then."""
         if not isinstance(session, Session) or not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Session and a Graph, got {type(session).__name__} and {type(graph).__name__}")
-        return self._get(_key(session, graph, options or CompileOptions(), params, handles), session, graph, params, handles)
+        store = store_of(params)
+        return self._get(_key(session, graph, with_more(options, more), store, handles), session, graph, store, handles)
 
     def _get(
         self, key: Key, session: Session, graph: Graph, params: ParamStore | None, handles: HandleStore | None
@@ -96,7 +99,7 @@ class CompileCache:
         for compiled, _ in self._kept.values():
             parts = compiled._executable.memory()
             own += sum(parts.get(name, 0) for name in ("arena", "scratch", "constants", "code"))
-            stores[id(compiled.params)] = compiled.params.nbytes()
+            stores[id(compiled.params.store)] = compiled.params.store.nbytes()
             stores[id(compiled.handles)] = compiled.handles.nbytes
         return own + sum(stores.values())
 
@@ -156,12 +159,13 @@ class BucketedCompileCache:
         *,
         session: Session | None = None,
         options: CompileOptions | None = None,
-        params: ParamStore | None = None,
+        params: ParamStore | Params | None = None,
         handles: HandleStore | None = None,
         max_bytes: int = MAX_BYTES,
+        **more: Any,
     ) -> None:
         """`ladder`: the bucket sizes, ascending. `params`, `handles`: stores to share. `max_bytes`: limit for all executables
-        together."""
+        together. `more`: fields of CompileOptions."""
         named = Dim(dim)
         self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
         if not any(self._places.values()):
@@ -172,8 +176,8 @@ class BucketedCompileCache:
             raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
         self.graph, self.dim, self.ladder = graph, dim, rungs
         self.cache = CompileCache(max_bytes)
-        self.params, self.handles = params or ParamStore(), handles or HandleStore()
-        self._session, self._options = session or Session(), options or CompileOptions()
+        self.params, self.handles = store_of(params) or ParamStore(), handles or HandleStore()
+        self._session, self._options = session or Session(), with_more(options, more)
         self._given: dict[str, np.ndarray] = {}
         self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
         self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it

@@ -20,7 +20,6 @@ from rlx.driver.backend import Executable
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
-from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
 
 from rlx.errors import (  # isort: skip
@@ -30,12 +29,12 @@ from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value
 from rlx.ir.program import BufferDecl, Program
-from rlx.runtime.binding import Declared, by_name, by_position, each, fits, from_bytes, named, shaped
+from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
 from rlx.runtime.outputs import OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
-from rlx.runtime.weights import Weights
+from rlx.runtime.weights import Params, Weights
 
 
 class CompiledGraph:
@@ -89,9 +88,11 @@ class CompiledGraph:
     # -- params
 
     @property
-    def params(self) -> ParamStore:
-        """The weights, to be shared with other compiles: Session.compile(graph, options, params=compiled.params)."""
-        return self._weights.store
+    def params(self) -> Params:
+        """Name, shape and dtype of every weight. Also the weights, shared with another compile that is given them:
+        Session.compile(graph, options, params=compiled.params)."""
+        declared = (Declared(name, b.shape, b.shape.dtype) for name, b in self._weights.decls.items())
+        return Params(declared, self._weights.store)
 
     def set_param(self, name: str, array: np.ndarray) -> None:
         """Copy a weight in and update its packed copies. `array`: the declared dims and dtype, any strides.
@@ -124,6 +125,24 @@ class CompiledGraph:
         return self._weights.missing()
 
     # -- running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run once, on inputs by position, by name or both: arrays, numbers and lists, which become arrays of the declared dtype.
+        Returns a fresh array, or a tuple of them if the graph has another number of outputs than one.
+
+        Raises as `run` does, and InputDTypeError for numbers that the declared dtype does not hold."""
+        if len(args) > len(self._inputs):
+            raise BindingError(f"{len(self._inputs)} inputs ({known(d.name for d in self._inputs)}), got {len(args)} by position")
+        given = {d.name: x for d, x in zip(self._inputs, args)}
+        if twice := given.keys() & kwargs:
+            raise BindingError(f"input {known(twice)} is given by position and by name")
+        given |= kwargs
+        adopt = self._executable.adopt
+        for d in self._inputs:
+            if d.name in given:
+                given[d.name] = converted(f"input {d.name!r}", given[d.name], d.shape, adopt)
+        outputs = self.run(given)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @in_machine_code("dict", lambda self: partial(copies, self._output_views), makes=True)
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:

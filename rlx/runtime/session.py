@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from functools import cache, partial
+from typing import Any
 
 from rlx import knobs
 from rlx.backends import backend_of
@@ -25,7 +27,7 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, CacheEntry
 from rlx.runtime.tune import Progress, tune
-from rlx.runtime.weights import planned_bytes
+from rlx.runtime.weights import Params, planned_bytes, store_of
 
 
 class Session:
@@ -51,11 +53,13 @@ class Session:
         self,
         graph: Graph,
         options: CompileOptions | None = None,
-        params: ParamStore | None = None,
+        params: ParamStore | Params | None = None,
         handles: HandleStore | None = None,
+        **more: Any,
     ) -> CompiledGraph:
-        """Compile `graph` to an executable. `params`: weights shared with another compile (compiled.params). `handles`: states
-        shared in the same way (compiled.handles); InputShapeError if one of them has another shape there.
+        """Compile `graph` to an executable. `more`: fields of CompileOptions, changed in `options`. `params`: weights shared with
+        another compile (compiled.params). `handles`: states shared in the same way (compiled.handles); InputShapeError if one of
+        them has another shape there.
 
         Raises VerifyError, CompileError, OptionError or UnboundDimError. The graph is never changed. A graph with collectives
         waits at a barrier for the other ranks, which may raise CallMismatchError (a rank compiled other collectives),
@@ -63,11 +67,11 @@ class Session:
         """
         if not isinstance(graph, Graph):
             raise OptionError(f"compile takes a Graph, got {type(graph).__name__}")
+        params = store_of(params)
         for name, store, kind in (("params", params, ParamStore), ("handles", handles, HandleStore)):
             if store is not None and not isinstance(store, kind):
                 raise OptionError(f"compile takes {name} as a {kind.__name__}, got {type(store).__name__}")
-        if not isinstance(options := options or CompileOptions(), CompileOptions):
-            raise OptionError(f"compile takes CompileOptions, got {type(options).__name__}")
+        options = with_more(options, more)
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
         _check_handles(graph, options)
@@ -80,11 +84,11 @@ class Session:
             if collects:
                 gc.enable()
 
-    def plan(self, graph: Graph, options: CompileOptions | None = None) -> MemoryPlan:
+    def plan(self, graph: Graph, options: CompileOptions | None = None, **more: Any) -> MemoryPlan:
         """The memory plan that an executable would have, without its code and scratch. Allocates no memory for it."""
-        options = options or CompileOptions()
-        if not isinstance(graph, Graph) or not isinstance(options, CompileOptions):
-            raise OptionError(f"plan takes a Graph and CompileOptions, got {type(graph).__name__}, {type(options).__name__}")
+        options = with_more(options, more)
+        if not isinstance(graph, Graph):
+            raise OptionError(f"plan takes a Graph, got {type(graph).__name__}")
         program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
         return MemoryPlan.of(program, planned_bytes(program))
 
@@ -147,6 +151,13 @@ class Session:
             return self._backend.load(artifact, params, self.device.index, handles, **ranks)
         except (MemoryError, OSError) as e:
             raise OutOfMemoryError(f"{self.device} has no room for {_room(artifact.program)}: {e}") from e
+
+
+def with_more(options: CompileOptions | None, more: Mapping[str, Any]) -> CompileOptions:
+    """`options`, or the defaults, with more fields."""
+    if not isinstance(options := options or CompileOptions(), CompileOptions):
+        raise OptionError(f"options are CompileOptions, got {type(options).__name__}")
+    return options.replace(**more) if more else options
 
 
 def _room(program: Program) -> str:

@@ -17,13 +17,29 @@ import numpy as np
 from rlx.driver import files
 from rlx.driver.backend import Executable
 from rlx.driver.foreign import DeviceArray
+from rlx.driver.params import ParamStore
 from rlx.errors import MissingParamError, UnknownNameError, known
 from rlx.host.gate import Gate
 from rlx.ir.program import BufferDecl, Program, Region
-from rlx.runtime.binding import fits, named
+from rlx.runtime.binding import Declared, fits, named
 
 IN_THREADS = 4 << 20  # from this many bytes of params set at once, several threads share the work
 MOST = 64  # threads of the host, since a GPU has many more
+
+
+class Params(tuple[Declared, ...]):
+    """The params of a compiled graph: name, shape, dtype. `store`: the weights, to be shared with other compiles."""
+
+    store: ParamStore
+
+    def __new__(cls, declared: Iterable[Declared], store: ParamStore) -> Params:
+        made = super().__new__(cls, declared)
+        made.store = store
+        return made
+
+
+def store_of(params: ParamStore | Params | None) -> ParamStore | None:
+    return params.store if isinstance(params, Params) else params
 
 
 class Weights:
