@@ -214,7 +214,7 @@ def test_cache(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.replace("\n", "").startswith(str(tmp_path / "kept"))
     assert re.search(r"programs: 1, kernels: \d\d, \d+\.\d [kM]B of 52\.4 MB\n", done.stdout)
     done = rlx_command("cache", "clear", **kept)
-    assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0.0 kB of", done.stdout)
+    assert re.search(r"\d\d entries removed\n.*\nprograms: 0, kernels: 0, 0 bytes of", done.stdout)
     assert list((tmp_path / "kept").iterdir()) == []
     assert rlx_command("cache", "burn", **kept).returncode == 2
 

@@ -63,6 +63,27 @@ def test_internal_modules_do_not_hide_behind_public_names() -> None:
             getattr(rlx, name)
 
 
+def test_objects_show_themselves_in_a_line_and_in_notebooks() -> None:
+    g = rlx.Graph("net")
+    g.set_outputs([g.input("x", (2, 3), rlx.f32) @ g.param("w", (3, 3), rlx.f32)])
+    session, cache = rlx.Session("cpu", threads=1), rlx.CompileCache()
+    compiled = cache.compile(session, g)
+    lines = {
+        "Graph": (g, "<Graph 'net': x f32[2,3] -> output0 f32[2,3]; 1 param>"),
+        "Session": (session, "<Session on CPU, 1 threads>"),
+        "CompiledGraph": (compiled, "<CompiledGraph 'net' on CPU: x f32[2,3] -> output0 f32[2,3]; 1 param; "),
+        "Params": (compiled.params, "(w f32[3,3],)"), "MemoryPlan": (compiled.memory_plan(), "<MemoryPlan of "),
+        "CompileReport": (compiled.report(), "<CompileReport 'net' on CPU: 2 steps, 2 kernels, "),
+        "Program": (compiled.program(), "<Program 'net' for cpu: 1 step, 1 before"),
+        "CompileCache": (cache, "<CompileCache of 1 executable, "),
+    }  # fmt: skip
+    for shown, line in lines.values():
+        assert repr(shown).startswith(line) and "\n" not in repr(shown) and " at 0x" not in repr(shown)
+        page = getattr(shown, "_repr_html_", lambda: "<pre>")()
+        assert page.startswith("<pre>") and "<Graph" not in page
+    assert "%0" in g._repr_html_() or "matmul" in g._repr_html_()
+
+
 USER = """
 import numpy as np
 import rlx

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlx.frontends.embedding import EmbeddingModel
+from rlx.ir.shown import sized
 
 _out = Console(highlight=False)
 
@@ -38,14 +39,10 @@ def summary(model: EmbeddingModel, n: int, first: float, warm: float | None, out
     if warm is not None:
         _out.print(f"once compiled: {warm / n * 1e3:.2f} ms per text")
     rows, length = max(model.shapes, key=lambda s: s[0] * s[1])
-    planned = ", ".join(f"{what} {_size(nbytes)}" for what, nbytes in model.memory(rows, length).items() if nbytes)
+    planned = ", ".join(f"{what} {sized(nbytes)}" for what, nbytes in model.memory(rows, length).items() if nbytes)
     _out.print(f"memory planned for {rows} x {length} tokens: {planned}")
     if output is not None:
         _out.print(_plain(f"written to {output}"))
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes / 1e3:.1f} kB"
 
 
 def account(seconds: dict[str, float]) -> None:
@@ -82,7 +79,7 @@ def cache(clear: bool) -> None:
         _out.print(f"{kept.clear()} entries removed")
     entries = kept.entries()
     programs = [e for e in entries if e.name.startswith("program-")]
-    used = f"{_size(sum(e.nbytes for e in entries))} of {_size(kept.max_bytes)}"
+    used = f"{sized(sum(e.nbytes for e in entries))} of {sized(kept.max_bytes)}"
     _out.print(_plain(kept.folder))
     tuned = [e for e in entries if e.name.startswith("tuning-")]
     kernels = f"kernels: {len(entries) - len(programs) - len(tuned)}{f', tuned steps: {len(tuned)}' if tuned else ''}"

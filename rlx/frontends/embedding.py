@@ -25,6 +25,7 @@ from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
 from rlx.frontends.weights import model_path, read_json, read_weights
 from rlx.ir.graph import Value
+from rlx.ir.shown import Shown
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
@@ -62,7 +63,7 @@ def _rung(tokens: int, max_length: int) -> int:
     return next((n for n in LENGTHS if tokens <= n < max_length), max_length)
 
 
-class EmbeddingModel:
+class EmbeddingModel(Shown):
     """Returned by `load`. One thread at a time runs it; others wait."""
 
     def __init__(
@@ -86,6 +87,9 @@ class EmbeddingModel:
         self._compiled: OrderedDict[tuple[int, int], tuple[CompiledGraph, Partitioned | None]] = OrderedDict()
         self._params: ParamStore | None = None  # shared by every shape
         self._lock = Lock()
+
+    def _line(self) -> str:
+        return f"{self.folder.name!r} on {self._session.device}: {self.dim} numbers a text, at most {self.max_length} tokens"
 
     @property
     def dim(self) -> int:

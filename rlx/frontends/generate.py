@@ -13,6 +13,7 @@ import numpy as np
 
 from rlx.errors import BindingError, ModelError, OptionError
 from rlx.frontends.sampling import Sampler, Sampling, checked_seed
+from rlx.ir.shown import Shown
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or messages {"role": …, "content": …}
 BROKEN = "\ufffd"  # decoded in place of bytes that are not, or not yet, a character
@@ -109,7 +110,7 @@ class Stats:
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-class Generator:
+class Generator(Shown):
     """An answer being generated: iterate over it, or call `step`. It uses the model's state until it is finished.
 
     `tokens`: ids so far, without the end token. `text`: the text returned so far. `finish`: None, or the reason for the end:
@@ -154,6 +155,9 @@ class Generator:
         self.text = ""
         self.finish: str | None = None
         self.stats = Stats(prompt_tokens=len(self.prompt))
+
+    def _line(self) -> str:
+        return f"of {self.model!r}: {len(self.tokens)} of at most {self.limit} tokens, {self.finish or 'not finished'}"
 
     def __iter__(self) -> Iterator[Token]:
         while (token := self.step()) is not None:

@@ -25,6 +25,7 @@ from rlx.frontends.seconds import Seconds
 from rlx.frontends.weights import model_path
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
+from rlx.ir.shown import Shown
 from rlx.runtime import (
     CompiledGraph,
     CompileOptions,
@@ -43,7 +44,7 @@ CACHES = ("f32", "bf16", "f16")
 Steps = tuple[str, ...] | None  # Sampling.steps of graphs that sample; None: graphs that return logits
 
 
-class LanguageModel:
+class LanguageModel(Shown):
     """Returned by `load`. Run it on one thread at a time. Weights are read, and memory is allocated, at the first step."""
 
     def __init__(
@@ -92,6 +93,10 @@ class LanguageModel:
         self._codec: TextCodec | None = None
         self._answer: Decoding | None = None  # the answer that owns the state
         self._lock = Lock()
+
+    def _line(self) -> str:
+        size = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}, {self.config.vocab_size} tokens"
+        return f"{self.path.name!r} on {self._session.device}: {size}, {self.capacity} positions"
 
     @property
     def codec(self) -> TextCodec:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rlx.ir.building import EXTENT, Active, Building, Extent, keep, postorder
 from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, LeafAttrs, Node, Value, apply, constant, same_values
+from rlx.ir.shown import Shown, counted, some
 from rlx.ir.text import fingerprint, parse_into, print_graph
 from rlx.ir.verify import verify
 
 
-class Graph(Building):
+class Graph(Shown, Building):
     """A named tensor program: leaves in declaration order, outputs, and the next value of each assigned handle.
 
     Ops can be written as operators on Values, as functions (`rlx.gelu(x)`), or as methods (`g.gelu(x)`).
@@ -24,6 +25,11 @@ class Graph(Building):
 
     def __str__(self) -> str:
         return print_graph(self)
+
+    def _line(self) -> str:
+        outputs = some(f"{name} {v.shape}" for name, v in zip(self.output_names, self.outputs))
+        counts = (counted(len(found), label) for found, label in ((self.params, "param"), (self.handles, "handle")) if found)
+        return "; ".join([f"{self.name!r}: {some(f'{v.name} {v.shape}' for v in self.inputs)} -> {outputs}", *counts])
 
     @staticmethod
     def parse(text: str) -> Graph:

@@ -19,6 +19,7 @@ from rlx.ir.kernel import Kernel, Native, loaded_buffers
 from rlx.ir.kernel_text import print_kernel
 from rlx.ir.layout import TiledLayout
 from rlx.ir.shape import Shape
+from rlx.ir.shown import Shown, counted
 from rlx.ir.target import Target
 from rlx.ir.tokens import constant_text, name_text
 
@@ -94,8 +95,8 @@ class OutputDecl:
     active: tuple[Active, ...] = ()
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Shown):
     name: str
     target: Target
     buffers: tuple[BufferDecl, ...]
@@ -111,6 +112,9 @@ class Program:
     extent: int | None = None  # if set, the last of `inputs`: i64 (), the number of valid rows of the active axes
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
+
+    def _line(self) -> str:
+        return f"{self.name!r} for {self.target.name}: {counted(len(self.steps), 'step')}, {len(self.prepare)} before runs"
 
     @cached_property
     def collectives(self) -> tuple[Native, ...]:

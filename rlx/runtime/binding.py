@@ -25,6 +25,9 @@ class Declared(NamedTuple):
     shape: Shape
     dtype: DType
 
+    def __repr__(self) -> str:
+        return f"{self.name} {self.shape}"
+
 
 
 Adopt = Callable[[object], DeviceArray | None]  # Executable.adopt

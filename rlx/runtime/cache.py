@@ -20,6 +20,7 @@ from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameEr
 from rlx.forks import Lock
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim
+from rlx.ir.shown import Shown, counted, sized, some
 from rlx.ir.text import digest_lines
 from rlx.runtime.binding import filled_rows, fits
 from rlx.runtime.compiled import CompiledGraph
@@ -42,7 +43,7 @@ class Key(NamedTuple):
     transport: int | None
 
 
-class CompileCache:
+class CompileCache(Shown):
     """Executables by graph, options, device and stores. If all together take more than `max_bytes`, the least recently used are
     evicted first. `hits`, `misses`: counts so far. `why`: the reason of the last miss. `log`: (graph, reason) of the last 256
     misses."""
@@ -58,6 +59,9 @@ class CompileCache:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def _line(self) -> str:
+        return f"of {counted(len(self), 'executable')}, {sized(self.nbytes)}; {self.hits} hits, {self.misses} misses"
 
     def compile(
         self,
@@ -148,7 +152,7 @@ def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:
     return (*(least << i for i in range(((most - 1) // least).bit_length())), most)
 
 
-class BucketedCompileCache:
+class BucketedCompileCache(Shown):
     """One graph with a named dim, compiled once for each bucket that is used. All buckets share the weights and states."""
 
     def __init__(
@@ -182,6 +186,9 @@ class BucketedCompileCache:
         self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
         self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
         self._lock = Lock()
+
+    def _line(self) -> str:
+        return f"of graph {self.graph.name!r}, dim {self.dim!r} of {some(self.ladder, 12)}; {len(self.cache)} compiled"
 
     def set_param(self, name: str, array: np.ndarray) -> None:
         """Set a weight in every bucket. The array is kept for buckets compiled later: by reference if it is read-only, else as a

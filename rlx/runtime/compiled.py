@@ -29,6 +29,7 @@ from rlx.host.gate import FastCalls, Gate
 from rlx.ir.dtype import DType
 from rlx.ir.graph import Node, Value
 from rlx.ir.program import BufferDecl, Program
+from rlx.ir.shown import Shown, counted, sized, some
 from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
@@ -37,7 +38,7 @@ from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
 
 
-class CompiledGraph:
+class CompiledGraph(Shown):
     """A graph compiled for one device. Made by Session.compile. Only one thread at a time may run it; `clone` it for more."""
 
     def __init__(
@@ -74,6 +75,14 @@ class CompiledGraph:
             vars(core).update(vars(self))
             self._core = core
         self._set_extent(None)
+
+    def _line(self) -> str:
+        inputs, outputs = (some(f"{d.name} {d.shape}" for d in found) for found in (self.inputs, self.outputs))
+        params = f"; {counted(len(self.params), 'param')}" if self._weights.decls else ""
+        return f"{self._program.name!r} on {self.device}: {inputs} -> {outputs}{params}; {sized(self.memory_plan().total_bytes)}"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.report()}\n{self.memory_plan()}"
 
     @property
     def inputs(self) -> tuple[Declared, ...]:

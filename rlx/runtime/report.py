@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rlx.ir.cost import ProgramWork
 from rlx.ir.program import NodeReport, Program
+from rlx.ir.shown import Shown, counted, sized
 from rlx.ir.tuning import NOT_TUNED, Tuning
 
 
@@ -46,8 +47,8 @@ class CacheNote:
         return f"cache: {self.state}{why}{': ' if self.path else ''}{self.path}"
 
 
-@dataclass(frozen=True)
-class CompileReport:
+@dataclass(frozen=True, repr=False)
+class CompileReport(Shown):
     """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: label of a kernel (NAME, or
     NAME@2 for the second of that name) -> generated code. `stages`: graph text by pass. `cache`: use of the disk cache.
     `tuning`: the tilings of steps. `work`: bytes and FLOPs of a run, counted lazily."""
@@ -62,6 +63,10 @@ class CompileReport:
     cache: CacheNote = CacheNote()
     tuning: Tuning = NOT_TUNED
     count: Callable[[], ProgramWork] = field(default=lambda: ProgramWork((), 0), repr=False, compare=False)
+
+    def _line(self) -> str:
+        made = f"{self.cache.state} in {sum(self.seconds.values()):.2g} s"
+        return f"{self.name!r} on {self.device}: {counted(self.steps, 'step')}, {counted(self.kernels, 'kernel')}, {made}"
 
     @property
     def kernels(self) -> int:
@@ -93,8 +98,8 @@ class Allocations:
     native_live_bytes: int
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Shown):
     """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes)."""
 
     arena_bytes: int
@@ -111,6 +116,10 @@ class MemoryPlan:
             f"%{b.id} {b.region.value} {b.name}": (plan.offsets[b.id], b.nbytes) for b in program.buffers if b.id in plan.offsets
         }
         return MemoryPlan(plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment, regions, slots)
+
+    def _line(self) -> str:
+        parts = ", ".join(f"{name} {sized(n)}" for name, n in self.regions.items() if n)
+        return f"of {sized(self.total_bytes)}: {parts}"
 
     @property
     def total_bytes(self) -> int:

@@ -22,6 +22,7 @@ from rlx.errors import CompileError, OptionError, OutOfMemoryError, known
 from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
+from rlx.ir.shown import Shown
 from rlx.ir.verify import where
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
@@ -30,7 +31,7 @@ from rlx.runtime.tune import Progress, tune
 from rlx.runtime.weights import Params, planned_bytes, store_of
 
 
-class Session:
+class Session(Shown):
     """Compiles graphs for one device. DeviceUnavailableError, at once, if the device cannot be used here."""
 
     def __init__(
@@ -48,6 +49,11 @@ class Session:
         self._backend = backend_of(self.device)
         if isinstance(self._backend, Opening):
             self._backend.begin(self.device.index)
+
+    def _line(self) -> str:
+        threads = f", {self.threads} threads" if self.threads else ""
+        rank = f", rank {self.transport.this_rank} of {self.transport.num_ranks}" if self.transport else ""
+        return f"on {self.device}{threads}{rank}"
 
     def compile(
         self,
