@@ -1,9 +1,9 @@
-"""Products with quantised weights on an NVIDIA GPU: rlx beside the bandwidth of memory and products of bf16 (torch).
+"""Products of a few rows on an NVIDIA GPU: rlx beside the bandwidth of memory and products of bf16 (torch).
 
-    python benchmarks/cuda_gemv.py [--formats q8_0 q4_k] [--rows 1 8 512] [--dtype bf16]
+    python benchmarks/cuda_gemv.py [--formats q8_0 q4_k bf16] [--rows 1 8 512] [--dtype bf16]
 
 One run multiplies x by several weights in turn, so that none of them is in the L2 cache; it is one CUDA graph, replayed.
-"read" is the rate of torch.sum over 1 GiB; the share of it counts the bytes of packed weights. Results are compared with float64.
+"read" is the rate of torch.sum over 1 GiB; the share of it counts the bytes of weights as they are.
 """
 
 from __future__ import annotations
@@ -49,20 +49,33 @@ def wait() -> None:
     torch.cuda.synchronize()
 
 
+def weights(rng: np.random.Generator, form: str, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random ones [n, k], and the first 64 rows as numbers."""
+    if form not in FORMATS:
+        w = rng.standard_normal((n, k), np.float32).astype(as_dtype(form).numpy)
+        return w, w[:64].astype(np.float32)
+    w = np.zeros((n, FORMATS[form].row_bytes(k)), np.uint8)
+    random_weights(FORMATS[form])(rng, [w, w])
+    return w, FORMATS[form].decode_rows(w[:64], k)
+
+
 def ours(form: str, m: int, n: int, k: int, dtype: str) -> float:
     """Seconds of one product."""
     rng = np.random.default_rng(n + k)
-    w = np.zeros((n, FORMATS[form].row_bytes(k)), np.uint8)
-    random_weights(FORMATS[form])(rng, [w, w])
+    w, decoded = weights(rng, form, n, k)
     g, copies = rlx.Graph("products"), max(2, min(8, COLD // w.nbytes + 1))
     x = g.input("x", (m, k), dtype)
-    g.set_outputs([rlx.dequant_matmul(x, g.param(f"w{i}", w.shape, "u8"), format=form) for i in range(copies)])
+    params = [g.param(f"w{i}", w.shape, w.dtype) for i in range(copies)]
+    if form in FORMATS:
+        g.set_outputs([rlx.dequant_matmul(x, p, format=form) for p in params])
+    else:
+        g.set_outputs([rlx.cast(x, form) @ p.T for p in params])
     compiled = rlx.Session("cuda").compile(g)
     for i in range(copies):
         compiled.set_param(f"w{i}", w)
     values = rng.standard_normal((m, k)).astype(as_dtype(dtype).numpy)
     (found, *_) = compiled.run({"x": values})
-    want = values.astype(np.float64) @ FORMATS[form].decode_rows(w[:64], k).astype(np.float64).T
+    want = values.astype(np.float64) @ decoded.astype(np.float64).T
     error = np.abs(np.asarray(found)[:, :64].astype(np.float64) - want).max() / np.abs(want).max()
     if not error < 1e-2:
         raise SystemExit(f"{form} {m} x {n} x {k} is wrong by {error}")
@@ -87,7 +100,7 @@ def peer(m: int, n: int, k: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--formats", nargs="+", default=["q8_0", "q4_k"], choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=["q8_0", "q4_k"], choices=[*FORMATS, "bf16", "f16"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 512])
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "f16", "f32"))
     asked = parser.parse_args()
@@ -98,7 +111,8 @@ def main() -> None:
         for n, k in SHAPES:
             bf16 = peer(m, n, k)
             for form in asked.formats:
-                t, held = ours(form, m, n, k, asked.dtype), n * FORMATS[form].row_bytes(k)
+                t = ours(form, m, n, k, asked.dtype)
+                held = n * (FORMATS[form].row_bytes(k) if form in FORMATS else 2 * k)
                 rate = f"{held / t / 1e12:5.2f} TB/s {held / t / read:4.0%} {2 * m * n * k / t / 1e12:5.0f} TFLOP/s"
                 print(f"{form:5} {m:4} x {n:6} x {k:6}  {t * 1e6:8.2f} us {rate}  torch bf16 {bf16 * 1e6:8.2f} us", flush=True)
 

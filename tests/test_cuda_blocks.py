@@ -50,6 +50,19 @@ def test_every_format_is_one_kernel_with_norm_and_epilogue(form):
     assert cubin(text_of(at, "kernel"), "sm_90a")
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_row_is_multiplied_as_digits_of_integers(form):
+    for dtype, k_ in (("f32", FORMATS[form].block), ("bf16", 4096), ("f16", 3072)):
+        (kernel,) = kernels(product(form, 1, 100, k_, dtype))
+        at = launch_of(kernel)
+        assert type(at) is BlocksLaunch and at.digits and at.columns == 3
+        text = text_of(at, "kernel")
+        assert "s32.u8.s8.s32" in text and cubin(text, "sm_90a")
+        (kernel,) = kernels(product(form, 1, 100, k_, dtype, exact=True))
+        at = launch_of(kernel)
+        assert isinstance(at, BlocksLaunch) and not at.digits
+
+
 def test_a_long_sum_is_shared_by_the_blocks_of_a_cluster():
     (kernel,) = kernels(product("q4_k", 1, 1024, 14336, "bf16"))
     at = launch_of(kernel)
@@ -75,6 +88,53 @@ def test_exact_products_and_older_gpus_keep_f32():
     (plain,) = kernels(product("q8_0", 200, 1000, 512))
     old = launch_of(plain, "sm_80")
     assert isinstance(old, BlocksLaunch) and old.parts == 1 and cubin(text_of(old, "kernel"), "sm_80")
+
+
+def test_three_to_eight_rows_of_f32_are_rounded_unless_exact():
+    for m, columns in ((1, 3), (2, 6), (3, 3), (8, 8)):
+        (kernel,) = kernels(product("q4_k", m, 1024, 1024))
+        at = launch_of(kernel)
+        assert isinstance(at, BlocksLaunch) and at.columns == columns and at.passes == 1
+        (kernel,) = kernels(product("q4_k", m, 1024, 1024, exact=True))
+        at = launch_of(kernel)
+        assert isinstance(at, BlocksLaunch) and at.columns == 3 * at.rows
+
+
+def plain(m: int, n: int, k: int, dtype: str = "bf16", weights: str = "") -> rlx.Graph:
+    """relu(x @ w.T) + z"""
+    g = rlx.Graph("product")
+    w = rlx.transpose(g.param("w", (n, k), weights or dtype), (1, 0))
+    g.set_outputs([rlx.relu(g.input("x", (m, k), dtype) @ w) + g.input("z", (m, n), dtype)])
+    return g
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_some_rows_of_narrow_floats_pass_through_rings(dtype):
+    for m, n, k_ in ((4, 1024, 1024), (8, 4096, 14336), (8, 28672, 4096), (5, 33, 64)):
+        (kernel,) = kernels(plain(m, n, k_, dtype))
+        at = launch_of(kernel)
+        assert isinstance(at, BlocksLaunch) and at.plain and at.passes == 1 and at.slots >= 2
+        assert at.blocks <= 132 * at.resident and at.shared * at.resident <= 227 << 10
+        assert kernel.buffers[at.maps[0].argument].size == n * k_ == kernel.buffers[at.early].size
+        assert cubin(text_of(at, "kernel"), "sm_90a")
+
+
+def test_rings_are_refused_where_bulk_copies_cannot_fetch_the_rows():
+    for m, n, k_, arch in (
+        (1, 1024, 1024, "sm_90a"), (9, 1024, 1024, "sm_90a"), (8, 1024, 1000, "sm_90a"), (8, 31, 64, "sm_90a"),
+        (8, 1024, 1024, "sm_80"),
+    ):  # fmt: skip
+        (kernel,) = kernels(plain(m, n, k_))
+        assert type(launch_of(kernel, arch)) is not BlocksLaunch, (m, n, k_, arch)
+
+
+def test_clusters_fit_into_the_parts_of_a_gpu():
+    """Clusters of over two blocks leave twelve multiprocessors of 132 free; one cluster more would wait for all others."""
+    for m in (1, 8):
+        for n in (4096, 6144, 28672, 128256):
+            (kernel,) = kernels(product("q4_k", m, n, 4096))
+            at = launch_of(kernel)
+            assert isinstance(at, BlocksLaunch) and at.blocks <= at.resident * (132 if at.parts <= 2 else 120)
 
 
 def test_weights_are_packed_ahead_of_runs():
@@ -135,6 +195,7 @@ def test_few_rows_of_every_format(form):
     check(form, 3, 1003, 1024, "bf16", norm=True)
     check(form, 8, 33, 4096, "f16")
     check(form, 40, 65, 512, "f32", exact=True)
+    check(form, 8, 100, 1024, "f32", norm=True, tolerance=6e-3)  # rows are rounded to bf16
 
 
 @on_gpu
@@ -144,6 +205,20 @@ def test_many_rows_of_every_format(form):
     check(form, 130, 1003, 3 * step, "bf16", norm=True)
     check(form, 300, 257, 1024, "f16", tolerance=2e-3)
     check(form, 64, 4100, 512, "f32", tolerance=6e-3)  # both operands are rounded to bf16
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("m", "n", "k"), [(4, 1003, 1024), (8, 96, 14336), (5, 33, 64), (8, 4096, 1536), (7, 260, 192)])
+def test_some_rows_of_narrow_floats(m, n, k, dtype):
+    rng, numpy = np.random.default_rng(m * n + k), as_dtype(dtype).numpy
+    compiled = rlx.Session("cuda").compile(plain(m, n, k, dtype))
+    x, w, z = (rng.standard_normal(dims).astype(numpy) for dims in ((m, k), (n, k), (m, n)))
+    compiled.set_param("w", w)
+    want = np.maximum(x.astype(np.float64) @ w.astype(np.float64).T, 0) + z.astype(np.float64)
+    (found,) = compiled.run({"x": x, "z": z})
+    np.testing.assert_allclose(found.astype(np.float64), want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
+    assert np.array_equal(found, compiled.run({"x": x, "z": z})[0])
 
 
 @on_gpu

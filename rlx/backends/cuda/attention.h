@@ -49,9 +49,10 @@ template <class M> RLX_FN float rlx_masked(float s, int b, int g, int row, int n
 #ifdef FEW
 /* -- few rows (a decoding step): bound by reading keys and values ----------------------------------------------------- */
 
-/* 8 warps. LANES lanes have 8 elements each of one key and its value; AHEAD keys are loaded at once, to registers. The keys are
-   dealt out to `active` of the PARTS blocks of a key head, STEP at a time. Blocks add up in the order of their parts: the last
-   one to finish does it, and leaves the counter zero. */
+/* 8 warps. LANES lanes have 8 elements each of one key and its value, AHEAD keys at a time. The keys are dealt out to `active` of
+   the PARTS blocks of a key head, STEP at a time; a lane copies its own elements to shared memory, STAGES - 1 steps ahead. Blocks
+   add up in the order of their parts: the last one to finish does it, and leaves the counter zero. AREA: bytes of the copies,
+   and later of the records. */
 constexpr int ROWS = GROUP * QUERIES, WARPS = 8, THREADS = WARPS * 32, ACROSS = 32 / LANES, STEP = WARPS * ACROSS * AHEAD;
 constexpr int RECORD = (ROWS * (WIDTH + 2) + 3) / 4 * 4; /* sums, greatest scores and totals of all rows */
 constexpr int MOST = WARPS * ACROSS > PARTS ? WARPS * ACROSS : PARTS; /* records that are added up */
@@ -88,69 +89,100 @@ template <bool GLOBAL, class F> RLX_FN void rlx_add_records(const float* records
   }
 }
 
+/* The sum of s[u] over LANES lanes, in a lane for its own u: the first LANES / AHEAD lanes have u = 0, and so on. */
+RLX_FN float rlx_one_of(float (&s)[AHEAD]) {
+  #pragma unroll
+  for (int by = LANES / 2, many = AHEAD / 2; by > 0; by /= 2, many /= 2) {
+    const bool upper = threadIdx.x & by;
+    #pragma unroll
+    for (int u = 0; u < many; u++) {
+      const float give = upper ? s[u] : s[u + many], held = upper ? s[u + many] : s[u];
+      s[u] = held + rlx_from(give, 32, by);
+    }
+    if (many == 0) s[0] += rlx_from(s[0], 32, by);
+  }
+  return s[0];
+}
+
 template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
     const Q* q, const K* k, const K* v, const M* mask, const F& put, int b, int g, int part, rlx_span span, float* shared, float* scratch, unsigned* counters) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES * 8, own_u = lane % LANES / (LANES / AHEAD);
   const int units = (span.end - span.low + STEP - 1) / STEP, active = units < PARTS ? units : PARTS;
   if (part >= active) return;
   float* const qs = shared; /* [ROWS][LANES * 8] */
   float* const records = qs + ROWS * LANES * 8;
-  float* const weights = records + WARPS * ACROSS * RECORD;
+  float* const weights = records + AREA / 4;
   float top[ROWS], total[ROWS], sums[ROWS][8];
   #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     top[r] = NEVER, total[r] = 0;
     for (int c = 0; c < 8; c++) sums[r][c] = 0;
   }
-  K keys[AHEAD][8], values[AHEAD][8];
+  constexpr int CHUNKS = sizeof(K) / 2; /* 16 bytes each of 8 elements */
+  uint4* const copies = (uint4*)records + threadIdx.x;
   const int own_key = span.low + warp * ACROSS + lane / LANES;
-  const auto fetch = [&](int unit) {
+  const auto fetch = [&](int unit, int stage) {
     #pragma unroll
     for (int u = 0; u < 2 * AHEAD; u++) {
       const int n = own_key + unit * STEP + u % AHEAD * WARPS * ACROSS, there = n < span.end ? n : span.end - 1;
-      if (u < AHEAD)
-        rlx_fetch<8>(keys[u], k + K_AT(b, g, there, SIZE == LANES * 8 || at < SIZE ? at : 0));
-      else
-        rlx_fetch<8>(values[u - AHEAD], v + V_AT(b, g, there, WIDTH == LANES * 8 || at < WIDTH ? at : 0));
+      const K* const from = u < AHEAD ? k + K_AT(b, g, there, SIZE == LANES * 8 || at < SIZE ? at : 0)
+                                      : v + V_AT(b, g, there, WIDTH == LANES * 8 || at < WIDTH ? at : 0);
+      #pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+        rlx_copy<16>((float*)(copies + ((stage * 2 * AHEAD + u) * CHUNKS + c) * THREADS), (const float*)from + 4 * c, true);
     }
   };
-  fetch(part);
+  const auto fetched = [&](int stage, int u, K (&to)[8]) {
+    #pragma unroll
+    for (int c = 0; c < CHUNKS; c++) ((uint4*)to)[c] = copies[((stage * 2 * AHEAD + u) * CHUNKS + c) * THREADS];
+  };
+  #pragma unroll
+  for (int stage = 0; stage < STAGES - 1 || stage == 0; stage++) {
+    if (part + stage * active < units) fetch(part + stage * active, stage);
+    rlx_copies_end();
+  }
   for (int e = threadIdx.x; e < ROWS * LANES * 8; e += THREADS) {
     const int r = e / (LANES * 8), d = e % (LANES * 8);
     qs[e] = d < SIZE ? rlx_wide(q[Q_AT(b, g * GROUP + r / QUERIES, r % QUERIES, d)]) : 0;
   }
   __syncthreads();
-  for (int unit = part; unit < units; unit += active) {
+  for (int unit = part, stage = 0; unit < units; unit += active, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     const int first = own_key + unit * STEP;
-    if (unit != part) fetch(unit);
+    if (STAGES > 1 ? unit + (STAGES - 1) * active < units : unit != part)
+      fetch(unit + (STAGES - 1) * active, stage ? stage - 1 : STAGES - 1);
+    rlx_copies_end();
+    rlx_copies_wait<STAGES - 1>();
+    __align__(16) K keys[AHEAD][8], values[AHEAD][8];
+    #pragma unroll
+    for (int u = 0; u < AHEAD; u++) fetched(stage, u, keys[u]), fetched(stage, AHEAD + u, values[u]);
     #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      float x[8], s[AHEAD], best = top[r];
+      float x[8], s[AHEAD];
       *(float4*)x = *(const float4*)(qs + r * LANES * 8 + at), *(float4*)(x + 4) = *(const float4*)(qs + r * LANES * 8 + at + 4);
       #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         s[u] = 0;
         for (int c = 0; c < 8; c++) s[u] = fmaf(SIZE == LANES * 8 || at < SIZE ? rlx_wide(keys[u][c]) : 0, x[c], s[u]);
       }
+      float score = rlx_masked(rlx_score_of(rlx_one_of(s)) * FACTOR, b, g, r, first + own_u * WARPS * ACROSS, span, mask), best = score;
       #pragma unroll
-      for (int by = LANES / 2; by > 0; by /= 2)
-        #pragma unroll
-        for (int u = 0; u < AHEAD; u++) s[u] += rlx_from(s[u], 32, by);
-      #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
-        s[u] = rlx_masked(rlx_score_of(s[u]) * FACTOR, b, g, r, first + u * WARPS * ACROSS, span, mask);
-        best = rlx_max_f32(best, s[u]);
-      }
-      const float base = best == NEVER ? 0 : best, keep = exp2f(top[r] - base);
-      top[r] = best, total[r] *= keep;
+      for (int by = LANES / 2; by >= LANES / AHEAD; by /= 2) best = fmaxf(best, rlx_from(best, 32, by));
+      best = fmaxf(best, top[r]);
+      const float base = best == NEVER ? 0 : best, keep = rlx_exp2(top[r] - base), p = rlx_exp2(score - base);
+      top[r] = best, total[r] = fmaf(total[r], keep, p);
       for (int c = 0; c < 8; c++) sums[r][c] *= keep;
       #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
-        s[u] = exp2f(s[u] - base), total[r] += s[u];
-        for (int c = 0; c < 8; c++) sums[r][c] = fmaf(s[u], rlx_wide(values[u][c]), sums[r][c]);
+        const float weight = __shfl_sync(~0u, p, u * (LANES / AHEAD), LANES);
+        for (int c = 0; c < 8; c++) sums[r][c] = fmaf(weight, rlx_wide(values[u][c]), sums[r][c]);
       }
     }
   }
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    #pragma unroll
+    for (int by = LANES / 2; by >= LANES / AHEAD; by /= 2) total[r] += rlx_from(total[r], 32, by);
+  __syncthreads(); /* records take the place of copies */
   /* each group of LANES lanes leaves a record: a warp ACROSS of them */
   float* const own = records + (warp * ACROSS + lane / LANES) * RECORD;
   #pragma unroll

@@ -20,6 +20,7 @@ THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 64
+FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 
 
 def claim(node: Node) -> str | None:
@@ -37,8 +38,8 @@ def claim(node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class AttentionLaunch(Launch):
-    """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1.
-    `block`: keys of a block, without tensor cores."""
+    """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1; `stages`
+    of such loads, and the bytes of their `area`. `block`: keys of a block, without tensor cores."""
 
     tall: int = 64
     tensor: bool = True
@@ -47,6 +48,8 @@ class AttentionLaunch(Launch):
     ahead: int = 0
     parts: int = 1
     block: int = 0
+    stages: int = 1
+    area: int = 0
 
     @property
     def points(self) -> int:
@@ -74,13 +77,17 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) ->
     few = 0 < rows <= FEW_ROWS and not (tensor and rows > FEW_ROWS // 2 and keys <= FEW_KEYS)
     if few and size % 8 == width % 8 == 0 and in_chunks(k) and in_chunks(v):
         lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
-        groups, ahead = FEW_THREADS // lanes, 4 if rows <= 8 else 2
+        groups, ahead = FEW_THREADS // lanes, min(lanes, 4 if rows <= 8 else 2)
         parts = min(MOST_PARTS, -(-keys // (groups * ahead)), max(1, 2 * multiprocessors // max(1, batch * shared)))
         record, weights = 16 * -(-rows * (width + 2) // 4), 4 * rows * (max(groups, parts) + 2)
+        step = 2 * ahead * FEW_THREADS * 8 * k.buffer.dtype.itemsize  # bytes of a step's keys and values
+        room = min(FEW_BYTES, most - 32 * rows * lanes - weights)
+        stages = min(-(-keys // (groups * ahead * parts)), max(1, room // step))
+        area = max(groups * record, stages * step)
         return AttentionLaunch(
-            kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + groups * record + weights,
+            kernel, FEW_THREADS, FEW_THREADS, shared=32 * rows * lanes + area + weights,
             scratch=record if parts > 1 else 0, counters=batch * shared if parts > 1 else 0, tall=rows, tensor=False,
-            tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts,
+            tiles=batch * shared, lanes=lanes, ahead=ahead, parts=parts, stages=stages, area=area,
         )  # fmt: skip
     if tensor:
         tall = 64 if rows > 32 else 32 if rows > 16 else 16
@@ -215,6 +222,7 @@ class AttentionWriter(CudaWriter):
         )  # fmt: skip
         if self.launch.lanes:
             yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}"
+            yield f"#define STAGES {self.launch.stages}\n#define AREA {self.launch.area}"
         if self.launch.block:
             yield f"#define BLOCK {self.launch.block}"
             for name, view in (("K", native.inputs[1]), ("V", native.inputs[2])):

@@ -16,7 +16,7 @@ from rlx.backends.cuda import attention, splits
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
-from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
+from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -32,6 +32,7 @@ from rlx.ir.target import Producer, Target
 SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
+COMPUTED_ROWS, COMPUTED = 2, 32_000  # rows of a product that every block of it computes, and operations for each of them
 COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
 
@@ -109,10 +110,9 @@ class CudaBackend:
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,
     ) -> CudaExecutable:  # fmt: skip
-        memory, functions = memory_of(index), Functions()
-        images = [(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin]
-        for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
-            functions[name] = memory.gpu.function(image, name, shared, functions)
+        memory = memory_of(index)
+        functions = {c.name: memory.gpu.function(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin}
+        functions |= {name: memory.gpu.function(artifact.support, name, 0) for name in SUPPORT}
         return CudaExecutable(artifact, memory, functions, params, handles, transport)
 
 
@@ -130,8 +130,9 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
 
 
 def _computes(producer: Producer) -> bool:
-    """A product with few rows computes them in every block: that costs less than another kernel."""
-    return producer.side == 0 and producer.m <= MOST_ROWS and producer.batch == 1
+    """A product with very few rows computes them in every block: that costs less than another kernel."""
+    cheap = producer.k * producer.work <= COMPUTED
+    return producer.side == 0 and producer.m <= COMPUTED_ROWS and producer.batch == 1 and cheap
 
 
 def _pairs(arch: str, node: Node) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rlx.backends.shared.packed import PANEL, panel
 from rlx.ir.blocks import Integers, Panel
 
+FOLDER = Path(__file__).parent
 HALVES = (0, 1)  # runs of a lane
 
 
@@ -79,31 +80,42 @@ class Turn:
         return f"{by}[row] * (__uint_as_float(__byte_perm({word}, 0x4b000000u, 0x7440 + row)) - {less}.0f)"
 
     def header(self) -> str:
-        """blocks.h with the functions of the format."""
-        before, _, after = (Path(__file__).parent / "blocks.h").read_text().partition("// Here are the functions of the format")
-        return before + self.functions() + after.partition("\n")[2]
+        """ring.h, and blocks.h with the functions of the format."""
+        before, _, after = (FOLDER / "blocks.h").read_text().partition("// Here are the functions of the format")
+        return (FOLDER / "ring.h").read_text() + before + self.functions() + after.partition("\n")[2]
 
     def functions(self) -> str:
         """rlx_turn: the bytes of a lane. rlx_load_numbers, rlx_load_turn: those of turn `turn` of a block of a panel. rlx_word:
-        four integers of a row. rlx_wide_numbers: the block's f16 numbers. rlx_factors: scales and mins of the lane's rows."""
+        four integers of a row. rlx_wide_numbers: the block's f16 numbers, that of mins times
+        `of_mins`. rlx_factors: scales and mins of the lane's rows."""
         p, f = self.panel, self.panel.packed
         count, each = len(f.numbers), p.each(f.scales)
-        smalls = each + p.each(f.mins)
+        smalls, inner = each + p.each(f.mins), f.block // p.step
         lines = [
             f"constexpr int RLX_BITS = {self.bits}, RLX_ZERO = {f.zero}, RLX_GROUPS = {self.groups};",
             f"constexpr bool RLX_MINS = {str(f.mins is not None).lower()};",
+            f"constexpr int RLX_LESS = {128 + f.zero if self.bits < 8 else 0};",
             f"struct rlx_turn {{ uint32_t q[{len(self.loads)}][4]; uint2 number[{count}]; uint32_t small[{max(1, smalls)}]; }};",
-            "RLX_FN void rlx_load_numbers(rlx_turn& a, const unsigned char* block, unsigned lane) {",
-            *(f"  rlx_load_halves(a.number[{n}], block + {at} + lane / 4 * 8);" for n, at in enumerate(f.numbers)),
+            "template <class From> RLX_FN void rlx_load_numbers(rlx_turn& a, const unsigned char* block, unsigned lane) {",
+            *(f"  From::halves(a.number[{n}], block + {at} + lane / 4 * 8);" for n, at in enumerate(f.numbers)),
             "}",
-            "RLX_FN void rlx_load_turn(rlx_turn& a, const unsigned char* block, unsigned turn, unsigned lane) {",
+            "RLX_FN const unsigned char* rlx_turn_at(const unsigned char* block, unsigned turn) {",
+            f"  return block + turn / {inner} * {f.nbytes} + {p.turns_at} + turn % {inner} * {p.turn_bytes};",
+            "}",
+            "template <class From> RLX_FN void rlx_load_integers(rlx_turn& a, const unsigned char* at, unsigned lane) {",
             "  const unsigned g = lane / 4, t = lane % 4;",
-            f"  const unsigned char* const at = block + {p.turns_at} + turn * {p.turn_bytes};",
         ]
         for n, (_, dwords) in enumerate(self.loads):
-            lines.append(f"  rlx_load_dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
-        lines += [f"  rlx_load_bytes(a.small[{n}], at + {n * PANEL} + g * 4);" for n in range(smalls)]
-        lines += ["}"]
+            lines.append(f"  From::dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
+        lines += [
+            "}",
+            "template <class From>",
+            "RLX_FN void rlx_load_turn(rlx_turn& a, const unsigned char* block, unsigned turn, unsigned lane) {",
+            "  const unsigned char* const at = rlx_turn_at(block, turn);",
+            "  rlx_load_integers<From>(a, at, lane);",
+            *(f"  From::bytes(a.small[{n}], at + {n * PANEL} + lane / 4 * 4);" for n in range(smalls)),
+            "}",
+        ]
         for half in HALVES:
             lines += [f"RLX_FN uint32_t rlx_word{half}(const rlx_turn& a, int row, int t) {{ return {self.word(half)}; }}"]
         lines += [
@@ -112,9 +124,10 @@ class Turn:
             "}",
             f"RLX_FN int rlx_run(int half, int t) {{ return half ? {of_lane(self.runs(1))} : {of_lane(self.runs(0))}; }}",
             f"struct rlx_numbers {{ float of[{count}][4]; }};",
-            "RLX_FN rlx_numbers rlx_wide_numbers(const rlx_turn& a) {",
+            "RLX_FN rlx_numbers rlx_wide_numbers(const rlx_turn& a, float of_mins) {",
             "  rlx_numbers b;",
             f"  for (int n = 0; n < {count}; n++) rlx_wide_4(b.of[n], a.number[n]);",
+            *["  for (int row = 0; row < 4; row++) b.of[1][row] *= of_mins;"] * bool(f.mins),
             "  return b;",
             "}",
             "RLX_FN void rlx_factors(",
@@ -124,12 +137,37 @@ class Turn:
         ]
         for n in range(self.groups):
             lines.append(f"    scale[{n}][row] = {self.small(f.scales, n, 'by.of[0]') if f.scales else 'by.of[0][row]'};")
-        lines += [f"    least[row] = {self.small(f.mins, each, 'by.of[1]') if f.mins else '0.0f'};", "  }", "}", ""]
-        return "\n".join(lines)
+        lines += [f"    least[row] = {self.small(f.mins, each, 'by.of[1]') if f.mins else '0.0f'};", "  }", "}"]
+        return "\n".join([*lines, *self.unit_factors(), ""])
+
+    def unit_factors(self) -> list[str]:
+        """rlx_unit_factors: of the lane's rows in group `group` of turn `turn`, the scale, and the factor of the sum of the left
+        operand. OWN: the turn has numbers of its own."""
+        p, f = self.panel, self.panel.packed
+        each = p.each(f.scales)
+        least = f" - {self.small(f.mins, each, 'now.of[1]')}" if f.mins else ""
+        return [
+            f"constexpr bool RLX_HAS_LESS = {str(bool(f.zero or f.mins)).lower()};",
+            "template <bool OWN> RLX_FN void rlx_unit_factors(const unsigned char* block, unsigned turn, unsigned group,",
+            "  unsigned lane, const rlx_numbers& by, float (&scale)[4], float (&less)[4]) {",
+            "  rlx_turn a;",
+            "  const unsigned char* const at = rlx_turn_at(block, turn) + lane / 4 * 4;",
+            "  rlx_numbers now = by;",
+            f"  if (OWN) rlx_load_numbers<rlx_near>(a, block + turn / {f.block // p.step} * {f.nbytes}, lane), "
+            "now = rlx_wide_numbers(a, 1.0f);",
+            *[f"  rlx_near::bytes(a.small[0], at + group * {PANEL});"] * bool(each),
+            *[f"  rlx_near::bytes(a.small[{each}], at + {each * PANEL});"] * bool(f.mins),
+            "  #pragma unroll",
+            "  for (int row = 0; row < 4; row++) {",
+            f"    scale[row] = {self.small(f.scales, 0, 'now.of[0]') if f.scales else 'now.of[0][row]'};",
+            f"    less[row] = {f'scale[row] * -{f.zero}.0f' if f.zero else '0'}{least};",
+            "  }",
+            "}",
+        ]
 
 
 def turn_of(form: str) -> Turn:
     return Turn(panel(form))
 
 
-__all__ = ["Turn", "of_lane", "turn_of"]
+__all__ = ["FOLDER", "Turn", "of_lane", "turn_of"]

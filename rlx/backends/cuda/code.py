@@ -19,7 +19,8 @@ from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
-from rlx.backends.cuda.gemv_blocks import BlocksLaunch, BlocksWriter, of_blocks
+from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
+from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.schedule import Launch, TensorMap, launch
@@ -86,12 +87,13 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     most = SHARED_BYTES.get(capability, LARGEST)
     if attention.native_of(kernel):
         return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel, most=most)
-    blocks = of_blocks(kernel, clusters=capability >= 90, most=most)
-    if found := few_rows(kernel, most=most) or (blocks if blocks and blocks.passes == 1 else None):
+    blocks = of_blocks(kernel, clusters=capability >= 90, most=most, boxes=arch == "sm_90a")
+    if found := (blocks if blocks and blocks.passes == 1 else None) or few_rows(kernel, most=most):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
-    if found := blocks or on_warps(kernel, capability=capability) or by_fma(kernel):
+    packed = None if blocks and blocks.plain else blocks
+    if found := packed or on_warps(kernel, capability=capability) or by_fma(kernel):
         return found
     return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
 

@@ -1,46 +1,55 @@
 """Products with quantised weights (rlx.ir.blocks.Panel) and few rows, bound by reading the weights once.
 
 A block takes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis, and so do the blocks of
-a cluster, which add their sums through shared memory in a fixed order; every warp keeps the loads of some turns in flight, also
-from one panel to the next. Weights become bf16 without rounding: they are integers of at most 8 bits. The left operand lies in
-shared memory as bf16 numbers that add up to it exactly, each in its own column of a tensor-core product, so products and sums are
-those of f32. Sums of a turn are scaled in f32.
+a cluster, which add their sums through shared memory in a fixed order. Every warp has a ring of pieces of panels, which it fills
+by bulk copies ahead of their use, also before earlier kernels have ended, and from one panel to the next. Weights become bf16
+without rounding: they are integers of at most 8 bits, those of fewer bits with 128 added, whose products with sums of the left
+operand are then subtracted. The left operand lies in shared memory as bf16 numbers that add up to it exactly, each in its own
+column of a tensor-core product, so products and sums are those of f32; many rows of f32 are rounded to bf16, unless that is
+forbidden. Sums of a turn are scaled in f32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
-from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Launch, TensorMap
 from rlx.backends.shared.packed import PANEL, STEP
-from rlx.ir.dtype import f32, index_
-from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Operand, Stmt, Var, const, k
+from rlx.ir.blocks import Panel
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Const, Contract, Kernel, Operand
 
 WARPS = 8
+ZEROS = 64  # bytes
+DIGITS, MOST_QUADS = 3, 8  # columns of a row as integers; runs of four elements that a thread keeps
+LINE, LINES_AT = 128, 1024  # bytes of a row of plain weights that a copy fetches; a multiple of which its place is
+PLAIN_ROWS, MOST_ROWS = 4, 8  # plain weights are multiplied here, and f32 is rounded
 THREADS = 32 * WARPS
 PIECES = {"bf16": 1, "f16": 2, "f32": 3}  # bf16 numbers that add up to one
+WHOLE_ROWS = 2  # of f32 that are not rounded: they fit into one tile of a product
 MOST_PIECES = 32  # of all rows of a block: four tiles of a product
-SHARED_BYTES = 220 << 10  # of the blocks on a multiprocessor
-CLUSTERS = (1, 2, 4, 8)  # blocks
-AT_ONCE = (4, 2, 1)  # turns of a warp whose loads are in flight
-PANEL_TURNS = 2  # the time of a panel besides its turns, in turns of a warp
+SHARED_BYTES, RESERVED = 228 << 10, 2 << 10  # of the blocks on a multiprocessor; of these, for other purposes in each
+RESIDENT, CLUSTERS = (2, 1), (1, 2, 4, 8)  # blocks of a multiprocessor, and of a cluster
+AT_ONCE = (8, 4, 2, 1)  # turns of a piece
+RING_BYTES, MOST_SLOTS = 100 << 10, 8  # of the rings on a multiprocessor; of a ring
+UNROLLED = 4  # turns, with one tile
+PANEL_TURNS, PIECE_TURNS = 2, 0.25  # the time of a panel besides its turns, and that of a piece, in turns of a warp
 
 
 @dataclass(frozen=True)
 class BlocksLaunch(Launch):
-    """`rows` of a block; `parts`: blocks of a cluster; `turns` of each; `at_once`: those of a warp in flight. `each`: clusters
-    that share the panels of some rows. `resident`: blocks of a multiprocessor."""
+    """`rows` of a block; `parts`: blocks of a cluster; `turns` of each; `at_once`: those of a piece; `slots` of a warp's ring.
+    `each`: clusters that share the panels of some rows. `resident`: blocks of a multiprocessor."""
 
     rows: int = 1
     parts: int = 1
     turns: int = 1
     at_once: int = 1
     each: int = 1
+    slots: int = 2
     resident: int = 2
 
     @property
@@ -50,8 +59,7 @@ class BlocksLaunch(Launch):
     @property
     def early(self) -> int:
         """The weights are read before earlier kernels have ended."""
-        assert isinstance(self.contract.b, Operand)
-        return self.kernel.buffers.index(self.contract.b.buffer)
+        return self.kernel.buffers.index(weights(self.contract).buffer)
 
     @property
     def panels(self) -> int:
@@ -68,7 +76,62 @@ class BlocksLaunch(Launch):
     @property
     def columns(self) -> int:
         """Of the tensor-core product."""
-        return self.rows * PIECES[self.contract.a.dtype.name]
+        return self.rows * self.pieces
+
+    @property
+    def pieces(self) -> int:
+        """Columns of a row: numbers that add up to an element."""
+        return DIGITS if self.digits else _pieces(self.contract)
+
+    @property
+    def digits(self) -> bool:
+        """Whether the one row is multiplied as digits of integers. A thread keeps its part of the row in registers."""
+        b = weights(self.contract)
+        return bool(b.blocks) and self.contract.m == 1 and not b.exact and self.quads <= MOST_QUADS
+
+    @property
+    def quads(self) -> int:
+        """Runs of four elements of a row for each thread."""
+        return -(-self.turns * STEP // (4 * THREADS))
+
+    @property
+    def spread(self) -> int:
+        """Units with a scale each whose columns are side by side in a tile of the product."""
+        return min(2, self.at_once * self.groups) if self.digits else 1
+
+    @property
+    def at_once_added(self) -> bool:
+        """Whether the epilogue adds the sums of warps: it is in one block, which has room for those of two panels."""
+        return self.parts == 1 and self.columns <= 8
+
+    @property
+    def plain(self) -> bool:
+        """The weights are f16 or bf16, and no blocks."""
+        return not weights(self.contract).blocks
+
+    @property
+    def maps(self) -> tuple[TensorMap, ...]:
+        found = _lines(self.kernel, self.contract) if self.plain else None
+        return (found,) if found else ()
+
+    @property
+    def item(self) -> int:
+        """Bytes of a piece of a panel: blocks, or the numbers of one and some of its turns."""
+        if self.plain:
+            return PANEL * self.at_once * STEP * 2
+        panel = self.panel
+        inner = panel.plain.block // STEP
+        blocks = panel.packed.nbytes * self.at_once // inner
+        return blocks if self.at_once % inner == 0 else panel.turns_at + self.at_once * panel.turn_bytes
+
+    @property
+    def panel(self) -> Panel:
+        return turn_of(weights(self.contract).blocks).panel
+
+    @property
+    def inner(self) -> int:
+        """Turns of a block; of 128 bytes of plain rows."""
+        return LINE // 2 // STEP if self.plain else self.panel.plain.block // STEP
 
     @property
     def tiles(self) -> int:
@@ -76,231 +139,108 @@ class BlocksLaunch(Launch):
 
     @property
     def pitch(self) -> int:
-        """Bytes between columns in shared memory, half of the banks apart."""
-        return -(-self.turns * STEP * 2 // 128) * 128 + 64
+        """Bytes between columns in shared memory, by which the eight lanes that read at once meet in no bank."""
+        if self.digits:
+            return -(-self.turns * STEP // 128) * 128 + 32
+        return -(-self.turns * STEP * 2 // 128) * 128 + (16 if self.plain else 64)
 
     @property
     def bytes(self) -> int:
-        """The left operand, sums of each warp, and those of a panel and the one before it."""
+        """The left operand, sums of each warp, those of a panel and the one before it, the rings and their barriers."""
         locals_ = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
-        return locals_ + self.columns * (self.pitch + (WARPS + 2) * PANEL * 4)
+        return locals_ + self.held + WARPS * self.slots * (self.item + 8) + LINES_AT * self.plain
+
+    @property
+    def held(self) -> int:
+        """Bytes of the left operand with some zeros, and of sums."""
+        sums = 2 * WARPS * PANEL if self.at_once_added else WARPS * self.sum_pitch + 2 * PANEL
+        return self.columns * (self.pitch + sums * 4) + ZEROS + self.totals
+
+    @property
+    def sum_pitch(self) -> int:
+        """Sums of a warp between columns: lanes store theirs without bank conflicts."""
+        return PANEL + 4 * (self.plain and self.columns > 8)
+
+    @property
+    def totals(self) -> int:
+        """Bytes of the sums of an integer row in each unit."""
+        return -(-self.turns // 4) * 16 * self.groups if self.digits else 0
+
+    @property
+    def groups(self) -> int:
+        """Units of a turn: those elements that have a scale."""
+        return turn_of(weights(self.contract).blocks).groups
 
     @property
     def cost(self) -> float:
         """Turns of a warp, one after the other."""
-        own = -(-self.turns // (WARPS * self.at_once)) * self.at_once
-        return -(-self.panels // self.each) * (own + PANEL_TURNS)
+        own = -(-self.turns // (WARPS * self.at_once)) * (self.at_once + PIECE_TURNS)
+        return -(-self.panels // self.each) * (own + (1 if self.at_once_added else PANEL_TURNS))
 
 
-def of_blocks(kernel: Kernel, multiprocessors: int = 132, clusters: bool = True, most: int = SHARED_BYTES) -> BlocksLaunch | None:
-    """The launch of a product with quantised weights; None: it is none. `clusters`: the GPU has clusters of blocks. `most`: bytes
-    of shared memory of a block."""
+def weights(c: Contract) -> Operand:
+    assert isinstance(c.b, Operand)
+    return c.b
+
+
+def _pieces(c: Contract) -> int:
+    b = weights(c)
+    rounded = c.a.dtype == f32 and WHOLE_ROWS < c.m <= MOST_ROWS and not b.exact
+    return 1 if rounded or not b.blocks else PIECES[c.a.dtype.name]
+
+
+def _lines(kernel: Kernel, c: Contract) -> TensorMap | None:
+    """The rows of plain weights, for bulk copies of 64 elements of 32 of them; None: these cannot fetch them."""
+    b = weights(c)
+    if b.panel or b.row_stride != 1 or c.a.dtype != b.dtype or b.dtype.name not in ("f16", "bf16") or c.k % (LINE // 2):
+        return None
+    if b.col_stride % 8 or c.n < PANEL or not isinstance(b.offset, Const) or b.offset.value % 8 or len(kernel.grid):
+        return None
+    dims, box = (c.k, c.n), (LINE // 2, PANEL)
+    return TensorMap(kernel.buffers.index(b.buffer), 2 * int(b.offset.value), b.dtype.name, dims, (2 * b.col_stride,), box)
+
+
+def of_blocks(
+    kernel: Kernel, multiprocessors: int = 132, clusters: bool = True, most: int = SHARED_BYTES - RESERVED, boxes: bool = True
+) -> BlocksLaunch | None:
+    """The launch of a product with quantised weights, or of a few rows with plain ones; None: it is none. `clusters`: the GPU has
+    clusters of blocks. `most`: bytes of shared memory of a block. `boxes`: it has bulk copies of tensors."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if c is None or c.rows or not isinstance(c.b, Operand) or not c.b.blocks or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
+    if c is None or c.rows or c.also or not isinstance(c.b, Operand) or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
         return None
-    if c.a.dtype.name not in PIECES or any(x.var is not c.i for x in kernel.limits) or not turn_of(c.b.blocks).exact:
+    if c.a.dtype.name not in PIECES or any(x.var is not c.i for x in kernel.limits):
         return None
-    rows = -(-c.m // -(-c.m // (MOST_PIECES // PIECES[c.a.dtype.name])))
+    if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and PLAIN_ROWS <= c.m <= MOST_ROWS and _lines(kernel, c)):
+        return None
+    rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
     while rows:
-        for resident in (2, 1):
-            found = [_shared_out(kernel, rows, *how, resident * multiprocessors) for how in product(CLUSTERS, AT_ONCE)]
-            fits = [x for x in found if x and x.bytes * resident <= min(most, SHARED_BYTES) and (clusters or x.parts == 1)]
+        for resident in RESIDENT:
+            found = [_shared_out(kernel, rows, *how, resident, multiprocessors) for how in product(CLUSTERS, AT_ONCE)]
+            room = min(most, SHARED_BYTES // resident - RESERVED)
+            fits = [x for x in found if x and x.bytes <= room and (clusters or x.parts == 1)]
             if fits and (resident == 1 or fits[0].tiles == 1):
                 best = min(fits, key=lambda x: x.cost)
-                return replace(best, shared=best.bytes, resident=resident)
+                return replace(best, shared=best.bytes)
         rows //= 2
     return None
 
 
-def _shared_out(kernel: Kernel, rows: int, parts: int, at_once: int, most: int) -> BlocksLaunch | None:
-    """The launch with at most this many blocks, if turns can be loaded in this way."""
-    at = BlocksLaunch(kernel, THREADS, THREADS, rows=rows, parts=parts, at_once=at_once)
-    turns = at.contract.k // STEP
-    if turns % at_once:
+def _shared_out(
+    kernel: Kernel, rows: int, parts: int, at_once: int, resident: int, multiprocessors: int
+) -> BlocksLaunch | None:
+    """The launch with at most `resident` blocks on a multiprocessor, if turns can be divided in this way."""
+    at = BlocksLaunch(kernel, THREADS, THREADS, rows=rows, parts=parts, at_once=at_once, resident=resident)
+    turns, inner = at.contract.k // STEP, at.inner
+    if at.plain and at_once % inner:
         return None
-    each = max(1, most // at.blocks)
+    if turns % at_once or (at_once % inner and inner % at_once):
+        return None
+    usable = multiprocessors if parts <= 2 else multiprocessors * 10 // 11  # 15 clusters of 8, or 30 of 4, are there at once
+    each = max(1, resident * usable // at.blocks)
     each = -(-at.panels // -(-at.panels // each))  # as few as take the panels in as many rounds
-    return replace(at, turns=-(-turns // (parts * at_once)) * at_once, each=each)
+    at = replace(at, turns=-(-turns // (parts * at_once)) * at_once, each=each, slots=0)
+    left = min(RING_BYTES // resident, SHARED_BYTES // resident - RESERVED - at.bytes)
+    return replace(at, slots=min(MOST_SLOTS, max(2, left // (WARPS * (at.item + 8)))))
 
 
-class BlocksWriter(CudaWriter):
-    launch: BlocksLaunch
-
-    def __init__(self, launch: BlocksLaunch) -> None:
-        super().__init__(launch)
-        c = launch.contract
-        assert isinstance(c.b, Operand)
-        self.contract, self.weights = c, c.b
-        self.turn = turn_of(c.b.blocks)
-        self.tiles = launch.tiles
-        self.occupancy = f", {launch.resident}"
-
-    def arguments(self) -> list[str]:
-        return [*super().arguments(), "long long early"]
-
-    def coordinates(self) -> Iterator[str]:
-        at = self.launch
-        yield "const int me = threadIdx.x, warp = me / 32, lane = me % 32, g = lane / 4, t = lane % 4;"
-        yield f"const int part = blockIdx.x % {at.parts}, slot = blockIdx.x / {at.parts} % {at.each};"
-        yield f"rlx_index point = blockIdx.x / {at.parts * at.each};"
-        yield f"const int row0 = point % {at.passes} * {at.rows};"
-        yield f"point /= {at.passes};"
-        for var, extent in reversed(self.kernel.grid):
-            yield f"const rlx_index {self.name(var, 'g')} = point % {extent};"
-            yield f"point /= {extent};"
-
-    def declare_locals(self) -> None:
-        at = self.launch
-        super().declare_locals()
-        used = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
-        if not self.kernel.locals:
-            self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
-        self.line(f"unsigned char* const rlx_x = rlx_shared + {used};  // the left operand as bf16")
-        self.line(f"float* const of_warps = (float*)(rlx_x + {at.columns * at.pitch});")
-        self.line(f"float* const of_panel = of_warps + {WARPS * at.columns * PANEL};")
-
-    def begin(self) -> None:
-        """The first loads may be in flight before earlier kernels have ended."""
-        at, f = self.launch, self.turn.panel.packed
-        turns, inner = self.contract.k // STEP, f.block // STEP
-        self.line(f"const int first = part * {at.turns}, last = {turns} - first < {at.turns} ? {turns} : first + {at.turns};")
-        self.line(f"const int own = first + warp * {at.at_once};")
-        start = f"{self.names[self.weights.buffer]} + {self.made(self.weights.offset)}"
-        self.line(f"const unsigned char* const weights = {start};")
-        self.line(f"rlx_turn held[{at.at_once}];")
-        self.line("const auto fetch = [&](int v, unsigned panel, unsigned u) {")
-        many = max(1, at.at_once // inner)  # blocks of the turns in flight
-        block = f"weights + ((size_t)panel * {turns // inner} + u / {inner} + v / {at.at_once // many}) * {f.nbytes}"
-        self.line(f"  const unsigned char* const block = {block};")
-        self.line(f"  if (v % {at.at_once // many} == 0) rlx_load_numbers(held[v], block, lane);")
-        self.line(f"  rlx_load_turn(held[v], block, u % {inner} + v % {at.at_once // many}, lane);")
-        self.line("};")
-        self.line("const auto start = [&]() {")
-        self.line("  #pragma unroll")
-        self.line(f"  for (int v = 0; v < {at.at_once}; v++) if (own < last) fetch(v, slot, own);")
-        self.line("};")
-        self.line("if (early) start();")
-        super().begin()
-        self.line("if (!early) start();")
-
-    def statement(self, s: Stmt) -> None:
-        if not isinstance(s, Contract):
-            return super().statement(s)
-        at = self.launch
-        most = self.limit(s.i, s.m) or str(s.m)
-        self.line(f"const int rows = {most} - row0 < {at.rows} ? {most} - row0 : {at.rows};")
-        self.line("if (rows <= 0) return;")
-        self.stage(s)
-        self.line("__syncthreads();")
-        with self.alone():
-            self.line(f"const unsigned char* x_at[{at.tiles}];")
-            self.line("#pragma unroll")
-            self.line(f"for (int n = 0; n < {at.tiles}; n++)")
-            self.line(f"  x_at[n] = rlx_x + (g + 8 * n < {at.columns} ? g + 8 * n : 0) * {at.pitch};")
-            head = f"for (int panel = slot, round = 0; panel < {at.panels}; panel += {at.each}, round++) {{"
-            with self.scope(["#pragma unroll 1", head]):
-                self.products()
-                self.add_up()
-                self.finish()
-            if at.parts > 1:
-                self.line("rlx_cluster_sync();  // the other blocks have read this one's memory")
-        return None
-
-    # -- the left operand
-
-    def stage(self, c: Contract) -> None:
-        row, column, span = Var("row", index_), Var("column", index_), self.launch.turns * STEP
-        self.names[row] = "(rlx_index)(row0 + r)"
-        if isinstance(c.a, Computed):
-            name = self.name(c.a.column, "i")
-            with self.scope(["for (int r = 0; r < rows; r++) {"]):
-                self.names[c.a.row] = self.names[c.i] = self.names[row]
-                self.block(c.a.before)
-                head = f"for (rlx_index {name} = first * {STEP} + me; {name} < last * {STEP}; {name} += {THREADS}) {{"
-                with self.scope(["#pragma unroll 4", head]), self.alone():
-                    self.split(c.a.body, k.cast(k.cast(c.a.value, c.a.dtype), f32), name)
-                self.exchanged(*c.a.before, *c.a.body)
-            return
-        index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
-        name = self.name(column, "i")
-        with self.scope(["#pragma unroll 8", f"for (int e = me; e < rows * {span}; e += {THREADS}) {{"]), self.alone():
-            self.line(f"const int r = e / {span};")
-            self.line(f"const rlx_index {name} = first * {STEP} + e % {span};")
-            with self.scope([f"if ({name} < last * {STEP}) {{"]):
-                self.split((), k.cast(Load(c.a.buffer, index), f32), name)
-
-    def split(self, body: tuple[Stmt, ...], value: Expr, column: str) -> None:
-        """Store an element as bf16 numbers that add up to it."""
-        self.own.append(value)
-        (text,) = self.block(body, [value])
-        pieces = PIECES[self.contract.a.dtype.name]
-        self.line(f"float rest = {text};")
-        for piece in range(pieces):
-            self.line(f"const uint32_t high{piece} = __float_as_uint(rest) >> 16;")
-            place = f"rlx_x + (r * {pieces} + {piece}) * {self.launch.pitch}"
-            self.line(f"((uint16_t*)({place}))[{column} - first * {STEP}] = high{piece};")
-            if piece + 1 < pieces:
-                whole = f"__uint_as_float(high{piece} << 16)"
-                self.line(f"rest = rest == {whole} ? 0.0f : rest - {whole};")
-
-    # -- the products
-
-    def products(self) -> None:
-        """A turn is replaced by a later one, of this panel or the next, before it is used."""
-        at, step = self.launch, self.launch.at_once
-        self.line(f"float sum[2][{at.tiles}][4] = {{}};")
-        with self.scope(["#pragma unroll 1", f"for (int u = own; u < last; u += {WARPS * step}) {{"]):
-            self.line("rlx_numbers numbers;")
-            self.line(f"const bool more = u + {WARPS * step} < last;")
-            self.line(f"const int next = more ? u + {WARPS * step} : own, at = more ? panel : panel + {at.each};")
-            with self.scope(["#pragma unroll", f"for (int v = 0; v < {step}; v++) {{"]):
-                self.line("const rlx_turn turn = held[v];")
-                self.line(f"if (v % {min(step, self.turn.panel.packed.block // STEP)} == 0) numbers = rlx_wide_numbers(turn);")
-                self.line(f"if (at < {at.panels}) fetch(v, at, next);")
-                self.line(f"rlx_multiply_turn(turn, numbers, t, x_at, (u - first + v) * {2 * STEP}, sum);")
-
-    # -- sums of warps and blocks
-
-    def add_up(self) -> None:
-        """all[column][row of the panel]: the sums of the warps."""
-        columns, sums = self.launch.columns, self.launch.columns * PANEL
-        with self.scope(["#pragma unroll", f"for (int e = 0; e < {self.launch.tiles * 8}; e++) {{"]):
-            self.line("const int column = e / 8 * 8 + 2 * t + e % 2, row = 4 * g + e / 2 % 4;")
-            place = f"of_warps[(warp * {columns} + column) * {PANEL} + row]"
-            self.line(f"if (column < {columns}) {place} = sum[e / 4 % 2][e / 8][e % 4];")
-        self.line("__syncthreads();")
-        self.line(f"float* const all = of_panel + round % 2 * {sums};")
-        with self.scope([f"for (int e = me; e < {sums}; e += {THREADS}) {{"]):
-            self.line("float one = of_warps[e];")
-            self.line("#pragma unroll")
-            self.line(f"for (int w = 1; w < {WARPS}; w++) one += of_warps[w * {sums} + e];")
-            self.line("all[e] = one;")
-        self.line("rlx_cluster_sync();" if self.launch.parts > 1 else "__syncthreads();")
-
-    def finish(self) -> None:
-        """The epilogue of a panel, in one block of the cluster."""
-        at, c = self.launch, self.contract
-        pieces = PIECES[c.a.dtype.name]
-        with self.scope([f"for (int e = me; e < {at.rows * PANEL} && part == round % {at.parts}; e += {THREADS}) {{"]):
-            self.line(f"const int r = e / {PANEL}, j = panel * {PANEL} + e % {PANEL};")
-            self.line(f"if (r >= rows || j >= {c.n}) continue;")
-            self.line("float result = 0;")
-            place = f"all + (r * {pieces} + piece) * {PANEL} + e % {PANEL}"
-            if at.parts > 1:
-                self.line(f"for (int other = 0; other < {at.parts}; other++)")
-                self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += rlx_of_block({place}, other);")
-            else:
-                self.line(f"for (int piece = 0; piece < {pieces}; piece++) result += *({place});")
-            self.names[c.i], self.names[c.j] = self.fix("i", index_, "row0 + r"), self.fix("j", index_, "j")
-            self.names[c.acc] = "result"
-            self.block(c.epilogue)
-
-    @property
-    def attributes(self) -> str:  # type: ignore[override]
-        return f"__cluster_dims__({self.launch.parts}) " if self.launch.parts > 1 else ""
-
-    def function(self, name: str, member: bool = False) -> str:
-        return self.turn.header() + super().function(name, member)
-
-
-__all__ = ["BlocksLaunch", "BlocksWriter", "of_blocks"]
+__all__ = ["BlocksLaunch", "of_blocks", "weights"]

@@ -53,8 +53,8 @@ class PackedCopies(CudaWriter):
             self.line(f"const int panel = column < {panels} ? column : {panels - 1};")
             self.line(f"if (u >= {c.k // STEP}) continue;")
             place = f"((size_t)panel * {c.k // f.block} + u / {inner}) * {f.nbytes}"
-            self.line(f"rlx_load_numbers(held[n], blocks + {place}, lane);")
-            self.line(f"rlx_load_turn(held[n], blocks + {place}, u % {inner}, lane);")
+            self.line(f"rlx_load_numbers<rlx_far>(held[n], blocks + {place}, lane);")
+            self.line(f"rlx_load_turn<rlx_far>(held[n], blocks + {place}, u % {inner}, lane);")
         if c.a.dtype == f32:
             self.ahead_rows(c, k0)
 
