@@ -272,6 +272,9 @@ class FakeDriver:
     def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
         return OK, image
 
+    def cuModuleUnload(self, module: Any) -> tuple[Any, ...]:
+        return (OK,)
+
     def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
         return OK, name.decode()
 

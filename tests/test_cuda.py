@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import device_conformance as conformance
 import numpy as np
@@ -21,6 +23,7 @@ from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
@@ -29,7 +32,7 @@ from rlx.compile.compilation import Compilation
 from rlx.compile.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.evaluate import evaluate
-from rlx.ir.kernel import Kernel, Load, Var, const, k
+from rlx.ir.kernel import Buffer, Kernel, Load, Store, Var, const, k, linear
 from rlx.ir.program import Program, kernel_labels
 
 HOPPER = target("sm_90a")
@@ -463,3 +466,23 @@ def test_a_lost_context_is_said_at_every_call_and_the_process_ends_in_peace():
     done = subprocess.run([sys.executable, "-c", LOSE], capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert (done.returncode, done.stderr) == (0, "") and len(lines := done.stdout.splitlines()) == 2
     assert all("the CUDA driver says ILLEGAL_ADDRESS: the GPU" in line and "new process" in line for line in lines)
+
+
+GRIDS = [(1, 3), (3, 1), (1, 1), (2, 1, 3), (1, 4, 1, 5, 1), (2, 3), (1, 1, 64), (7, 1, 1), (1, 24, 32), (5, 1, 16), (1, 1 << 20)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_thread_has_its_own_point_of_the_grid_also_along_axes_of_one(grid):
+    out = Buffer("out", rlx.f32, math.prod(grid), writable=True)
+    axes = [Var(f"a{n}", rlx.ir.dtype.index_) for n in range(len(grid))]
+    place = linear([(v, math.prod(grid[n + 1 :])) for n, v in enumerate(axes)])
+    at = launch_of(Kernel("k", (out,), (), tuple(zip(axes, grid)), (Store(out, place, const(1.0, rlx.f32)),)), "sm_90a")
+    writer, found = CudaWriter(at), []
+    lines = [re.sub(r"const rlx_index |const int |rlx_uindex |[(]rlx_uindex[)]|;", "", line) for line in writer.coordinates()]
+    wanted = sorted({0, 1, at.points - 1, *np.random.default_rng(0).integers(0, at.points, 50).tolist()} - {at.points})
+    for n in wanted:
+        values = {"blockIdx": SimpleNamespace(x=n // at.threads), "threadIdx": SimpleNamespace(x=n % at.threads)}
+        for line in (x for x in lines if not x.startswith("if")):
+            exec(line.replace("/=", "//="), {}, values)
+        found.append(tuple(values[name] if (name := writer.name(v, "g")) in values else values[f"{name}_0"] for v in axes))
+    assert found == [tuple(map(int, np.unravel_index(n * at.vector, grid))) for n in wanted]

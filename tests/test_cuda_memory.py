@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 from fake_cuda import FakeDriver, installed
-from small_models import make
+from small_models import VOCAB, make
 
 import rlx
 from rlx.backends.cuda.gpu import check, gpu, refusal
@@ -168,6 +168,23 @@ def test_buffers_on_a_gpu(dtype: str) -> None:
     assert not there.to_host().view(np.uint8).any()
 
 
+def test_code_is_unloaded_with_the_last_executable_and_graph(driver: FakeDriver) -> None:
+    for _ in range(3):
+        compiled = filled(5)
+        twin = compiled.clone()
+        call = compiled.bound(given(5))
+        call()
+        del compiled
+        gc.collect()
+        before = driver.calls["cuModuleUnload"]
+        assert call()[1] == 7 and twin.run(given(5))[1] == 7
+        assert driver.calls["cuModuleUnload"] == before < driver.calls["cuModuleLoadData"]
+        del twin, call
+        gc.collect()
+        assert driver.calls["cuModuleUnload"] == driver.calls["cuModuleLoadData"]
+        assert driver.calls["cuGraphExecDestroy"] == driver.calls["cuGraphInstantiate"]
+
+
 def free_bytes() -> int:
     """Of the GPU, by its driver."""
     here = gpu(0)
@@ -187,6 +204,19 @@ def test_the_driver_takes_what_is_stated() -> None:
     gc.collect()
     assert abs(before - free_bytes()) <= GRANULARITY * (allocations + 1)
     assert held.run(given(8))[1] == 7
+
+
+@on_gpu
+@alone
+def test_executables_that_end_leave_nothing_behind() -> None:
+    for _ in range(5):
+        filled(8).clone().bound(given(8))()
+    gc.collect()
+    before = free_bytes()
+    for _ in range(100):
+        filled(8).clone().bound(given(8))()
+        gc.collect()
+    assert free_bytes() >= before
 
 
 @on_gpu
@@ -213,12 +243,13 @@ def test_a_thousand_tokens_take_no_memory_and_are_the_same_again(tmp_path) -> No
     for _ in range(2):
         model, how = load(tmp_path, capacity=1040, session=rlx.Session("cuda")), Sampling()
         decoding = model.decoding(how, seed=0)
-        tokens = [decoding.first([5, 6, 7, 8]), *(decoding.next() for _ in range(3))]
+        prompt = np.random.default_rng(0).integers(0, VOCAB, 8).tolist()
+        tokens = [decoding.first(prompt), *(decoding.next() for _ in range(3))]
         compiled, executables = model.executable(1, how.steps), len(model._compiled)
         before = compiled.allocations(), free_bytes()
         tokens += [decoding.next() for _ in range(1000)]
         after = compiled.allocations(), free_bytes()
-        assert len(model._compiled) == executables and model.position == 1007
+        assert len(model._compiled) == executables and model.position == 1011
         assert (after[0].native_count, after[0].native_live_bytes) == (before[0].native_count, before[0].native_live_bytes)
         if "PYTEST_XDIST_WORKER" not in os.environ:
             assert after[1] == before[1]

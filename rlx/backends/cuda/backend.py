@@ -16,7 +16,7 @@ from rlx.backends.cuda import attention, splits
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
-from rlx.backends.cuda.gpu import CudaMemory, count, gpu, refusal
+from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -110,9 +110,10 @@ class CudaBackend:
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,
     ) -> CudaExecutable:  # fmt: skip
-        memory = memory_of(index)
-        functions = {c.name: memory.gpu.function(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin}
-        functions |= {name: memory.gpu.function(artifact.support, name, 0) for name in SUPPORT}
+        memory, functions = memory_of(index), Functions()
+        images = [(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin]
+        for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
+            functions[name] = memory.gpu.function(image, name, shared, functions)
         return CudaExecutable(artifact, memory, functions, params, handles, transport)
 
 

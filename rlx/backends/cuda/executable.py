@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.backends.cuda.arrays import Export, adopt
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory
+from rlx.backends.cuda.gpu import CudaMemory, Functions
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
 from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
@@ -74,7 +74,7 @@ class CudaExecutable(Transacted):
     asynchronous = True
 
     def __init__(
-        self, artifact: CudaArtifact, memory: CudaMemory, functions: Mapping[str, Any], params: ParamStore | None = None,
+        self, artifact: CudaArtifact, memory: CudaMemory, functions: Functions, params: ParamStore | None = None,
         handles: HandleStore | None = None, transport: SymmetricTransport | None = None,
         constants: Mapping[int, Block] | None = None,
     ) -> None:  # fmt: skip

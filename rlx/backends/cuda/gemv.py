@@ -23,7 +23,7 @@ from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Operand, Stmt,
 MOST_ROWS = 8
 THREADS, WARPS = 256, 8
 MOST_COLUMNS = 4  # of a warp at a time
-IN_FLIGHT = 16  # loads of a lane with one row; half of that with more, whose sums take registers
+IN_FLIGHT, FEWER = 16, 8  # loads of a lane; with more rows, whose sums take registers, or of f32, where 16 spill
 RESIDENT = 2  # blocks of a multiprocessor
 SHARED_BYTES = 160 << 10
 BYTES = 16  # of one load
@@ -81,7 +81,7 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTE
     rounds = -(-c.n // (blocks * WARPS * MOST_COLUMNS))
     columns = -(-c.n // (blocks * WARPS * rounds)) if along else 1
     chunks = -(-c.k // (32 * size))
-    batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 else IN_FLIGHT // 2))
+    batches = -(-chunks * columns // (IN_FLIGHT if c.m == 1 and item < 4 else FEWER))
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
     found = GemvLaunch(
         kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, blocks) if along else tiles, columns=columns,

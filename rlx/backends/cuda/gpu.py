@@ -324,15 +324,22 @@ class Gpu:
 
     # -- code
 
-    def function(self, image: bytes, name: str, shared: int) -> Any:
-        """A kernel of a cubin, loaded. `shared`: bytes of dynamic shared memory of its launches."""
+    def function(self, image: bytes, name: str, shared: int, owner: Functions) -> Any:
+        """A kernel of a cubin, loaded for as long as `owner` exists. `shared`: bytes of dynamic shared memory of its launches."""
         self.use()
         module = check(self.driver.cuModuleLoadData(image), f"loading {name}")
+        weakref.finalize(owner, self._unload, module).atexit = False
         found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
         if shared > 48 << 10:
             attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(self.driver.cuFuncSetAttribute(found, attribute, shared), f"loading {name}")
         return found
+
+    def _unload(self, module: Any) -> None:
+        with suppress(DeviceError):  # after a lost device there is nothing to unload
+            self.use()
+            self.driver.cuStreamSynchronize(self._stream)  # launches of its kernels; perhaps this thread is recording
+            self.driver.cuModuleUnload(module)
 
     def tensor_map(self, m: Any, base: int) -> Any:
         """The descriptor of a tensor (rlx.backends.cuda.schedule.TensorMap) in the buffer at address `base`, for bulk copies."""
@@ -366,6 +373,10 @@ class Gpu:
             config.attrs, config.numAttrs = [attribute], 1
         values = ((*maps, *arguments), (*(None for _ in maps), *(ctypes.c_void_p for _ in arguments)))
         check(d.cuLaunchKernelEx(config, function, values, 0), "launching a kernel")
+
+
+class Functions(dict[str, Any]):
+    """Loaded kernels by name. Their code is unloaded with the last executable, or graph, that launches them."""
 
 
 @cache
@@ -436,4 +447,4 @@ class CudaMemory:
         self.copy(goal, source)
 
 
-__all__ = ["CudaMemory", "DeviceBlock", "Gpu", "check", "count", "gpu", "refusal"]
+__all__ = ["CudaMemory", "DeviceBlock", "Functions", "Gpu", "check", "count", "gpu", "refusal"]

@@ -138,9 +138,9 @@ class CudaWriter(Writer):
             count = extent // size
             left //= max(1, count)
             # the loop over the points of a vector declares the axis itself
-            text = "point" + f" % {count}" * (left > 1) + f" * {size}" * (size > 1)
+            text = ("point" + f" % {count}" * (left > 1) if count > 1 else "0") + f" * {size}" * (size > 1)
             yield f"const rlx_index {name}{'_0' * (size > 1)} = {text};"
-            if left > 1:
+            if left > 1 < count:
                 yield f"point /= {count};"
 
     def divided(self, *tiles: tuple[str, int]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 
 from rlx.backends.cuda.code import CudaCode
-from rlx.backends.cuda.gpu import CudaMemory, Gpu
+from rlx.backends.cuda.gpu import CudaMemory, Functions, Gpu
 from rlx.driver.exchange import Exchanges
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
@@ -40,6 +40,7 @@ class Owner(Protocol):
     decls: dict[int, BufferDecl]
     device_memory: Memory
     gpu: Gpu
+    functions: Functions
     watch: Watch
     checks: dict[int, int]
     kept: set[int]
@@ -203,7 +204,7 @@ class Replay:
             gpu = self.owner.gpu
             self._watched = self.watched
             self._graph = gpu.recorded(self._launch)
-            weakref.finalize(self, gpu.driver.cuGraphExecDestroy, self._graph).atexit = False
+            weakref.finalize(self, _destroy, gpu, self._graph, self.owner.functions).atexit = False
         return self._graph
 
     def _launch(self) -> None:
@@ -214,6 +215,11 @@ class Replay:
             own.launch(code, steps, given=self._given, early=n > 0 or self.fed)
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
+
+
+def _destroy(gpu: Gpu, graph: Any, functions: Functions) -> None:
+    """`functions`: loaded until now, since the graph launches them."""
+    gpu.driver.cuGraphExecDestroy(graph)
 
 
 class Exchange:

@@ -77,7 +77,10 @@ def on_warps(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS, capability:
     form = _form(c, capability)
     if form is None or any(x.var is not c.i for x in kernel.limits):
         return None
-    sources = _source(c.a, form, c.a.row_stride, c.a.col_stride), _source(c.b, form, c.b.col_stride, c.b.row_stride)
+    sources = (
+        _source(c.a, form, c.a.row_stride, c.a.col_stride, (c.m, c.k)),
+        _source(c.b, form, c.b.col_stride, c.b.row_stride, (c.n, c.k)),
+    )
     points = math.prod(n for _, n in kernel.grid)
     tiles = TILES[1:] if form.promoted else TILES  # its sums take twice the registers
     rows, columns = min(tiles, key=lambda tile: _cost(c, points, tile, multiprocessors))
@@ -97,14 +100,15 @@ def _form(c: Contract, capability: int) -> Form | None:
     return Form(wide.pop(), 2) if wide in ({"f16"}, {"bf16"}) else None
 
 
-def _source(o: Operand, form: Form, stride: int, step: int) -> Source:
-    """Rows (or columns) `stride` elements apart, of elements `step` apart."""
+def _source(o: Operand, form: Form, stride: int, step: int, extents: tuple[int, int]) -> Source:
+    """Rows (or columns) `stride` elements apart, of elements `step` apart. Chunks that are widened are whole ones."""
     along = step == 1 or stride != 1
     if not along and form.item != 2:  # whose pairs the matrix loads exchange
         return Source(True, False, turned=True)
     contiguous, other = (step, stride) if along else (stride, step)
     each = 16 // form.item
-    return Source(along, contiguous == 1 and other % each == 0 and aligned(o.offset, None, each))
+    whole = o.dtype.itemsize == form.item or extents[along] % each == 0
+    return Source(along, contiguous == 1 and other % each == 0 and whole and aligned(o.offset, None, each))
 
 
 def _cost(c: Contract, points: int, tile: tuple[int, int], multiprocessors: int) -> float:
@@ -169,21 +173,17 @@ class WarpWriter(CudaWriter):
             inner = f"{fast} * {each}"
             self.line(f"const int at = {first} + {slow if source.along else inner}, d = k0 + {inner if source.along else slow};")
             self.line(f"uint16_t* const to = {name} + {slow} * {source.pitch(count)} + {fast} * {CHUNK};")
-            if source.copied:
+            if source.copied and o.dtype.itemsize == item:
                 have, inside = (f"{c.k} - d", f"at < {end}") if source.along else (f"{end} - at", f"d < {c.k}")
                 self.line(f"int n = {inside} ? {have} : 0;")
                 self.line(f"n = n < 0 ? 0 : n < {each} ? n : {each};")
-                from_ = f"{self.names[o.buffer]} + {self.element(o, '(n ? at : 0)', '(n ? d : 0)', stride, step)}"
-                if o.dtype.itemsize == item:
-                    self.line(f"rlx_fetch_16(to, {from_}, n * {item});")
-                    return
+                index = self.element(o, "(n ? at : 0)", "(n ? d : 0)", stride, step)
+                self.line(f"rlx_fetch_16(to, {self.names[o.buffer]} + {index}, n * {item});")
+                return
             self.line(f"uint{8 * o.dtype.itemsize}_t got[{each}] = {{}};")
             if source.copied:
-                self.line(f"if (n == {each}) rlx_fetch<{each}>(got, {from_});")
-                self.line("else {")  # unrolled, or the array would be in local memory
-                self.line("  #pragma unroll")
-                self.line(f"  for (int v = 0; v < {each}; v++) if (v < n) got[v] = ({from_})[v];")
-                self.line("}")
+                with self.scope([f"if (at < {end} && d < {c.k}) {{"]):
+                    self.line(f"rlx_fetch<{each}>(got, {self.names[o.buffer]} + {self.element(o, 'at', 'd', stride, step)});")
             else:
                 self.elements(o, c, source, each, end)
             wider = o.dtype.itemsize < item
