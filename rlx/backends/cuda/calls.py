@@ -38,7 +38,7 @@ def _in_machine_code(own: Owner, wanted: FastCall) -> Callable[..., Any] | None:
     bound = wanted.arrays if wanted.form == "none" else [None] * len(decls)
     low = start.host.ctypes.data
     slots = [
-        calls.Slot(b.name, b.shape.static, b.shape.dtype.numpy, low + own.ring.places[b.id], a) for b, a in zip(decls, bound)
+        calls.Slot(b.name, b.shape.static, b.shape.dtype.numpy, low + own.ring.inputs[b.id], a) for b, a in zip(decls, bound)
     ]
     taken, call = (low, low + start.host.nbytes), ctypes.addressof(start.block)
     return calls.make(wanted, slots, taken, call, start.settle, alone=True, yields=False, walk=start.address)

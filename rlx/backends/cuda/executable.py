@@ -176,9 +176,8 @@ class CudaExecutable(Transacted):
         elif buffer in self.ring.inputs:
             self.ring.write(buffer, array)
         elif buffer in self.program.inputs and array.nbytes > SMALL and (buffer in self.kept or not self.gpu.idle()):
-            if buffer not in self._uploads:
-                self._uploads[buffer] = Upload(self, array.nbytes)
-            self._uploads[buffer].write(buffer, bytes_of(array))
+            found = self._uploads[buffer] = self._uploads.get(buffer) or Upload(self, array.nbytes)
+            found.write(buffer, bytes_of(array))
         else:
             self.device_memory.copy_in(self.block(buffer), bytes_of(array))
 
@@ -189,9 +188,8 @@ class CudaExecutable(Transacted):
 
     def read_later(self, buffers: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         wanted = tuple(buffers)
-        if wanted not in self._downloads:
-            self._downloads[wanted] = Download(self, wanted)
-        return self._downloads[wanted].begin()
+        found = self._downloads[wanted] = self._downloads.get(wanted) or Download(self, wanted)
+        return found.begin()
 
     def _flush(self) -> None:
         if self.ring.written:
@@ -218,7 +216,6 @@ class CudaExecutable(Transacted):
     ) -> None:
         held: dict[int, Block] = {}
         there: dict[int, int] = {}
-        lent = [a for a in (given or {}).values() if isinstance(a, DeviceArray)]
         for buffer, array in (given or {}).items():
             check_fits(self.decls[buffer], array)
             if isinstance(array, DeviceArray):
@@ -231,7 +228,7 @@ class CudaExecutable(Transacted):
             code, addresses = self.artifact.coded["prepare"][i], there | {buffer: block.address for buffer, block in held.items()}
             self.launch(code, [(None, self.program.prepare[i])], {"status": self._ahead.address}, given=addresses)
             checked |= "status" in code.more[0]
-        self.gpu.hold(*lent)
+        self.gpu.hold(*(a for a in (given or {}).values() if isinstance(a, DeviceArray)))
         if checked:
             self._check_prepared()
         if held:
@@ -254,19 +251,10 @@ class CudaExecutable(Transacted):
             self._flush()
             number = self._whole.queue()
         else:
-            number = self.start()
+            self.ring.turns.value += 1
+            self.ring.written.clear()
+            number = self.first_replay.queue()
         return None if number is None else CudaRun(self, number)
-
-    def start(self) -> int | None:
-        """Queue a run on the inputs in the ring's current slot. Its number in the Watch; None: it cannot fail."""
-        if not self.ring.inputs:
-            return self._whole.queue()
-        ring = self._ring
-        assert ring is not None
-        ring.turns.value += 1
-        if ring.written:
-            ring.written.clear()
-        return self._fed.queue()
 
     def started(self, number: int | None) -> None:
         """Keep account of run `number` of the Watch, whose caller does not wait for it."""
@@ -296,7 +284,7 @@ class CudaExecutable(Transacted):
 
     @property
     def first_replay(self) -> Replay:
-        """Of `start`."""
+        """Of a run whose inputs are all given."""
         return self._fed if self.ring.inputs else self._whole
 
     @cached_property

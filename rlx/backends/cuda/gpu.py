@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cuda.staging import EACH, SMALL, Staging
+from rlx.backends.cuda.staging import ALONE, SMALL, Staging
 from rlx.driver import files
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
@@ -96,14 +96,13 @@ class Gpu:
             attribute = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
             self.facts[ours] = int(check(driver.cuDeviceGetAttribute(attribute, self.device), f"asking cuda:{index}"))
         self.capability = self.facts["major"] * 10 + self.facts["minor"]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may come back to a Gpu at any place
         self._here = threading.local()  # of a thread: whether the context is current, and the stream that it records
         self.context: Any = None
         self._stream: Any = None
         self._event: Any = None
         self._held: list[DeviceArray] = []
         self._record, self._await, self._query = (self._direct(*f) for f in DIRECT.items())
-        self._ordering, self._holding = threading.Lock(), threading.Lock()
         self.up: Any = None  # streams for copies from the host, and to it
         self.down: Any = None
         self.reading = ctypes.c_int64()  # streams of other libraries that read outputs: the next run waits for them
@@ -131,17 +130,13 @@ class Gpu:
     def use(self) -> Any:
         """Make the context current in this thread; the stream of all work of this process, or of what this thread records."""
         if self._several or not getattr(self._here, "current", False):
+            d, where = self.driver, f"on cuda:{self.index}"
             with self._lock:
-                if self.context is None:
-                    self.context = check(
-                        self.driver.cuDevicePrimaryCtxRetain(self.device), f"opening a context on cuda:{self.index}"
-                    )
-            check(self.driver.cuCtxSetCurrent(self.context), f"using cuda:{self.index}")
-            with self._lock:
+                context = self.context or check(d.cuDevicePrimaryCtxRetain(self.device), f"opening a context {where}")
+                check(d.cuCtxSetCurrent(context), f"using a context {where}")
                 if self._stream is None:
-                    made = (check(self.driver.cuStreamCreate(1), f"making a stream on cuda:{self.index}") for _ in range(3))
-                    self._stream, self.up, self.down = made
-            self._here.current = True
+                    self._stream, self.up, self.down = (check(d.cuStreamCreate(1), f"making a stream {where}") for _ in range(3))
+                self.context, self._here.current = context, True
         return getattr(self._here, "stream", self._stream)
 
     def recorded(self, launch: Callable[[], None]) -> Any:
@@ -185,7 +180,7 @@ class Gpu:
 
     def wait(self) -> None:
         stream = self.use()
-        with self._holding:
+        with self._lock:
             ended, self._held = self._held, []
         check(self.driver.cuStreamSynchronize(stream), f"waiting for cuda:{self.index}")
         del ended
@@ -205,7 +200,7 @@ class Gpu:
     def hold(self, *arrays: DeviceArray) -> None:
         """Keep memory of other libraries alive until what has been queued so far, which may read it, has ended; if it is little,
         until some time later."""
-        with self._holding:
+        with self._lock:
             self._held += arrays
             much = len(self._held) > HELD or sum(a.nbytes for a in self._held) > HELD_BYTES
             ended, self._held = (self._held, []) if much and self.idle() else ([], self._held)
@@ -236,7 +231,7 @@ class Gpu:
             self.after(stream)
 
     def _order(self, first: Any, then: Any) -> None:
-        with self._ordering:  # another thread may not record the event before it is waited for
+        with self._lock:  # another thread may not record the event before it is waited for
             self._event = self._event or self.event()
             self.record(self._event, first)
             self.await_event(self._event, then)
@@ -298,7 +293,7 @@ class Gpu:
     def copy_out(self, into: np.ndarray, address: int, stream: Any = None) -> None:
         """Fill flat bytes of the host, after all work queued so far (in `stream`, if it is given)."""
         ours = self.use()
-        if into.nbytes > EACH:
+        if into.nbytes > ALONE:
             self.staging.copy(into, address, ours if stream is None else stream, out=True)
         else:  # the driver is as fast as one thread of ours
             self.enqueue("cuMemcpyDtoHAsync", into.ctypes.data, address, into.nbytes, ours if stream is None else stream)

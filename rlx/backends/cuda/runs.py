@@ -125,24 +125,16 @@ class Ring:
     def __init__(self, owner: Owner, inputs: Sequence[BufferDecl], kept: set[int]) -> None:
         """`kept`: inputs that stay as they are where a run has failed, since the undoing reads them."""
         self._gpu, memory = owner.gpu, owner.device_memory
-        self.inputs, offset, rows = {b.id: n for n, b in enumerate(inputs)}, 0, []
-        self.places: dict[int, int] = {}  # in a slot
+        self.inputs, offset, rows = dict[int, int](), 0, []  # their places in a slot
         for b in inputs:
             rows.append((owner.address(b.id), offset, b.nbytes, b.id in kept))
-            self.places[b.id] = offset
+            self.inputs[b.id] = offset
             offset += -(-max(b.nbytes, 1) // 16) * 16
         self.slot_bytes = offset
         self.memory = self._gpu.pinned(SLOTS * offset + 64)
         self.taken = self.memory[SLOTS * offset :][:8].view(np.int64)
         self.turns = ctypes.c_int64()  # slots given to runs
         self.written: set[int] = set()  # inputs that lie in the current slot
-        self.slots = [
-            [
-                self.memory[k * offset + at :][: b.nbytes].view(b.shape.dtype.numpy).reshape(b.shape.static)
-                for b, at in zip(inputs, self.places.values())
-            ]
-            for k in range(SLOTS)
-        ]
         self.table = memory.allocate(32 * len(rows) + 16)
         memory.copy_in(self.table.part(16, 32 * len(rows)), bytes_of(np.array(rows, np.int64)))
         ring = self.memory.ctypes.data
@@ -150,24 +142,27 @@ class Ring:
             self.table.address + 16, len(rows), self.table.address, ring, offset, SLOTS, ring + SLOTS * offset, owner.watch.halt
         ]  # fmt: skip
 
-    def room(self) -> list[np.ndarray]:
-        """The arrays of the current slot. Waits until the run that used it has read it."""
+    def slot(self, buffer: int, nbytes: int) -> np.ndarray:
+        """The bytes of an input in the current slot. Waits until the run that used it has read it."""
+        self.room()
+        return self.memory[self.turns.value % SLOTS * self.slot_bytes + self.inputs[buffer] :][:nbytes]
+
+    def room(self) -> None:
         turn = self.turns.value
         if turn - int(self.taken[0]) >= SLOTS:
             self._gpu.until(lambda: turn - int(self.taken[0]) < SLOTS)
             if turn - int(self.taken[0]) >= SLOTS:  # all that was queued has ended
                 self.taken[0] = turn
-        return self.slots[turn % SLOTS]
 
     def write(self, buffer: int, array: np.ndarray) -> None:
-        np.copyto(self.room()[self.inputs[buffer]], array)
+        np.copyto(self.slot(buffer, array.nbytes), bytes_of(array))
         self.written.add(buffer)
 
     def flush(self, owner: Owner) -> None:
         """Copy inputs that were written without a run to the arena now."""
-        slot = self.room()
         for buffer in sorted(self.written):
-            owner.device_memory.copy_in(owner.block(buffer), bytes_of(slot[self.inputs[buffer]].copy()))  # pageable: read at once
+            block = owner.block(buffer)
+            owner.device_memory.copy_in(block, self.slot(buffer, block.nbytes).copy())  # pageable: read at once
         self.written.clear()
 
 

@@ -4,7 +4,7 @@ The host may read and write its arrays as soon as a function returns. A piece is
 
 from __future__ import annotations
 
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,7 +16,7 @@ SMALL = 64 << 10  # bytes of an array that the driver copies at once, from any m
 PIECE = 4 << 20
 PIECES = 8
 THREADS = 4  # a thread of the host copies less than the bus moves
-EACH = 2 * PIECE  # bytes from which another thread pays
+ALONE = 2 * PIECE  # bytes up to which other threads do not pay
 
 
 class Staging:
@@ -24,6 +24,7 @@ class Staging:
 
     def __init__(self, gpu: Any) -> None:
         self._gpu, memory = gpu, gpu.pinned(PIECES * PIECE)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rlx copies")
         self._free: SimpleQueue[tuple[np.ndarray, Any]] = SimpleQueue()  # the one unused for longest first
         for k in range(PIECES):
             self._free.put((memory[k * PIECE :][:PIECE], gpu.event()))
@@ -50,7 +51,8 @@ class Staging:
             finally:
                 self._free.put((piece, event))
 
-        files.in_threads([partial(one, at) for at in range(0, host.size, PIECE)], min(THREADS, 1 + host.size // EACH))
+        for done in (map if host.size <= ALONE else self._threads.map)(one, range(0, host.size, PIECE)):
+            assert done is None
 
 
-__all__ = ["EACH", "SMALL", "Staging"]
+__all__ = ["ALONE", "SMALL", "Staging"]
