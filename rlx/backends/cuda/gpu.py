@@ -33,7 +33,7 @@ FATAL = frozenset({
 })  # fmt: skip
 DIRECT = {"cuEventRecord": 2, "cuStreamWaitEvent": 3, "cuStreamQuery": 1}  # function -> arguments
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
-HELD, HELD_BYTES = 64, 1 << 20  # arrays of other libraries, and bytes of them, from which it is asked whether they are still read
+HELD, HELD_BYTES = 64, 1 << 20  # arrays of other libraries, and bytes of one, from which it is asked whether they are still read
 ENTRIES = 12000  # CUDA version of the functions that machine code calls
 LOST = "the GPU or this process's context on it is lost; what was in its memory is gone. Start a new process"
 
@@ -202,7 +202,7 @@ class Gpu:
         until some time later."""
         with self._lock:
             self._held += arrays
-            much = len(self._held) > HELD or sum(a.nbytes for a in self._held) > HELD_BYTES
+            much = len(self._held) > HELD or any(a.nbytes > HELD_BYTES for a in arrays)
             ended, self._held = (self._held, []) if much and self.idle() else ([], self._held)
         del ended  # without the lock: this may run any code
 
