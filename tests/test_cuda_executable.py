@@ -256,6 +256,29 @@ def test_another_extent_is_a_number_on_the_device(driver: FakeDriver) -> None:
     assert not driver.calls["cuGraphInstantiate"] and not driver.calls["cuLaunchKernelEx"]
 
 
+def test_machine_code_starts_runs_that_may_fail(driver: FakeDriver) -> None:
+    compiled, i = picker(), np.array(1, np.int32)
+    call = compiled.bound([i])
+    for _ in range(3):
+        call()
+    driver.calls.clear()
+    call()
+    assert driver.calls == {"cuCtxSetCurrent": 1, "cuGraphLaunch": 1}
+    for index in (2, 9, 1, 1):
+        i[...] = index
+        call()
+    with pytest.raises(IndexRangeError, match="queued run 5 of 8: .*the 2 behind it were not run"):
+        compiled.sync_pending()
+    assert compiled.read_handle("total") == 4 * 2 + 3
+    i[...] = 9
+    with pytest.raises(IndexRangeError, match="queued run 0 of"):
+        for _ in range(200):  # the failure is known long before the last of them
+            call()
+    i[...] = 0
+    call()
+    assert compiled.read_handle("total") == 4 * 2 + 3 + 1
+
+
 def test_a_store_that_was_used_before_has_its_graph(driver: FakeDriver) -> None:
     compiled = picker()
     stores = [compiled.handles, rlx.runtime.HandleStore()]
