@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,7 @@ class Gpu:
         self._stream: Any = None
         self._event: Any = None
         self._held: list[DeviceArray] = []
+        self._staging: Staging | None = None
         self._record, self._await, self._query = (self._direct(*f) for f in DIRECT.items())
         self.up: Any = None  # streams for copies from the host, and to it
         self.down: Any = None
@@ -272,9 +273,11 @@ class Gpu:
             self.driver.cuMemFree(address)
         self.allocated["live_bytes"] -= nbytes
 
-    @cached_property
+    @property
     def staging(self) -> Staging:
-        return Staging(self)
+        with self._lock:
+            self._staging = self._staging or Staging(self)
+        return self._staging
 
     def enqueue(self, copy: str, goal: int, source: int, nbytes: int, stream: Any) -> None:
         """Queue a copy by this function of the driver."""
