@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -58,8 +59,15 @@ def _of_torch(gpu: Gpu, array: Any) -> DeviceArray | None:
     odd = array.requires_grad or array.is_complex() or array.is_neg() or array.layout is not torch.strided
     if odd or (dtype := _dtype_of(array.dtype)) is None or not array.is_contiguous():
         return None
-    gpu.after(torch.cuda.current_stream(gpu.index).cuda_stream or DEFAULT)
+    gpu.after(_torch_stream()(gpu.index) or DEFAULT)
     return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.untyped_storage())
+
+
+@cache
+def _torch_stream() -> Callable[[int], int]:
+    """The current stream of a GPU. torch's public function makes an object, and takes longer than all the rest."""
+    torch = sys.modules["torch"]
+    return getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
 @cache
