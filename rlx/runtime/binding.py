@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.driver.foreign import DeviceArray
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
-from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.dtype import DType, as_dtype, f16
 from rlx.ir.graph import Active
 from rlx.ir.program import BufferDecl
 from rlx.ir.shape import Shape
@@ -113,14 +113,30 @@ def shaped(array: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def from_bytes(label: str, data: bytes | bytearray | memoryview, dtype: DType | str, shape: Shape) -> np.ndarray:
-    """Raw little-endian bytes of `dtype` as an array of `shape`. The dtypes and sizes must be equal."""
+    """Raw little-endian bytes of `dtype` as an array of `shape`, as many as its elements need. Floats become the declared
+    float; other dtypes must be equal."""
     given = as_dtype(dtype)
-    if given != shape.dtype:
+    if given != shape.dtype and not (given.is_float and shape.dtype.is_float):
         raise InputDTypeError(f"{label} is {shape}; got bytes of {given}. Declare it as {given}, or convert the bytes")
     try:
         view = memoryview(data)
     except TypeError:
         raise InputDTypeError(f"{label} is {shape}; got {type(data).__name__}, which has no bytes") from None
-    if view.nbytes != shape.size_bytes:
-        raise InputShapeError(f"{label} is {shape}, {shape.size_bytes} bytes; got {view.nbytes}")
-    return np.frombuffer(view, shape.dtype.numpy).reshape(shape.static)
+    if view.nbytes != (wanted := shape.num_elements * given.itemsize):
+        raise InputShapeError(f"{label} is {shape}, {wanted} bytes of {given}; got {view.nbytes}")
+    found = np.frombuffer(view, given.numpy).reshape(shape.static)
+    return found if given == shape.dtype else rounded(found, shape.dtype)
+
+
+def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Floats as another float dtype: to the nearest, ties to even; NaN and infinities stay.
+
+    ml_dtypes rounds f64 to f32 first. So that nothing is rounded twice, f64 goes through an f32 whose last bit is set if it is
+    not exact ("round to odd": Boldo and Melquiond, 2008)."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if array.dtype != np.float64 or dtype.bits >= 32 or dtype == f16:
+            return array.astype(dtype.numpy)
+        near = array.astype(np.float32)
+        down = np.where(np.abs(near) > np.abs(array), np.nextafter(near, np.float32(0)), near)
+        odd = (down.view(np.uint32) | (down != array)).view(np.float32)
+        return np.where(np.isnan(array), near, odd).astype(dtype.numpy)

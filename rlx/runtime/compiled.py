@@ -125,7 +125,8 @@ class CompiledGraph(Shown):
             self._weights.set(arrays)
 
     def set_param_typed(self, name: str, data: bytes, dtype: DType | str) -> None:
-        """As set_param, from raw little-endian bytes. Their number must be exactly the param's size."""
+        """As set_param, from raw little-endian bytes of `dtype`, exactly as many as the param needs. Floats of another width are
+        rounded to the declared dtype (to nearest, ties to even); integers and floats are never mixed."""
         decl = self._weights.decl(name)
         self.set_param(name, from_bytes(f"param {name!r}", data, dtype, decl.shape))
 
@@ -249,7 +250,8 @@ class CompiledGraph(Shown):
         return bound(self, inputs)
 
     def run_typed(self, inputs: Mapping[str, tuple[bytes, DType | str]]) -> list[tuple[bytes, DType]]:
-        """Run once on raw little-endian bytes. Returns (bytes, dtype) per output."""
+        """Run once on raw little-endian bytes of the dtypes named, converted as in set_param_typed. Returns (bytes, dtype) per
+        output, in its declared dtype."""
         decls = {b.name: b for b in self._inputs}
         with self._beginning:
             if not isinstance(inputs, Mapping) or any(not isinstance(v, tuple) or len(v) != 2 for v in inputs.values()):
