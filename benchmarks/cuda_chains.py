@@ -1,17 +1,20 @@
 """Elementwise chains, reductions and data movement on one GPU against its copy bandwidth and torch.
 
-    python benchmarks/cuda_chains.py [--only WORD ...] [--torch] [--kernels]
+    python benchmarks/cuda_chains.py [--shapes 4096x4096 65536x1024 1000x100003] [--only WORD ...] [--torch] [--kernels]
 
 Each row: bytes read and written once over the time of a replay, as percent of the rate at which the driver copies as many bytes
-(read and written) in the same rounds. Results are compared with torch in f64 first. With --torch, torch.compile's CUDA graph too.
+(read and written) in the same rounds. Results are compared with torch in f64 first. With --torch, torch.compile's CUDA graph too
+(its compile time is long). Sorts are not bound by memory: their time is given, beside torch's.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rlx
 from benchmarks.cuda_measure import header, interleaved, kernel_times, replay
 
+SORTS = ("sort", "top 50")
 SLACK = {"f32": 2e-5, "bf16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`ours` of rlx values, `theirs(torch, *tensors)`; `dims` of each operand."""
+    """`ours` of rlx values, `theirs(torch, *tensors)`; `dims` of each operand. `below`: the last operand is i64,
+    random numbers from 0 to it, or all of them in a random order (`distinct`)."""
 
     name: str
     ours: Callable[..., Any]
     theirs: Callable[..., Any]
     dims: tuple[tuple[int, ...], ...]
+    below: int = 0
+    distinct: bool = False
+
+    def operands(self, torch: Any, dtype: str) -> list[Any]:
+        kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        held = [torch.randn(d, device="cuda", dtype=kind) for d in self.dims]
+        if self.below:
+            some = math.prod(self.dims[-1])
+            held[-1] = torch.randperm(self.below)[:some].cuda() if self.distinct else torch.randint(self.below, (some,)).cuda()
+        return held
 
 
 def cases(rows: int, cols: int) -> Iterator[Case]:
@@ -53,37 +68,59 @@ def cases(rows: int, cols: int) -> Iterator[Case]:
     yield Case("cumsum columns", lambda x: rlx.cumsum(x, axis=0), lambda t, x: x.cumsum(0), (full,))
     yield Case("softmax columns", lambda x: rlx.softmax(x, axis=0), lambda t, x: t.softmax(x, 0), (full,))
     yield Case("transpose", lambda x: rlx.copy(x.T), lambda t, x: x.T.contiguous(), (full,))
+    yield Case("where", lambda x, y, z: rlx.where(x > y, y, z), lambda t, x, y, z: t.where(x > y, y, z), (full,) * 3)
+    yield Case("concat rows", lambda x, y: rlx.concat([x, y], axis=0), lambda t, x, y: t.cat([x, y], 0), (full, full))
+    yield Case("concat columns", lambda x, y: rlx.concat([x, y], axis=1), lambda t, x, y: t.cat([x, y], 1), (full, full))
+    moved = partial(Case, below=rows, distinct=True)
+    yield moved("take rows", lambda x, i: rlx.gather(x, i, axis=0), lambda t, x, i: x[i], (full, (rows,)))
+    yield moved("add to rows", lambda x, u, i: rlx.scatter_add(x, i, u), lambda t, x, u, i: x.index_add(0, i, u),
+                (full, (rows // 2, cols), (rows // 2,)))  # fmt: skip
+    drawn = lambda key: rlx.random_uniform(key[1:].astype("u32"), key[0].astype("u32"), dims=full)  # noqa: E731
+    yield Case("random", lambda x, key: x + drawn(key).astype(x.dtype), _no_peer, (full, (3,)), below=1 << 20)
+    yield Case("sort", lambda x: rlx.sort(x)[0], lambda t, x: t.sort(x, 1)[0], (full,))
+    yield Case("top 50", lambda x: rlx.top_k(x, k=50)[0], lambda t, x: t.topk(x, 50)[0], (full,))
     yield Case("x+y.T", lambda x, y: x + y.T, lambda t, x, y: x + y.T, (full, full[::-1]))
+
+
+def _no_peer(torch: Any, *operands: Any) -> None:
+    """torch has other random numbers."""
 
 
 def host(x: Any, dtype: str) -> np.ndarray:
     """A tensor as a numpy array of the dtype."""
     import torch
 
-    return x.cpu().view(torch.int16).numpy().view(rlx.as_dtype(dtype).numpy) if dtype == "bf16" else x.cpu().numpy()
+    return x.cpu().view(torch.int16).numpy().view(rlx.as_dtype(dtype).numpy) if x.dtype == torch.bfloat16 else x.cpu().numpy()
 
 
 def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
     import torch
 
     g = rlx.Graph("case")
-    leaf = lambda n, d: (g.input if len(d) > 1 else g.param)(f"x{n}", d, dtype)  # noqa: E731
+    is_param = lambda d: len(d) == 1 and not case.below  # noqa: E731
+    kind = lambda n: "i64" if case.below and n == len(case.dims) - 1 else dtype  # noqa: E731
+    leaf = lambda n, d: (g.param if is_param(d) else g.input)(f"x{n}", d, kind(n))  # noqa: E731
     g.set_outputs([case.ours(*(leaf(n, d) for n, d in enumerate(case.dims)))])
     compiled = rlx.Session("cuda").compile(g)
     torch.manual_seed(0)
-    held = [torch.randn(d, device="cuda", dtype={"f32": torch.float32, "bf16": torch.bfloat16}[dtype]) for d in case.dims]
+    held = case.operands(torch, dtype)
     for n, x in enumerate(held):
-        if x.ndim == 1:
+        if is_param(x.shape):
             compiled.set_param(f"x{n}", host(x, dtype))
-    compiled.run_slots([host(x, dtype) for x in held if x.ndim > 1])
+    compiled.run_slots([host(x, dtype) for x in held if not is_param(x.shape)])
     result = compiled.outputs_view()[0].numpy()
-    wanted = case.theirs(torch, *(x.double() for x in held)).double()
-    off = float((torch.from_numpy(result.astype(np.float32)).cuda() - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
-    note = "" if off < (SLACK[dtype] if case.name != "argmax" else 1e-9) else f"  WRONG BY {off:.1e}"
+    note = ""
+    if case.theirs is not _no_peer:
+        wanted = case.theirs(torch, *(x.double() if x.is_floating_point() else x for x in held)).double()
+        off = torch.from_numpy(result.astype(np.float32)).cuda() - wanted
+        off = float(off.abs().max() / max(1.0, float(wanted.abs().max())))
+        note = "" if off < (SLACK[dtype] if case.name != "argmax" else 1e-9) else f"  WRONG BY {off:.1e}"
     nbytes = sum(x.nbytes for x in held) + result.nbytes
     a, b = (torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
     calls: dict[str, Callable[[], object]] = {"rlx": replay(compiled), "copy": lambda: b.copy_(a)}
-    if with_torch:
+    if case.name in SORTS:
+        calls["torch"] = lambda: case.theirs(torch, *held)
+    if with_torch and case.theirs is not _no_peer:
         run = torch.compile(lambda *xs: case.theirs(torch, *xs), dynamic=False)
         run(*held)
         graph = torch.cuda.CUDAGraph()
@@ -92,7 +129,9 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
         calls["torch.compile"] = lambda kept=kept: graph.replay()
     times = interleaved(calls)
     text = f"{case.name:16} {dtype:5} {nbytes / times['rlx'] / 1e9:7.0f} GB/s {100 * times['copy'] / times['rlx']:4.0f}%"
-    if with_torch:
+    if case.name in SORTS:
+        text = f"{case.name:16} {dtype:5} {times['rlx'] * 1e6:7.0f} us, torch {times['torch'] * 1e6:.0f} us"
+    if "torch.compile" in times:
         text += f"  torch.compile {100 * times['copy'] / times['torch.compile']:4.0f}%"
     lines = [f"    {us:8.1f} us {count} x {ops}" for ops, count, us, *_ in kernel_times(compiled)] if kernels else []
     return "\n".join([text + note, *lines])
@@ -101,7 +140,7 @@ def measured(case: Case, dtype: str, with_torch: bool, kernels: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words of case names")
-    parser.add_argument("--shapes", nargs="+", default=["4096x4096", "65536x1024", "2048x2048"])
+    parser.add_argument("--shapes", nargs="+", default=["4096x4096", "65536x1024", "1000x100003"])
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--kernels", action="store_true")

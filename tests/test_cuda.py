@@ -23,8 +23,11 @@ from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.groups import may_join
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.scatter import ScatterLaunch
+from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
+from rlx.backends.cuda.sorts import SortLaunch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compile import lower
@@ -128,7 +131,7 @@ def test_elements_take_a_thread_and_rows_a_team():
     assert rows.team == 32 and rows.points == 4096
     assert rows.row and (rows.row.rounds, rows.row.size, rows.shared) == (4, 4, 0)  # kept in registers
     long = launch_of(one(lambda g: rlx.softmax(g.input("x", (3, 50_000), "f32"))), "sm_90a")
-    assert long.team == 1024 and long.blocks == 3 and long.row is None
+    assert (long.team, long.parts, long.blocks) == (256, 7, 21) and long.row and long.row.rounds == 7  # a part for each block
 
 
 ROWS = {
@@ -166,7 +169,7 @@ def test_an_index_beyond_32_bits_stays_out_of_range():
 
 def test_sums_by_index_take_a_lane_for_each_column():
     made = one(
-        lambda g: rlx.scatter_add(g.input("x", (100, 64), "f32"), g.input("i", (5000,), "i32"), g.input("u", (5000, 64), "f32"))
+        lambda g: rlx.scatter_add(g.input("x", (10, 64), "f32"), g.input("i", (200,), "i32"), g.input("u", (200, 64), "f32"))
     )
     found = launch_of(made, "sm_90a")
     assert (found.team, found.lanes, found.threads, found.blocks) == (1, 32, 32, 2)
@@ -174,12 +177,73 @@ def test_sums_by_index_take_a_lane_for_each_column():
     assert "__sync" not in text.split("kernel(")[1] and cubin(text, "sm_90a")
 
 
+@pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (500,), 0), ((3, 90, 70), (50, 4), 1), ((30_000,), (20_000,), 0)])
+def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
+    def build(g, count=chosen):
+        more = g.input("u", (*dims[:axis], *count, *dims[axis + 1 :]), "bf16")
+        return rlx.scatter_add(g.input("x", dims, "bf16"), g.input("i", count, "i64"), more, axis=axis)
+
+    found = launch_of(one(build), "sm_90a")
+    assert isinstance(found, ScatterLaunch) and found.rows * found.columns * 4 == found.shared
+    assert found.blocks == -(-dims[axis] // found.rows) * -(-math.prod(dims) // dims[axis] // found.columns)
+    assert cubin(text_of(found, "kernel"), "sm_80")
+    # as many updates as places: their memory may be that of the results, and another block would read it too late
+    assert type(launch_of(one(lambda g: build(g, (dims[axis],))), "sm_90a")) is Launch
+
+
 def test_long_rows_are_divided():
     counts = lambda build: [launch_of(kernel, "sm_90a").blocks for kernel in kernels(graph(build))]  # noqa: E731
-    assert max(counts(lambda g: rlx.cumsum(g.input("x", (1, 10**7), "f32"), axis=1))) >= 132
-    assert len(counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1))) == 1
+    assert counts(lambda g: rlx.cumsum(g.input("x", (1, 1_000_003), "f32"), axis=1)) == [245]
+    assert counts(lambda g: rlx.cumsum(g.input("x", (1024, 4096), "f32"), axis=1)) == [1024]
     assert max(counts(lambda g: rlx.top_k(g.input("x", (1, 151_936), "f32"), k=50)[0])) >= 64
     assert len(counts(lambda g: rlx.top_k(g.input("x", (64, 1000), "f32"), k=5)[0])) == 2  # the sort and the copy of its head
+
+
+PARTED = {  # build, dims, parts, whether they wait for each other
+    "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
+    "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 256, False),
+    "a row to keep": (rlx.softmax, (1000, 100_003), 16, True),
+    "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 25, True),
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_lines_are_divided_among_blocks(name):
+    build, dims, parts, adjacent = PARTED[name]
+    found = launch_of(one(lambda g: build(g.input("x", dims, "f32"))), "sm_90a")
+    assert (found.parts, found.adjacent, found.blocks) == (parts, adjacent, found.lines * parts)
+    assert found.part * parts >= max(dims) > found.part * (parts - 1)
+    assert found.counters == 2 * found.words * found.lines and not may_join(found)
+    for arch in ("sm_80", "sm_90a"):
+        assert cubin(text_of(found, "kernel"), arch)
+
+
+@pytest.mark.parametrize("dims, axis, parts", [((4096, 512), 0, 8), ((8, 70, 50), 1, 1), ((3, 2000, 70), 1, 4)])
+def test_a_softmax_along_any_axis_is_one_kernel(dims, axis, parts):
+    found = launch_of(one(lambda g: rlx.softmax(g.input("x", dims, "bf16"), axis=axis)), "sm_90a")
+    assert found.row and (found.lanes, found.parts) == (32, parts)
+    assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_a_line_with_a_check_or_for_one_block_is_not_divided():
+    for build, dims in ((lambda x: rlx.softmax(x), (4, 4096)), (lambda x: rlx.argmax(x, axis=1), (2000, 151_936))):
+        assert launch_of(one(lambda g: build(g.input("x", dims, "f32"))), "sm_90a").parts == 1  # noqa: B023
+    assert launch_of(one(lambda g: rlx.cumsum(g.input("x", (40, 4000), "f32"), axis=1)), "sm_90a").parts == 1
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i64", "u8"])
+@pytest.mark.parametrize("length", [2, 77, 1024, 9000])
+def test_rows_are_sorted_in_shared_memory(dtype, length):
+    found = launch_of(one(lambda g: rlx.sort(g.input("x", (70, length), dtype), descending=True)[1]), "sm_90a")
+    assert isinstance(found, SortLaunch)
+    assert cubin(text_of(found, "kernel"), "sm_80" if found.shared < 99 << 10 else "sm_90a")
+
+
+def test_a_sort_beyond_shared_memory_runs_in_loops():
+    build = lambda g: rlx.sort(g.input("x", (2, 40_000), "f32"))[1]  # noqa: E731
+    assert type(launch_of(one(build), "sm_90a")) is Launch
+    small = one(lambda g: rlx.sort(g.input("x", (2, 20_000), "f32"))[1])
+    assert isinstance(launch_of(small, "sm_90a"), SortLaunch) and type(launch_of(small, "sm_86")) is Launch
 
 
 def test_rows_are_stored_before_their_cast_and_read_so():
@@ -193,7 +257,6 @@ def test_rows_are_stored_before_their_cast_and_read_so():
 
 
 SPLITS = {
-    "running totals": lambda x: [rlx.cumsum(x, axis=1, reverse=True), rlx.cumsum(x, axis=1, exclusive=True)],
     "greatest": lambda x: list(rlx.top_k(x, k=7)),
     "least": lambda x: list(rlx.top_k(x, k=7, largest=False)),
 }
@@ -206,10 +269,26 @@ def test_divided_ops_have_the_same_results(name):
     made = legalise(g, Compilation(HOPPER, rlx.CompileOptions()))
     assert len(list(made.nodes())) > len(list(g.nodes()))
     x = np.random.default_rng(0).integers(-9, 9, (2, 98_304)).astype(np.float32)  # sums are exact; many ties
-    x[1, ::1000] = np.nan if "totals" not in name else 0
+    x[1, ::1000] = np.nan
     x[0] = -np.inf if name == "greatest" else x[0]
     for found, wanted in zip(evaluate(made, {"x": x})[0], evaluate(g, {"x": x})[0], strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("op", [rlx.softmax, rlx.log_softmax])
+@pytest.mark.parametrize("dims, axis", [((2, 17_000, 4), 1), ((16_400, 5), 0), ((16_411, 5), 0)])  # a prime
+def test_softmax_down_columns_is_divided(op, dims, axis):
+    g = rlx.Graph("g")
+    g.set_outputs([op(g.input("x", dims, "f32"), axis=axis)])
+    made = legalise(g, Compilation(HOPPER, rlx.CompileOptions()))
+    assert len(made.nodes()) > len(g.nodes())
+    x = np.random.default_rng(0).normal(size=dims).astype(np.float32) * 30
+    column = x.reshape(-1, *dims[axis:])[0]
+    assert 4 * column.shape[0] > COLUMN_BYTES  # no kernel keeps it
+    column[:100, 0] = -np.inf  # whole parts
+    column[:, 1], column[3, 2], column[5, 3] = -np.inf, np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(evaluate(made, {"x": x})[0][0], evaluate(g, {"x": x})[0][0], rtol=2e-6, atol=1e-6)
 
 
 def test_no_tile_where_whole_lines_are_read():
@@ -224,7 +303,7 @@ def test_no_tile_where_whole_lines_are_read():
 def test_columns_are_reduced_by_adjacent_lanes():
     for build in (lambda x: rlx.sum(x, axis=(0,)), lambda x: rlx.cumsum(x, axis=0), lambda x: rlx.argmax(x, axis=0)):
         found = launch_of(one(lambda g, build=build: build(g.input("x", (4096, 4096), "f32"))), "sm_90a")
-        assert found.lanes == 32 and found.blocks == 128
+        assert found.lanes == 32 and found.lines == 128
         assert cubin(text_of(found, "kernel"), "sm_90a")
     assert launch_of(one(lambda g: rlx.sum(g.input("x", (4096, 4096), "f32"), axis=(1,))), "sm_90a").lanes == 1
 
@@ -392,11 +471,25 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "running totals of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (517, 45)),
     "long running totals": (lambda x: rlx.cumsum(x, axis=1), (1, 1_000_003)),
     "divided running totals": (lambda x: rlx.cumsum(x, axis=1), (2, 1 << 18)),
+    "running totals in many parts": (lambda x: rlx.cumsum(x, axis=1, exclusive=True), (2, 2_500_001)),
+    "running totals of long columns": (lambda x: rlx.cumsum(x, axis=0), (9001, 77)),
+    "running totals of integers": (lambda x: rlx.cumsum(x.astype("i64"), axis=1), (3, 70_000)),
     "column sums": (lambda x: rlx.sum(x, axis=(0,)), (1003, 77)),
     "greatest of columns": (lambda x: rlx.argmax(x, axis=0), (1003, 77)),
     "greatest of rows": (lambda x: rlx.argmax(x, axis=1), (77, 1003)),
+    "greatest of vectors": (lambda x: rlx.argmax(x.astype("bf16"), axis=1), (77, 4096)),
     "softmax": (lambda x: rlx.softmax(x) * 64.0, (9, 1001)),
-    "sort beyond shared memory": (lambda x: rlx.sort(x)[1], (2, 20_000)),
+    "softmax of columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 130)),
+    "softmax between axes": (lambda x: rlx.softmax(x, axis=1) * 64.0, (3, 70, 50)),
+    "softmax of long columns": (lambda x: rlx.softmax(x, axis=0) * 17000.0, (17_000, 33)),
+    "softmax of long rows": (lambda x: rlx.softmax(x) * 50_001.0, (3, 50_001)),
+    "norm of long rows": (lambda x: x - rlx.mean(x * x, axis=1, keepdims=True), (2, 200_000)),
+    "greatest of long rows": (lambda x: rlx.argmax(x * 1.0, axis=1), (3, 50_001)),
+    "sort of short rows": (lambda x: rlx.sort(x, descending=True)[1], (70, 77)),
+    "sort of rows": (lambda x: rlx.sort(x)[1], (5, 3000)),
+    "sort of wide elements": (lambda x: rlx.sort(x.astype("i64"), descending=True)[1], (3, 1500)),
+    "sort of a block": (lambda x: rlx.sort(x)[1], (2, 20_000)),
+    "sort beyond shared memory": (lambda x: rlx.sort(x)[1], (2, 40_000)),
     "top k of long rows": (lambda x: rlx.top_k(x, k=9)[1], (2, 50_001)),
 }
 
@@ -408,7 +501,38 @@ def test_awkward_shapes_agree_with_the_reference(name):
     g = graph(lambda g: build(g.input("x", dims, "f32")))
     x = np.random.default_rng(3).integers(-4, 5, dims).astype(np.float32)  # sums are exact, and many elements are equal
     (found,), ((wanted,), _) = rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})
-    np.testing.assert_allclose(found, wanted, rtol=0 if name != "softmax" else 1e-5)
+    np.testing.assert_allclose(found, wanted, rtol=0 if "softmax" not in name else 1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("dims, chosen, axis", [((100, 64), (5000,), 0), ((3, 90, 70), (50, 4), 1), ((9000,), (20_000,), 0)])
+def test_sums_by_index_keep_their_order(dims, chosen, axis):
+    rng = np.random.default_rng(0)
+    x, i = rng.normal(size=dims).astype(np.float32), rng.integers(0, dims[axis], chosen)
+    u = rng.normal(size=(*dims[:axis], *chosen, *dims[axis + 1 :])).astype(np.float32)
+    g = rlx.Graph("g")
+    g.set_outputs([rlx.scatter_add(*(g.input(n, a.shape, str(a.dtype)) for n, a in zip("xiu", (x, i, u))), axis=axis)])
+    compiled = rlx.Session("cuda").compile(g)
+    given = {"x": x, "i": i, "u": u}
+    np.testing.assert_array_equal(compiled.run(given)[0], rlx.Session("cpu").compile(g).run(given)[0])
+    with pytest.raises(IndexRangeError):
+        compiled.run({**given, "i": np.full(chosen, dims[axis])})
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i8", "u32"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 120, (3, 1100)).astype(rlx.as_dtype(dtype).numpy)
+    if rlx.as_dtype(dtype).is_float:
+        x[:, ::7], x[:, ::11], x[:, 5::13], x[1, ::50], x[0, :9] = 0.0, -0.0, -3.5, np.nan, -np.inf
+    g = rlx.Graph("g")
+    g.set_outputs(list(rlx.sort(g.input("x", x.shape, dtype), descending=descending)))
+    for found, wanted in zip(rlx.Session("cuda").compile(g).run({"x": x}), evaluate(g, {"x": x})[0], strict=True):
+        found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+        np.testing.assert_array_equal(found, wanted)
+        assert (np.signbit(found) == np.signbit(wanted))[found == found].all()
 
 
 @on_gpu

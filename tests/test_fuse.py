@@ -64,10 +64,12 @@ CASES: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
     "views alone cost nothing": (lambda g: [x(g, 6, 4).reshape(2, 3, 4).transpose(1, 0, 2) + 1.0], 1),
     "a norm of rows that are rotated": (lambda g: [rotated(g, rlx.rms_norm(x(g, 2, 3, 8), param(g, "s", 8)))], 1),
     "a norm of rows rotated from one to the next": (
-        lambda g: (lambda y: [rlx.concat(y[:, ::-1], y, axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))), 2
+        lambda g: (lambda y: [rlx.concat(y[:, ::-1], y, axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))),
+        2,
     ),
     "a norm of rows that are joined by columns of others": (
-        lambda g: (lambda y: [rlx.concat(y[::-1, :4], y[:, 4:], axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))), 2
+        lambda g: (lambda y: [rlx.concat(y[::-1, :4], y[:, 4:], axis=-1)])(rlx.rms_norm(x(g, 3, 8), param(g, "s", 8))),
+        2,
     ),
     "a norm of rows that are columns of others": (
         lambda g: (lambda y: [rlx.concat((y * 2.0).T[:, :2], (y * 3.0).T[:, 2:], axis=-1)])(
@@ -110,6 +112,40 @@ def run_and_compare(g: Graph, devices: tuple[str, ...] = ("ref", "ref:1", "cpu")
                 run.set_param(n, value)
             for found, expected in zip(run.run(inputs), want, strict=True):
                 np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5, err_msg=f"{device} {options}")
+
+
+def shares_of_two_axes(g: Graph) -> list[Value]:
+    y = rlx.exp(x(g, 7, 5))
+    return [y / rlx.sum(y, axis=0, keepdims=True) + y / rlx.sum(y, axis=1, keepdims=True)]
+
+
+def scaled_columns(g: Graph) -> list[Value]:
+    y = x(g, 2, 7, 5) * param(g, "s", 5) + x(g, 7, 1, name="m")
+    root = rlx.rsqrt(rlx.mean(y * y, axis=1, keepdims=True) + 1e-3)
+    return [y * root * param(g, "t", 7, 5), root]
+
+
+COLUMNS: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
+    "softmax down columns": (lambda g: [rlx.softmax(x(g, 7, 5) * 0.5, axis=0)], 1),
+    "softmax between axes": (lambda g: [rlx.softmax(x(g, 2, 7, 3, 5), axis=1)], 1),
+    "columns without their mean": (lambda g: (lambda y: [rlx.relu(y - rlx.mean(y, axis=0, keepdims=True))])(x(g, 7, 5)), 1),
+    "columns divided by their size": (scaled_columns, 1),
+    "softmax along one axis, then the other": (lambda g: [rlx.softmax(rlx.softmax(x(g, 7, 5), axis=0))], 2),
+    "parts of the sums along two axes": (shares_of_two_axes, 2),
+    "a product of them": (lambda g: [rlx.softmax(x(g, 7, 5), axis=0) @ param(g, "w", 5, 6)], 2),
+    "one column": (lambda g: [rlx.softmax(x(g, 7, 1), axis=0)], 1),
+    "columns too long": (lambda g: [rlx.softmax(x(g, 3000, 2), axis=0)], 4),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_that_a_kernel_may_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, plain = get("ref"), get("ref").target
+    monkeypatch.setattr(ref, "target", lambda *a, **k: replace(plain(*a, **k), column_bytes=8192))
+    build, kernels = COLUMNS[name]
+    g, program = compiled(build)
+    assert len(program.steps) == kernels, str(program)
+    run_and_compare(g, ("ref", "ref:1"))
 
 
 def gathered(g: Graph, table: Value, count: int) -> Value:

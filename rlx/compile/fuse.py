@@ -155,15 +155,19 @@ class _Fuser:
         return product if self.is_native(node) else node.op.kind is Kind.CONTRACT
 
     def reduces_rows(self, node: Node) -> bool:
-        """True if the node reduces only the last axis."""
-        return reduction(node).axes == (node.inputs[0].rank - 1,)
+        """True if the node reduces only the last axis, or another one that it keeps, where a kernel may read such lines again."""
+        facts, shape, dtype = reduction(node), node.inputs[0].shape.static, node.shapes[0].dtype.compute
+        if facts.axes == (len(shape) - 1,):
+            return True
+        return len(facts.axes) == 1 and facts.keepdims and shape[facts.axes[0]] * dtype.itemsize <= self.target.column_bytes
 
     def place_row_reduction(self, node: Node) -> None:
-        """A reduction over the last axis joins, or starts, a row program."""
-        value = node.inputs[0]
+        """A reduction over the axis of rows joins, or starts, a row program."""
+        value, (axis,) = node.inputs[0], reduction(node).axes
         form = "row" if node.shapes[0].rank == value.rank else "dropped"
         group = self.group_of.get(value.node)
-        if group and self.takes(group, node) and group.forms[value.node] == "full" and self.rows_allowed(group):
+        fits = group and (group.axis == axis or (group.anchor is None and not group.row_reductions()))
+        if group and fits and self.takes(group, node) and group.forms[value.node] == "full" and self.rows_allowed(group):
             self.add(group, node, form)
         else:
             self.start(node, value.shape.static, form=form).why = self.why_apart(node)
@@ -242,10 +246,11 @@ class _Fuser:
         dims = node.shapes[0].static
         own = {group.forms[v.node] for v in node.inputs if v.node in group.forms}
         if own & {"dropped", "viewed"}:
-            return "dropped" if own == {"dropped"} and dims == group.dims[:-1] else None
+            return "dropped" if own == {"dropped"} and dims == group.lines else None
+        axis = group.axis
         if dims == group.dims and (own != {"row"} or group.dims[-1:] == (1,) or self.rows_allowed(group)):
             return "full"
-        return "row" if own == {"row"} and dims == (*group.dims[:-1], 1) else None
+        return "row" if own == {"row"} and dims == (*group.dims[:axis], 1, *group.dims[axis + 1 :]) else None
 
     def rows_allowed(self, group: Group) -> bool:
         """True if a grid point may process whole rows: always in loops; in a contraction if there are enough rows, and they
@@ -294,7 +299,8 @@ class _Fuser:
             cyclic = any(g is not group and self.reaches(g, group) for g in other.reads) or any(
                 g is not other and self.reaches(g, other) for g in group.reads
             )
-            if cyclic or group in other.reads or (group.anchor is not None and other.row_reductions()):
+            apart = group.anchor is not None or (group.row_reductions() and group.axis != other.axis)
+            if cyclic or group in other.reads or (apart and other.row_reductions()):
                 continue
             if self.reads_in_step(group, other):
                 self.take_over(group, other, absorbed=other.absorbed)
@@ -346,6 +352,8 @@ class _Fuser:
             other = self.producer(value)
             if other is None or not self.may_join(other, group) or other.dims != group.dims or len(other.row_reductions()) != 1:
                 continue
+            if other.axis != len(other.dims) - 1:
+                continue
             values = [v for n in other.forms for v in n.results]
             reads = [v for n in group.forms for v in n.inputs if self.producer(v) in (group, other)]
             outside = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - group.forms.keys()
@@ -371,8 +379,8 @@ class _Fuser:
                 continue
             values = [v for n in other.forms for v in n.results]
             others = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}
-            both = any(self.producer(v) is other for v in node.inputs[: side] + node.inputs[side + 1 :])
-            if others or both or self.roots.intersection(values):
+            both = any(self.producer(v) is other for v in node.inputs[:side] + node.inputs[side + 1 :])
+            if others or both or self.roots.intersection(values) or other.axis != len(other.dims) - 1:
                 continue
             fits = computable(value, other.forms, self.places, walked, side)
             fits = fits and self.evaluations(node, {*other.forms}) <= MAX_EVALUATIONS

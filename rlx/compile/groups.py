@@ -32,8 +32,8 @@ FORMS = ("full", "row", "dropped", "viewed")
 
 @dataclass(eq=False)
 class Group:
-    """Nodes of one kernel. `forms`: how each node's result maps to the space `dims`: "full", "row" (last dim 1),
-    "dropped" (last dim gone); "viewed" for a claimed op if the space is that of a view of its result, which is among the nodes
+    """Nodes of one kernel. `forms`: how each node's result maps to the space `dims`: "full", "row" (the dim of `axis` is 1),
+    "dropped" (it is gone); "viewed" for a claimed op if the space is that of a view of its result, which is among the nodes
     then. `absorbed` nodes are recomputed at whatever coordinates they are read. `static`: it runs when
     params are set. `why`: why its first node is not in the kernel that computes an operand of it."""
 
@@ -55,6 +55,18 @@ class Group:
 
     def row_reductions(self) -> list[Node]:
         return [n for n in self.forms if n.op.kind is Kind.REDUCE and self.forms[n] != "full"]
+
+    @property
+    def axis(self) -> int:
+        """The axis along which rows run: that which the row reductions reduce, else the last one."""
+        for n in self.row_reductions():
+            return n.op.reduce(n.attrs, n.inputs[0].shape).axes[0]  # type: ignore[misc]
+        return len(self.dims) - 1
+
+    @property
+    def lines(self) -> tuple[int, ...]:
+        """The dims without that of the rows."""
+        return self.dims[: self.axis] + self.dims[self.axis + 1 :]
 
 
 def print_groups(groups: Sequence[Group], graph: Graph) -> str:

@@ -101,7 +101,7 @@ class _Rows:
         computes an operand of the contraction, instead of the builder's group."""
         self.b, self.group = builder, operand or builder.group
         self.per_row = acc is not None or operand is not None
-        self.reductions = self.group.row_reductions()
+        self.reductions, self.axis = self.group.row_reductions(), self.group.axis
         self.level: dict[Node, int] = {}
         for node in self.group.nodes:
             if node not in self.group.absorbed:
@@ -127,7 +127,7 @@ class _Rows:
             for root in reduced + self.stored(p) + kept.get(p, []):
                 for value in self.earlier(root, p):
                     if value not in self.kept and self.worth_keeping(value):
-                        self.kept[value] = self.b.local(value.dtype.compute, self.group.dims[-1], per_row=self.per_row)
+                        self.kept[value] = self.b.local(value.dtype.compute, self.group.dims[self.axis], per_row=self.per_row)
                         kept.setdefault(self.level[value.node], []).append(value)
 
     def stored(self, p: int) -> list[Value]:
@@ -173,9 +173,10 @@ class _Rows:
         dims = self.group.dims
         self.b.open_stores(self.group.stores)
         if self.reductions:
-            if self.b.active and self.b.active.axis == len(dims) - 1:
+            if self.b.active and self.b.active.axis == self.axis:
                 self.b.active = None
-            groups = [*collapsed(dims[:-1], self.accesses()), [len(dims) - 1]]
+            others = [a for a in range(len(dims)) if a != self.axis]
+            groups = [*([others[n] for n in g] for g in collapsed(self.group.lines, self.accesses())), [self.axis]]
         elif all(n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for n in self.group.nodes):
             groups = collapsed(dims, self.accesses())
         else:
@@ -187,7 +188,9 @@ class _Rows:
         first, columns, each = points.start(groups[-1], LEAST_LINES * self.b.facts.target.line_bytes // 4)
 
         def coords(column: K.Expr) -> list[K.Expr]:
-            return [c for g, v in zip(groups, [*row, k.add(first, column)]) for c in split(v, [dims[a] for a in g])]
+            parts = zip(groups, [*row, k.add(first, column)])
+            found = {a: c for g, v in parts for a, c in zip(g, split(v, [dims[a] for a in g]))}
+            return [found[a] for a in sorted(found)]
 
         passes = (self.one_pass(p, columns, coords, each) for p in range(self.last + 1))
         return tuple(points.grid), tuple(s for statements in passes for s in statements)
@@ -242,7 +245,7 @@ class _Rows:
         for node, form in self.group.forms.items():
             if node in self.group.absorbed or form == "full" or self.level[node] != p:
                 continue
-            value, here = node.results[0], at[:-1] if form == "dropped" else at
+            value, here = node.results[0], [*at[: self.axis], *at[self.axis + 1 :]] if form == "dropped" else at
             expr = b.element(value, here)
             out += b.block
             b.block = []
@@ -273,8 +276,10 @@ class _Rows:
                     left = [a for a in range(v.rank) if facts.keepdims or a not in facts.axes]
                     dims, strides = tuple(1 if a in facts.axes else dims[a] for a in left), tuple(strides[a] for a in left)
                 dropped = self.group.forms[node] == "dropped" and (v.node is node or node.op.kind is Kind.POINTWISE)
-                cut = len(dims) - 1 if self.reductions and dims and not dropped else len(dims)
-                out.append((dims[:cut], strides[:cut]))
+                row = self.axis - len(self.group.dims) + len(dims)  # its axis here, where dims are aligned from the right
+                if self.reductions and row >= 0 and not dropped:
+                    dims, strides = dims[:row] + dims[row + 1 :], strides[:row] + strides[row + 1 :]
+                out.append((dims, strides))
         return out
 
 

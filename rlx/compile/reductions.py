@@ -51,7 +51,8 @@ def _in_steps(node: Node, only_reader: bool, alone: set[Node], target: Target) -
     if 0 in dims or not todo or (len(todo) > 1 and todo[-1] == len(runs) - 1 and runs[-1][1] < target.line_bytes // 4):
         return None
     sizes, last = [d for _, d in runs], todo[-1]
-    parts = _parts(sizes, last, target) if only_reader or last < len(runs) - 1 else 1
+    read_again = not only_reader and (last == len(runs) - 1 or sizes[last] * source.dtype.compute.itemsize <= target.column_bytes)
+    parts = 1 if read_again else _parts(sizes, last, target)
     if len(axes) == parts == 1:
         return None
     value = _reshaped(source, _divided(sizes, last, parts), alone)

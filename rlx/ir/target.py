@@ -76,6 +76,7 @@ class Target:
     point_elements: int = 1 << 14  # elements that a point reads: with fewer, starting it costs more than it saves
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
+    column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
     few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further
     tile_rows: int = 16  # rows of a contraction that are computed together

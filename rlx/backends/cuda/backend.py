@@ -17,6 +17,7 @@ from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, 
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
+from rlx.backends.cuda.schedule import COLUMN_BYTES
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -126,7 +127,8 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
-        splits={"attention": splits.attention, "cumsum": partial(splits.cumsum, multiprocessors), "top_k": splits.top_k},
+        column_bytes=COLUMN_BYTES,
+        splits={"attention": splits.attention, "top_k": splits.top_k, "softmax": splits.softmax, "log_softmax": splits.softmax},
     )  # fmt: skip
 
 

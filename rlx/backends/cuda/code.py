@@ -23,7 +23,9 @@ from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
+from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import Launch, TensorMap, launch
+from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
 from rlx.backends.cuda.transpose import TileLaunch, TileTransposer, in_tiles
@@ -95,7 +97,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     packed = None if blocks and blocks.plain else blocks
     if found := packed or on_warps(kernel, capability=capability) or by_fma(kernel):
         return found
-    return tiled(kernel) if has_tiles(kernel) else in_tiles(launch(kernel))
+    return tiled(kernel) if has_tiles(kernel) else sorted_rows(kernel, most) or scattered(kernel) or in_tiles(launch(kernel))
 
 
 def text_of(at: Launch, name: str) -> str:
@@ -119,7 +121,7 @@ def prologue(wide: bool) -> str:
 WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
-    GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
+    SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
     attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from rlx.backends.shared import c_dialect
 from rlx.backends.shared.c_dialect import ELEMENTS, OPS, TYPES, Dialect, Rows, literal
-from rlx.ir.dtype import DType, index_
-from rlx.ir.kernel import Local
+from rlx.ir.dtype import DType, f32, index_
+from rlx.ir.kernel import Alu, Expr, Local, Store
 
 NARROW = ("f16", "bf16")  # converted by one instruction; f8 by the helpers of c_prelude.h
 WRAPPING = ("add", "sub", "mul")
 
 _OWN: Rows = {
     **{op: {**OPS[op], "i": f"rlx_{op}_{{n}}({{0}}, {{1}})"} for op in WRAPPING},
+    **{op: {**OPS[op], "f": f"rlx_{op}({{0}}, {{1}})"} for op in ("min", "max")},
     "neg": {"f": "-{0}", "u": "-{0}", "i": "rlx_sub_{n}(0, {0})"},
     "fma": {"f": "fma{s}({0}, {1}, {2})", "iu": "rlx_fma_{n}({0}, {1}, {2})"},
 }
@@ -33,7 +34,7 @@ class CudaDialect(Dialect):
 def _cast(a: str, source: DType, to: DType) -> str:
     if to.name in NARROW and source != to:
         single = f"rlx_odd({a})" if source.name == "f64" else f"(float){a}"
-        return f"rlx_wide_{to.name}(rlx_near_{to.name}({single}))"
+        return f"rlx_round_{to.name}({single})"
     if to == index_ and source.name in ("u32", "i64", "u64"):
         return f"rlx_position({a})"
     return c_dialect.cast(a, source, to)
@@ -41,6 +42,14 @@ def _cast(a: str, source: DType, to: DType) -> str:
 
 def _local(element: str, name: str, local: Local) -> str:
     return f"{element} {name}[{max(1, local.size)}];"
+
+
+def unrounded(s: Store) -> Expr:
+    """The stored value before casts that round it just as the store does."""
+    x, same = s.value, (s.buffer.dtype, f32)
+    while isinstance(x, Alu) and x.op == "cast" and x.dtype in same and x.args[0].dtype in same:
+        x = x.args[0]
+    return x
 
 
 def prelude() -> str:
@@ -53,8 +62,8 @@ CUDA = CudaDialect(
     "cuda", "", {**TYPES, "index": "rlx_index"}, ELEMENTS, _ROWS,
     {**c_dialect.LOADS, **{n: f"rlx_wide_{n}({{0}}[{{1}}])" for n in NARROW}},
     {**c_dialect.STORES, **{n: f"{{0}}[{{1}}] = rlx_near_{n}({{2}});" for n in NARROW}},
-    {**c_dialect.ROUNDED, **{n: f"rlx_wide_{n}(rlx_near_{n}({{0}}))" for n in NARROW}},
+    {**c_dialect.ROUNDED, **{n: f"rlx_round_{n}({{0}})" for n in NARROW}},
     literal, _cast, c_dialect.bitcast, _local, check="if (!{0}) rlx_fail(status, {1});",
 )  # fmt: skip
 
-__all__ = ["CUDA", "prelude"]
+__all__ = ["CUDA", "prelude", "unrounded"]

@@ -26,6 +26,7 @@ from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
 PAUSE = 20e-6  # seconds between two looks at a GPU that is at work
+FEWEST = 16  # multiprocessors
 EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
 FATAL = frozenset({
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "MISALIGNED_ADDRESS", "HARDWARE_STACK_ERROR",
@@ -115,6 +116,8 @@ class Gpu:
     def refusal(self) -> str | None:
         if self.capability < OLDEST:
             return f"its compute capability is {self.capability / 10}; rlx needs {OLDEST / 10} (Ampere) or newer"
+        if self.facts["multiprocessors"] < FEWEST:  # the blocks of a line (schedule.PARTS), two at a time on each
+            return f"it has {self.facts['multiprocessors']} multiprocessors; rlx needs {FEWEST}"
         return None
 
     @property
@@ -328,7 +331,7 @@ class Gpu:
         module = check(self.driver.cuModuleLoadData(image), f"loading {name}")
         weakref.finalize(owner, self._unload, module).atexit = False
         found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
-        if shared > 48 << 10:
+        if shared:  # with what the kernel declares, even less than 48 KB may be more than a launch has by default
             attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(self.driver.cuFuncSetAttribute(found, attribute, shared), f"loading {name}")
         return found

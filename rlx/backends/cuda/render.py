@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan
 from rlx.backends.cuda.schedule import WARP, Launch, is_shared
@@ -58,6 +58,9 @@ class CudaWriter(Writer):
         inside = list(walk(launch.kernel.body))
         stored = {s.buffer for s in inside if isinstance(s, Store)}
         self.narrow = all(b.dtype.itemsize <= 2 for b in stored)
+        if launch.adjacent:
+            self.occupancy = f", {1024 // launch.threads}"  # so that the parts of a line run at once
+        self.told = 0  # words of a line that reductions have used
         self.row, self.round = launch.row, ""  # the latter: the number of the part of a row, in its loop
         self.registers: dict[Key, str] = {}  # loads of a row -> the array that holds it
         self.loaded: set[Key] = set()
@@ -117,7 +120,17 @@ class CudaWriter(Writer):
         if at.vector > 1:
             self.in_vectors(k.body, (), k.grid[-1][0], at.vector, f"{self.names[k.grid[-1][0]]}_0")
         else:
+            self.line_of_parts()
             self.block(k.body)
+        if at.parts > 1:
+            self.line("all.forget();")
+
+    def line_of_parts(self) -> None:
+        """Declare `all`, by which the blocks of a line tell each other totals."""
+        at = self.launch
+        words = f"(unsigned long long*)rlx_counters + (size_t)line * {at.words}, {at.words}, (int)part"
+        if at.part:
+            self.line(f"rlx_line<{at.team}, {at.lanes}, {at.parts}> all = {{{words if at.parts > 1 else '0, 0, 0'}}};")
 
     def begin(self) -> None:
         self.line(BEGIN)
@@ -130,7 +143,13 @@ class CudaWriter(Writer):
         me, place = ("0", "threadIdx.x") if at.team == 1 else (me, place)
         yield f"const int me = {me};"
         mine = "" if each == 1 else f" * {each} + {place}"
-        yield f"rlx_uindex point = (rlx_uindex){self.block_number}{mine};"
+        number = self.block_number
+        if at.parts > 1:
+            each, other = ("/ {0}", "% {0}") if at.adjacent else ("% {1}", "/ {1}")
+            texts = (f"{number} {text.format(at.parts, at.lines)}" for text in (each, other))
+            yield "const rlx_index line = {}, part = {};".format(*texts)
+            number = "line"
+        yield f"rlx_uindex point = (rlx_uindex){number}{mine};"
         yield f"if (point >= {at.points}) return;"
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
@@ -192,7 +211,7 @@ class CudaWriter(Writer):
         held: dict[int, str] = {}
         for x in loads(stmts, ends, var, size):
             key = key_of(x, var)
-            if key in self.registers:
+            if key in self.registers and x.guard is None:
                 held[id(x)] = f"{self.registers[key]}[{self.round}]"
                 if key in self.loaded:
                     continue
@@ -246,6 +265,7 @@ class CudaWriter(Writer):
     def store(self, s: Store, value: str) -> str:
         if self.row and s.buffer in self.row.locals:
             return CUDA.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};").format(self.own_part(s.buffer), "v", value)
+        value = value if (x := unrounded(s)) is s.value else self.value(x)
         if id(s) not in self.vector_stores:
             return super().store(s, value)
         return CUDA.stores.get(s.buffer.dtype.name, "{0}[{1}] = {2};").format(self.vector_stores[id(s)], "v", value)
@@ -271,7 +291,7 @@ class CudaWriter(Writer):
         written = {s.buffer for s in stores}
         if any(isinstance(x, Load) and x.buffer in written for x in walk(stores)):
             self.line(self.sync)  # every thread has read what the first one overwrites
-        with self.scope(["if (me == 0) {"]):
+        with self.scope(["if (me == 0 && part == 0) {" if self.launch.adjacent else "if (me == 0) {"]):
             super().write(held)
         self.exchanged(*stores)
 
@@ -283,11 +303,10 @@ class CudaWriter(Writer):
     def loop(self, s: Loop) -> None:
         if not self.shared:
             super().loop(s)
+        elif s.carries and self.launch.part:
+            Scan(self, s).write()
         elif not is_shared(s):
             super().loop(s)
-            self.exchanged(s)
-        elif s.carries:
-            Scan(self, s).write()
             self.exchanged(s)
         else:
             self.spread(s)
@@ -312,32 +331,60 @@ class CudaWriter(Writer):
 
     def spread(self, s: Loop) -> None:
         """The iterations of a vector loop over the threads of the team, then its reductions."""
-        team, parts = self.launch.team, [self.partial(r, s.extent) for r in s.reduces]
+        at, team, parts = self.launch, self.launch.team, [self.partial(r, s.extent) for r in s.reduces]
         for p in parts:
             self.line(f"{p.type} {p.name} = {p.init};")
         extent, i, ends = self.extent(s), self.name(s.var, "i"), [r.value for r in s.reduces]
 
         def combine(values: list[str]) -> None:
             for p, value in zip(parts, values):
-                self.line(p.add(value, self.names[s.var]))
+                self.line(f"{p.name}_of[v] = {value};" if searched else p.add(value, self.names[s.var]))
 
         size = 1 if s.var in self.limits or self.down else width(s.body, ends, s.var, s.extent)
         while size > 1 and s.extent < size * team:
             size //= 2
+        simple = size > 1 and not self.row and all(isinstance(x, Let) for x in s.body)
+        searched = simple and bool(s.reduces) and all(r.op in EXTREMES for r in s.reduces)
+        start = ""
+        if at.adjacent:
+            start, end = f"part * {at.part} + ", f"(rlx_index)(part + 1) * {at.part}"
+            extent = f"({end} < {extent} ? {end} : {extent})"
         if row := self.row:
             self.part_of_row(s, row, f"{i}_0", lambda: self.in_vectors(s.body, ends, s.var, row.size, f"{i}_0", combine))
         elif size > 1:
-            head = self.head(s, f"for (rlx_index {i}_0 = me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{", size)
+            head = self.head(s, f"for (rlx_index {i}_0 = {start}me * {size}; {i}_0 < {extent}; {i}_0 += {team * size}) {{", size)
             with self.scope(head), self.alone():
+                for r, p in zip(s.reduces, parts * searched):
+                    self.line(f"{self.type(r.value.dtype)} {p.name}_of[{size}];")
                 self.in_vectors(s.body, ends, s.var, size, f"{i}_0", combine)
+                for p in parts * searched:
+                    self.line(p.add(f"{p.name}_of", f"{i}_0"))
         else:
-            head = self.head(s, f"for (rlx_index {i} = me; {i} < {extent}; {i} += {team}) {{")
+            head = self.head(s, f"for (rlx_index {i} = {start}me; {i} < {extent}; {i} += {team}) {{")
             with self.scope(head), self.alone():
                 combine(self.block(s.body, ends))
         for r, p in zip(s.reduces, parts):
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
-            text = p.result(f"rlx_reduce{self.down}<{team}>({p.name}, {function})")
-            self.names[r.result] = self.fix("r", r.result.dtype, text)
+            text = f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
+            if at.adjacent:
+                text = f"all.all({self.told}, {text}, {p.type}({p.init}), {function})"
+                self.told += 4 * at.lanes * at.parts
+            self.names[r.result] = self.search(s, r, text, size) if searched else self.fix("r", r.result.dtype, p.result(text))
+        if at.adjacent and s.reduces and self.told == at.words - 1:
+            self.line("all.leave();")
+
+    def search(self, s: Loop, r: Reduce, best: str, size: int) -> str:
+        """The position of an extreme of which only the first iteration of its vector is known: that vector is computed again."""
+        at, found = self.fresh("r"), self.fresh("f")
+        self.line(f"const auto {found} = {best};")
+        self.line(f"rlx_index {at} = -1;")
+
+        def compare(values: list[str]) -> None:
+            self.line(f"if ({at} < 0 && rlx_is({values[0]}, {found}.value)) {at} = {self.names[s.var]};")
+
+        with self.scope(["{"]), self.alone():
+            self.in_vectors(s.body, [r.value], s.var, size, f"{found}.at", compare)
+        return at
 
     def part_of_row(self, s: Loop, row: Row, first: str, body: Callable[[], None]) -> None:
         """The iterations of this thread, unrolled, so that arrays of its elements are registers."""
@@ -346,11 +393,12 @@ class CudaWriter(Writer):
             if key in row.keys and key not in self.registers:
                 self.registers[key] = self.fresh("q")
                 self.line(f"{CUDA.element(x.buffer.dtype)} {self.registers[key]}[{row.rounds}][{row.size}];")
-        self.round, team = self.fresh("n"), self.launch.team
+        self.round, at, team = self.fresh("n"), self.launch, self.launch.team
         head = ["#pragma unroll", f"for (int {self.round} = 0; {self.round} < {row.rounds}; {self.round}++) {{"]
         with self.scope(head), self.alone():
-            self.line(f"const rlx_index {first} = ({self.round} * {team} + me) * {row.size};")
-            if row.extent < row.rounds * team * row.size:
+            start, parts = (f"part * {at.part} + ", at.parts) if at.adjacent else ("", 1)
+            self.line(f"const rlx_index {first} = {start}({self.round} * {team} + me) * {row.size};")
+            if row.extent < row.rounds * team * row.size * parts:
                 self.line(f"if ({first} >= {row.extent}) continue;")
             body()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 
-from rlx.backends.cuda.vectors import loads, width
+from rlx.backends.cuda.vectors import BYTES, loads, stores, width
 from rlx.backends.shared.nest import operands, postorder
 from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, walk
 
@@ -16,8 +17,8 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """`extent` elements: thread t of a team has `size` from (n * team + t) * size on, for n in range(rounds). `locals` are
-    registers, and so are the loads with these `keys`, which several loops do."""
+    """`extent` elements: thread t of a team has `size` from (n * team + t) * size on, for n in range(rounds), counted from the
+    first one of its part. `locals` are registers, and so are the loads with these `keys`, which several loops do."""
 
     extent: int
     size: int
@@ -26,28 +27,42 @@ class Row:
     keys: frozenset[Key]
 
 
-def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int) -> tuple[int, Row] | None:
-    """The smallest team that can keep its row in that many registers of a thread, and the row; None if there is nothing to keep,
-    or no room."""
+def row_loops(kernel: Kernel) -> list[Loop]:
+    """The loops of a kernel that does nothing but loops over the same row; else none."""
     loops = [s for s in kernel.body if isinstance(s, Loop)]
     if not loops or kernel.limits or not all(isinstance(s, Let | Store | Check | Loop) for s in kernel.body):
+        return []
+    extent = loops[0].extent
+    return loops if all(s.vector and not s.carries and s.extent == extent and _flat(s) for s in loops) else []
+
+
+def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[int, ...] = (1,)) -> tuple[int, Row] | None:
+    """The smallest team that can keep its row, or its part of one, in that many registers of a thread, and the row; None if there
+    is nothing to keep, or no room."""
+    if not (loops := row_loops(kernel)):
         return None
     extent = loops[0].extent
-    if not all(s.vector and not s.carries and s.extent == extent and _flat(s) for s in loops):
-        return None
-    most = max(width(s.body, [r.value for r in s.reduces], s.var, extent) for s in loops)
+    widths = [width(s.body, [r.value for r in s.reduces], s.var, extent) for s in loops]
+    most = min((n for n in widths if n > 1), default=1)
+    wide = max((x.buffer.dtype.itemsize for s in loops for x in [*_loads(s, most), *stores(s.body, s.var, most)]), default=1)
+    while most > SMALL and most * wide > BYTES:  # threads that are more than 16 bytes apart read a bank of the cache in turn
+        most //= 2
     kept = _repeated(loops, most)
     own = _own_locals(kernel, loops)
     if len(own) < len(kernel.locals) or not (own or kept):
         return None
-    bits = sum(max(16, x.dtype.bits) for x in own) + sum(max(16, k[0].dtype.bits) for k in kept)  # type: ignore[attr-defined]
-    for team in teams:
+    held = [[x.dtype.bits for x in own], [k[0].dtype.bits for k in kept]]  # type: ignore[attr-defined]
+    read = [n for n, s in enumerate(loops) if not kept.isdisjoint(key_of(x, s.var) for x in _loads(s, most))]
+    made = [n for n, s in enumerate(loops) if not {x.buffer for x in s.body if isinstance(x, Store)}.isdisjoint(own)]
+    taken = sum if read and made and read[-1] > made[0] else max  # else the elements take the places of those they are made of
+    # narrow elements count as the f32 that they become: longer parts leave too few teams to overlap reading and writing
+    for least, team, count in product((32, 16), teams, parts):
         sizes = [n for n in (most, most // 2) if n >= min(most, SMALL) and extent % (team * n) == 0]
         size = sizes[0] if sizes else most
         while size > 1 and extent < team * size:
             size //= 2
-        rounds = -(-extent // (team * size))
-        if rounds * size * bits <= 32 * registers:
+        rounds = -(-extent // (count * team * size))
+        if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * registers:
             return team, Row(extent, size, rounds, frozenset(own), _repeated(loops, size))
     return None
 
@@ -59,7 +74,7 @@ def _repeated(loops: list[Loop], size: int) -> frozenset[Key]:
 
 
 def _loads(s: Loop, size: int) -> list[Load]:
-    return loads(s.body, [r.value for r in s.reduces], s.var, size)
+    return [x for x in loads(s.body, [r.value for r in s.reduces], s.var, size) if x.guard is None]
 
 
 def _flat(loop: Loop) -> bool:
@@ -95,4 +110,4 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "key_of", "row_of"]
+__all__ = ["Row", "key_of", "row_loops", "row_of"]

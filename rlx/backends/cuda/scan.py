@@ -1,127 +1,108 @@
-"""Running totals by a team of threads: in each round a thread adds its adjacent elements to the total of all before them."""
+"""Running totals: a team keeps a part of a line in registers, and adds what the parts before it sum to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlx.backends.cuda.dialect import CUDA
+from rlx.backends.cuda.schedule import WARP
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.nest import identity, nested
-from rlx.ir.dtype import DType
-from rlx.ir.kernel import Alu, Buffer, Carry, Expr, Let, Load, Loop, Store, walk
-
-LEAST = 4  # elements of a thread and a round, at least
-LEAST_DOWN = 8  # where the loop runs down columns
-
-
-@dataclass
-class Total:
-    """The names of one running total: `whole`, of all rounds so far; `part`, an array of the addends of this thread; `own`, their
-    sum; `before`, the total before the next element."""
-
-    carry: Carry
-    added: Expr
-    dtype: DType
-    op: str
-    type: str
-    whole: str
-    part: str
-    own: str
-    before: str
-
-    def sum(self, a: str, b: str) -> str:
-        return CUDA.apply(self.op, (a, b), self.dtype, self.dtype)
+from rlx.ir.kernel import Alu, Buffer, Let, Load, Loop, Store, walk
 
 
 class Scan:
-    """Writes the loop `s`, whose carries are running totals, with `writer`, a CudaWriter."""
+    """Writes the loop `s`, whose carry is a running total, with `writer`, a CudaWriter. A thread has `rounds` groups of `size`
+    adjacent elements; names of arrays by round: `own`, the sum of a group, then the total before it; `part`, the addends."""
 
     def __init__(self, writer: Any, s: Loop) -> None:
-        self.w, self.s, self.team = writer, s, writer.launch.team
-        self.totals = [self.total(c) for c in s.carries]
-        self.ends: Sequence[Expr] = [t.added for t in self.totals]
-        self.size = max(width(s.body, self.ends, s.var, s.extent), LEAST_DOWN if writer.down else LEAST)
-        while self.size > 1 and s.extent < self.size * self.team:
-            self.size //= 2
+        self.w, self.s, self.at = writer, s, writer.launch
+        (self.carry,), each = s.carries, self.at.part // self.at.team
+        assert isinstance(self.carry.next, Alu) and self.carry.added is not None
+        self.added, self.dtype, self.op = self.carry.added, self.carry.var.dtype.compute, self.carry.next.op
+        self.type, self.zero = writer.type(self.dtype), CUDA.literal(identity(self.op, self.dtype), self.dtype)
+        self.size = each if writer.down else min(each, width(s.body, (self.added,), s.var, s.extent))
+        self.rounds, self.part, self.own = each // self.size, writer.fresh("a"), writer.fresh("s")
         self.i, self.extent = writer.name(s.var, "i"), writer.extent(s)
         limited = s.var in writer.limits
-        self.even = not limited and s.extent % (self.team * self.size) == 0
+        self.even = not limited and s.extent % self.at.part == 0
         self.vectors = not limited and s.extent % self.size == 0
 
-    def total(self, c: Carry) -> Total:
-        assert isinstance(c.next, Alu) and c.added is not None
-        names = [self.w.fresh(x) for x in ("r", "a", "s", "c")]
-        return Total(c, c.added, c.var.dtype.compute, c.next.op, self.w.type(c.var.dtype), *names)
-
     def write(self) -> None:
-        w, s, size, first = self.w, self.s, self.size, self.w.fresh("first")
-        for t in self.totals:
-            w.line(f"{t.type} {t.whole} = {w.value(t.carry.init)};")
-        with w.scope([f"for (rlx_index {first} = 0; {first} < {self.extent}; {first} += {self.team * size}) {{"]):
-            w.line(f"const rlx_index {self.i}_0 = {first} + me * {size};")
-            with w.alone():
-                held = self.fetch()
-                for t in self.totals:
-                    self.addends(t, held)
-            for t in self.totals:
-                function = w.function_of(t.op, t.dtype)
-                w.line(f"{t.type} {t.before} = rlx_scan{w.down}<{self.team}>({t.own}, {t.whole}, {function});")
-                w.names[t.carry.var] = t.before
-            with w.alone():
-                self.elements(held)
-            w.exchanged(s)
-        for t in self.totals:
-            w.names[t.carry.var] = t.whole
+        w, function = self.w, self.w.function_of(self.op, self.dtype)
+        start = w.value(self.carry.init)
+        with w.alone():
+            held = self.fetch()
+            self.addends(held)
+            w.line(f"all.scan({self.own}, ({self.type}){start}, ({self.type}){self.zero}, {function});")
+            w.names[self.carry.var] = f"{self.own}[n]"
+            self.elements(held)
+
+    @contextmanager
+    def each_round(self) -> Iterator[None]:
+        place = "me" if self.w.down else f"((me / {WARP} * {self.rounds} + n) * {WARP} + me % {WARP})"
+        first = f"(rlx_index)part * {self.at.part} + " if self.at.parts > 1 else ""
+        with self.w.scope(["#pragma unroll", f"for (int n = 0; n < {self.rounds}; n++) {{"]):
+            self.w.line(f"const rlx_index {self.i}_0 = {first}{place} * {self.size};")
+            yield
 
     def each(self) -> list[str]:
-        """The opening lines of the loop over the elements of this thread."""
+        """The opening lines of the loop over the adjacent elements."""
         lines = ["#pragma unroll", f"for (int v = 0; v < {self.size}; v++) {{", f"const rlx_index {self.i} = {self.i}_0 + v;"]
         return lines + ["{" if self.even else f"if ({self.i} < {self.extent}) {{"]
 
     def fetch(self) -> dict[int, str]:
         """Registers with the elements in memory that both passes read, by the id of the load."""
         w, s, held = self.w, self.s, dict[int, str]()
-        vectors = {id(x) for x in loads(s.body, self.ends, s.var, self.size)} if self.vectors else set()
-        for x in dict.fromkeys(x for x in walk((s.body, self.ends)) if isinstance(x, Load) and _free(x, s)):
-            name = held[id(x)] = w.fresh("q")
-            w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
-            if id(x) in vectors:
-                text = f"rlx_fetch<{self.size}>({name}, {w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')});"
-                w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
-                continue
-            with w.scope(self.each(), 2):
-                w.line(f"{name}[v] = {w.names[x.buffer]}[{w.value(x.index)}];")
+        ends = (self.added,)
+        vectors = {id(x) for x in loads(s.body, ends, s.var, self.size)} if self.vectors else set()
+        for x in dict.fromkeys(x for x in walk((s.body, ends)) if isinstance(x, Load) and _free(x, s)):
+            name = w.fresh("q")
+            held[id(x)] = f"{name}[n]"
+            w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.rounds}][{self.size}];")
+            with self.each_round():
+                if id(x) in vectors:
+                    place = f"{w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}"
+                    text = f"rlx_fetch<{self.size}>({name}[n], {place});"
+                    w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
+                    continue
+                with w.scope(self.each(), 2):
+                    w.line(f"{name}[n][v] = {w.names[x.buffer]}[{w.value(x.index)}];")
         return held
 
-    def addends(self, t: Total, held: dict[int, str]) -> None:
-        w = self.w
-        w.line(f"{t.type} {t.part}[{self.size}];")
-        if not self.even:
-            w.line(f"for (int v = 0; v < {self.size}; v++) {t.part}[v] = {CUDA.literal(identity(t.op, t.dtype), t.dtype)};")
-        with w.scope(self.each(), 2):
-            w.vector_loads = held
-            w.line(f"{t.part}[v] = {w.value(t.added)};")
-            w.vector_loads = {}
-        w.line(f"{t.type} {t.own} = {t.part}[0];")
-        w.line(f"for (int v = 1; v < {self.size}; v++) {t.own} = {t.sum(t.own, f'{t.part}[v]')};")
+    def addends(self, held: dict[int, str]) -> None:
+        w, part, own = self.w, f"{self.part}[n]", f"{self.own}[n]"
+        w.line(f"{self.type} {self.part}[{self.rounds}][{self.size}], {self.own}[{self.rounds}];")
+        with self.each_round():
+            if not self.even:
+                w.line(f"for (int v = 0; v < {self.size}; v++) {part}[v] = {self.zero};")
+            with w.scope(self.each(), 2):
+                w.vector_loads = held
+                w.line(f"{part}[v] = {w.value(self.added)};")
+                w.vector_loads = {}
+            w.line(f"{own} = {part}[0];")
+            w.line(f"for (int v = 1; v < {self.size}; v++) {own} = {self.sum(own, f'{part}[v]')};")
+
+    def sum(self, a: str, b: str) -> str:
+        return CUDA.apply(self.op, (a, b), self.dtype, self.dtype)
 
     def elements(self, held: dict[int, str]) -> None:
         """The body of the loop for each element of this thread."""
-        w, s = self.w, self.s
+        w, s, before = self.w, self.s, f"{self.own}[n]"
         out = {id(x): (x, w.fresh("o")) for x in stores(s.body, s.var, self.size) if x.guard is None} if self.vectors else {}
-        for x, name in out.values():
-            w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
-        with w.scope(self.each(), 2):
-            w.vector_loads, w.vector_stores = held, {n: name for n, (_, name) in out.items()}
-            w.block(s.body)
-            w.vector_loads, w.vector_stores = {}, {}
-            for t in self.totals:
-                w.line(f"{t.before} = {t.sum(t.before, f'{t.part}[v]')};")
-        for x, name in out.values():
-            text = f"rlx_put<{self.size}>({w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}, {name});"
-            w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
+        with self.each_round():
+            for x, name in out.values():
+                w.line(f"{CUDA.element(x.buffer.dtype)} {name}[{self.size}];")
+            with w.scope(self.each(), 2):
+                w.vector_loads, w.vector_stores = held, {n: name for n, (_, name) in out.items()}
+                w.block(s.body)
+                w.vector_loads, w.vector_stores = {}, {}
+                w.line(f"{before} = {self.sum(before, f'{self.part}[n][v]')};")
+            for x, name in out.values():
+                text = f"rlx_put<{self.size}>({w.names[x.buffer]} + {w.at_first(x.index, s.var, f'{self.i}_0')}, {name});"
+                w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
 
 
 def _free(x: Load, s: Loop) -> bool:

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlx.backends.cuda.rows import Row, row_of
-from rlx.backends.cuda.vectors import width
+from rlx.backends.cuda.rows import Row, row_loops, row_of
+from rlx.backends.cuda.vectors import MOST, width
 from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Check, Contract, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
+from rlx.ir.overlap import may_overlap
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -24,10 +25,16 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many where points are not few
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
 MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads read columns at full rate
-REGISTERS = 64  # of a thread for elements of its row
+REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the latter where a row has no room otherwise
 FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
+PART_BYTES = 64  # of what a running total reads, for a thread of a block of so many threads, or warps down columns, at most
+PART_THREADS, PART_WARPS = 256, 16
+PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
+PART_LEAST = 4096  # elements of a row
+COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
+FEW_LINES = 132  # rows: with as many, each block has one
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
 
@@ -50,7 +57,10 @@ class Launch:
     `vector`: consecutive points of the last axis for each thread. `row`: the part of a row that a thread keeps in registers.
     `lanes`: 32 if the threads of a team are in different warps; the lanes of a warp then run adjacent points, a team each.
     `scratch`: bytes of global memory that each block needs, as for Locals that are not in shared memory (`shared` bytes).
-    `counters`: 32-bit words of global memory that are zero before and after the launch."""
+    `counters`: 32-bit words of global memory that are zero before and after the launch.
+    `parts`: blocks that share each line of a running total or of reductions, `part` elements of it each; they tell each other
+    totals in `words` of 64 bits for each line, of which the last one is a counter. `adjacent`: they all wait for each other, and
+    start together; else for those of earlier parts only."""
 
     kernel: Kernel
     team: int
@@ -61,6 +71,10 @@ class Launch:
     counters: int = 0
     lanes: int = 1
     row: Row | None = None
+    parts: int = 1
+    part: int = 0
+    words: int = 0
+    adjacent: bool = False
 
     @property
     def points(self) -> int:
@@ -68,8 +82,13 @@ class Launch:
         return math.prod(n for _, n in self.kernel.grid) // self.vector
 
     @property
-    def blocks(self) -> int:
+    def lines(self) -> int:
+        """Blocks, without those that share a line."""
         return -(-self.points // (self.threads // self.team))
+
+    @property
+    def blocks(self) -> int:
+        return self.lines * self.parts
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
@@ -102,18 +121,79 @@ class Tiled(Launch):
 def launch(kernel: Kernel) -> Launch:
     """The mapping of a kernel as loops."""
     kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
+    if found := _running(kernel):
+        return found
     if kernel.locals and _serial(kernel):
         return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
+    if (loops := row_loops(kernel)) and _down(kernel, loops) and (found := _in_parts(kernel)):
+        return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
     team, few = _team(kernel), math.prod(n for _, n in kernel.grid) < FEW_POINTS
-    if team > 1 and (found := row_of(kernel, (WARP, *BLOCK_SIZES), FEW_REGISTERS if few else REGISTERS)):
+    budgets = (FEW_REGISTERS,) if few else (REGISTERS, MORE_REGISTERS)
+    found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
+    if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
+    if team > WARP and (parted := _in_parts(kernel)) and parted.parts > 1:
+        return parted
     threads = THREADS if team <= WARP else team
     if team == 1:
         kernel = in_loops(long_sums(kernel))
         return Launch(kernel, 1, threads, vector=_vector(kernel))
     return _with_memory(Launch(kernel, team, threads))
+
+
+def _running(kernel: Kernel) -> Launch | None:
+    """A running total, which is the only work of its kernel; None: there is none, or a thread does as well."""
+    *before, last = kernel.body or (None,)
+    if not isinstance(last, Loop) or len(last.carries) != 1 or not last.in_lanes or not _independent(last) or kernel.locals:
+        return None
+    simple = all(isinstance(s, Let) for s in before) and all(isinstance(s, Let | Store) for s in last.body)
+    strides, down = [coefficient(x.index, last.var) for x in _memory_loads(last)], _down(kernel, [last])
+    if last.extent < WARP or not simple or not (down or {1, -1} & {*strides}):
+        return None
+    own = last.carries[0].var.dtype.compute.itemsize
+    each = min(PART_BYTES // max(2, *(x.buffer.dtype.itemsize for x in _memory_loads(last)), own // 2), 32)
+    team, most = (1, PART_WARPS) if down else (WARP, PART_THREADS)
+    while team < most and team * each < last.extent:
+        team *= 2
+    threads, parts = team * WARP if down else THREADS if team == WARP else team, -(-last.extent // (team * each))
+    lanes = WARP if down else 1
+    words = -(-own // 4) * lanes * (parts + -(-parts // team) + 1) + 1  # a total for each part and each group of parts
+    return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words))
+
+
+def _in_parts(kernel: Kernel) -> Launch | None:
+    """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy."""
+    loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
+    inside = list(walk(kernel.body))
+    stored, loaded = ({x.buffer for x in inside if isinstance(x, kind)} for kind in (Store, Load))
+    if not loops or not stored.isdisjoint(loaded.difference(kernel.locals)) or any(isinstance(x, Check) for x in inside):
+        return None
+    tops = {s.buffer for s in kernel.body if isinstance(s, Store)}
+    if any(kernel.buffers[written] in tops for _, written in may_overlap(kernel)):  # another block may read it later
+        return None
+    extent, down = loops[0].extent, _down(kernel, loops)
+    if down:
+        found = row_of(kernel, (4, 8, PART_WARPS), REGISTERS) or row_of(kernel, (PART_WARPS,), REGISTERS, PARTS)
+    else:
+        found = row_of(kernel, (PART_THREADS,), REGISTERS, PARTS) or row_of(kernel, (PART_THREADS,), MORE_REGISTERS, PARTS)
+    team, row = found or (PART_THREADS, None)
+    if row:
+        part = row.rounds * row.size * team
+    elif not kernel.locals and points < FEW_LINES and not down:
+        part = max(PART_LEAST, -(-extent * points // (2 * FEW_LINES)), -(-extent // PARTS[-1]))
+        part = -(-part // (team * MOST)) * team * MOST
+    else:
+        return None
+    parts, lanes = -(-extent // part), WARP if down else 1
+    words = 4 * lanes * parts * sum(len(s.reduces) for s in loops) + 1
+    at = Launch(kernel, team, team * lanes, lanes=lanes, row=row, parts=parts, part=part, words=words)
+    return _counted(replace(at, adjacent=parts > 1))
+
+
+def _counted(at: Launch) -> Launch:
+    return replace(at, counters=2 * at.lines * at.words) if at.parts > 1 else at
 
 
 def _with_memory(at: Launch) -> Launch:
@@ -140,15 +220,23 @@ def _warps(kernel: Kernel) -> int:
     shared = [s for s in _of_a_point(kernel.body) if s.extent >= WARP]
     if not shared or not kernel.grid or kernel.limits:
         return 1
-    column, points = kernel.grid[-1][0], math.prod(n for _, n in kernel.grid)
-    found = [(coefficient(x.index, s.var), coefficient(x.index, column)) for s in shared for x in _memory_loads(s)]
-    if any(i == 1 and c != 0 for i, c in found) or not any(c == 1 and i != 0 for i, c in found):
+    if not _down(kernel, shared):
         return 1
+    points = math.prod(n for _, n in kernel.grid)
     most = min(WARP, max(s.extent for s in shared) // PER_THREAD)
     wanted = 1
     while wanted < most and points * wanted < BUSY_THREADS * 2:
         wanted *= 2
     return wanted
+
+
+def _down(kernel: Kernel, loops: list[Loop]) -> bool:
+    """True if the loops run down columns that are adjacent in memory."""
+    if not kernel.grid:
+        return False
+    column = kernel.grid[-1][0]
+    found = [(coefficient(x.index, s.var), coefficient(x.index, column)) for s in loops for x in _memory_loads(s)]
+    return not any(i == 1 and c != 0 for i, c in found) and any(c == 1 and i != 0 for i, c in found)
 
 
 def _memory_loads(s: Loop) -> list[Load]:
@@ -205,10 +293,10 @@ def _of_a_point(body: tuple[Stmt, ...]) -> list[Loop]:
 
 
 def is_shared(loop: Loop) -> bool:
-    """True if the team shares the iterations: they are independent except for reductions and running totals."""
+    """True if the team shares the iterations: they are independent except for reductions."""
     if not loop.vector:
         return not loop.carries and all(isinstance(s, Let | Check | Store) for s in loop.body) and _apart(loop)
-    return not loop.carries or (loop.in_lanes and _independent(loop))
+    return not loop.carries
 
 
 def _apart(loop: Loop) -> bool:

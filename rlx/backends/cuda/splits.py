@@ -1,4 +1,4 @@
-"""Ops as others that suit the GPU: running totals in two steps, the top k of parts, attention with narrow queries."""
+"""Ops as others that suit the GPU: softmax down long columns, the top k of parts, attention with narrow queries."""
 
 from __future__ import annotations
 
@@ -8,34 +8,48 @@ import numpy as np
 
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
+from rlx.backends.cuda.schedule import COLUMN_BYTES
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 
-LONG = 1 << 16  # elements of a row from which a running total is divided
-SORTED = 2048  # elements that a block sorts in shared memory
+LONG = 1 << 16  # elements from which a softmax is divided
+NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
+SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
 
-def cumsum(blocks: int, node: Node) -> Value | None:
-    """Each part of the axis starts with the sum of the parts before it; None if lines are short, or enough for all blocks."""
-    (x,), dims, axis = node.inputs, node.shapes[0].static, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
-    reverse, exclusive = node.attrs.reverse, node.attrs.exclusive  # type: ignore[union-attr]
-    length, lines = dims[axis], math.prod(dims) // max(1, dims[axis])
-    wanted = min(-(-4 * blocks // max(1, lines)), length // (LONG // 16))
-    parts = next((n for n in range(wanted, 8 * wanted) if length % n == 0), 1)
-    if length < LONG or wanted < 2 or parts < 2:
+def softmax(node: Node) -> Value | None:
+    """Down columns that no kernel keeps: a kernel for the maximum and the sum of each part of a column, one that combines the
+    parts, and one for the result, which computes its exponentials again rather than read them."""
+    (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
+    dims = x.shape.static
+    outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
+    if inner == 1 or math.prod(dims) < LONG or length * x.dtype.compute.itemsize <= COLUMN_BYTES:
         return None
-    own = ops.cast(x, dtype=x.dtype.compute).reshape(*dims[:axis], parts, length // parts, *dims[axis + 1 :])
-    before = ops.cumsum(ops.sum(own, axis=(axis + 1,), keepdims=True), axis=axis, exclusive=True, reverse=reverse)
-    total = ops.cumsum(own, axis=axis + 1, exclusive=exclusive, reverse=reverse) + before
-    return ops.cast(total.reshape(*dims), dtype=x.dtype)
+    size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)
+    rows = ops.transpose(x.reshape(outer, length // size, size, inner), (0, 1, 3, 2))
+    most, total = _softened(ops.cast(rows, dtype=x.dtype.compute))
+    if size < length:
+        parts, weights = (ops.transpose(v, (0, 2, 1, 3)).reshape(outer, inner, length // size) for v in (most, total))
+        most, total = _softened(parts, weights)
+    log = node.op.name == "log_softmax"
+    most, scale = (v.reshape(*dims[:axis], 1, *dims[axis + 1 :]) for v in (most, ops.log(total) if log else 1.0 / total))
+    centred = ops.cast(x, dtype=x.dtype.compute) - most
+    return ops.cast(centred - scale if log else ops.exp(centred) * scale, dtype=x.dtype)
+
+
+def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
+    """The maximum of each row and the sum of weights * exp(x - maximum). A part of only -inf adds 0."""
+    most = ops.max(rows, axis=(-1,), keepdims=True)
+    base = ops.where(most == -math.inf, 0.0, most)
+    return most, ops.sum(ops.exp(rows - base) * weights, axis=(-1,), keepdims=True)
 
 
 def top_k(node: Node) -> tuple[Value, ...] | None:
     """The top k of the top k of parts that a block sorts in shared memory; None if a row is such a part."""
     (x,), k, largest = node.inputs, node.attrs.k, node.attrs.largest  # type: ignore[union-attr]
     *outer, length = x.shape.static
-    if length <= SORTED or not 0 < k <= SORTED // 4 or 0 in outer:
+    if length <= WHOLE or not 0 < k <= SORTED // 4 or 0 in outer:
         return None
     rows, parts = math.prod(outer), -(-length // SORTED)
     wide = ops.pad(x.reshape(rows, length), low=(0, 0), high=(0, parts * SORTED - length), value=_last(x.dtype, largest))
@@ -74,4 +88,4 @@ def _last(dtype: DType, largest: bool) -> float | int:
     return int(info.min if largest else info.max)
 
 
-__all__ = ["attention", "cumsum", "top_k"]
+__all__ = ["attention", "softmax", "top_k"]

@@ -12,6 +12,13 @@ template <class V> RLX_FN V rlx_from(V a, int lanes, int by) {
 template <class V> RLX_FN V rlx_up(V a, int lanes, int by) {
   return (V)__shfl_up_sync(0xffffffffu, (typename rlx_wide_of<V>::type)a, by, lanes);
 }
+template <class V> RLX_FN V rlx_from_lane(V a, int lane) { return (V)__shfl_sync(0xffffffffu, (typename rlx_wide_of<V>::type)a, lane); }
+
+/* The least and the greatest, NaN if either is. */
+template <class V> RLX_FN V rlx_min(V a, V b) { return a != a ? a : b < a || b != b ? b : a; }
+template <class V> RLX_FN V rlx_max(V a, V b) { return a != a ? a : b > a || b != b ? b : a; }
+RLX_FN float rlx_min(float a, float b) { float out; asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b)); return out; }
+RLX_FN float rlx_max(float a, float b) { float out; asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b)); return out; }
 
 /* op over the values of the team, in an order that depends on T alone; every thread gets the result. */
 template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
@@ -31,31 +38,6 @@ template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
   return a;
 }
 
-/* The combination of the values of all earlier threads of the team, `start` first; `total` becomes that of all of them. */
-template <int T, class V, class F> RLX_FN V rlx_scan(V a, V& total, F op) {
-  constexpr int lanes = T < 32 ? T : 32;
-  const int lane = threadIdx.x % lanes;
-  V sum = a;
-  #pragma unroll
-  for (int by = 1; by < lanes; by *= 2) {
-    const V below = rlx_up(sum, lanes, by);
-    if (lane >= by) sum = op(below, sum);
-  }
-  V before = rlx_up(sum, lanes, 1), start = total;
-  if constexpr (T > 32) {
-    constexpr int warps = T / 32;
-    __shared__ V parts[warps];
-    __syncthreads();
-    if (lane == 31) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    for (int w = 0; w < threadIdx.x / 32; w++) start = op(start, parts[w]);
-    for (int w = 0; w < warps; w++) total = op(total, parts[w]);
-  } else {
-    total = op(total, (V)__shfl_sync(0xffffffffu, (typename rlx_wide_of<V>::type)sum, lanes - 1, lanes));
-  }
-  return lane == 0 ? start : op(start, before);
-}
-
 /* The same where the threads of a team are the lanes of equal number of T warps. */
 template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
   __shared__ V parts[T][32];
@@ -67,19 +49,113 @@ template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
   for (int w = 1; w < T; w++) a = op(a, parts[w][lane]);
   return a;
 }
-template <int T, class V, class F> RLX_FN V rlx_scan_down(V a, V& total, F op) {
-  __shared__ V parts[T][32];
-  const int lane = threadIdx.x % 32;
-  __syncthreads();
-  parts[threadIdx.x / 32][lane] = a;
-  __syncthreads();
-  V start = total;
-  for (int w = 0; w < T; w++) {
-    if (w == threadIdx.x / 32) start = total;
-    total = op(total, parts[w][lane]);
+
+/* A line of which each of PARTS teams has a part. Each tells the others the total of its part, in words of 32 bits of a value and a
+   mark, and adds those of the parts before: of its group of T parts by a sum in a fixed order, of earlier groups as told by the last
+   team of the group in front. Words are zero between launches. A block waits for blocks that started earlier only. */
+template <int T, int LANES, int PARTS> struct rlx_line {
+  static constexpr int WARPS = LANES > 1 ? T : T / 32;
+  unsigned long long* words; /* `size` of them, of which the last one counts the blocks that have heard all they need */
+  int size, part;
+  unsigned heard = 0; /* of thread 0: those before */
+
+  static __device__ int me() { return LANES > 1 ? threadIdx.x / 32 : threadIdx.x % T; }
+  static __device__ int column() { return LANES > 1 ? threadIdx.x % 32 : 0; }
+  template <class V> __device__ void tell(int slot, V value) {
+    uint32_t bits[(sizeof(V) + 3) / 4] = {};
+    memcpy(bits, &value, sizeof(V));
+    #pragma unroll
+    for (int n = 0; n < (sizeof(V) + 3) / 4; n++)
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + ((slot * (int)((sizeof(V) + 3) / 4) + n) * LANES + column())), "l"((1ull << 32) | bits[n]) : "memory");
   }
-  return start;
-}
+  template <class V> __device__ V hear(int slot) {
+    uint32_t bits[(sizeof(V) + 3) / 4];
+    #pragma unroll
+    for (int n = 0; n < (sizeof(V) + 3) / 4; n++) {
+      unsigned long long got;
+      do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got) : "l"(words + ((slot * (int)((sizeof(V) + 3) / 4) + n) * LANES + column())) : "memory");
+      while (!(got >> 32));
+      bits[n] = (uint32_t)got;
+    }
+    V value;
+    memcpy(&value, bits, sizeof(V));
+    return value;
+  }
+
+  /* `sums`: for each round the sum of this thread's elements, then the total before them. The rounds of a warp are adjacent. */
+  template <int R, class V, class F> __device__ void scan(V (&sums)[R], V start, V none, F op) {
+    const int lane = threadIdx.x % 32;
+    V own = none;
+    #pragma unroll
+    for (int n = 0; n < R; n++) {
+      V sum = sums[n], before = none;
+      if constexpr (LANES == 1) {
+        #pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+          const V below = rlx_up(sum, 32, by);
+          if (lane >= by) sum = op(below, sum);
+        }
+        before = rlx_up(sum, 32, 1);
+        if (lane == 0) before = none;
+        sum = rlx_from_lane(sum, 31);
+      }
+      sums[n] = op(own, before);
+      own = op(own, sum);
+    }
+    V mine = none;
+    if constexpr (WARPS > 1) {
+      __shared__ V totals[WARPS][LANES];
+      totals[threadIdx.x / 32][column()] = own;
+      __syncthreads();
+      own = none;
+      for (int w = 0; w < WARPS; w++) {
+        if (w == threadIdx.x / 32) mine = own;
+        own = op(own, totals[w][column()]);
+      }
+    }
+    if constexpr (PARTS > 1) start = before(start, own, none, op);
+    start = op(start, mine);
+    #pragma unroll
+    for (int n = 0; n < R; n++) sums[n] = op(start, sums[n]);
+  }
+  /* `start` and all earlier parts, where this one sums to `own`. */
+  template <class V, class F> __device__ V before(V start, V own, V none, F op) {
+    if (me() == 0) tell(part, own);
+    const int group = part / T, earlier = part % T;
+    V sum = me() < earlier ? hear<V>(group * T + me()) : none;
+    if (group > 0) start = hear<V>(PARTS + group);
+    sum = reduce(sum, op);
+    leave();
+    start = op(start, sum);
+    if (earlier == T - 1 && me() == 0) tell(PARTS + group + 1, op(start, own));
+    return start;
+  }
+
+  /* The values of all parts, combined. `first`: of the words. */
+  template <class V, class F> __device__ V all(int first, V own, V none, F op) {
+    rlx_line here = {words + first, 0, part};
+    if (me() == 0) here.tell(part, own);
+    V sum = none;
+    for (int slot = me(); slot < PARTS; slot += T) sum = op(sum, here.template hear<V>(slot));
+    return reduce(sum, op);
+  }
+  template <class V, class F> static __device__ V reduce(V a, F op) {
+    if constexpr (LANES > 1) return rlx_reduce_down<T>(a, op);
+    else return rlx_reduce<T>(a, op);
+  }
+
+  /* After a barrier behind the last word that is heard; its latency is that of the stores in front of `forget`, by which the last block
+     of the line clears the words. */
+  __device__ void leave() {
+    if (threadIdx.x == 0) heard = atomicAdd((unsigned*)(words + size - 1), 1u);
+  }
+  __device__ void forget() {
+    if (threadIdx.x >= 32 || __shfl_sync(0xffffffffu, heard, 0) != PARTS - 1) return;
+    for (int n = threadIdx.x; n < size - 1; n += 32) words[n] = 0;
+    if (threadIdx.x == 0) *(unsigned*)(words + size - 1) = 0;
+  }
+};
+
 /* Memory of a point whose neighbours are those of the lanes of a warp. */
 template <class E> struct rlx_spaced {
   E* at;
@@ -133,6 +209,14 @@ template <bool LARGEST, class V> RLX_FN void rlx_next(rlx_place<V>& a, V value, 
   const bool worse = LARGEST ? value <= a.value : a.value <= value;
   if (a.at < 0 || (!worse && a.value == a.value)) a = {value, at};
 }
+/* The same for adjacent elements, `at` the first of them: which one it was is found by rlx_is, once it is known to be the best. */
+template <bool LARGEST, int N, class V> RLX_FN void rlx_next(rlx_place<V>& a, const V (&values)[N], rlx_index at) {
+  V best = values[0];
+  #pragma unroll
+  for (int v = 1; v < N; v++) best = LARGEST ? rlx_max(best, values[v]) : rlx_min(best, values[v]);
+  rlx_next<LARGEST>(a, best, at);
+}
+template <class V> RLX_FN bool rlx_is(V a, V best) { return a == best || (a != a && best != best); }
 template <bool LARGEST, class V> RLX_FN rlx_place<V> rlx_first(rlx_place<V> a, rlx_place<V> b) {
   if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
   const bool nan_a = a.value != a.value, nan_b = b.value != b.value;

@@ -38,7 +38,9 @@ def _known(x: Load | Store, stmts: Sequence[Stmt]) -> bool:
 
 def in_vector(x: Load | Store, var: Var, size: int) -> bool:
     whole = x.guard is None or steady(x.guard, var, size)
-    return whole and not isinstance(x.buffer, Local) and coefficient(x.index, var) == 1 and aligned(x.index, var, size)
+    stride = coefficient(x.index, var)
+    fits = stride == 1 and aligned(x.index, var, size) if size > 1 else bool(stride)
+    return whole and not isinstance(x.buffer, Local) and fits
 
 
 def steady(e: Expr, var: Var, size: int) -> bool:
