@@ -610,3 +610,10 @@ def test_every_thread_has_its_own_point_of_the_grid_also_along_axes_of_one(grid)
             exec(line.replace("/=", "//="), {}, values)
         found.append(tuple(values[name] if (name := writer.name(v, "g")) in values else values[f"{name}_0"] for v in axes))
     assert found == [tuple(map(int, np.unravel_index(n * at.vector, grid))) for n in wanted]
+
+
+def test_the_greatest_of_a_long_row_is_found_by_many_blocks():
+    g = rlx.Graph("greatest")
+    g.set_outputs([rlx.max(g.input("x", (1, 151936), "f32"), axis=-1), rlx.min(g.input("y", (4096, 64), "f32"), axis=-1)])
+    found = [launch_of(s.kernel).blocks for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
+    assert sorted(found)[:2] == [1, 128] and len(found) == 3

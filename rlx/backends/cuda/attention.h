@@ -107,7 +107,7 @@ RLX_FN float rlx_one_of(float (&s)[AHEAD]) {
 template <class Q, class K, class M, class F> RLX_FN void rlx_attention_few(
     const Q* q, const K* k, const K* v, const M* mask, const F& put, int b, int g, int part, rlx_span span, float* shared, float* scratch, unsigned* counters) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane % LANES * 8, own_u = lane % LANES / (LANES / AHEAD);
-  const int units = (span.end - span.low + STEP - 1) / STEP, active = units < PARTS ? units : PARTS;
+  const int units = (span.end - span.low + STEP - 1) / STEP, wanted = (units + EACH - 1) / EACH, active = wanted < PARTS ? wanted : PARTS;
   if (part >= active) return;
   float* const qs = shared; /* [ROWS][LANES * 8] */
   float* const records = qs + ROWS * LANES * 8;

@@ -20,6 +20,7 @@ THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 64
+EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 
 
@@ -221,7 +222,7 @@ class AttentionWriter(CudaWriter):
             }.items()
         )  # fmt: skip
         if self.launch.lanes:
-            yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}"
+            yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}\n#define EACH {EACH}"
             yield f"#define STAGES {self.launch.stages}\n#define AREA {self.launch.area}"
         if self.launch.block:
             yield f"#define BLOCK {self.launch.block}"
