@@ -18,7 +18,7 @@ from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.gemv import multiple
 from rlx.backends.cuda.schedule import Launch, TensorMap
 from rlx.ir.dtype import as_dtype, f32
-from rlx.ir.kernel import Const, Contract, Expr, Kernel, Operand, Var, coefficient
+from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, walk
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
     ("f16", "f16", "f32"): "f32.f16.f16", ("bf16", "bf16", "f32"): "f32.bf16.bf16", ("tf32", "tf32", "f32"): "f32.tf32.tf32",
@@ -36,7 +36,7 @@ L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work sh
 # Costs in clock cycles of a multiprocessor, fitted to the times of 14 products in 4 to 8 tilings each on an H100.
 FLOPS = 3600  # multiply-adds of 16-bit floats count as two
 BYTES, LOADED = 46, 8  # by bulk copies and by threads, while all multiprocessors fetch
-EPILOGUE = 2.6  # elements
+EPILOGUE, COSTLY = 2.6, 2.0  # elements; with an exponential or the like
 START = 1450  # of a block, before the first product
 EXCHANGE = 5000  # of sums between blocks
 
@@ -85,10 +85,16 @@ class Tiling:
         step = max(
             self.rows * self.columns * LINE / FLOPS, fetched / (LOADED if by_threads else BYTES)
         )  # as many cycles for any size of elements
-        main, end = step * -(-c.k // (depth(c) * self.parts)), self.rows * self.columns / EPILOGUE
+        main, end = step * -(-c.k // (depth(c) * self.parts)), self.end(c)
         if self.turns:
-            return START + max(rounds * main, rounds * (main + end) / 2) + end
+            alone = 1.02 if rounds == 1 else 1  # the other group has nothing to do
+            return START + alone * max(rounds * main, rounds * (main + end) / 2) + end
         return START + rounds * (main + end) + EXCHANGE * (self.parts > 1)
+
+    def end(self, c: Contract) -> float:
+        """Cycles of the epilogue of a tile."""
+        costly = any(isinstance(e, Alu) and e.op in ("erf", "exp", "tanh") for e in walk(c.epilogue))
+        return self.rows * self.columns * c.n / max(1, c.width) / (COSTLY if costly else EPILOGUE)
 
 
 def itemsize(c: Contract) -> int:

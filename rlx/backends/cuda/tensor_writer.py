@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rlx.backends.cuda import tensor
+from rlx.backends.cuda.rows import key_of
 from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, is_widened, kind
 from rlx.backends.cuda.tensor_blocks import PackedCopies
-from rlx.backends.cuda.vectors import width
+from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Stmt, Var, const, k
 
 SLAB = 64 * LINE  # bytes of 64 rows (or columns) of a stage
 AT_ONCE = 16  # lines that a warp loads at once
+
+
+class Pieces(NamedTuple):
+    """Of the tile of a warp: 16 rows by `wide` columns, `each` side by side. A lane has `size` adjacent elements at a time."""
+
+    count: int
+    each: int
+    size: int
+    wide: int
+
+    @property
+    def rounds(self) -> int:
+        return 16 * self.wide // (32 * self.size)
+
+    def loop(self) -> list[str]:
+        head = f"for (int n = 0; n < {self.rounds}; n++) {{"
+        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {{"]
 
 
 class TensorWriter(PackedCopies):
@@ -219,6 +238,11 @@ class TensorWriter(PackedCopies):
         self.place(c)
         if t.turns:
             self.line(f"if (taken++ % 2 != group) {{ turn += {-(-c.k // depth(c))}; continue; }}")
+        if (pieces := self.pieces(c)).count == 1:
+            self.line("constexpr int piece = 0;")
+            self.place_piece(c, pieces)
+            self.loads_of_piece(c, pieces)
+        if t.turns:
             self.line(
                 "rlx_group_wait(group);  // the other one has read its stages: phases of barriers tell only the last two apart"
             )
@@ -276,48 +300,76 @@ class TensorWriter(PackedCopies):
     # -- the epilogue
 
     def epilogue(self, c: Contract) -> None:
-        t = self.launch.tiling
-        size = width(c.epilogue, (), c.j, c.n)
-        share = t.columns // t.parts
-        first = "column0 / 2" if c.also is not None else f"column0 + rank * {share}" if t.parts > 1 else "column0"
-        chunk = CHUNK // 2 if c.also is not None else CHUNK  # a row that is staged has both sums of each pair
-        with self.scope([
-            "#pragma unroll", f"for (int part = 0; part < {t.slabs * share // CHUNK}; part++) {{",
-        ]):  # fmt: skip
-            self.line(f"const int slab = part / {share // CHUNK}, chunk = part % {share // CHUNK};")
-            self.line(f"if ({first} + chunk * {chunk} >= {c.n}) continue;")
-            self.to_rows(c)
-            with self.scope(["#pragma unroll 1", f"for (int e = lane * {size}; e < {16 * chunk}; e += {32 * size}) {{"]):
-                i, j0 = self.fresh("i"), self.fresh("j")
-                group = "" if t.turns else f"group * {t.slabs * 64} + "
-                self.line(f"const rlx_index {i} = row0 + {group}slab * 64 + warp % 4 * 16 + e / {chunk};")
-                self.line(f"const rlx_index {j0} = {first} + chunk * {chunk} + e % {chunk};")
-                self.line(f"if ({i} >= {self.most} || {j0} >= {c.n}) continue;")
-                self.line(f"float acc[{size}];")
-                self.line(f"rlx_staged(acc, staged, e / {chunk}, e % {chunk});")
-                if c.also is not None:
-                    self.line(f"float also[{size}];")
-                    self.line(f"rlx_staged(also, staged, e / {chunk}, {chunk} + e % {chunk});")
-                    self.names[c.also] = "also[v]" if size > 1 else "also[0]"
-                self.names[c.i] = i
-                acc = "acc[{}]" if c.acc.dtype == f32 else f"({self.type(c.acc.dtype)})__float_as_int(acc[{{}}])"
-                if size > 1:
-                    self.names[c.acc] = acc.format("v")
-                    self.in_vectors(c.epilogue, (), c.j, size, j0)
-                else:
-                    self.names[c.acc], self.names[c.j] = acc.format(0), j0
-                    self.block(c.epilogue)
+        """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
+        pieces = self.pieces(c)
+        with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {pieces.count}; piece++) {{"]):
+            self.place_piece(c, pieces)
+            self.line(f"if (first_column >= {c.n}) continue;")
+            if pieces.count > 1:
+                self.loads_of_piece(c, pieces)
+            with self.scope(["#pragma unroll", f"for (int p = 0; p < {pieces.count}; p++) {{", "if (p == piece) {"], 2):
+                self.to_rows(c, f"sum[p / {pieces.each}] + p % {pieces.each} * {CHUNK // 2}")
             self.line("__syncwarp();")
+            with self.scope(pieces.loop(), 2):
+                self.elements(c, pieces)
+            self.line("__syncwarp();")
+        self.registers.clear()
+        self.loaded.clear()
 
-    def to_rows(self, c: Contract) -> None:
+    def pieces(self, c: Contract) -> Pieces:
+        t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
+        each = t.columns // t.parts // CHUNK
+        return Pieces(t.slabs * each, each, size, CHUNK if c.also is None else CHUNK // 2)
+
+    def place_piece(self, c: Contract, pieces: Pieces) -> None:
+        t = self.launch.tiling
+        group = "" if t.turns else f"group * {t.slabs * 64} + "
+        first = "column0 / 2" if c.also is not None else f"column0 + rank * {t.columns // t.parts}" if t.parts > 1 else "column0"
+        self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64 + warp % 4 * 16;")
+        self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
+
+    def place_elements(self, c: Contract, pieces: Pieces) -> str:
+        """Names the row of the elements from `e` on; their first column."""
+        i, j = self.fresh("i"), self.fresh("j")
+        self.line(f"const rlx_index {i} = first_row + e / {pieces.wide}, {j} = first_column + e % {pieces.wide};")
+        self.line(f"if ({i} >= {self.most} || {j} >= {c.n}) continue;")
+        self.names[c.i] = i
+        return j
+
+    def loads_of_piece(self, c: Contract, pieces: Pieces) -> None:
+        """Start all loads of a piece before the first one is waited for; before its products, where it is all of the tile."""
+        found = loads(c.epilogue, (), c.j, pieces.size) if pieces.size > 1 else []
+        for key, x in {key_of(x, c.j): x for x in found if x.guard is None}.items():
+            self.round, held = "n", self.fresh("q")
+            self.line(f"{self.dialect.element(x.buffer.dtype)} {held}[{pieces.rounds}][{pieces.size}];")
+            with self.scope(pieces.loop(), 2):
+                j0 = self.place_elements(c, pieces)
+                self.line(f"rlx_fetch<{pieces.size}>({held}[n], {self.names[x.buffer]} + {self.at_first(x.index, c.j, j0)});")
+            self.registers[key] = held
+            self.loaded.add(key)
+
+    def elements(self, c: Contract, pieces: Pieces) -> None:
+        size, wide, j0 = pieces.size, pieces.wide, self.place_elements(c, pieces)
+        sums = {"acc": (c.acc, 0)} if c.also is None else {"acc": (c.acc, 0), "also": (c.also, wide)}
+        for name, (var, column) in sums.items():
+            self.line(f"float {name}[{size}];")
+            self.line(f"rlx_staged({name}, staged, e / {wide}, {column} + e % {wide});")
+            text = f"{name}[{'v' if size > 1 else 0}]"
+            self.names[var] = text if var.dtype == f32 else f"({self.type(var.dtype)})__float_as_int({text})"
+        if size > 1:
+            self.in_vectors(c.epilogue, (), c.j, size, j0)
+        else:
+            self.names[c.j] = j0
+            self.block(c.epilogue)
+
+    def to_rows(self, c: Contract, source: str) -> None:
         """Sums of a chunk of columns from the registers of a warp to rows in shared memory, integers by their bits."""
         bits = "" if c.acc.dtype == f32 else "__int_as_float"
         with self.scope(["#pragma unroll", f"for (int q = 0; q < {CHUNK // 8}; q++) {{"]):
             self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
-            self.line(f"const auto* const from = sum[slab] + chunk * {CHUNK // 2} + q * 4;")
+            self.line(f"const auto* const from = {source} + q * 4;")
             self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
             self.line(f"*(float2*)(to + {8 * CHUNK}) = make_float2({bits}(from[2]), {bits}(from[3]));")
-        self.line("__syncwarp();")
 
     def function(self, name: str) -> str:
         at = self.launch
