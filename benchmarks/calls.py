@@ -62,14 +62,19 @@ def rlx_calls(case: Case, threads: int) -> Calls:
     g = rlx.Graph(case.name)
     names = [f"x{i}" for i in range(len(case.inputs))]
     values = [g.input(n, a.shape, "f32") for n, a in zip(names, case.inputs)]
-    if case.name == "add":
-        h = values[0] + values[1]
-    else:
-        h = values[0]
-        for i in range(LAYERS):
-            h = h @ g.param(f"w{i}", (WIDTH, WIDTH), "f32") + g.param(f"b{i}", (WIDTH,), "f32")
+    ws = [g.param(f"w{i}", w.shape, "f32") for i, w in enumerate(case.weights)]
+    bs = [g.param(f"b{i}", b.shape, "f32") for i, b in enumerate(case.biases)]
+
+    def function(weights: Any, biases: Any, *xs: Any) -> Any:
+        if case.name == "add":
+            return xs[0] + xs[1]
+        h = xs[0]
+        for i, (w, b) in enumerate(zip(weights, biases)):
+            h = h @ w + b
             h = rlx.relu(h) if i + 1 < LAYERS else h
-    g.set_outputs([h])
+        return h
+
+    g.set_outputs([function(ws, bs, *values)])
     session, options = rlx.Session("cpu"), rlx.CompileOptions(threads=threads)
     made, plain = session.compile(g, options), session.compile(g, options)
     for i, (w, b) in enumerate(zip(case.weights, case.biases)):
@@ -78,11 +83,14 @@ def rlx_calls(case: Case, threads: int) -> Calls:
             compiled.set_param(f"b{i}", b)
     named, view = dict(zip(names, case.inputs)), lambda c=made: c.outputs_view()[0].numpy()
     bound, slots, run = made.bound(case.inputs), made.run_slots, made.run
+    constants = [rlx.constant(w) for w in case.weights], [rlx.constant(b) for b in case.biases]
+    jitted = rlx.jit(lambda *xs: function(*constants, *xs), threads=threads)
     with knobs.override(RLX_CALLS="python"):
         slowly, plainly, runs = plain.bound(case.inputs), plain.run_slots, plain.run
     return {
         "rlx bound": (bound, lambda: bound()[0]), "rlx run_slots": (lambda: slots(case.inputs), view),
         "rlx run": (lambda: run(named), lambda: run(named)[0]),
+        "rlx.jit": (lambda: jitted(*case.inputs), lambda: jitted(*case.inputs)),
         "rlx bound, in Python": (slowly, lambda: slowly()[0]),
         "rlx run_slots, in Python": (lambda: plainly(case.inputs), lambda: view(plain)),
         "rlx run, in Python": (lambda: runs(named), lambda: runs(named)[0]),
