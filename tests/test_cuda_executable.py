@@ -52,6 +52,13 @@ def test_it_conforms(name: str, driver: FakeDriver) -> None:
     dict(conformance.checks("cuda"))[name]()
 
 
+def test_functions_compiled_for_it_return_fresh_arrays(driver: FakeDriver) -> None:
+    f = rlx.jit(lambda x, y: (x + y, x * y), device="cuda")
+    x, y = np.arange(16, dtype=F), np.full(16, 2, F)
+    found = [f(x + F(i), y) for i in range(3)]
+    assert [float(a[0]) for a, _ in found] == [2, 3, 4] and all((b == (x + F(i)) * y).all() for i, (_, b) in enumerate(found))
+
+
 def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:
     """total += table[i]. Rows past 3 are an IndexRangeError."""
     g = rlx.Graph("picker")

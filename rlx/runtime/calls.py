@@ -98,10 +98,11 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
 
 def positional(graph: Any, slow: Callable[[Any], Any], build: Callable[[list[np.ndarray]], Any] | None) -> Callable[[Any], Any]:
     """A function of a list or tuple of arrays that runs and returns fresh outputs: build(outputs), or without it the only one.
-    Arrays of another number, dtype or dims, strided ones and all other cases go to `slow`."""
-    if graph._core is None:
-        return slow
+    Arrays of another number, dtype or dims, strided ones and all other cases go to `slow`, as do outputs that the host does not
+    see."""
     views = graph._output_views
+    if graph._core is None or any(v is None for v in views):
+        return slow
     result = views[0].copy if build is None else lambda: build([v.copy() for v in views])
     wanted = FastCall("run", "Run once on arrays by position.", "list", slow, result, graph._core._gate, makes=True)
     return graph._core._executable.fast_call(wanted) or slow
