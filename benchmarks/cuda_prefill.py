@@ -164,7 +164,7 @@ def calls_of(name: str, tokens: int, layers: int, engines: list[str]) -> tuple[d
     calls = {"replay": replay(compiled), "rlx": lambda: compiled.run_slots(inputs)}
     network = torch_network(config, w, tokens, torch.bfloat16)
     calls |= torch_engines(network, (held, last), engines)
-    if "jax" in engines:
+    if "jax" in engines and find_spec("jax"):
         calls["jax"] = jax_call(config, w, ids)
     table = w["model.embed_tokens.weight"].numel()
     work = sum(t.numel() for t in w.values() if t.dim() == 2) - table * (1 if config.tied else 2)
@@ -197,8 +197,9 @@ def main() -> None:
             del calls, compiled
             gc.collect()
             torch.cuda.empty_cache()
-    for package in ("tensorrt_llm", "llama_cpp"):
-        print(f"{package}: {'installed, not compared' if find_spec(package) else 'not installed'}")
+    for package in ("jax", "tensorrt_llm", "llama_cpp"):
+        if package != "jax" or package in args.engines:
+            print(f"{package}: {'installed' if find_spec(package) else 'not installed'}")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,22 @@ def test_rotated_rows_are_read_and_stored_as_vectors() -> None:
     assert body.count("rlx_fetch<4>") == 13 and body.count("rlx_put<4>") == 1, body
 
 
+def with_residual(m: int, n: int, depth: int, dtype: str = "f32") -> Graph:
+    g = Graph("residual")
+    y = rlx.linear(g.input("x", (m, depth), "bf16"), g.param("w", (n, depth), "bf16").T, g.param("b", (n,), "bf16"))
+    g.set_outputs([y.astype(dtype) + g.input("r", (m, n), dtype)])
+    return g
+
+
+def test_an_epilogue_starts_its_loads_together_and_before_the_products_where_registers_allow() -> None:
+    small, large = (text_of(launch_of(only(with_residual(m, n, 512))), "kernel") for m, n in ((512, 1024), (8192, 4096)))
+    for text, before in ((small, True), (large, False)):
+        body = text[text.index('extern "C"') :]
+        first, last = body.index("rlx_fetch<"), body.rindex("rlx_fetch<")
+        assert body.count("rlx_fetch<") == 2 and last < body.index("rlx_staged(acc"), body
+        assert (last < body.index("rlx_products_begin")) == before and (first < body.index("rlx_products_begin")) == before
+
+
 # -- on a GPU -------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +131,20 @@ def test_gated_products_agree_with_f64(m: int, half: int, depth: int) -> None:
     y = x.astype(np.float64) @ w.T.astype(np.float64)
     want = y[:, :half] / (1 + np.exp(-y[:, :half])) * y[:, half:]
     np.testing.assert_allclose(np.asarray(compiled.run({"x": x})[0]), want, rtol=1e-4, atol=1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("m, n, depth", [(512, 1024, 3072), (100, 104, 72), (777, 392, 64), (4096, 4096, 64), (33, 100, 4096)])
+def test_residuals_agree_with_f64(m: int, n: int, depth: int, dtype: str) -> None:
+    g, rng = with_residual(m, n, depth, dtype), np.random.default_rng(0)
+    made = {v.name: (rng.standard_normal(v.shape.static) * depth**-0.25).astype(v.dtype.numpy) for v in (*g.inputs, *g.params)}
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_params({p.name: made[p.name] for p in g.params})
+    found = np.asarray(compiled.run({v.name: made[v.name] for v in g.inputs})[0]).astype(np.float64)
+    x, w, b, r = (made[name].astype(np.float64) for name in "xwbr")
+    want = x @ w.T + b + r
+    np.testing.assert_allclose(found, want, rtol=1e-2, atol=2e-2)
 
 
 @on_gpu
