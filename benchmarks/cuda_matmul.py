@@ -1,10 +1,11 @@
 """Products alone on an NVIDIA GPU: rlx beside cuBLAS (through torch) and torch.compile.
 
-    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none]
+    python benchmarks/cuda_matmul.py [--rounds 5] [--compile default|max-autotune|none] [--only alone gelu f32 encoders]
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
-gelu (tanh) before it is stored; torch.compile may fuse both. "t": the right operand is stored transposed.
+gelu (tanh) before it is stored; torch.compile may fuse both. "t": the right operand is stored transposed. "encoders": products of
+MiniLM and BERT-base at 16 to 32,768 rows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ WITH_GELU = (
     Shape(4096, 4096, 1024, transposed=True, gelu=True), Shape(16384, 1536, 384, transposed=True, gelu=True),
     Shape(2048, 3072, 768, gelu=True), Shape(512, 14336, 4096, transposed=True, gelu=True),
 )  # fmt: skip
-SINGLE = (Shape(4096, 4096, 4096, "f32"), Shape(1024, 1024, 1024, "f32"), Shape(1001, 1005, 1003, "f32"))
+SINGLE = (
+    Shape(4096, 4096, 4096, "f32"), Shape(4096, 4096, 4096, "f32", transposed=True), Shape(1024, 1024, 1024, "f32"),
+    Shape(2000, 2000, 2000, "f32"), Shape(1001, 1005, 1003, "f32"), Shape(300, 1000, 520, "f32", transposed=True),
+)  # fmt: skip
+ROWS, WEIGHTS = (16, 128, 1024, 8192, 32768), ((384, 384), (1536, 384), (384, 1536), (768, 768), (3072, 768), (768, 3072))
+ENCODERS = tuple(Shape(m, n, k, dtype, transposed=True) for dtype in ("bf16", "f32") for m in ROWS for n, k in WEIGHTS)
+SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS}
 RUNS_SECONDS = 2e-3  # of one replay, about
 RATE = {"bf16": 5e14, "f32": 4e13}  # expected, for the number of runs in a replay
 
@@ -125,13 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", choices=("default", "max-autotune", "none"), default="default")
+    parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS))
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print("| m x n x k | rlx, µs | TFLOP/s | cuBLAS, µs | torch.compile, µs | cuBLAS / rlx | torch.compile / rlx |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for s in (*SHAPES, *WITH_GELU, *SINGLE):
+    for s in (s for name in args.only for s in SETS[name]):
         found = measure(s, args.rounds, args.compile if s.gelu else "none")
         own, cublas, compiled = found["rlx"], found["cuBLAS"], found.get("torch.compile")
         rate = 2 * s.m * s.n * s.k / own / 1e12

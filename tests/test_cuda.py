@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.backends.cuda import attention, vectors
+from rlx.backends.cuda import attention, code, vectors
 from rlx.backends.cuda.backend import CudaBackend, target
 from rlx.backends.cuda.code import cubin, launch_of, launches_of, text_of
 from rlx.backends.cuda.contract import Tile
@@ -111,6 +111,15 @@ def test_tilings_fill_the_gpu():
     assert odd and odd.by_threads and odd.copying == 2 and odd.tiling.parts == 2
 
 
+@pytest.mark.parametrize(("m", "n", "depth"), [(16, 384, 384), (16, 768, 3072), (128, 1536, 384), (1024, 1024, 1024)])
+def test_f32_tiles_fill_the_gpu(m, n, depth):
+    """Few rows share the summed axis among blocks, where the GPU has clusters of them."""
+    kernel = product(m, n, depth, "f32")
+    found, plain = by_fma(kernel), by_fma(kernel, clusters=False, most=99 << 10)
+    assert found and found.blocks >= 90
+    assert plain and plain.size.parts == 1 and plain.shared <= 99 << 10 and cubin(text_of(plain, "kernel"), "sm_86")
+
+
 @pytest.mark.parametrize(
     "dtype, size, mask", [("bf16", 128, "causal"), ("f16", 256, "none"), ("f32", 64, "causal"), ("f32", 8, "none")]
 )
@@ -119,6 +128,17 @@ def test_attention_compiles(dtype, size, mask):
     found = launch_of(one(lambda g: rlx.attention(*(g.input(n, shape, dtype) for n in "qkv"), mask=mask)), "sm_90a")
     assert isinstance(found, attention.AttentionLaunch) and found.tensor == (dtype != "f32")
     assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_expressions_take_their_shorter_forms():
+    """1 + tanh(x) is one function, and a value is rounded once, by the store."""
+    text = text_of(launch_of(one(lambda g: rlx.gelu(g.input("x", (64, 64), "bf16"), approximate="tanh")), "sm_90a"), "kernel")
+    text = text[text.index("kernel(") :]
+    (plus_one,) = re.findall(r"float (t\d+) = rlx_tanh_plus_1\(", text)
+    (product,) = re.findall(rf"float (t\d+) = t\d+ \* {plus_one};", text)
+    assert f" = rlx_near_bf16({product});" in text
+    other = text_of(launch_of(one(lambda g: rlx.tanh(g.input("x", (64,), "f32")) + 2.0), "sm_90a"), "kernel")
+    assert "tanhf(" in other and "rlx_tanh_plus_1" not in other[other.index("kernel(") :]
 
 
 # -- the mapping to threads ----------------------------------------------------------------------------------------
@@ -436,6 +456,39 @@ def test_products_agree_with_f64(m, n, depth, dtype):
         for found, want in zip(got, (wide[0] @ wide[1].T + wide[2], wide[0] @ wide[1].reshape(depth, n))):
             error = np.linalg.norm(found.astype(np.float64) - want) / np.linalg.norm(want)
             assert error < (4e-6 if dtype == "f32" else 2.0 ** -(8 if dtype == "bf16" else 11))
+
+
+@on_gpu
+def test_gelu_keeps_its_digits_far_below_zero():
+    """Where tanh rounds to -1, its sum with 1 has none of them."""
+    x = np.linspace(-6, 6, 4001).astype(np.float32)
+    g = graph(lambda g: rlx.gelu(g.input("x", x.shape, "f32"), approximate="tanh"))
+    (found,) = rlx.Session("cuda").compile(g).run({"x": x})
+    wide = x.astype(np.float64)
+    u = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    np.testing.assert_allclose(found, wide / (1 + np.exp(-2 * u)), rtol=8e-6)
+
+
+def fixed(monkeypatch, name: str, chosen: Callable[[Kernel], Launch | None]) -> None:
+    """All products of the test are launched so, and compiled for it."""
+    monkeypatch.setenv("RLX_CACHE", "0")
+    monkeypatch.setattr(code, name, lambda kernel, *args, **more: chosen(kernel))
+
+
+@on_gpu
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("m, n, depth", [(13, 37, 29), (130, 260, 68), (257, 300, 1001)])
+def test_every_size_of_f32_tiles_agrees_with_f64(monkeypatch, size, m, n, depth):
+    """Tiles larger than the matrices, and those at an edge, which begin earlier than their neighbours end."""
+    fixed(monkeypatch, "by_fma", lambda kernel: by_fma(kernel, size=size))
+    test_products_agree_with_f64(m, n, depth, "f32")
+
+
+@on_gpu
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_agrees_with_f64(monkeypatch, tiling):
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(136, 200, 1040, "bf16")
 
 
 @on_gpu

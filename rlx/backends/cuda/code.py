@@ -95,7 +95,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
     packed = None if blocks and blocks.plain else blocks
-    if found := packed or on_warps(kernel, capability=capability) or by_fma(kernel):
+    other = packed or on_warps(kernel, capability=capability)
+    if found := other or by_fma(kernel, clusters=capability >= 90, most=most):
         return found
     return tiled(kernel) if has_tiles(kernel) else sorted_rows(kernel, most) or scattered(kernel) or in_tiles(launch(kernel))
 

@@ -1,8 +1,10 @@
 """Contractions of f32 by multiply-adds, at the rate of the arithmetic units.
 
 A block computes a tile of the result, a thread some rows and columns of it in groups of 4, a warp 4 x 8 times as many.
-Asynchronous copies keep a ring of slices of both operands in shared memory full. An operand that is contiguous along the summed
-axis keeps that order, its chunks of 4 elements exchanged within a row against bank conflicts; else the summed axis is outermost.
+Asynchronous copies keep a ring of slices of both operands in shared memory full, with the summed axis outermost: copies of
+single elements transpose an operand that is contiguous along it. Where tiles are few, groups of a block's threads share the
+summed axis, and blocks of a cluster; their sums are added in a fixed order. A tile at an edge begins earlier instead of reading
+beyond it, and stores what no other tile does.
 """
 
 from __future__ import annotations
@@ -10,72 +12,124 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import WARP, Tiled
 from rlx.backends.cuda.vectors import aligned, width
-from rlx.ir.dtype import f32, index_
-from rlx.ir.kernel import Contract, Kernel, Operand, Stmt, Var, const, k
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Contract, Kernel, Operand, Stmt
 
-DEPTH = 32  # of a slice: 8 chunks of 4, one for each group of 4 banks
 PAD = 4  # floats behind a row of a slice, against bank conflicts
-STAGES = 3
-RESIDENT = 16  # warps of a multiprocessor, by registers
-BUSY = 8  # warps that keep a multiprocessor's arithmetic busy
+SHARED = 224 << 10  # bytes of a multiprocessor
+
+# Costs in clock cycles of a multiprocessor, fitted to the times of 35 products in 4 to 14 sizes on an H200: the choice takes 1.2%
+# longer than the best on average.
+PRODUCTS = 128  # multiply-adds
+LOADS = 1.48  # instructions for each element that a thread loads
+FILLED, RISE = 16, 0.042  # warps that keep a multiprocessor busy, and the power of their number by which fewer are slower
+COPIED = 10.4  # bytes, by copies of single elements
+TILE, MEET = 402, 14.8  # of each sum of a thread; where groups add theirs
+EXCHANGE = 4450  # between blocks
 
 
 @dataclass(frozen=True)
 class Size:
-    """`rows` x `columns` of a block, `down` x `across` of a thread."""
+    """`rows` x `columns` of a block, `down` x `across` of a thread. `groups` of a block's threads and `parts` (blocks of a
+    cluster) share the summed axis. `depth` of a slice."""
 
     rows: int
     columns: int
     down: int
     across: int
+    groups: int = 1
+    parts: int = 1
+    resident: int = 2
+    depth: int = 16
+    stages: int = 4
 
     @property
     def threads(self) -> int:
-        return self.rows // self.down * (self.columns // self.across)
+        return self.rows // self.down * (self.columns // self.across) * self.groups
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the ring, in which sums meet in the end."""
+        slices = self.stages * self.depth * (self.rows + self.columns + 2 * PAD)
+        return 4 * max(slices, self.rows * self.columns * self.groups * (self.groups * self.parts > 1))
 
     def cost(self, c: Contract, points: int, multiprocessors: int) -> float:
-        """Multiply-adds of one multiprocessor, slower where it has too few warps or threads load much for each product."""
-        tiles = -(-points * -(-c.m // self.rows) * -(-c.n // self.columns) // multiprocessors)
-        warps = min(RESIDENT, tiles * self.threads // WARP)
-        loads = 1 + 2 / self.down + 2 / self.across
-        return tiles * self.rows * self.columns * max(1, BUSY / warps) ** 0.5 * loads
+        """An estimate in cycles: as many blocks at once as are resident, then the rest of them."""
+        depth = self.depth * -(-c.k // (self.depth * self.parts))
+        blocks = -(-points * -(-c.m // self.rows) * -(-c.n // self.columns) * self.parts // multiprocessors)
+        sums = self.rows * self.columns // self.threads
+
+        def at_once(count: int) -> float:
+            busy = min(1, count * self.threads / WARP / FILLED) ** RISE
+            products = self.rows * self.columns * (1 + LOADS / self.down + LOADS / self.across) / PRODUCTS / busy
+            return count * depth * max(products, 4 * (self.rows + self.columns) / COPIED)
+
+        full, rest = divmod(blocks, self.resident)
+        ends = TILE * blocks * sums / min(blocks, self.resident) + MEET * sums * self.groups * (self.groups > 1)
+        return full * at_once(self.resident) + (at_once(rest) if rest else 0) + ends + EXCHANGE * (self.parts > 1)
 
 
-SIZES = tuple(Size(*s) for s in ((128, 128, 16, 8), (128, 64, 16, 8), (64, 64, 8, 8), (64, 64, 4, 4), (32, 32, 4, 4)))
+_TABLE = [(128, 128, 8, 8, 1, 1, 2), (64, 128, 8, 8, 2, 1, 2), (64, 32, 8, 4, 4, 1, 2)]
+_TABLE += [(64, 64, 8, 8, 2, parts, 3) for parts in (1, 2, 4)] + [(64, 64, 8, 8, 4, parts, 2, 32, 3) for parts in (1, 2)]
+_TABLE += [(32, 32, 4, 4, 4, parts, 4) for parts in (1, 2)] + [(16, 32, 4, 4, 4, parts, 4) for parts in (1, 2, 4, 8)]
+SIZES = tuple(Size(*numbers) for numbers in _TABLE)
 
 
 @dataclass(frozen=True)
 class FmaLaunch(Tiled):
     size: Size = SIZES[0]
 
+    @property
+    def blocks(self) -> int:
+        return super().blocks * self.size.parts
 
-def by_fma(kernel: Kernel, multiprocessors: int = 132, size: Size | None = None) -> FmaLaunch | None:
-    """The launch of a contraction of stored f32 operands; None: it is none."""
+
+def by_fma(
+    kernel: Kernel, multiprocessors: int = 132, size: Size | None = None, clusters: bool = True, most: int = SHARED
+) -> FmaLaunch | None:
+    """The launch of a contraction of stored f32 operands; None: it is none. `clusters`: the GPU has clusters of blocks. `most`:
+    bytes of shared memory of a block."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or c.also or kernel.locals or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
         return None
     if any(not isinstance(o, Operand) or o.panel or o.blocks or o.dtype != f32 for o in (c.a, c.b)):
         return None
     points = math.prod(n for _, n in kernel.grid)
-    along = _strides(c.a, "a")[1] == 1 and _strides(c.b, "b")[1] == 1  # type: ignore[arg-type]
-    sizes = [s for s in SIZES if along or s.down <= 8]  # more rows spill where an operand's columns are read one by one
+    sizes = [s for s in SIZES if s.shared <= most and (clusters or s.parts == 1)]
     chosen = size or min(sizes, key=lambda s: s.cost(c, points, multiprocessors))
-    shared = STAGES * DEPTH * (chosen.rows + chosen.columns + 2 * PAD) * 4
     threads = chosen.threads
-    return FmaLaunch(kernel, threads, threads, shared, rows=chosen.rows, columns=chosen.columns, size=chosen)
+    return FmaLaunch(kernel, threads, threads, chosen.shared, rows=chosen.rows, columns=chosen.columns, size=chosen)
 
 
 class FmaWriter(CudaWriter):
     launch: FmaLaunch
-    occupancy = ", 2"
+
+    @property
+    def occupancy(self) -> str:  # type: ignore[override]
+        return f", {self.launch.size.resident}"
+
+    @property
+    def attributes(self) -> str:  # type: ignore[override]
+        return f"__cluster_dims__({self.launch.size.parts}) " if self.launch.size.parts > 1 else ""
+
+    def function(self, name: str, member: bool = False) -> str:
+        own = self.launch.size
+        names = {"ROWS": own.rows, "COLUMNS": own.columns, "DOWN": own.down, "ACROSS": own.across, "GROUPS": own.groups}
+        names |= {"PARTS": own.parts, "DEPTH": own.depth, "STAGES": own.stages}
+        constants = ", ".join(f"{key} = {value}" for key, value in names.items())
+        shared = (Path(__file__).parent / "fma.h").read_text()
+        return f"constexpr int {constants};\n{shared}\n" + super().function(name, member)
 
     def coordinates(self) -> Iterator[str]:
         rows, columns = self.launch.tiles
-        yield "rlx_index point = blockIdx.x;"
+        parts = self.launch.size.parts
+        yield f"rlx_index point = blockIdx.x / {parts};"
+        yield f"const int rank = blockIdx.x % {parts};  // in the cluster"
         yield from self.divided(("tile_n", columns), ("tile_m", rows))
 
     def statement(self, s: Stmt) -> None:
@@ -86,113 +140,69 @@ class FmaWriter(CudaWriter):
             super().statement(s)
 
     def tile(self, c: Contract) -> None:
-        size, across = self.launch.size, self.launch.size.columns // (8 * self.launch.size.across)
+        size = self.launch.size
+        across, members = size.columns // (8 * size.across), size.threads // size.groups
         m = self.limits.get(c.i) or self.limit(c.i, c.m) or str(c.m)
         self.line(f"const rlx_index row0 = tile_m * {size.rows}, column0 = tile_n * {size.columns};")
         self.line(f"if (row0 >= {m}) return;")
+        for name, first, extent, own in (("top", "row0", c.m, size.rows), ("side", "column0", c.n, size.columns)):
+            inside = extent % own == 0 or extent < own
+            self.line(f"const rlx_index {name} = {first if inside else f'{first} < {extent - own} ? {first} : {extent - own}'};")
         self.line("extern __shared__ __align__(128) float rlx_ring[];")
-        self.line("const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;")
-        self.line(f"const int row = warp / {across} * {4 * size.down} + lane / 8 * 4;")
-        self.line(f"const int column = warp % {across} * {8 * size.across} + lane % 8 * 4;")
-        self.line(f"float sum[{size.down}][{size.across}] = {{}};")
-        steps = -(-c.k // DEPTH)
-        with self.scope(["auto fetch = [&](int step) {"]):
-            self.fetch(c)
-        self.lines[-1] += ";"
-        for step in range(STAGES - 1):
-            self.line(f"if ({step} < {steps}) fetch({step});")
-            self.line("rlx_copies_end();")
-        with self.scope([f"for (int step = 0; step < {steps}; step++) {{"]):
-            self.line(f"rlx_copies_wait<{STAGES - 2}>();")
-            self.line("__syncthreads();")
-            self.line(f"if (step + {STAGES - 1} < {steps}) fetch(step + {STAGES - 1});")
-            self.line("rlx_copies_end();")
-            self.multiply(c)
-        self.epilogue(c, m)
-
-    def parts(self, step: str) -> str:
-        """Where a slice of each operand is."""
-        rows, columns = (DEPTH * (n + PAD) for n in (self.launch.size.rows, self.launch.size.columns))
-        return f"rlx_ring + {step} % {STAGES} * {rows + columns}, *const b = a + {rows};"
-
-    def fetch(self, c: Contract) -> None:
-        """Start the copies of slice `step`. Zero outside the matrices."""
-        size = self.launch.size
-        self.line(f"const rlx_index k0 = (rlx_index)step * {DEPTH};")
-        self.line(f"float* const a = {self.parts('step')}")
-        for to, o, extent, place in (("a", c.a, size.rows, ("row0", c.m)), ("b", c.b, size.columns, ("column0", c.n))):
+        # lanes: two adjacent rows, 8 columns, twice: then a load by 16 bytes passes in two turns
+        self.line(f"const int warp = threadIdx.x % {members} / 32, lane = threadIdx.x % 32;")
+        self.line(f"const int row = warp / {across} * {4 * size.down} + (lane / 16 * 2 + lane % 2) * 4;")
+        self.line(f"const int column = warp % {across} * {8 * size.across} + lane / 2 % 8 * 4;")
+        steps = -(-c.k // size.depth)
+        self.line(f"const int begin = {steps} * rank / {size.parts}, end = {steps} * (rank + 1) / {size.parts};")
+        for name, o, first, extent in (("a", c.a, "top", c.m), ("b", c.b, "side", c.n)):
             assert isinstance(o, Operand)
-            self.copies(to, o, _strides(o, to), extent, place, c.k)
-
-    def copies(self, to: str, o: Operand, strides: tuple[int, int], size: int, place: tuple[str, int], depth: int) -> None:
-        """A slice of `size` rows (or columns): 16 bytes at once where they are contiguous and aligned, else an element."""
-        side, step = strides
-        first, most = place
-        length, stride = (depth, side) if step == 1 else (most, step)
-        wide = 1 in strides and length % 4 == 0 and stride % 4 == 0 and aligned(o.offset, None, 4)
-        each = 4 if wide else 1
-        if step == 1:
-            where, d = f"e / {DEPTH // each}", f"e % {DEPTH // each} * {each}"
-            target = "at * 32 + (d / 4 ^ at / 4 % 8) * 4 + d % 4"
+            side, step = (o.row_stride, o.col_stride) if o is c.a else (o.col_stride, o.row_stride)
+            wide = side == 1 and extent % 4 == 0 and step % 4 == 0 and aligned(o.offset, None, 4)
+            own = size.rows if o is c.a else size.columns
+            kind = f"rlx_slices<{own}, {extent}, {side}, {step}, {c.k}, {str(wide).lower()}>"
+            self.line(f"const {kind} {name}({self.names[o.buffer]} + {self.made(o.offset)}, {first}, begin * {size.depth});")
+        self.line(f"float sum[{size.down}][{size.across}] = {{}};")
+        self.line(f"rlx_multiply(sum, a, b, rlx_ring, row, column, end - begin, {c.k} - begin * {size.depth});")
+        if size.groups * size.parts > 1:
+            self.shared_sums(c, m)
         else:
-            where, d = f"e % {size // each} * {each}", f"e / {size // each}"
-            target = f"d * {size + PAD} + at"
-        head = f"for (int e = threadIdx.x; e < {size * DEPTH // each}; e += {self.launch.threads}) {{"
-        with self.scope(["#pragma unroll 4", head]):
-            self.line(f"const int at = {where}, d = {d};")
-            at, down = Var("at", index_), Var("down", index_)
-            self.names[at], self.names[down] = f"({first} + at)", "(k0 + d)"
-            index = k.add(o.offset, k.add(k.mul(at, const(side)), k.mul(down, const(step))))
-            self.line(f"const bool inside = {first} + at < {most} && k0 + d < {depth};")
-            # outside, the copy reads nothing, from an address that exists
-            text = f"{self.names[o.buffer]} + (inside ? {self.made(index)} : 0)"
-            self.line(f"rlx_copy<{4 * each}>({to} + {target}, {text}, inside);")
+            self.own_sums(c, m)
 
-    def multiply(self, c: Contract) -> None:
-        """The products of a slice, 4 elements of the summed axis at once."""
-        size = self.launch.size
-        self.line(f"const float* const a = {self.parts('step')}")
-        at_once = 1 if size.down > 8 else 2  # more spills, and was slower: 0.51 of cuBLAS instead of 0.74 at 4096^3
-        with self.scope([f"#pragma unroll {at_once}", f"for (int d = 0; d < {DEPTH}; d += 4) {{"]):
-            assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
-            self.line(f"float y[{size.across}][4];")
-            with self.scope(["#pragma unroll", f"for (int g = 0; g < {size.across}; g += 4) {{"]):
-                self.chunks("y + g", "b", "column + g / 4 * 32", size.columns, _strides(c.b, "b")[1] == 1)
-            with self.scope(["#pragma unroll", f"for (int g = 0; g < {size.down}; g += 4) {{"]):
-                self.line("float x[4][4];")
-                self.chunks("x", "a", "row + g / 4 * 16", size.rows, _strides(c.a, "a")[1] == 1)
-                heads = [f"for (int {v} = 0; {v} < {n}; {v}++) {{" for v, n in (("r", 4), ("q", 4), ("s", size.across))]
-                with self.scope([text for head in heads for text in ("#pragma unroll", head)], 3):
-                    self.line("sum[g + r][s] = fmaf(x[r][q], y[s][q], sum[g + r][s]);")
-
-    def chunks(self, to: str, source: str, place: str, size: int, along: bool) -> None:
-        """4 elements of the summed axis for each of 4 rows (or columns)."""
-        with self.scope(["#pragma unroll", "for (int v = 0; v < 4; v++) {"]):
-            if along:
-                at = f"({place} + v)"
-                self.line(f"*(float4*)({to})[v] = *(const float4*)({source} + {at} * 32 + (d / 4 ^ {at} / 4 % 8) * 4);")
-            else:
-                self.line(f"const float4 got = *(const float4*)({source} + {place} + (d + v) * {size + PAD});")
-                self.line(", ".join(f"({to})[{n}][v] = got.{name}" for n, name in enumerate("xyzw")) + ";")
-
-    def epilogue(self, c: Contract, m: str) -> None:
+    def own_sums(self, c: Contract, m: str) -> None:
         size, own = min(4, width(c.epilogue, (), c.j, c.n)), self.launch.size
-        i, j0 = self.name(c.i, "i"), self.fresh("j")
         heads = [f"for (int r = 0; r < {own.down}; r++) {{", f"for (int s = 0; s < {own.across}; s += {size}) {{"]
         with self.scope([text for head in heads for text in ("#pragma unroll", head)], 2):
-            self.line(f"const rlx_index {i} = row0 + row + r % 4 + r / 4 * 16, {j0} = column0 + column + s % 4 + s / 4 * 32;")
-            self.line(f"if ({i} >= {m} || {j0} >= {c.n}) continue;")
-            self.names[c.acc] = "sum[r][s + v]" if size > 1 else "sum[r][s]"
-            if size > 1:
-                self.in_vectors(c.epilogue, (), c.j, size, j0)
-            else:
-                self.names[c.j] = j0
-                self.block(c.epilogue)
+            i, j0 = "top + row + r % 4 + r / 4 * 16", "side + column + s % 4 + s / 4 * 32"
+            self.element(c, m, (i, j0), size, "sum[r][s + v]" if size > 1 else "sum[r][s]")
 
+    def shared_sums(self, c: Contract, m: str) -> None:
+        size, own = min(4, width(c.epilogue, (), c.j, c.n)), self.launch.size
+        share = own.rows * own.columns // own.parts
+        self.line("rlx_leave(sum, rlx_ring, row, column);")
+        head = f"for (int e = threadIdx.x * {size}; e < {share}; e += {own.threads * size}) {{"
+        with self.scope(["#pragma unroll 1", head]):
+            self.line(f"const int at = rank * {share} + e;")
+            self.line(f"float acc[{size}];")
+            self.line("rlx_meet(acc, rlx_ring, at);")
+            place = f"top + at / {own.columns}", f"side + at % {own.columns}"
+            self.element(c, m, place, size, "acc[v]" if size > 1 else "acc[0]")
+        if own.parts > 1:
+            self.line("rlx_cluster_barrier();  // no block leaves while another one still reads its memory")
 
-def _strides(o: Operand, side: str) -> tuple[int, int]:
-    """Along the rows (or columns) of the result, and along the summed axis."""
-    return (o.row_stride, o.col_stride) if side == "a" else (o.col_stride, o.row_stride)
+    def element(self, c: Contract, m: str, place: tuple[str, str], size: int, value: str) -> None:
+        """The epilogue of `size` adjacent sums, if this tile stores them."""
+        i, j0, own = self.fresh("i"), self.fresh("j"), self.launch.size
+        self.line(f"const rlx_index {i} = {place[0]}, {j0} = {place[1]};")
+        tests = [f"{i} >= {m}", *[f"{i} < row0"] * (c.m > own.rows), *[f"{j0} < column0"] * (c.n > own.columns)]
+        tests += [f"{j0} >= {c.n}"] * (c.n < own.columns)
+        self.line(f"if ({' || '.join(tests)}) continue;")
+        self.names[c.i], self.names[c.acc] = i, value
+        if size > 1:
+            self.in_vectors(c.epilogue, (), c.j, size, j0)
+        else:
+            self.names[c.j] = j0
+            self.block(c.epilogue)
 
 
 __all__ = ["SIZES", "FmaLaunch", "FmaWriter", "Size", "by_fma"]

@@ -247,6 +247,8 @@ class CudaWriter(Writer):
         """Parts of gelu and silu have functions of their own."""
         if e.dtype == f32 and (of := _plus_1(e, "erf")) is not None:
             return f"rlx_erf_plus_1({self.memo[id(of)]})"
+        if e.dtype == f32 and (of := _plus_1(e, "tanh")) is not None:
+            return f"rlx_tanh_plus_1({self.memo[id(of)]})"
         if e.dtype == f32 and self.narrow and e.op == "div" and (of := _plus_1(e.args[1], "exp")) is not None:
             return f"rlx_over_exp_plus_1({self.memo[id(e.args[0])]}, {self.memo[id(of)]})"
         return super().alu(e)

@@ -28,17 +28,21 @@ KINDS = {  # dtypes of the operands and of the sums, and their names in the inst
 PROMOTED = 192  # columns of a tile of 8-bit floats, whose sums are kept twice
 LINE = 128  # bytes of the summed axis in a stage: a swizzled row
 GROUP = 128  # threads of a warp group
-CHUNK = 64  # columns staged at once by the epilogue
+CHUNK = 64  # columns staged at once by the epilogue, at most
 STAGING = 8 * 16 * CHUNK * 4  # bytes: 16 rows for each of 8 warps
 SHARED = 227 << 10
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 14 products in 4 to 8 tilings each on an H100.
-FLOPS = 3600  # multiply-adds of 16-bit floats count as two
-BYTES, LOADED = 46, 8  # by bulk copies and by threads, while all multiprocessors fetch
-EPILOGUE, COSTLY = 2.6, 2.0  # elements; with an exponential or the like
-START = 1450  # of a block, before the first product
-EXCHANGE = 5000  # of sums between blocks
+# Costs in clock cycles of a multiprocessor, fitted to the times of 43 products in 5 to 16 tilings each on an H200: the choice
+# takes 0.5% longer than the best on average.
+FLOPS = 4096  # multiply-adds of 16-bit floats count as two
+BYTES, LOADED = 80, 8  # by bulk copies and by threads, while all multiprocessors fetch
+PASSED = 136  # bytes to and from shared memory
+EPILOGUE = 6.3, 4.7  # elements, of both multiplying groups and of one
+COSTLY = 2.3  # times as long with an exponential or the like
+START = 1720  # of a block, before the first product
+NEXT = 190  # from tile to tile
+EXCHANGE = 3040  # of sums between blocks
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ class Tiling:
     def stages(self) -> int:
         return min(8, (SHARED - STAGING) // (self.stage + 16))
 
+    @property
+    def chunk(self) -> int:
+        """Columns that the epilogue stages at once."""
+        return math.gcd(CHUNK, self.columns // self.parts)
+
     def tiles(self, c: Contract) -> tuple[int, int]:
         return -(-c.m // self.rows), -(-c.width // self.columns)
 
@@ -82,19 +91,21 @@ class Tiling:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
         rounds = -(-points * math.prod(self.tiles(c)) * self.parts // multiprocessors)
         fetched = (self.rows + self.columns) * LINE
-        step = max(
-            self.rows * self.columns * LINE / FLOPS, fetched / (LOADED if by_threads else BYTES)
-        )  # as many cycles for any size of elements
+        read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
+        copied = fetched / (LOADED if by_threads else BYTES)
+        # as many cycles for any size of elements
+        step = max(self.rows * self.columns * LINE / FLOPS, copied, (fetched + read) / PASSED)
         main, end = step * -(-c.k // (depth(c) * self.parts)), self.end(c)
-        if self.turns:
-            alone = 1.02 if rounds == 1 else 1  # the other group has nothing to do
-            return START + alone * max(rounds * main, rounds * (main + end) / 2) + end
-        return START + rounds * (main + end) + EXCHANGE * (self.parts > 1)
+        if not self.turns:
+            return START + rounds * (main + end + NEXT) + EXCHANGE * (self.parts > 1)
+        if rounds == 1:
+            return START + main + end
+        return START + rounds * NEXT + max(rounds * main, -(-rounds // 2) * (main + end)) + end * (main >= end)
 
     def end(self, c: Contract) -> float:
         """Cycles of the epilogue of a tile."""
         costly = any(isinstance(e, Alu) and e.op in ("erf", "exp", "tanh") for e in walk(c.epilogue))
-        return self.rows * self.columns * c.n / max(1, c.width) / (COSTLY if costly else EPILOGUE)
+        return (COSTLY if costly else 1) * self.rows * self.columns * c.n / max(1, c.width) / EPILOGUE[self.turns]
 
 
 def itemsize(c: Contract) -> int:
@@ -114,11 +125,10 @@ def promoted(c: Contract) -> bool:
 
 TILINGS = tuple(
     Tiling(rows, columns, turns, parts)
-    for rows, columns, turns, parts in product((64, 128), (64, 128, 192, 256), (False, True), (1, 2))
+    for rows, columns, turns, parts in product((64, 128), (64, 96, 128, 192, 256), (False, True), (1, 2, 4, 8))
     if rows >= (64 if turns else 128)
     and rows * columns <= (128 * 128 if turns else 128 * 256)
-    and columns % (parts * CHUNK) == 0
-    and not (parts > 1 and turns)
+    and (parts == 1 or (columns in (64, 128) and not turns))
 )
 
 
@@ -213,23 +223,23 @@ def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
 
 
 def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
-    """The cheapest tiling. The summed axis is shared where loads by threads take longer than the exchange of the sums, if every
-    block then has one tile."""
+    """The cheapest tiling. The summed axis is shared only if every block then has one tile."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
     points = math.prod(n for _, n in kernel.grid)
-    copied = all(
-        _side(kernel, c, o, 64, stride, step, 64).tensor
-        for o, stride, step in ((c.a, c.a.row_stride, c.a.col_stride), (c.b, c.b.col_stride, c.b.row_stride))
-    )
+    a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64)
+    b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64)
+    copied = a.tensor is not None and b.tensor is not None
 
     def fits(t: Tiling) -> bool:
         if t.parts > 1 and (points * math.prod(t.tiles(c)) * t.parts > multiprocessors or -(-c.k // depth(c)) < 2 * t.parts):
             return False
-        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and t.parts > 1):
+        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and (t.parts > 1 or t.columns % CHUNK)):
+            return False
+        if t.columns % CHUNK and not (copied and b.along):  # copies of columns are 64 wide
             return False
         if promoted(c) and t.slabs * t.columns > PROMOTED:
             return False
-        return t.parts == 1 if copied else t.columns <= 128 and not t.turns
+        return copied or (t.columns <= 128 and not t.turns)
 
     return min(filter(fits, TILINGS), key=lambda t: t.cost(c, points, multiprocessors, not copied))
 

@@ -27,11 +27,12 @@ class Pieces(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        return 16 * self.wide // (32 * self.size)
+        return -(-16 * self.wide // (32 * self.size))
 
     def loop(self) -> list[str]:
         head = f"for (int n = 0; n < {self.rounds}; n++) {{"
-        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {{"]
+        some = f"if (e < {16 * self.wide}) " if 32 * self.size > 16 * self.wide else ""  # lanes have something to do
+        return ["#pragma unroll", head, f"const int e = (n * 32 + lane) * {self.size}; {some}{{"]
 
 
 class TensorWriter(PackedCopies):
@@ -308,7 +309,7 @@ class TensorWriter(PackedCopies):
             if pieces.count > 1:
                 self.loads_of_piece(c, pieces)
             with self.scope(["#pragma unroll", f"for (int p = 0; p < {pieces.count}; p++) {{", "if (p == piece) {"], 2):
-                self.to_rows(c, f"sum[p / {pieces.each}] + p % {pieces.each} * {CHUNK // 2}")
+                self.to_rows(c, f"sum[p / {pieces.each}] + p % {pieces.each} * {self.launch.tiling.chunk // 2}")
             self.line("__syncwarp();")
             with self.scope(pieces.loop(), 2):
                 self.elements(c, pieces)
@@ -318,8 +319,8 @@ class TensorWriter(PackedCopies):
 
     def pieces(self, c: Contract) -> Pieces:
         t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
-        each = t.columns // t.parts // CHUNK
-        return Pieces(t.slabs * each, each, size, CHUNK if c.also is None else CHUNK // 2)
+        each = t.columns // t.parts // t.chunk
+        return Pieces(t.slabs * each, each, size, t.chunk if c.also is None else t.chunk // 2)
 
     def place_piece(self, c: Contract, pieces: Pieces) -> None:
         t = self.launch.tiling
@@ -365,7 +366,7 @@ class TensorWriter(PackedCopies):
     def to_rows(self, c: Contract, source: str) -> None:
         """Sums of a chunk of columns from the registers of a warp to rows in shared memory, integers by their bits."""
         bits = "" if c.acc.dtype == f32 else "__int_as_float"
-        with self.scope(["#pragma unroll", f"for (int q = 0; q < {CHUNK // 8}; q++) {{"]):
+        with self.scope(["#pragma unroll", f"for (int q = 0; q < {self.launch.tiling.chunk // 8}; q++) {{"]):
             self.line("float* const to = staged + rlx_staged_at(lane / 4, q * 8 + lane % 4 * 2);")
             self.line(f"const auto* const from = {source} + q * 4;")
             self.line(f"*(float2*)to = make_float2({bits}(from[0]), {bits}(from[1]));")
