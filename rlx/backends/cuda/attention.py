@@ -19,7 +19,7 @@ MOST_SIZE = 256  # of a head
 THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
-MOST_PARTS = 64
+MOST_PARTS = 16
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 

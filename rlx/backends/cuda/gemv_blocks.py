@@ -26,7 +26,7 @@ WARPS = 8
 ZEROS = 64  # bytes
 DIGITS, MOST_QUADS = 3, 8  # columns of a row as integers; runs of four elements that a thread keeps
 LINE, LINES_AT = 128, 1024  # bytes of a row of plain weights that a copy fetches; a multiple of which its place is
-PLAIN_ROWS, MOST_ROWS = 4, 8  # plain weights are multiplied here, and f32 is rounded
+PLAIN_ROWS, MOST_PLAIN, ROUNDED_ROWS = 4, 8, 32  # rows of plain weights that are multiplied here; of f32 that is rounded
 THREADS = 32 * WARPS
 PIECES = {"bf16": 1, "f16": 2, "f32": 3}  # bf16 numbers that add up to one
 WHOLE_ROWS = 2  # of f32 that are not rounded: they fit into one tile of a product
@@ -36,16 +36,16 @@ RESIDENT, CLUSTERS = (2, 1), (1, 2, 4, 8)  # blocks of a multiprocessor, and of 
 AT_ONCE = (8, 4, 2, 1)  # turns of a piece
 RING_BYTES, MOST_SLOTS = 100 << 10, 8  # of the rings on a multiprocessor; of a ring
 UNROLLED = 4  # turns, with one tile
-PANEL_TURNS, PIECE_TURNS = 2, 0.25  # the time of a panel besides its turns, and that of a piece, in turns of a warp
+PANEL_TURNS, COPY_TURNS = 2, 1.25  # the time of a panel besides its turns, and that of a bulk copy, in turns of a warp
 
 
 @dataclass(frozen=True)
 class BlocksLaunch(Launch):
-    """`rows` of a block; `parts`: blocks of a cluster; `turns` of each; `at_once`: those of a piece; `slots` of a warp's ring.
+    """`rows` of a block; `cluster`: its blocks; `turns` of each; `at_once`: those of a piece; `slots` of a warp's ring.
     `each`: clusters that share the panels of some rows. `resident`: blocks of a multiprocessor."""
 
     rows: int = 1
-    parts: int = 1
+    cluster: int = 1
     turns: int = 1
     at_once: int = 1
     each: int = 1
@@ -71,7 +71,7 @@ class BlocksLaunch(Launch):
 
     @property
     def blocks(self) -> int:
-        return math.prod(n for _, n in self.kernel.grid) * self.passes * self.each * self.parts
+        return math.prod(n for _, n in self.kernel.grid) * self.passes * self.each * self.cluster
 
     @property
     def columns(self) -> int:
@@ -102,7 +102,7 @@ class BlocksLaunch(Launch):
     @property
     def at_once_added(self) -> bool:
         """Whether the epilogue adds the sums of warps: it is in one block, which has room for those of two panels."""
-        return self.parts == 1 and self.columns <= 8
+        return self.cluster == 1 and self.columns <= 8
 
     @property
     def plain(self) -> bool:
@@ -174,7 +174,8 @@ class BlocksLaunch(Launch):
     @property
     def cost(self) -> float:
         """Turns of a warp, one after the other."""
-        own = -(-self.turns // (WARPS * self.at_once)) * (self.at_once + PIECE_TURNS)
+        copies = self.at_once // self.inner if self.plain else 1 if self.at_once % self.inner == 0 else 2
+        own = -(-self.turns // (WARPS * self.at_once)) * (self.at_once + COPY_TURNS * copies)
         return -(-self.panels // self.each) * (own + (1 if self.at_once_added else PANEL_TURNS))
 
 
@@ -185,7 +186,7 @@ def weights(c: Contract) -> Operand:
 
 def _pieces(c: Contract) -> int:
     b = weights(c)
-    rounded = c.a.dtype == f32 and WHOLE_ROWS < c.m <= MOST_ROWS and not b.exact
+    rounded = c.a.dtype == f32 and WHOLE_ROWS < c.m <= ROUNDED_ROWS and not b.exact
     return 1 if rounded or not b.blocks else PIECES[c.a.dtype.name]
 
 
@@ -210,14 +211,14 @@ def of_blocks(
         return None
     if c.a.dtype.name not in PIECES or any(x.var is not c.i for x in kernel.limits):
         return None
-    if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and PLAIN_ROWS <= c.m <= MOST_ROWS and _lines(kernel, c)):
+    if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and PLAIN_ROWS <= c.m <= MOST_PLAIN and _lines(kernel, c)):
         return None
     rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
     while rows:
         for resident in RESIDENT:
             found = [_shared_out(kernel, rows, *how, resident, multiprocessors) for how in product(CLUSTERS, AT_ONCE)]
             room = min(most, SHARED_BYTES // resident - RESERVED)
-            fits = [x for x in found if x and x.bytes <= room and (clusters or x.parts == 1)]
+            fits = [x for x in found if x and x.bytes <= room and (clusters or x.cluster == 1)]
             if fits and (resident == 1 or fits[0].tiles == 1):
                 best = min(fits, key=lambda x: x.cost)
                 return replace(best, shared=best.bytes)
@@ -226,19 +227,19 @@ def of_blocks(
 
 
 def _shared_out(
-    kernel: Kernel, rows: int, parts: int, at_once: int, resident: int, multiprocessors: int
+    kernel: Kernel, rows: int, cluster: int, at_once: int, resident: int, multiprocessors: int
 ) -> BlocksLaunch | None:
     """The launch with at most `resident` blocks on a multiprocessor, if turns can be divided in this way."""
-    at = BlocksLaunch(kernel, THREADS, THREADS, rows=rows, parts=parts, at_once=at_once, resident=resident)
+    at = BlocksLaunch(kernel, THREADS, THREADS, rows=rows, cluster=cluster, at_once=at_once, resident=resident)
     turns, inner = at.contract.k // STEP, at.inner
     if at.plain and at_once % inner:
         return None
     if turns % at_once or (at_once % inner and inner % at_once):
         return None
-    usable = multiprocessors if parts <= 2 else multiprocessors * 10 // 11  # 15 clusters of 8, or 30 of 4, are there at once
+    usable = multiprocessors if cluster <= 2 else multiprocessors * 10 // 11  # 15 clusters of 8, or 30 of 4, are there at once
     each = max(1, resident * usable // at.blocks)
     each = -(-at.panels // -(-at.panels // each))  # as few as take the panels in as many rounds
-    at = replace(at, turns=-(-turns // (parts * at_once)) * at_once, each=each, slots=0)
+    at = replace(at, turns=-(-turns // (cluster * at_once)) * at_once, each=each, slots=0)
     left = min(RING_BYTES // resident, SHARED_BYTES // resident - RESERVED - at.bytes)
     return replace(at, slots=min(MOST_SLOTS, max(2, left // (WARPS * (at.item + 8)))))
 

@@ -28,8 +28,8 @@ class BlocksWriter(CudaWriter):
     def coordinates(self) -> Iterator[str]:
         at = self.launch
         yield "const int me = threadIdx.x, warp = me / 32, lane = me % 32, g = lane / 4, t = lane % 4;"
-        yield f"const int part = blockIdx.x % {at.parts}, slot = blockIdx.x / {at.parts} % {at.each};"
-        yield f"rlx_index point = blockIdx.x / {at.parts * at.each};"
+        yield f"const int part = blockIdx.x % {at.cluster}, slot = blockIdx.x / {at.cluster} % {at.each};"
+        yield f"rlx_index point = blockIdx.x / {at.cluster * at.each};"
         yield f"const int row0 = point % {at.passes} * {at.rows};"
         yield f"point /= {at.passes};"
         for var, extent in reversed(self.kernel.grid):
@@ -127,7 +127,7 @@ class BlocksWriter(CudaWriter):
                 self.products()
                 self.add_up()
                 self.finish()
-            if at.parts > 1:
+            if at.cluster > 1:
                 self.line("rlx_cluster_sync();  // the other blocks have read this one's memory")
         return None
 
@@ -271,15 +271,15 @@ class BlocksWriter(CudaWriter):
             self.line("#pragma unroll")
             self.line(f"for (int w = 1; w < {WARPS}; w++) sum += one[w * {columns * pitch}];")
             self.line("all[e] = sum;")
-        self.line("rlx_cluster_sync();" if self.launch.parts > 1 else "__syncthreads();")
+        self.line("rlx_cluster_sync();" if self.launch.cluster > 1 else "__syncthreads();")
 
     def finish(self) -> None:
         """The epilogue of a panel, in one block of the cluster."""
         at, c = self.launch, self.contract
         pieces = at.pieces
         # another warp of another block begins with each panel
-        first = f"(me + {PANEL} * round) % {THREADS} + (part + round) % {at.parts} * {THREADS}"
-        with self.scope([f"for (int e = {first}; e < {at.rows * PANEL}; e += {THREADS * at.parts}) {{"]):
+        first = f"(me + {PANEL} * round) % {THREADS} + (part + round) % {at.cluster} * {THREADS}"
+        with self.scope([f"for (int e = {first}; e < {at.rows * PANEL}; e += {THREADS * at.cluster}) {{"]):
             self.line(f"const int r = e / {PANEL}, j = panel * {PANEL} + e % {PANEL};")
             self.line(f"if (r >= rows || j >= {c.n}) continue;")
             self.line("float result = 0;")
@@ -288,9 +288,9 @@ class BlocksWriter(CudaWriter):
                 self.line("#pragma unroll")
                 self.line(f"for (int w = 0; w < {WARPS}; w++)")
                 self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += ({place})[w * {at.columns * PANEL}];")
-            elif at.parts > 1:
+            elif at.cluster > 1:
                 self.line("#pragma unroll")
-                self.line(f"for (int other = 0; other < {at.parts}; other++)")
+                self.line(f"for (int other = 0; other < {at.cluster}; other++)")
                 self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += rlx_of_block({place}, other);")
             else:
                 self.line(f"for (int piece = 0; piece < {pieces}; piece++) result += *({place});")
@@ -300,7 +300,7 @@ class BlocksWriter(CudaWriter):
 
     @property
     def attributes(self) -> str:  # type: ignore[override]
-        return f"__cluster_dims__({self.launch.parts}) " if self.launch.parts > 1 else ""
+        return f"__cluster_dims__({self.launch.cluster}) " if self.launch.cluster > 1 else ""
 
     def function(self, name: str, member: bool = False) -> str:
         plain = (FOLDER / "ring.h").read_text() if self.launch.plain else ""
