@@ -122,7 +122,7 @@ class CudaWriter(Writer):
         else:
             self.line_of_parts()
             self.block(k.body)
-        if at.parts > 1:
+        if at.part and at.parts > 1:
             self.line("all.forget();")
 
     def line_of_parts(self) -> None:
