@@ -4,8 +4,9 @@
 
 Each side is one CUDA graph of many runs, so that small products are not measured by their dispatch. Sides alternate; the time is
 the least of the rounds. Inputs are random, and results are compared with float64. A product with "gelu" adds a bias and applies
-gelu (tanh) before it is stored; torch.compile may fuse both. "t": the right operand is stored transposed. "encoders": products of
-MiniLM and BERT-base at 16 to 32,768 rows.
+gelu (tanh) before it is stored; torch.compile may fuse both. "t": the right operand is stored transposed. "encoders": those of
+MiniLM and BERT-base at 16 to 32,768 rows. "tf32": both sides may round f32. Products of 8-bit floats give bf16, beside
+torch._scaled_mm without its fast sums.
 """
 
 from __future__ import annotations
@@ -55,17 +56,25 @@ SINGLE = (
 )  # fmt: skip
 ROWS, WEIGHTS = (16, 128, 1024, 8192, 32768), ((384, 384), (1536, 384), (384, 1536), (768, 768), (3072, 768), (768, 3072))
 ENCODERS = tuple(Shape(m, n, k, dtype, transposed=True) for dtype in ("bf16", "f32") for m in ROWS for n, k in WEIGHTS)
-SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS}
+NARROW = tuple(
+    Shape(m, n, k, dtype, transposed=True)
+    for dtype in ("f8e4m3", "tf32")
+    for m, n, k in ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048), (512, 14336, 4096), (512, 4096, 14336))
+)
+SETS = {"alone": SHAPES, "gelu": WITH_GELU, "f32": SINGLE, "encoders": ENCODERS, "narrow": NARROW}
+TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f8e4m3": torch.float8_e4m3fn}
+ERROR = {"f32": 1e-5, "tf32": 5e-4}  # others: of the bf16 result
 RUNS_SECONDS = 2e-3  # of one replay, about
-RATE = {"bf16": 5e14, "f32": 4e13}  # expected, for the number of runs in a replay
+RATE = {"f8e4m3": 1e15, "bf16": 5e14, "tf32": 3e14, "f32": 4e13}  # expected, for the number of runs in a replay
 
 
 class Problem:
     """Random operands on the GPU, and the result in float64."""
 
     def __init__(self, s: Shape) -> None:
-        self.shape, dtype = s, {"bf16": torch.bfloat16, "f32": torch.float32}[s.dtype]
-        make = lambda *dims: torch.randn(*dims, device="cuda", dtype=dtype)  # noqa: E731
+        self.shape, dtype = s, TORCH[s.dtype]
+        make = lambda *dims: torch.randn(*dims, device="cuda").to(dtype)  # noqa: E731
+        self.one = torch.ones((), device="cuda")
         self.x, self.stored, self.bias = make(s.m, s.k), make(s.n, s.k) if s.transposed else make(s.k, s.n), make(s.n)
         self.w = self.stored.T if s.transposed else self.stored
         want = self.x.double() @ self.w.double()
@@ -73,29 +82,33 @@ class Problem:
         self.runs = max(3, min(200, int(RUNS_SECONDS * RATE[s.dtype] / (2 * s.m * s.n * s.k))))
 
     def eager(self) -> torch.Tensor:
+        if self.shape.dtype == "f8e4m3":
+            return torch._scaled_mm(self.x, self.w, scale_a=self.one, scale_b=self.one, out_dtype=torch.bfloat16)
         if not self.shape.gelu:
             return torch.mm(self.x, self.w)
         return torch.nn.functional.gelu(torch.addmm(self.bias, self.x, self.w), approximate="tanh")
 
     def check(self, name: str, got: torch.Tensor) -> None:
         error = float((got.double() - self.want).norm() / self.want.norm())
-        if not error < (1e-5 if self.shape.dtype == "f32" else 5e-3):
+        if not error < ERROR.get(self.shape.dtype, 5e-3):
             raise SystemExit(f"{name} is wrong by {error} on {self.shape}")
 
 
 def rlx_replay(p: Problem) -> Callable[[], None]:
-    s = p.shape
+    s, dtype = p.shape, rlx.as_dtype("f32" if p.shape.dtype == "tf32" else p.shape.dtype)
     g = rlx.Graph("product")
-    x, w = g.input("x", (s.m, s.k), s.dtype), g.input("w", tuple(p.stored.shape), s.dtype)
+    x, w = g.input("x", (s.m, s.k), dtype), g.input("w", tuple(p.stored.shape), dtype)
     y = x @ (rlx.transpose(w, (1, 0)) if s.transposed else w)
-    g.set_outputs([rlx.gelu(y + g.input("bias", (s.n,), s.dtype), approximate="tanh") if s.gelu else y])
-    compiled = rlx.Session("cuda").compile(g)
+    y = y.astype("bf16") if dtype.bits == 8 else y
+    g.set_outputs([rlx.gelu(y + g.input("bias", (s.n,), dtype), approximate="tanh") if s.gelu else y])
+    precision = "tf32" if s.dtype == "tf32" else "f32"
+    compiled = rlx.Session("cuda").compile(g, rlx.CompileOptions(precision=precision))
     given = {"x": p.x, "w": p.stored, **({"bias": p.bias} if s.gelu else {})}
-    raw = {name: t.view(torch.int16) if s.dtype == "bf16" else t for name, t in given.items()}  # numpy has no bf16
-    (got,) = compiled.run({name: t.cpu().numpy().view(getattr(rlx, s.dtype).numpy) for name, t in raw.items()})
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.float32}[dtype.itemsize]  # numpy has no bf16
+    (got,) = compiled.run({name: t.view(bits).cpu().numpy().view(dtype.numpy) for name, t in given.items()})
     p.check("rlx", torch.from_numpy(np.asarray(got, np.float32)).cuda())
     executable = compiled._executable
-    many = Replay(executable, 0, [[(0, step)] for step in executable.program.steps] * p.runs)
+    many = Replay(executable, [*executable.run_launches()] * p.runs)
     return lambda: (many.run(), executable.gpu.wait())[0]
 
 
@@ -113,6 +126,7 @@ def torch_replay(p: Problem, call: Callable[[], torch.Tensor], name: str) -> Cal
 
 def measure(s: Shape, rounds: int, compile_mode: str) -> dict[str, float]:
     """Least seconds of one run, by side."""
+    torch.backends.cuda.matmul.allow_tf32 = s.dtype == "tf32"
     p = Problem(s)
     calls = {"rlx": rlx_replay(p), "cuBLAS": torch_replay(p, p.eager, "torch")}
     if compile_mode != "none":
@@ -135,7 +149,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS))
     args = parser.parse_args()
     torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print("| m x n x k | rlx, µs | TFLOP/s | cuBLAS, µs | torch.compile, µs | cuBLAS / rlx | torch.compile / rlx |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
