@@ -13,7 +13,8 @@ from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value, apply
 from rlx.ir.ops.rules import axis_of
 
-LONG = 1 << 16  # elements from which a softmax or an extreme is divided
+LONG, LARGE = 1 << 16, 1 << 22  # elements from which an extreme, and a softmax of columns that a kernel can keep, is divided
+SHORT = 1024  # rows, for each byte of an element
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
@@ -24,7 +25,9 @@ def softmax(node: Node) -> Value | None:
     (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
     dims = x.shape.static
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
-    if inner == 1 or math.prod(dims) < LONG or length * x.dtype.compute.itemsize <= COLUMN_BYTES:
+    # blocks that keep long columns have few at once, and read rows in short pieces: to read whole ones twice is faster
+    kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT * x.dtype.itemsize or math.prod(dims) < LARGE)
+    if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)
     rows = ops.transpose(x.reshape(outer, length // size, size, inner), (0, 1, 3, 2))
