@@ -92,7 +92,7 @@ def copies() -> None:
         "to the host, torch, a fresh tensor": lambda: tensor.cpu(),
         "to the host, to pinned memory": lambda: device.enqueue("cuMemcpyDtoHAsync", there, address, nbytes, stream),
     }
-    print("| 256 MB | GB/s |\n| --- | --- |")
+    print("\n| 256 MB | GB/s |\n| --- | --- |")
     for name, copy in rows.items():
 
         def finished(copy: Callable[[], object] = copy) -> None:
@@ -104,7 +104,7 @@ def copies() -> None:
 
 
 def pipelines() -> None:
-    print("| in and out, MB each | products | run_pipelined, ms a run | run | graph alone | copies in | copies out | hidden |")
+    print("\n| in and out, MB each | products | run_pipelined, ms a run | run | graph alone | copies in | copies out | hidden |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for rows, products in ((256, 8), (4096, 0), (4096, 8), (16384, 8)):
         times = _pipeline(rows, products)
