@@ -23,6 +23,7 @@ from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
+from rlx.ir.dtype import as_dtype
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
 PAUSE = 20e-6  # seconds between two looks at a GPU that is at work
@@ -349,11 +350,13 @@ class Gpu:
         kinds = {"bf16": names.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": names.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
         kinds |= dict.fromkeys(("u8", "i8", "f8e4m3", "f8e5m2"), names.CU_TENSOR_MAP_DATA_TYPE_UINT8)
         kinds["f32"] = names.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32  # the copies round
-        wide, narrow = d.cuuint64_t, d.cuuint32_t
+        wide, narrow, swizzles = d.cuuint64_t, d.cuuint32_t, d.CUtensorMapSwizzle
+        lines = as_dtype(m.dtype).itemsize * m.box[0] == 128  # what the tensor cores read; threads read the others
+        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if lines else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
         return check(d.cuTensorMapEncodeTiled(
             kinds[m.dtype], len(m.dims), base + m.offset, [wide(n) for n in m.dims], [wide(n) for n in m.strides],
             [narrow(n) for n in m.box], [narrow(1)] * len(m.dims), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            swizzle, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ), "describing a tensor")  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
@@ -25,6 +25,7 @@ KINDS = {  # dtypes of the operands and of the sums, and their names in the inst
     ("u8", "i8", "i32"): "s32.u8.s8", ("i8", "i8", "i8"): "s32.s8.s8", ("u8", "u8", "u8"): "s32.u8.u8",
     **{(f"f8{a}", f"f8{b}", "f32"): f"f32.{a}.{b}" for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")},
 }  # fmt: skip
+RAW = 3  # stages of an operand that threads make tiles of, in flight
 PROMOTED = 192  # columns of a tile of 8-bit floats, whose sums are kept twice
 LINE = 128  # bytes of the summed axis in a stage: a swizzled row
 GROUP = 128  # threads of a warp group
@@ -47,12 +48,14 @@ EXCHANGE = 3040  # of sums between blocks
 
 @dataclass(frozen=True)
 class Side:
-    """One operand of the product. `along`: its contiguous axis is the summed one. `tensor`: where bulk copies can fetch it, with
-    the grid variables `axes` that select a matrix; else threads load its elements one by one."""
+    """One operand of the product. `along`: the contiguous axis of its tile is the summed one. `tensor`: where bulk copies can
+    fetch it, with the grid variables `axes` that select a matrix; else threads load its elements one by one. `raw`: they fetch it
+    as it is in memory, and threads make the tile of that: they widen 8-bit floats, or exchange the axes of f32."""
 
     along: bool
     tensor: TensorMap | None = None
     axes: tuple[Var, ...] = ()
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Tiling:
     columns: int = 256
     turns: bool = False
     parts: int = 1
+    raw: int = 0  # bytes of the right operand's part of a stage, as it is in memory
 
     @property
     def slabs(self) -> int:
@@ -77,7 +81,16 @@ class Tiling:
 
     @property
     def stages(self) -> int:
-        return min(8, (SHARED - STAGING) // (self.stage + 16))
+        return min(8, (SHARED - STAGING - RAW * (self.raw + 8)) // (self.stage + 16))
+
+    @property
+    def ring(self) -> int:
+        """Bytes of all stages, and of what waits to be made one."""
+        return self.stages * self.stage + RAW * self.raw
+
+    @property
+    def shared(self) -> int:
+        return self.ring + STAGING + 16 * self.stages + 8 * RAW
 
     @property
     def chunk(self) -> int:
@@ -148,12 +161,12 @@ class TensorLaunch(Launch):
 
     @property
     def by_threads(self) -> bool:
-        return any(side.tensor is None for side in self.sides)
+        return any(side.tensor is None or side.raw for side in self.sides)
 
     @property
     def copying(self) -> int:
         """Groups that copy."""
-        return 2 if self.by_threads else 1
+        return 1 if all(side.tensor for side in self.sides) else 2
 
     @property
     def count(self) -> int:
@@ -178,15 +191,15 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     if c.a.panel or c.b.panel or (c.b.blocks and not _rounded(kernel, c.a, c.b)):
         return None
-    if any(x.var is not c.i for x in kernel.limits) or (is_widened(c) and not _in_chunks(kernel, c, c.b)):
+    if any(x.var is not c.i for x in kernel.limits):
         return None
     tiling = tiling or _tiling(kernel, c, multiprocessors)
     a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows)
     b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2)
-    if c.also is not None and not (b.tensor and b.along):
+    if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
         return None
-    shared = tiling.stages * (tiling.stage + 16) + STAGING
-    threads = GROUP * (3 if a.tensor and b.tensor else 4)
+    tiling = replace(tiling, raw=tiling.columns * depth(c) * c.b.dtype.itemsize * b.raw)
+    threads, shared = GROUP * (3 if a.tensor and b.tensor else 4), tiling.shared
     return TensorLaunch(kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors)
 
 
@@ -209,13 +222,6 @@ def is_widened(c: Contract) -> bool:
     return c.a.dtype.name in ("f16", "bf16") and c.b.dtype.name.startswith("f8")
 
 
-def _in_chunks(kernel: Kernel, c: Contract, o: Operand) -> bool:
-    """Whether 16 bytes of the right operand can be loaded at once."""
-    along = o.row_stride == 1
-    extent, stride, step = (c.k, o.col_stride, o.row_stride) if along else (c.n, o.row_stride, o.col_stride)
-    return step == 1 and extent % 16 == stride % 16 == 0 and multiple(o.offset, kernel, 16)
-
-
 def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
     """Whether a product with quantised weights is one of narrow floats: both operands are rounded to them."""
     wide = a.dtype == f32 and a.row_stride % 4 == 0 and multiple(a.offset, kernel, 4)
@@ -229,6 +235,7 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
     a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64)
     b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64)
     copied = a.tensor is not None and b.tensor is not None
+    most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
 
     def fits(t: Tiling) -> bool:
         if t.parts > 1 and (points * math.prod(t.tiles(c)) * t.parts > multiprocessors or -(-c.k // depth(c)) < 2 * t.parts):
@@ -237,38 +244,38 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
             return False
         if t.columns % CHUNK and not (copied and b.along):  # copies of columns are 64 wide
             return False
-        if promoted(c) and t.slabs * t.columns > PROMOTED:
+        if promoted(c) and (t.turns or t.slabs * t.columns > PROMOTED):  # one group adds while the other multiplies
             return False
-        return copied or (t.columns <= 128 and not t.turns)
+        return (copied and not b.raw) or (t.columns <= most and not t.turns)
 
     return min(filter(fits, TILINGS), key=lambda t: t.cost(c, points, multiprocessors, not copied))
 
 
 def _side(kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step: int, tile: int) -> Side:
     """`size` rows (or columns) `stride` elements apart, of elements `step` apart."""
-    if o.blocks or o.dtype.itemsize != itemsize(c):
-        return Side(o is c.a or o.blocks != "" or step == 1)
-    along, depth = step == 1 and c.k > 1, c.k
-    if not along and itemsize(c) != 2:
-        return Side(True)  # the instruction takes other sizes along the summed axis only: threads exchange the axes
+    along = step == 1 and c.k > 1
+    turned = not along and itemsize(c) != 2  # the instruction takes other sizes along the summed axis only
+    raw = o is c.b and (is_widened(c) or (c.tf32 and turned))
+    if o.blocks or (not raw and (turned or o.dtype.itemsize != itemsize(c))):
+        return Side(True)
     axes = [(v, n, coefficient(o.offset, v)) for v, n in kernel.grid]
     if (not along and stride != 1) or any(f is None for _, _, f in axes):
-        return Side(along or stride != 1)
+        return Side(along or stride != 1 or turned)
     first = _constant(o.offset, [(v, f or 0) for v, _, f in axes])
     item, outer = o.dtype.itemsize, stride if along else step
     used = [(v, n, f or 0) for v, n, f in axes if f and n > 1]
     strides = (outer * item, *(f * item for _, _, f in used))
     if first is None or first < 0 or first * item % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
-        return Side(along)
-    dims = (depth, size) if along else (size, depth)
-    box = (LINE // item, tile) if along else (64, LINE // item)
+        return Side(along or turned)
+    dims = (c.k, size) if along else (size, c.k)
+    box = (depth(c), tile) if along else (min(64, LINE // item), depth(c))
     if any(d >= 1 << 31 for d in dims):
-        return Side(along)
+        return Side(along or turned)
     argument = kernel.buffers.index(o.buffer)
     tensor = TensorMap(
         argument, first * item, o.dtype.name, (*dims, *(n for _, n, _ in used)), strides, (*box, *(1 for _ in used))
     )
-    return Side(along, tensor, tuple(v for v, _, _ in used))
+    return Side(along or turned, tensor, tuple(v for v, _, _ in used), raw)
 
 
 def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:

@@ -1,14 +1,14 @@
 """Tiles of quantised weights and of 8-bit floats for the tensor cores, decoded by the warps that copy.
 
-A warp decodes turns of 32 elements of 32 columns; a thread widens 16 floats. It loads their bytes, and its part of a left operand
-in f32, a stage ahead.
+A warp decodes turns of 32 elements of 32 columns; a thread widens 16 floats. Warps load their bytes, and their part of a left
+operand in f32, a stage ahead; bulk copies bring 8-bit floats, and f32 whose axes are exchanged.
 """
 
 from __future__ import annotations
 
 from rlx.backends.cuda.blocks import turn_of
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.tensor import GROUP, LINE, TensorLaunch, blocks_of, kind
+from rlx.backends.cuda.tensor import GROUP, LINE, RAW, TensorLaunch, blocks_of, itemsize, kind
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Var, const, k
@@ -58,34 +58,48 @@ class PackedCopies(CudaWriter):
         if c.a.dtype == f32:
             self.ahead_rows(c, k0)
 
-    def ahead_bytes(self, c: Contract, k0: str) -> None:
-        """Load the 8-bit floats of this thread from `k0` on into `held`: 16 of each line."""
-        assert isinstance(c.b, Operand)
-        along, threads = self.launch.sides[1].along, self.launch.copying * GROUP
-        row, column = Var("row", index_), Var("column", index_)
-        self.names[row], self.names[column] = "(rlx_index)d", "(rlx_index)at"
-        index = k.add(c.b.offset, k.add(k.mul(row, const(c.b.row_stride)), k.mul(column, const(c.b.col_stride))))
-        count = self.launch.tiling.columns * 4 // threads
-        if k0 == "begin":
-            self.line(f"uint4 held[{count}];")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n++) {{"]):
-            self.line(f"const int line = (threadIdx.x + n * {threads}) / 4, part = threadIdx.x % 4 * 16;")
-            places = ("line", "part") if along else ("line / 64 * 64 + part", "line % 64")
-            self.line(f"const int at = column0 + {places[0]}, d = {k0} + {places[1]};")
-            self.line("held[n] = make_uint4(0, 0, 0, 0);")
-            place = f"{self.names[c.b.buffer]} + {self.made(index)}"
-            self.line(f"if (at < {c.n} && d < {c.k}) held[n] = *(const uint4*)({place});")
+    def raw_copies(self, c: Contract) -> None:
+        """Bulk copies of the right operand as it is in memory, stages ahead. `fetch_raw(turn, k0)` starts those of a stage."""
+        t, side = self.launch.tiling, self.launch.sides[1]
+        assert side.tensor
+        inner, depth = side.tensor.box[0], LINE // itemsize(c)
+        more = "".join(f", (int){self.names[v]}" for v in side.axes)
+        along = side.along and not c.tf32
+        with self.scope(["const auto fetch_raw = [&](int turn, int k0) {"]):
+            self.line(f"uint64_t* const arrived = raw + turn % {RAW};")
+            self.line(f"unsigned char* const slot = rlx_ring + {t.stages * t.stage} + turn % {RAW} * {t.raw};")
+            self.line(f"rlx_expect(arrived, {t.raw});")
+            for part in range(1 if along else t.columns // inner):
+                place = f"k0, column0{more}" if along else f"column0 + {part * inner}, k0{more}"
+                self.line(f"rlx_load_box(slot + {part * 4096}, &map_b, arrived, {place});")
+        self.lines[-1] += ";"
+        self.line("if (threadIdx.x == 0)")
+        self.line(f"  for (int n = 0; n < {RAW} && begin + n * {depth} < end; n++) fetch_raw(turn + n, begin + n * {depth});")
 
-    def widened(self, c: Contract, start: int) -> None:
-        """The tile of 8-bit floats, as those of the left operand."""
-        count, threads = self.launch.tiling.columns * 4 // (self.launch.copying * GROUP), self.launch.copying * GROUP
-        self.line(f"uint8_t now[{count}][2][8];")
-        self.line(f"memcpy(now, held, {16 * count});")
-        self.ahead_bytes(c, f"k0 + {DEPTH}")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {2 * count}; n++) {{"]):
-            self.line(f"const int line = (threadIdx.x + n / 2 * {threads}) / 4, chunk = threadIdx.x % 4 * 2 + n % 2;")
-            to = f"(uint16_t*)(to + {start} + line * 128 + (chunk ^ line % 8) * 16)"
-            self.line(f"rlx_put_{c.b.dtype}<{self.f16}>({to}, now[n / 2][n % 2]);")
+    def made_of_raw(self, c: Contract, start: int) -> None:
+        """A tile of the right operand from `raw`. There, line r of 128 bytes of f32 has chunk n of 16 bytes at n ^ (r % 8)."""
+        t, threads, depth = self.launch.tiling, self.launch.copying * GROUP, LINE // itemsize(c)
+        self.line(f"rlx_await(raw + turn % {RAW}, turn / {RAW} & 1);")
+        self.line(f"const unsigned char* const slot = rlx_ring + {t.stages * t.stage} + turn % {RAW} * {t.raw};")
+        count = t.columns * (8 if c.tf32 else 4) // threads
+        with self.scope([f"#pragma unroll {4 if c.tf32 else count}", f"for (int n = 0; n < {count}; n++) {{"]):
+            if c.tf32:  # a chunk of a line, for each warp
+                self.line(f"const int unit = warp + n * {threads // 32}, line = unit / 8 * 32 + lane, chunk = unit % 8;")
+                self.line("uint32_t got[4];")
+                with self.scope(["for (int v = 0; v < 4; v++) {"]):
+                    self.line("const int row = chunk * 4 + v, place = (line / 4 % 8 ^ row % 8) * 16 + line % 4 * 4;")
+                    self.line("got[v] = *(const uint32_t*)(slot + line / 32 * 4096 + row * 128 + place);")
+                self.line(f"rlx_put<4>((uint32_t*)(to + {start} + line * 128 + (chunk ^ line % 8) * 16), got);")
+            else:
+                self.line(f"const int line = (threadIdx.x + n * {threads}) / 4, part = threadIdx.x % 4;")
+                self.line("uint8_t got[2][8];")
+                self.line("*(uint4*)got = *(const uint4*)(slot + line * 64 + part * 16);")
+                for v in range(2):
+                    to = f"to + {start} + line * 128 + (part * 2 + {v} ^ line % 8) * 16"
+                    self.line(f"rlx_put_{c.b.dtype}<{self.f16}>((uint16_t*)({to}), got[{v}]);")
+        self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
+        self.line(f'asm volatile("bar.sync 1, {threads};" ::: "memory");')
+        self.line(f"if (threadIdx.x == 0 && k0 + {RAW * depth} < end) fetch_raw(turn + {RAW}, k0 + {RAW * depth});")
 
     @property
     def quads(self) -> int:

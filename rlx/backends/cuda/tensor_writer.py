@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlx.backends.cuda import tensor
 from rlx.backends.cuda.rows import key_of
-from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, STAGING, Side, TensorLaunch, depth, is_widened, kind
+from rlx.backends.cuda.tensor import CHUNK, GROUP, KINDS, L2_ROWS, LINE, RAW, STAGING, Side, TensorLaunch, depth, kind
 from rlx.backends.cuda.tensor_blocks import PackedCopies
 from rlx.backends.cuda.vectors import loads, width
 from rlx.ir.dtype import f32, index_
@@ -63,13 +63,15 @@ class TensorWriter(PackedCopies):
         at, t = self.launch, self.launch.tiling
         producers = at.copying * GROUP if at.by_threads else 1
         self.line("extern __shared__ __align__(1024) unsigned char rlx_ring[];")
-        self.line(f"float* const staged = (float*)(rlx_ring + {t.stages * t.stage}) + warp % 8 * {16 * CHUNK};")
-        self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.stages * t.stage + STAGING});")
-        self.line(f"uint64_t* const empty = full + {t.stages};")
+        self.line(f"float* const staged = (float*)(rlx_ring + {t.ring}) + warp % 8 * {16 * CHUNK};")
+        self.line(f"uint64_t* const full = (uint64_t*)(rlx_ring + {t.ring + STAGING});")
+        self.line(f"uint64_t* const empty = full + {t.stages}, *const raw = empty + {t.stages};")
         released = 4 if t.turns else 8
         with self.scope(["if (threadIdx.x == 0) {"]):
             self.line(f"for (int s = 0; s < {t.stages}; s++)")
             self.line(f"  rlx_barrier(full + s, {producers}), rlx_barrier(empty + s, {released});")
+            if t.raw:
+                self.line(f"for (int s = 0; s < {RAW}; s++) rlx_barrier(raw + s, 1);")
             self.line('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");')
             for name, side in zip("ab", at.sides):
                 if side.tensor:
@@ -80,6 +82,8 @@ class TensorWriter(PackedCopies):
     def product(self, c: Contract) -> None:
         at, t = self.launch, self.launch.tiling
         producers, kept, taken = (at.copying * GROUP, 104, 152) if at.by_threads else (1, 40, 232)
+        if t.raw and at.sides[0].tensor:
+            kept, taken = 72, 216
         self.line("int turn = 0;")
         with self.scope([f"if (warp < {4 * at.copying}) {{"]), self.alone():
             self.line(f"rlx_keep<{kept}>();")
@@ -139,14 +143,14 @@ class TensorWriter(PackedCopies):
         self.place(c)
         if self.turn:
             self.ahead(c, "begin")
-        if is_widened(c):
-            self.ahead_bytes(c, "begin")
+        if t.raw:
+            self.raw_copies(c)
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
             self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
             sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
-            if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor):
+            if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
                 with self.scope(["if (threadIdx.x == 0) {"]):
                     self.line(f"rlx_expect(full + s, {copied});")
                     for side, name, first, size, start in zip(at.sides, "ab", ("row0", "column0"), sizes, starts):
@@ -155,8 +159,8 @@ class TensorWriter(PackedCopies):
                 for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                     if side.tensor is None and self.turn and o is c.b:
                         self.decoded(c, start)
-                    elif is_widened(c) and o is c.b:
-                        self.widened(c, start)
+                    elif side.raw:
+                        self.made_of_raw(c, start)
                     elif side.tensor is None and self.turn and o.dtype == f32:
                         self.rounded(c)
                     elif side.tensor is None:
@@ -167,7 +171,7 @@ class TensorWriter(PackedCopies):
 
     def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int, half: int) -> None:
         """`half`: columns between those of a pair of sums, which are half a chunk apart in the tile; 0: no pairs."""
-        if side.tensor is None:
+        if side.tensor is None or side.raw:
             return
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
         wide = CHUNK // 2 if half else size if side.along else 64
