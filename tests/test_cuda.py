@@ -613,7 +613,7 @@ def test_a_bad_index_leaves_every_state_as_it_was():
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "i64", "u8", "bool", "c64", "f64"])
 def test_torch_shares_an_output_where_it_lies_and_keeps_it(dtype):
     torch = pytest.importorskip("torch")
-    x = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(getattr(rlx, dtype).numpy)
+    x = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(rlx.ir.as_dtype(dtype).numpy)
     compiled = rlx.Session("cuda").compile(graph(lambda g: rlx.copy(g.input("x", x.shape, dtype))))
     ((address, _),) = compiled.run_raw({"x": x})
     shared = torch.from_dlpack(compiled.outputs_view()[0])
@@ -629,7 +629,7 @@ g = rlx.Graph("g")
 g.set_outputs([g.input("x", (4,), "f32") + 1.0])
 compiled = rlx.Session("cuda").compile(g)
 compiled.run({"x": np.zeros(4, np.float32)})
-compiled._executable._move(4096, 8192, 64)  # addresses of nothing
+compiled._executable.move(4096, 8192, 64)  # addresses of nothing
 for _ in range(2):
     try:
         compiled.run({"x": np.zeros(4, np.float32)})
