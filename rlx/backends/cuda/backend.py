@@ -128,8 +128,7 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         column_bytes=COLUMN_BYTES,
-        splits={"attention": splits.attention, "top_k": splits.top_k, "softmax": splits.softmax, "log_softmax": splits.softmax}
-        | dict.fromkeys(("max", "min"), partial(splits.extreme, multiprocessors)),
+        splits={"attention": splits.attention, "top_k": splits.top_k, "softmax": splits.softmax, "log_softmax": splits.softmax},
     )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
 from rlx.backends.cuda.schedule import COLUMN_BYTES
 from rlx.ir.dtype import DType, as_dtype, f32
-from rlx.ir.graph import Node, Value, apply
+from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 
-LONG, LARGE = 1 << 16, 1 << 22  # elements from which an extreme, and a softmax of columns that a kernel can keep, is divided
+LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that no kernel keeps, or one may, is divided
 SHORT = 1024  # rows, for each byte of an element
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
@@ -83,20 +83,6 @@ def _rounded(value: Value, dtype: DType) -> Value:
     return value.transpose(*back).astype(dtype).transpose(*axes)
 
 
-def extreme(blocks: int, node: Node) -> Value | None:
-    """The greatest or least of the extremes of parts: a block each; None if rows are short, or enough for all blocks."""
-    (x,), dims = node.inputs, node.inputs[0].shape.static
-    assert node.op.reduce is not None
-    axes = node.op.reduce(node.attrs, x.shape).axes
-    if axes != (len(dims) - 1,) or dims[-1] < LONG or math.prod(dims[:-1]) * 8 > blocks:
-        return None
-    parts = next((n for n in range(blocks // 2, 8 * blocks) if dims[-1] % n == 0), 1)
-    if parts == 1:
-        return None
-    best = apply(node.op, (x.reshape(*dims[:-1], parts, dims[-1] // parts),), {"axis": (len(dims),)})
-    return apply(node.op, (best,), {"axis": (len(dims) - 1,)}).reshape(*node.shapes[0].static)  # type: ignore[union-attr]
-
-
 def _last(dtype: DType, largest: bool) -> float | int:
     """A value that no element sorts behind, except equal ones before it."""
     if dtype.is_float:
@@ -105,4 +91,4 @@ def _last(dtype: DType, largest: bool) -> float | int:
     return int(info.min if largest else info.max)
 
 
-__all__ = ["attention", "extreme", "softmax", "top_k"]
+__all__ = ["attention", "softmax", "top_k"]
