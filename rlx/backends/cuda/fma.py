@@ -26,11 +26,11 @@ SHARED = 224 << 10  # bytes of a multiprocessor
 # Costs in clock cycles of a multiprocessor, fitted to the times of 35 products in 4 to 14 sizes on an H200: the choice takes 1.2%
 # longer than the best on average.
 PRODUCTS = 128  # multiply-adds
-LOADS = 1.48  # instructions for each element that a thread loads
-FILLED, RISE = 16, 0.042  # warps that keep a multiprocessor busy, and the power of their number by which fewer are slower
-COPIED = 10.4  # bytes, by copies of single elements
-TILE, MEET = 402, 14.8  # of each sum of a thread; where groups add theirs
-EXCHANGE = 4450  # between blocks
+LOADS, COPIES = 1.47, 5.6  # instructions for each element that a thread loads, and that a block copies
+FILLED, RISE = 16, 0.023  # warps that keep a multiprocessor busy, and the power of their number by which fewer are slower
+COPIED = 9.8  # bytes, by copies of single elements
+TILE, MEET = 321, 1.2  # of each sum of a thread; where groups add theirs
+EXCHANGE, GIVEN = 4400, 4  # between blocks: the least, and sums that all of them give in a cycle
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,14 @@ class Size:
 
         def at_once(count: int) -> float:
             busy = min(1, count * self.threads / WARP / FILLED) ** RISE
-            products = self.rows * self.columns * (1 + LOADS / self.down + LOADS / self.across) / PRODUCTS / busy
+            each = 1 + LOADS / self.down + LOADS / self.across + COPIES / self.rows + COPIES / self.columns
+            products = self.rows * self.columns * each / PRODUCTS / busy
             return count * depth * max(products, 4 * (self.rows + self.columns) / COPIED)
 
         full, rest = divmod(blocks, self.resident)
         ends = TILE * blocks * sums / min(blocks, self.resident) + MEET * sums * self.groups * (self.groups > 1)
-        return full * at_once(self.resident) + (at_once(rest) if rest else 0) + ends + EXCHANGE * (self.parts > 1)
+        exchange = (EXCHANGE + self.rows * self.columns * self.parts / GIVEN) * (self.parts > 1)
+        return full * at_once(self.resident) + (at_once(rest) if rest else 0) + ends + exchange
 
 
 _TABLE = [(128, 128, 8, 8, 1, 1, 2), (64, 128, 8, 8, 2, 1, 2), (64, 32, 8, 4, 4, 1, 2)]
