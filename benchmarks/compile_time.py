@@ -15,7 +15,7 @@ import numpy as np
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.host.processor import processor
 
 UNARY = (rlx.exp, rlx.tanh, rlx.relu, rlx.abs, rlx.neg, rlx.sqrt)

@@ -35,7 +35,7 @@ WIDTHS = {"f32": 1, "bf16": 2, "int8": 4, "u8 x i8": 4}
 
 
 def rlx_call(kind: str, shape: tuple[int, int, int], threads: int) -> Call:
-    """x @ w, checked. Bounds: f32 sums of k rounded terms; for int8 the bound stated in rlx.compile.int8; integers are exact."""
+    """x @ w, checked. Bounds: f32 sums of k rounded terms; for int8 the bound stated in rlx.compiler.int8; integers are exact."""
     m, n, k = shape
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32) / np.float32(k**0.5)

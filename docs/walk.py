@@ -11,13 +11,13 @@ import numpy as np
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.ir.kernel_text import print_kernel
 
 F = np.float32
 STAGES = {  # by name; the others are passes
-    "groups": "nodes that share kernels (rlx.compile.fuse)",
-    "lower": "kernels as lowered, without a schedule (rlx.compile.lowering)",
+    "groups": "nodes that share kernels (rlx.compiler.fuse)",
+    "lower": "kernels as lowered, without a schedule (rlx.compiler.lowering)",
     "schedule": "the same kernels as the target orders them (Target.schedule)",
 }
 
@@ -52,11 +52,11 @@ def main() -> None:
     program = lower(g, target, rlx.CompileOptions(threads=1, verbose=True))
     for name, text in program.stages.items():
         if name != "graph":
-            show(f"3. {STAGES.get(name, f'after the pass {name!r} (rlx.compile.pipeline)')}", text)
+            show(f"3. {STAGES.get(name, f'after the pass {name!r} (rlx.compiler.pipeline)')}", text)
     for phase in ("prepare", "steps", "commit"):
         for step in getattr(program, phase):
-            show(f"4. kernel IR of a step of {phase!r} (rlx.compile.lowering)", print_kernel(step.kernel))
-    show("5. the program with its memory plan (rlx.ir.Program), checked by rlx.compile.check", program)
+            show(f"4. kernel IR of a step of {phase!r} (rlx.compiler.lowering)", print_kernel(step.kernel))
+    show("5. the program with its memory plan (rlx.ir.Program), checked by rlx.compiler.check", program)
 
     artifact = backend.compile(program)
     text = artifact.texts()[program.steps[0].kernel.name]

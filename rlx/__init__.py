@@ -45,20 +45,20 @@ if TYPE_CHECKING:
         partition,
         power_of_two_ladder,
     )
-    from rlx.runtime.jit import jit
+    from rlx.runtime.jit import compile, jit
 
     __all__ = [
         "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
         "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
-        "bf16", "bool_", "c64", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8",
-        "is_available", "jit", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
+        "bf16", "bool_", "c64", "compile", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64",
+        "i8", "is_available", "jit", "models", "ops", "partition", "power_of_two_ladder", "u16", "u32", "u64", "u8",
     ]  # fmt: skip
     __all__ += ops.__all__
     __all__ += _functions.__all__
 
 __version__ = "0.1.0"
 
-_PACKAGES = frozenset("backends cli compile driver errors forks frontends host ir knobs models runtime".split())
+_PACKAGES = frozenset("backends cli compiler driver errors forks frontends host ir knobs models runtime".split())
 _TABLES = "rlx.ir.ops", "rlx.ir.functions"  # all public names of which are names here
 _HOMES = {  # module -> the other names that it provides
     "rlx.backends": "is_available",
@@ -69,7 +69,7 @@ _HOMES = {  # module -> the other names that it provides
     "rlx.ir.placement": "Split",
     "rlx.runtime": "BucketedCompileCache CompileCache CompileOptions CompiledGraph Partitioned Session partition "
     "power_of_two_ladder",
-    "rlx.runtime.jit": "jit",
+    "rlx.runtime.jit": "compile jit",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

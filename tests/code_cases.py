@@ -30,7 +30,7 @@ from op_cases import Case, cases  # noqa: E402
 import rlx  # noqa: E402
 from rlx.backends.cpu.backend import NATIVES, CpuBackend  # noqa: E402
 from rlx.backends.cpu.target import target_for  # noqa: E402
-from rlx.compile import CompileOptions, lower  # noqa: E402
+from rlx.compiler import CompileOptions, lower  # noqa: E402
 from rlx.errors import GraphError  # noqa: E402
 from rlx.host.processor import X86  # noqa: E402
 from rlx.ir.graph import Graph, Value, apply  # noqa: E402

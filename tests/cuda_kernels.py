@@ -31,7 +31,7 @@ import rlx
 from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import launch_of, prologue, text_of
 from rlx.backends.cuda.schedule import Launch
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.frontends.models import bert, decoder
 from rlx.frontends.models.families import config_of
 from rlx.ir.graph import Graph

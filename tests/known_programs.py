@@ -32,7 +32,7 @@ import rlx
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.frontends.models import bert, decoder, families
 from rlx.frontends.parallel import decoder_marks
 from rlx.frontends.sampling import Sampling

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlx.backends.ref.backend import RefBackend
-from rlx.compile.memory import plan_arena
+from rlx.compiler.memory import plan_arena
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import (
     Alu,

@@ -15,7 +15,7 @@ from device_conformance import checks, installed
 from test_add_an_op_doc import program
 
 import rlx
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.driver.backend import Backend
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler (cc, gcc, clang) on the PATH")

@@ -12,7 +12,7 @@ import pytest
 import rlx
 from benchmarks.compile_time import chain, random_graph
 from rlx.backends import get
-from rlx.compile import layout, lower
+from rlx.compiler import layout, lower
 
 
 def calls(g: rlx.Graph) -> int:

@@ -30,9 +30,9 @@ from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
 from rlx.backends.cuda.sorts import SortLaunch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
-from rlx.compile import lower
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import legalise
+from rlx.compiler import lower
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import legalise
 from rlx.errors import DeviceUnavailableError, IndexRangeError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.kernel import Buffer, Kernel, Load, Store, Var, const, k, linear

@@ -15,7 +15,7 @@ from rlx.backends.cuda.gemv_blocks import BlocksLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.shared.packed import PANEL, STEP, panel
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import as_dtype
 from rlx.ir.kernel import Kernel

@@ -19,7 +19,7 @@ from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import Source, WarpLaunch
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.ir.kernel import Kernel
 
 

@@ -19,7 +19,7 @@ from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.ir.kernel import Contract, Kernel
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import print_kernel

@@ -15,7 +15,7 @@ from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.vectors import steady
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.frontends.models import decoder
 from rlx.frontends.models.families import config_of
 from rlx.ir.graph import Graph

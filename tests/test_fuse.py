@@ -10,8 +10,8 @@ import pytest
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
-from rlx.compile.fuse import MAX_NODES
+from rlx.compiler import lower
+from rlx.compiler.fuse import MAX_NODES
 from rlx.ir import kernel as K
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value

@@ -16,8 +16,8 @@ from devices import ASKED
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
-from rlx.compile.check import program_faults
+from rlx.compiler import lower
+from rlx.compiler.check import program_faults
 from rlx.driver.symmetric import LocalTransport, SymmetricBuffer
 from rlx.errors import (
     AttributeValueError,

@@ -11,11 +11,11 @@ import pytest
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
-from rlx.compile.compilation import Compilation
-from rlx.compile.facts import facts_of
-from rlx.compile.groups import parse_groups, print_groups
-from rlx.compile.lowering import lower_group
+from rlx.compiler import lower
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.facts import facts_of
+from rlx.compiler.groups import parse_groups, print_groups
+from rlx.compiler.lowering import lower_group
 from rlx.errors import ParseError, VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.kernel import Kernel

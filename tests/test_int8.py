@@ -8,8 +8,8 @@ from kernel_runs import TARGETS
 from sentences import sentences
 
 import rlx
-from rlx.compile.compilation import Compilation
-from rlx.compile.precision import precision
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.precision import precision
 from rlx.errors import CompileError
 from rlx.ir import ops
 from rlx.ir.target import Target
@@ -32,7 +32,7 @@ def run(compiled: rlx.CompiledGraph, x: np.ndarray, w: np.ndarray) -> np.ndarray
 
 
 def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """As rlx.compile.int8 says; and of f32, eight roundings of terms no larger than the largest sum."""
+    """As rlx.compiler.int8 says; and of f32, eight roundings of terms no larger than the largest sum."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     span, peak = (x.max(1) - x.min(1))[:, None], np.abs(w).max(0)
     rounded = span / 510 * np.abs(w).sum(0) + peak / 254 * (np.abs(x).sum(1)[:, None] + x.shape[1] * span / 510)

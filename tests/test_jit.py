@@ -129,6 +129,18 @@ def test_named_dims_are_compiled_for_each_size_and_traced_once() -> None:
         f(np.ones((2, 4), np.float32), np.ones((3, 4), np.float32))
 
 
+def test_a_function_or_a_graph_is_compiled_at_once() -> None:
+    made = rlx.compile(lambda x, n: x * n.astype("f32"), rlx.Shape((2, 3), "f32"), 3, threads=1)
+    assert [d.shape for d in made.inputs] == [(2, 3), ()] and made.options.threads == 1
+    np.testing.assert_array_equal(made(np.ones((2, 3), np.float32), 4), np.full((2, 3), 4, np.float32))
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (2,), rlx.f32) * 2.0])
+    assert rlx.compile(g, device=rlx.Session("cpu"), checked=True)([1, 2]).tolist() == [2, 4]
+    for wrong in (lambda: rlx.compile(3), lambda: rlx.compile(g, A), lambda: rlx.jit(made)(rlx.Shape((2,), "f32"))):
+        with pytest.raises((OptionError, BindingError)):
+            wrong()
+
+
 def test_threads_call_one_function() -> None:
     f = rlx.jit(lambda x, y: x + y)
     f(A, B)

@@ -25,14 +25,14 @@ MAY_IMPORT = {
     "knobs": {"errors"},
     "ir": BASE,
     "autodiff": BASE | {"ir"},
-    "compile": BASE | {"ir"},
+    "compiler": BASE | {"ir"},
     "host": BASE | {"ir"},
     "driver": BASE | {"ir", "host"},
     "backends": BASE | {"ir", "host", "driver"},
-    "runtime": BASE | {"ir", "compile", "host", "driver", "backends"},
+    "runtime": BASE | {"ir", "compiler", "host", "driver", "backends"},
     "frontends": BASE | {"ir", "autodiff", "runtime"},
     "models": {"errors", "frontends"},  # rlx.models, a public name for a part of frontends
-    "cli": BASE | {"ir", "autodiff", "compile", "host", "driver", "backends", "runtime", "frontends", "models", "__version__"},
+    "cli": BASE | {"ir", "autodiff", "compiler", "host", "driver", "backends", "runtime", "frontends", "models", "__version__"},
     "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "models"},
     "__main__": {"cli"},
 }
@@ -43,7 +43,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "knobs": set(),
     "ir": ARRAYS,
     "autodiff": ARRAYS,
-    "compile": ARRAYS,
+    "compiler": ARRAYS,
     "host": ARRAYS | {"llvmlite"},
     "driver": ARRAYS,
     "driver/transports": ARRAYS | {"mpi4py"},
@@ -101,7 +101,7 @@ def import_faults(path: str, source: str) -> list[str]:
             allowed = max((p for p in THIRD_PARTY if "/".join(here).startswith(p)), key=len)
             if root not in THIRD_PARTY[allowed]:
                 fault = f"rlx.{package} may not import {root}"
-            elif root in HEAVY and package in ("ir", "host", "driver", "compile") and node.col_offset == 0:
+            elif root in HEAVY and package in ("ir", "host", "driver", "compiler") and node.col_offset == 0:
                 fault = f"{root} is imported on first use, inside a function"
         if fault:
             found.append(f"rlx/{path}:{node.lineno}: {fault}")
@@ -133,10 +133,10 @@ def test_imports_follow_the_arrows(file):
 @pytest.mark.parametrize(
     "path,source,expected",
     [
-        ("backends/cpu/render.py", "from rlx.compile.fuse import fuse", "rlx.backends may not import rlx.compile.fuse"),
-        ("compile/fuse.py", "import rlx.backends", "rlx.compile may not import rlx.backends"),
+        ("backends/cpu/render.py", "from rlx.compiler.fuse import fuse", "rlx.backends may not import rlx.compiler.fuse"),
+        ("compiler/fuse.py", "import rlx.backends", "rlx.compiler may not import rlx.backends"),
         ("ir/graph.py", "from rlx import driver", "rlx.ir may not import rlx.driver"),
-        ("ir/graph.py", "if TYPE_CHECKING:\n    from rlx.compile.fuse import X", "nor for its types"),
+        ("ir/graph.py", "if TYPE_CHECKING:\n    from rlx.compiler.fuse import X", "nor for its types"),
         ("ir/graph.py", "def f():\n    from rlx.runtime import X", "rlx.ir may not import rlx.runtime"),
         ("ir/graph.py", "from ..compile import X", "relative import"),
         ("ir/graph.py", "import scipy", "rlx.ir may not import scipy"),
@@ -151,7 +151,7 @@ def test_imports_follow_the_arrows(file):
         ("runtime/session.py", "from rlx.backends import cpu", "through rlx.backends.get"),
         ("runtime/session.py", "import rich", "rlx.runtime may not import rich"),
         ("driver/buffer.py", "import rlx", "not all of rlx"),
-        ("frontends/onnx/load.py", "from rlx.compile import lower", "rlx.frontends may not import rlx.compile"),
+        ("frontends/onnx/load.py", "from rlx.compiler import lower", "rlx.frontends may not import rlx.compiler"),
     ],
 )
 def test_the_law_bites(path, source, expected):
@@ -251,8 +251,8 @@ ERRORS = {name for name, found in vars(errors).items() if isinstance(found, type
 
 
 @pytest.mark.parametrize("package,module", [
-    ("ir", "rlx.ir"), ("compile", "rlx.compile"), ("driver", "rlx.driver"), ("runtime", "rlx.runtime"),
-    ("backends", "rlx.runtime"), ("compile", "rlx.runtime"), ("driver", "rlx.runtime"), ("frontends", "rlx.models"),
+    ("ir", "rlx.ir"), ("compiler", "rlx.compiler"), ("driver", "rlx.driver"), ("runtime", "rlx.runtime"),
+    ("backends", "rlx.runtime"), ("compiler", "rlx.runtime"), ("driver", "rlx.runtime"), ("frontends", "rlx.models"),
 ])  # fmt: skip
 def test_errors_can_be_imported_where_they_are_raised(package: str, module: str) -> None:
     """Also through the runtime, which passes on what lies below it."""
@@ -311,7 +311,7 @@ def untyped(source: str) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(source)))
 
 
-@pytest.mark.parametrize("folder,most", [("ir", 123), ("compile", 13)])
+@pytest.mark.parametrize("folder,most", [("ir", 123), ("compiler", 13)])
 def test_types_are_said(folder, most):
     assert untyped("from typing import Any\nx: Any = Any\ny: dict[str, Any]") == 3
     found = {f.relative_to(PACKAGE).as_posix(): untyped(f.read_text()) for f in (PACKAGE / folder).rglob("*.py")}

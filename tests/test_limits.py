@@ -18,7 +18,7 @@ from kernel_runs import run as run_kernel_on_cpu
 import rlx
 from rlx.backends.cpu.kernels.tiles import plan
 from rlx.backends.ref.interpret import run_kernel
-from rlx.compile.check import program_faults
+from rlx.compiler.check import program_faults
 from rlx.frontends.models import bert
 from rlx.ir import kernel as K
 from rlx.ir import ops

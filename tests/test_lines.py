@@ -20,7 +20,7 @@ from rlx.backends.cpu.scope import Scope
 from rlx.backends.cpu.target import host_target
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.host.emit import Emitter, V
 from rlx.ir.kernel import EXTREMES, Buffer, Kernel, Load, Loop, Reduce, Sort, Store, Var, const, k, walk
 from rlx.ir.target import Target

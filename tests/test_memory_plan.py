@@ -25,9 +25,9 @@ from small_programs import (
     transposed,
 )
 
-from rlx.compile import CompileOptions, lower
-from rlx.compile.check import _Facts, _overwrites_after_reading, check_program, program_faults
-from rlx.compile.memory import Lifetime, lifetimes, no_pairs, plan_arena
+from rlx.compiler import CompileOptions, lower
+from rlx.compiler.check import _Facts, _overwrites_after_reading, check_program, program_faults
+from rlx.compiler.memory import Lifetime, lifetimes, no_pairs, plan_arena
 from rlx.errors import PlanError
 from rlx.ir import BufferHandle, Graph, ops
 from rlx.ir.dtype import f16, f32, i32

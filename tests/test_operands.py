@@ -14,8 +14,8 @@ from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import computed
 from rlx.backends.cpu.target import target_for
-from rlx.compile import lower
-from rlx.compile.check import check_program
+from rlx.compiler import lower
+from rlx.compiler.check import check_program
 from rlx.errors import IndexRangeError
 from rlx.ir import kernel as K
 from rlx.ir.blocks import FORMATS

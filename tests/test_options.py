@@ -10,7 +10,7 @@ import pytest
 
 import rlx
 from rlx.backends import get
-from rlx.compile import CompileOptions
+from rlx.compiler import CompileOptions
 from rlx.errors import CompileError, OptionError
 from rlx.ir import BufferHandle
 from rlx.ir.kernel import Kernel
@@ -91,7 +91,7 @@ def test_the_key_holds_what_changes_code_and_is_the_same_in_another_process():
     changes = {"precision": "bf16", "alignment": 128, "threads": 1, "checked": True, "dims": {"n": 3}}
     keys = {plain.replace(**{name: value}).key for name, value in changes.items()} | {plain.key, plain.bind_handle(STATE).key}
     assert len(keys) == len(changes) + 2
-    code = "from rlx.compile import CompileOptions as C; print(C(disable={'fuse','inplace','reuse'}, dims={'n': 2}).key)"
+    code = "from rlx.compiler import CompileOptions as C; print(C(disable={'fuse','inplace','reuse'}, dims={'n': 2}).key)"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
     )

@@ -40,7 +40,7 @@ def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
     slow = {"asyncio", "concurrent.futures", "decimal", "difflib", "email", "fractions", "http", "importlib.metadata",
             "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.typing", "pathlib", "shutil", "socket",
             "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
-    slow |= {"rlx.compile.assemble", "rlx.compile.partition"}
+    slow |= {"rlx.compiler.assemble", "rlx.compiler.partition"}
     loaded = json.loads(_python(
         "import sys, json, typing, numpy; before = set(sys.modules); import rlx; rlx.Graph; rlx.Session\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.compile import lower
-from rlx.compile.options import CompileOptions
+from rlx.compiler import lower
+from rlx.compiler.options import CompileOptions
 from rlx.errors import IndexRangeError
 from rlx.ir import ops
 from rlx.ir.blocks import FORMATS

@@ -16,7 +16,7 @@ from op_cases import Case, assert_same, cases
 from test_random_graphs import compare, graphs
 
 import rlx
-from rlx.compile.partition import partition
+from rlx.compiler.partition import partition
 from rlx.errors import CompileError, IndexRangeError, OptionError, UnboundDimError
 from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph

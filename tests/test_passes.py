@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.backends import get
-from rlx.compile import CompileOptions, lower
-from rlx.compile.canonicalise import FOLD_BYTES, RULES, canonicalise, share_equal
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import bind_dims, legalise
-from rlx.compile.pipeline import PIPELINE, run_passes
-from rlx.compile.precision import precision
+from rlx.compiler import CompileOptions, lower
+from rlx.compiler.canonicalise import FOLD_BYTES, RULES, canonicalise, share_equal
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import bind_dims, legalise
+from rlx.compiler.pipeline import PIPELINE, run_passes
+from rlx.compiler.precision import precision
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, VerifyError
 from rlx.ir import DTYPES, OPS, Graph, Kind, Target, ops
 from rlx.ir.dtype import holds

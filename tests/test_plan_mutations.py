@@ -16,9 +16,9 @@ from test_memory_plan import encoder_block
 from rlx.backends.cuda.backend import target as gpu_target
 from rlx.backends.ref import interpret
 from rlx.backends.shared import stepwise
-from rlx.compile import CompileOptions, check, lower
-from rlx.compile.check import program_faults
-from rlx.compile.memory import plan_arena
+from rlx.compiler import CompileOptions, check, lower
+from rlx.compiler.check import program_faults
+from rlx.compiler.memory import plan_arena
 from rlx.ir import ops
 from rlx.ir.dtype import i32
 from rlx.ir.graph import Graph

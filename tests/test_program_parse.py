@@ -12,8 +12,8 @@ import pytest
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
-from rlx.compile.check import program_faults
+from rlx.compiler import lower
+from rlx.compiler.check import program_faults
 from rlx.errors import ParseError
 from rlx.ir.program import Program, print_program
 from rlx.ir.program_parse import digest_of, parse_program

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx
-from rlx.compile.check import program_faults
+from rlx.compiler.check import program_faults
 from rlx.errors import GraphError
 from rlx.ir.evaluate import evaluate
 from rlx.ir.graph import Graph, Value

@@ -18,7 +18,7 @@ from rlx.backends.cpu import schedule
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared import long_sums
 from rlx.backends.shared.nest import substitute
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.ir.dtype import DTYPES, f32, f64, i32
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Limit, Load, Local, Loop, Reduce, Store, Var, const, k, linear, walk
 from rlx.ir.kernel_parse import parse_kernel

@@ -8,9 +8,9 @@ from devices import DEVICES
 
 import rlx
 from rlx.backends import get
-from rlx.compile import lower
-from rlx.compile.compilation import Compilation
-from rlx.compile.state import state as state_pass
+from rlx.compiler import lower
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.state import state as state_pass
 from rlx.errors import CompileError, IndexRangeError, NumericsError
 from rlx.ir.building import Update
 from rlx.ir.evaluate import evaluate

@@ -14,7 +14,7 @@ import rlx
 from rlx import knobs
 from rlx.backends import get
 from rlx.backends.cpu import backend, memory
-from rlx.compile import lower
+from rlx.compiler import lower
 from rlx.errors import OptionError
 from rlx.host import disk
 from rlx.ir.tuning import step_key

@@ -64,8 +64,8 @@ class Building:
         self.output_names: list[str] = []
         self.assigns: list[tuple[Value, Value]] = []  # (handle, next value)
         self.in_place: set[str] = set()  # handles whose assignment must not copy
-        self.updates: list[Update] = []  # made by the compiler (rlx/compile/state.py)
-        self.extent: Extent | None = None  # made by the compiler (rlx/compile/padding.py)
+        self.updates: list[Update] = []  # made by the compiler (rlx/compiler/state.py)
+        self.extent: Extent | None = None  # made by the compiler (rlx/compiler/padding.py)
 
     def __getstate__(self) -> dict[str, object]:
         """For copies and pickles: nodes first, operands before users, so that the recursion depth stays at one node."""

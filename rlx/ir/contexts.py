@@ -1,5 +1,5 @@
-"""Interfaces of the passes for the functions of an op: lowering (rlx.compile.element), padding and partition. Also nodes typed by
-the attributes of one op.
+"""Interfaces of the passes for the functions of an op: lowering (rlx.compiler.element), padding and partition. Also nodes typed
+by the attributes of one op.
 
 Ops are declared in a layer below the compiler, so these interfaces are declared here, and the passes inherit from them.
 """

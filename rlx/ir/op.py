@@ -162,11 +162,11 @@ class OpDef:
     # (attrs, operand, axis, *Shape) -> the result axis where index i depends only on index i of this axis of the operand, or
     # None if there is no such axis; INDEX and KERNEL. For POINTWISE, VIEW, REDUCE and CONTRACT it follows from other fields
     rows: Callable[..., int | None] | None = None
-    # (padding, attrs, *Value) -> Value(s): the op with padding rows excluded (rlx.compile.padding); None: follow its kind or
+    # (padding, attrs, *Value) -> Value(s): the op with padding rows excluded (rlx.compiler.padding); None: follow its kind or
     # decomposition; a str: the reason why it is impossible
     padded: Callable[..., Any] | None = None
     # (partition, attrs, *Value) -> a (Value, Placement) per result: the op on one rank's shards of its operands
-    # (rlx.compile.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
+    # (rlx.compiler.partition); None: follow its kind or decomposition; a str: the reason why it needs replicated operands
     partitioned: Callable[..., Any] | None = None
     update: Callable[..., Loops] | None = None  # INDEX: operand 0 with a part replaced; (ctx, node) -> loops that write it
     # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` get tile coordinates
@@ -175,7 +175,7 @@ class OpDef:
     flops: Callable[..., int] | None = None  # (operand dims, result dims) -> FLOPs of a backend's kernel for the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     # (node, *Value) -> the op on complex numbers as pairs: each c64 operand is given as f32 [..., 2], and so is a c64 result
-    # (rlx.compile.pairs). None: the op is a composite, or takes no complex numbers
+    # (rlx.compiler.pairs). None: the op is a composite, or takes no complex numbers
     parts: Callable[..., Any] | None = None
     # (attrs, operands of all ranks) -> results of all ranks, in numpy. It synchronizes ranks: never folded or prepared
     collective: Callable[..., Sequence[np.ndarray]] | None = None

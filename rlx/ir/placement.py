@@ -1,6 +1,6 @@
 """Placement of a value on the ranks: replicated on each, split along an axis, or partial results that must be reduced.
 
-The terms are those of GSPMD (Xu et al. 2021) and PyTorch's DTensor. rlx.compile.partition infers the placements.
+The terms are those of GSPMD (Xu et al. 2021) and PyTorch's DTensor. rlx.compiler.partition infers the placements.
 """
 
 from __future__ import annotations

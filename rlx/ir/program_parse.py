@@ -2,7 +2,7 @@
 line.
 
 The result is well formed: all named buffers, kernels and steps exist, and the arguments of steps match their kernels in number,
-size and dtype. rlx.compile.check checks that a run is sound.
+size and dtype. rlx.compiler.check checks that a run is sound.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rlx.backends import available, is_available
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 
 from rlx.driver import (  # isort: skip
     Buffer, BufferHandle, CommandStream, Device, DeviceArena, LocalTransport, ParamStore, Rank, ReduceKind, ShmTransport,
@@ -26,14 +26,14 @@ from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.session import Session
 
 if TYPE_CHECKING:
-    from rlx.compile.partition import Partitioned, partition
+    from rlx.compiler.partition import Partitioned, partition
 
 
 def __getattr__(name: str) -> object:
     """Partitioning is imported on first use."""
     if name not in ("Partitioned", "partition"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rlx.compile import partition as module
+    from rlx.compiler import partition as module
 
     return getattr(module, name)
 

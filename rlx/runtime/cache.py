@@ -1,7 +1,7 @@
 """Executables kept for reuse: CompileCache by graph and options, BucketedCompileCache by the length of the inputs.
 
 A bucket is a size that a graph is compiled for. A shorter run uses the smallest bucket that holds it: inputs are padded, the
-active extent is set so that padding never affects the result (rlx/compile/padding.py), and outputs are trimmed to the data.
+active extent is set so that padding never affects the result (rlx/compiler/padding.py), and outputs are trimmed to the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.errors import BindingError, InputShapeError, OptionError, UnknownNameError, known

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Executable
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray

@@ -19,7 +19,7 @@ from weakref import ref
 import numpy as np
 
 from rlx import knobs
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.driver.device import Device
 from rlx.errors import BindingError, GraphError, OptionError, known
 from rlx.forks import Lock
@@ -104,7 +104,8 @@ class Jitted:
         return self if owner is None else partial(self, owner)
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledGraph:
-        """The compiled graph that a call with these arguments runs: its report, plan, program. Compiles it, but does not run."""
+        """The compiled graph that a call with these arguments runs: its report, plan, program. Compiles it, but does not run.
+        Shapes may stand for arrays."""
         signature, _, _ = self._signature(args, kwargs)
         return self._get(signature).compiled
 
@@ -114,6 +115,8 @@ class Jitted:
         signature, arrays, plain = self._signature(args, kwargs)
         if any(isinstance(a, Value) for a in arrays):
             return self.function(*args, **kwargs)
+        if any(isinstance(a, Shape) for a in arrays):
+            raise BindingError(f"{self.name} is called with arrays; a Shape stands for one in compiled() and rlx.compile alone")
         found = self._get(signature)
         if plain and not found.donated:
             self._fast = self._in_machine_code(found)
@@ -132,7 +135,7 @@ class Jitted:
             if name in self.static:
                 static.append((name, _hashable(name, given)))
             else:
-                trees.append((name, flatten(given, leaves, lambda x: isinstance(x, Value))))
+                trees.append((name, flatten(given, leaves, lambda x: isinstance(x, (Value, Shape)))))
         arrays = [x if isinstance(x, Value) else _array(x, self.name) for x in leaves]
         described = [(a.dtype, a.dims) if isinstance(a, Value) else _described(a) for a in arrays]
         plain = not kwargs and not static and len(leaves) == len(args) and all(type(x) is np.ndarray for x in leaves)
@@ -282,7 +285,7 @@ def _hashable(name: str, x: Any) -> Any:
 
 def _array(x: Any, name: str) -> Any:
     """A leaf as an array: numpy's, or one that its device adopts. Numbers of Python become f32, i64, bool or c64."""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, Shape)):  # a Shape: of Jitted.compiled, which does not run
         return x
     if isinstance(x, np.generic):  # before Python's numbers: np.float64 is a float
         return np.asarray(x)
@@ -300,6 +303,8 @@ def _array(x: Any, name: str) -> Any:
 def _described(a: Any) -> tuple[DType, tuple[int, ...]]:
     if isinstance(a, np.ndarray):
         return as_dtype(a.dtype), a.shape
+    if isinstance(a, Shape):
+        return a.dtype, a.static
     return as_dtype(str(a.dtype).rpartition(".")[2]), tuple(a.shape)
 
 
@@ -330,4 +335,20 @@ def jit(
     return Jitted(function, session, (options or CompileOptions()).replace(**more), static, donate, dims or {})
 
 
-__all__ = ["Jitted", "jit"]
+def compile(
+    what: Graph | Function, /, *args: Any, device: Device | str | Session = Device.CPU, static: Iterable[str | int] = (),
+    options: CompileOptions | None = None, **more: Any,
+) -> CompiledGraph:  # fmt: skip
+    """A graph, or a function of values, compiled for a device. `args`: for a function, arguments like those it will be called
+    with: arrays, or Shapes in their place. `static`, `options` and fields of CompileOptions by name: as in rlx.jit.
+
+    Raises as Session.compile does; OptionError: neither a graph nor a function."""
+    session = device if isinstance(device, Session) else Session(device)
+    if isinstance(what, Graph):
+        if args or static:
+            raise OptionError(f"graph {what.name!r} has its inputs; arguments are those of a function")
+        return session.compile(what, options, **more)
+    return jit(what, device=session, static=static, options=options, **more).compiled(*args)
+
+
+__all__ = ["Jitted", "compile", "jit"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from rlx import knobs
 from rlx.backends import backend_of
-from rlx.compile import lower
-from rlx.compile.options import CompileOptions
-from rlx.compile.slots import slots
+from rlx.compiler import lower
+from rlx.compiler.options import CompileOptions
+from rlx.compiler.slots import slots
 from rlx.driver.backend import Artifact, Executable, Opening
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.compile.check import program_faults
-from rlx.compile.options import CompileOptions
+from rlx.compiler.check import program_faults
+from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Backend, Storable
 from rlx.errors import CorruptFileError, RlxError, known
 from rlx.host.disk import DAMAGED, FRESH, disk_cache, source_digest

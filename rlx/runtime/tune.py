@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Backend, Executable, Tunable
 from rlx.driver.params import ParamStore
 from rlx.errors import OptionError, known

@@ -1,6 +1,6 @@
 """Complex numbers.
 
-c64 [...] is stored as f32 [..., 2], real part first. rlx.compile.pairs rewrites c64 to such pairs.
+c64 [...] is stored as f32 [..., 2], real part first. rlx.compiler.pairs rewrites c64 to such pairs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Row look-up in quantised tables, plain or packed.
 
 A look-up can read the panels that a matrix product uses, so a table with both uses (tied embeddings) is stored once
-(rlx/compile/packing.py).
+(rlx/compiler/packing.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dynamic reads and updates of rows, for KV caches and other growing state.
 
 The position is an operand, known only at run time. `update_rows` is a pure op: its result is the state with some rows replaced.
-If the result becomes the state's next value, the compiler writes only those rows, in place (rlx/compile/state.py).
+If the result becomes the state's next value, the compiler writes only those rows, in place (rlx/compiler/state.py).
 """
 
 from __future__ import annotations

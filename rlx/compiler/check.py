@@ -1,7 +1,7 @@
 """The independent checker of a Program: every read must see the bytes that were written for it.
 
 It replays the steps on a map from arena bytes to the buffer that owns them, while the planner compares lifetimes, and shares no
-code with rlx/compile/memory.py and rlx/ir/overlap.py. It runs in every build. A fault is a compiler bug, not a user error.
+code with rlx/compiler/memory.py and rlx/ir/overlap.py. It runs in every build. A fault is a compiler bug, not a user error.
 """
 
 from __future__ import annotations

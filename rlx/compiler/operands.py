@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from rlx.compile.layout import Places
+from rlx.compiler.layout import Places
 from rlx.ir import kernel as K
 from rlx.ir.graph import Node, Value
 from rlx.ir.op import Contraction, Kind

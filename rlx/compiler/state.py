@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlx.compile.compilation import Compilation
+from rlx.compiler.compilation import Compilation
 from rlx.errors import CompileError
 from rlx.ir.building import Update
 from rlx.ir.graph import Graph, Node, Value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.errors import known
 from rlx.ir.graph import CONSTANT, PARAM, Node
 from rlx.ir.op import Kind

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.layout import Places
-from rlx.compile.padding import active_axes
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.layout import Places
+from rlx.compiler.padding import active_axes
 from rlx.ir.graph import Active, Graph, Node, Value
 from rlx.ir.target import Target
 from rlx.ir.updates import run_before

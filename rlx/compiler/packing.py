@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from rlx.compile.compilation import Compilation
+from rlx.compiler.compilation import Compilation
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import pack, quant_rows, transpose

@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from rlx.compile.canonicalise import canonicalise
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import bind_dims, legalise
-from rlx.compile.options import CompileOptions
-from rlx.compile.outputs import outputs
-from rlx.compile.packing import packing
-from rlx.compile.padding import padding
-from rlx.compile.pairs import pairs
-from rlx.compile.precision import precision
-from rlx.compile.quantised import quantised
-from rlx.compile.reductions import reductions
-from rlx.compile.state import state
+from rlx.compiler.canonicalise import canonicalise
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import bind_dims, legalise
+from rlx.compiler.options import CompileOptions
+from rlx.compiler.outputs import outputs
+from rlx.compiler.packing import packing
+from rlx.compiler.padding import padding
+from rlx.compiler.pairs import pairs
+from rlx.compiler.precision import precision
+from rlx.compiler.quantised import quantised
+from rlx.compiler.reductions import reductions
+from rlx.compiler.state import state
 from rlx.errors import OptionError, VerifyError
 from rlx.ir.graph import Graph, Node
 from rlx.ir.verify import faults

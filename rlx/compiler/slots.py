@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 from rlx.ir.graph import CONSTANT, Graph, Node, Value
 from rlx.ir.target import Target
 
@@ -16,7 +16,7 @@ from rlx.ir.target import Target
 def slots(graph: Graph, target: Target, options: CompileOptions) -> dict[Value, int]:
     """Byte offset of each value of `graph` that a run stores in the arena: row-major, in the dtype in which it is computed.
     Values that are fused, folded or merged with others, params and states have none."""
-    from rlx.compile.assemble import assembled
+    from rlx.compiler.assemble import assembled
 
     tagged: dict[str, Node] = {}
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rlx.compile.element import ZERO, KernelBuilder, aligned, collapsed, split
-from rlx.compile.facts import Facts
-from rlx.compile.groups import Group
-from rlx.compile.operands import is_expensive
-from rlx.compile.packing import contraction, reduction
+from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
+from rlx.compiler.facts import Facts
+from rlx.compiler.groups import Group
+from rlx.compiler.operands import is_expensive
+from rlx.compiler.packing import contraction, reduction
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f32
 from rlx.ir.graph import Node, Value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from rlx.compile.facts import Facts
-from rlx.compile.groups import Group
-from rlx.compile.packing import reduction
+from rlx.compiler.facts import Facts
+from rlx.compiler.groups import Group
+from rlx.compiler.packing import reduction
 from rlx.ir import kernel as K
 from rlx.ir.contexts import Lowering
 from rlx.ir.dtype import DType, index_

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import expand
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import expand
 from rlx.errors import CompileError
 from rlx.ir.contexts import Made, PaddingPass
 from rlx.ir.dtype import DType

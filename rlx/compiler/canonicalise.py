@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 
-from rlx.compile.compilation import Compilation
+from rlx.compiler.compilation import Compilation
 from rlx.errors import IndexRangeError
 from rlx.ir.dtype import c64, holds
 from rlx.ir.graph import CONSTANT, ConstantAttrs, Graph, Node, Value, constant, keep

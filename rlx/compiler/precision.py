@@ -4,16 +4,16 @@ The f32 operands of a contraction are cast to the policy's dtype (narrower opera
 every contraction of narrow operands, and the result is cast back to f32. Norms, softmax and other reductions stay f32. "auto"
 means bf16 if the target is fast at it, else no change. A composite with contractions inside (attention) is narrowed as a whole
 if the target claims the narrow form, kept if it claims only the f32 form, and otherwise decomposed so that its parts can be
-narrowed. "int8" is implemented in rlx.compile.int8.
+narrowed. "int8" is implemented in rlx.compiler.int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.int8 import in_int8
-from rlx.compile.legalise import expand, into_contractions
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.int8 import in_int8
+from rlx.compiler.legalise import expand, into_contractions
 from rlx.errors import CompileError, GraphError, known
 from rlx.ir.dtype import DTYPES, DType, f32
 from rlx.ir.graph import Graph, Node, Value, keep

@@ -6,16 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.compile.check import check_program
-from rlx.compile.compilation import Compilation
-from rlx.compile.concurrent import group_concurrent
-from rlx.compile.facts import Facts, facts_of
-from rlx.compile.fuse import fuse
-from rlx.compile.groups import Group, print_groups
-from rlx.compile.lowering import Lowered, lower_group
-from rlx.compile.memory import no_pairs, plan_arena
-from rlx.compile.options import CompileOptions
-from rlx.compile.pipeline import keep_text, run_passes
+from rlx.compiler.check import check_program
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.concurrent import group_concurrent
+from rlx.compiler.facts import Facts, facts_of
+from rlx.compiler.fuse import fuse
+from rlx.compiler.groups import Group, print_groups
+from rlx.compiler.lowering import Lowered, lower_group
+from rlx.compiler.memory import no_pairs, plan_arena
+from rlx.compiler.options import CompileOptions
+from rlx.compiler.pipeline import keep_text, run_passes
 from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value

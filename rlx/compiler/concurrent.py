@@ -2,7 +2,7 @@
 per step.
 
 Only small steps are grouped: a large one keeps all threads busy, and results computed early occupy memory for longer. Groups
-are validated by rlx/compile/check.py, which shares no code with this file.
+are validated by rlx/compiler/check.py, which shares no code with this file.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import expand, into_contractions
-from rlx.compile.packing import contraction, is_matrix
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import expand, into_contractions
+from rlx.compiler.packing import contraction, is_matrix
 from rlx.errors import CompileError, known
 from rlx.ir import ops
 from rlx.ir.dtype import f32, i8, i32, u8

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlx.compile.compilation import Compilation
+from rlx.compiler.compilation import Compilation
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
 from rlx.ir.op import Attrs, Kind
@@ -97,7 +97,7 @@ def legalise(graph: Graph, compilation: Compilation) -> Graph:
     target = compilation.target
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
-        if node.op.tiled is not None:  # rlx.compile.packing decides later what is packed
+        if node.op.tiled is not None:  # rlx.compiler.packing decides later what is packed
             return inputs
         results = keep(node, inputs)
         node = results[0].node

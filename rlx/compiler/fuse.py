@@ -5,7 +5,7 @@ computed (pointwise), or a reduction over the last axis of it (row programs: sof
 contraction: then the pointwise nodes become its epilogue and the reductions run on each finished row. Nodes read at other
 coordinates (under a view, a gather, a reduction over another axis) are absorbed when they have no other reader, and are
 recomputed where they are read; otherwise they are written to memory. A contraction absorbs the producers of its operands if
-the target's cost estimate says that this is faster (rlx/compile/operands.py).
+the target's cost estimate says that this is faster (rlx/compiler/operands.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from itertools import count
 
-from rlx.compile.facts import Facts
-from rlx.compile.groups import Group
-from rlx.compile.operands import computable, producer
-from rlx.compile.packing import contraction, reduction
+from rlx.compiler.facts import Facts
+from rlx.compiler.groups import Group
+from rlx.compiler.operands import computable, producer
+from rlx.compiler.packing import contraction, reduction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
 from rlx.ir.shape import contiguous_strides

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import rlx.ir.ops as ops
-from rlx.compile.legalise import expand
-from rlx.compile.padding import carried
-from rlx.compile.parts import all_parts, own_part
+from rlx.compiler.legalise import expand
+from rlx.compiler.padding import carried
+from rlx.compiler.parts import all_parts, own_part
 from rlx.errors import CompileError, GraphError, OptionError, UnboundDimError, UnknownRankError, known, whole
 from rlx.ir.contexts import Partitioning
 from rlx.ir.graph import CONSTANT, HANDLE, PARAM, Active, Graph, Node, Value

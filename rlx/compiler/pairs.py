@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.legalise import expand
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.legalise import expand
 from rlx.errors import CompileError
 from rlx.ir.dtype import c64, f32
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, constant, keep

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.layout import Places
-from rlx.compile.pairs import FROM_PAIRS
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.layout import Places
+from rlx.compiler.pairs import FROM_PAIRS
 from rlx.ir.graph import Graph, Value
 from rlx.ir.op import Kind
 from rlx.ir.ops import copy, view_as_complex

@@ -1,6 +1,6 @@
 """The compiler: graph in, checked program out. Knows targets as plain facts, and no backend."""
 
-from rlx.compile.options import CompileOptions
+from rlx.compiler.options import CompileOptions
 
 from rlx.errors import (  # isort: skip
     CompileError, GraphError, IndexRangeError, OptionError, PlanError, RlxError, UnboundDimError, UnknownRankError,
@@ -13,7 +13,7 @@ from rlx.ir.target import Target
 
 def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
-    from rlx.compile.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
+    from rlx.compiler.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
 
     return assembled(graph, target, options)[0]
 

@@ -1,7 +1,7 @@
 """Arena plan: lifetimes of buffers over the steps of one run, in-place sharing, and byte offsets.
 
 Input: buffers and steps (commit steps last). Output: an ArenaPlan. It does not use the graph; `pairs` gives the arguments that
-may share memory within a step. rlx/compile/check.py checks the result and shares no code with this file.
+may share memory within a step. rlx/compiler/check.py checks the result and shares no code with this file.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.compile.compilation import Compilation
+from rlx.compiler.compilation import Compilation
 from rlx.ir.dtype import holds, product
 from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import OPS, Kind

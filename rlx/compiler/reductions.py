@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rlx.compile.compilation import Compilation
-from rlx.compile.packing import reduction
+from rlx.compiler.compilation import Compilation
+from rlx.compiler.packing import reduction
 from rlx.ir.graph import Graph, Node, Value, apply, keep
 from rlx.ir.op import OPS, Kind
 from rlx.ir.target import Target
