@@ -84,6 +84,18 @@ def test_embed_prints_similarities_time_and_memory(vectors):
     assert done.stderr == ""
 
 
+def test_one_text_gets_the_first_numbers_of_its_vector(vectors, kept):
+    done = rlx_command("embed", TEXTS[0], **kept)
+    assert done.returncode == 0, done.stderr
+    first = ", ".join(f"{x:.4f}" for x in vectors[0][:6])
+    assert done.stdout.splitlines()[0] == f"[{first}, ...]  384 numbers" and "similarity" not in done.stdout
+
+
+def test_shells_complete_commands():
+    done = rlx_command(_RLX_COMPLETE="complete_bash", COMP_WORDS="rlx em", COMP_CWORD="1")
+    assert done.stdout.split() == ["embed"], done.stderr
+
+
 def test_numbers_fit_a_narrow_terminal_and_markup_is_shown_as_text(vectors, kept):
     done = rlx_command("embed", *TEXTS[:2], "x" * 200, "[bold]x[/bold]", "\x1b[31mred", COLUMNS="80", **kept)
     assert done.returncode == 0 and f"{vectors[0] @ vectors[1]:.2f}" in done.stdout

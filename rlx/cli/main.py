@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="rlx: compile a model once, run it many times.",
@@ -97,7 +96,9 @@ def embed(
     from rlx.cli import show
 
     few = len(lines) <= TABLE_TEXTS
-    if few:
+    if len(lines) == 1:
+        show.vector(vectors[0])
+    elif few:
         show.similarities(lines, vectors)
     show.summary(loaded, len(lines), first, _warm(loaded, lines) if few else None, output)
     if stats:

@@ -28,6 +28,12 @@ def similarities(texts: list[str], vectors: np.ndarray) -> None:
     _out.print(table)
 
 
+def vector(numbers: np.ndarray, most: int = 6) -> None:
+    """The first of the numbers, and how many there are."""
+    first = ", ".join(f"{x:.4f}" for x in numbers[:most])
+    _out.print(f"[{first}{', ...' if len(numbers) > most else ''}]  {len(numbers)} numbers", markup=False)
+
+
 def _plain(text: str) -> Text:
     """Literal text: brackets are not markup, and control characters are replaced."""
     return Text("".join(c if c.isprintable() else " " for c in text))
