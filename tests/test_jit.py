@@ -97,6 +97,15 @@ def test_donated_arrays_hold_the_results() -> None:
     assert state["w"] is own and own[0] == 6 and state["n"] == 3 and product[0] == 8
 
 
+def test_an_array_donated_twice_holds_one_result() -> None:
+    both, x = rlx.jit(lambda a, b: (a + 1.0, b * 5.0), donate=("a", "b")), np.ones(4, np.float32)
+    for a, b in ((x.copy(), x.copy()), (y := x.copy(), y), (z := np.ones(6, np.float32)[:4], z.base[2:])):
+        one, five = both(a, b)
+        assert one is a and one.tolist() == [2] * 4 and five.tolist() == [5] * 4
+    x.flags.writeable = False
+    assert both(x, x)[0].tolist() == [2] * 4 and x.tolist() == [1] * 4
+
+
 def test_arrays_of_other_libraries() -> None:
     torch = pytest.importorskip("torch")
     f = rlx.jit(lambda x, y: x + y)
@@ -166,6 +175,7 @@ WRONG = {
     "no such option": (lambda f: rlx.jit(f.function, treads=2), OptionError, "treads"),
     "no function": (lambda f: rlx.jit(3), OptionError, "int"),
     "unhashable": (lambda f: rlx.jit(f.function, static="y")(A, [1]), BindingError, "hashable"),
+    "nothing": (lambda f: rlx.jit(lambda x: {"none": None})(A), BindingError, "returns no value"),
     "no value": (lambda f: rlx.jit(lambda x: "text")(A), BindingError, "returns a str"),
 }  # fmt: skip
 

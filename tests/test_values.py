@@ -179,6 +179,7 @@ NO_ELEMENTS = {
     "in place": (lambda x, y: np.add(ODD, x, out=ODD), "no elements before a run"),
     "asarray": (lambda x, y: np.asarray(x), "numpy array"), "array": (lambda x, y: np.array([x, y]), "numpy array"),
     "constant": (lambda x, y: constant([x, y]), "numpy array"),
+    "float": (lambda x, y: float(x[0]), "no number"), "int": (lambda x, y: int(x[0]), "no number"),
     "a number in": (lambda x, y: 3.0 in x, "cannot be iterated"),
 }  # fmt: skip
 

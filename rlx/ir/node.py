@@ -144,6 +144,11 @@ class Value(Methods):
     def __iter__(self) -> Iterator[Value]:
         raise GraphError(f"{self!r} cannot be iterated; use rlx.split")
 
+    def __float__(self) -> NoReturn:
+        raise GraphError(f"{self!r} has no elements before a run, so it is no number of Python's; use the functions of rlx")
+
+    __int__ = __complex__ = __float__
+
     def __array__(self, *_: object, **__: object) -> NoReturn:
         raise GraphError(f"{self!r} has no elements before a run, so it cannot become a numpy array; use the functions of rlx")
 

@@ -58,11 +58,13 @@ class _Compiled(_Traced):
     def run(self, arrays: Sequence[Any]) -> Any:
         names = [decl.name for decl in self.compiled.inputs]
         outputs = self.compiled.run(dict(zip(names, arrays)))
+        taken: list[np.ndarray] = []
         for leaf, output in self.donated:
             given = arrays[leaf]
-            if isinstance(given, np.ndarray) and given.flags.writeable:
+            if isinstance(given, np.ndarray) and given.flags.writeable and not any(np.may_share_memory(given, t) for t in taken):
                 np.copyto(given, outputs[output])
                 outputs[output] = given
+                taken.append(given)
         return self.tree.build(outputs)
 
 
@@ -211,6 +213,8 @@ class Jitted:
         call = inspect.BoundArguments(self.__signature__, given)  # type: ignore[arg-type]  a dict is what it holds
         tree = flatten(self.function(*call.args, **call.kwargs), results, lambda x: isinstance(x, Value))
         outputs = [self._output(x, name) for x, name in zip(results, tree.paths("output"))]
+        if not outputs:
+            raise BindingError(f"{self.name} returns no value, so there is nothing to compute")
         graph.set_outputs(outputs)
         return _Traced(graph, tree, tuple(self._donated(signature, outputs)))
 
