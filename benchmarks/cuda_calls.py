@@ -9,6 +9,7 @@ shorter ones of graph, copies in and copies out a pipeline hides behind the long
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import statistics
 import sys
@@ -154,6 +155,9 @@ def _seconds(call: Callable[[], Any], rounds: int = 3) -> tuple[float, Any]:
 SECTIONS = {"calls": calls, "copies": copies, "pipelines": pipelines}
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help=", ".join(SECTIONS))
+    wanted = parser.parse_args().sections
     print(header())
-    for name in sys.argv[1:] or SECTIONS:
+    for name in wanted or SECTIONS:
         SECTIONS[name]()

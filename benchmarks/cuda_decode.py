@@ -180,10 +180,11 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", default=[], choices=("torch.compile", "eager"))
     parser.add_argument("--kernels", action="store_true", help="the launches with their times")
     args = parser.parse_args()
+    where = header()
     big = torch.ones(1 << 30, device="cuda")
     read = big.nbytes / timed(lambda: None, big.sum, 10)
     del big
-    print(f"{header()}, read {read / 1e12:.2f} TB/s", flush=True)
+    print(f"{where}, read {read / 1e12:.2f} TB/s", flush=True)
     for shape, form, batch, context in product(args.shape, args.weights, args.batch, args.context):
         config = SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
         with torch.no_grad():

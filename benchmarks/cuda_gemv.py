@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import rlx
+from benchmarks.cuda_measure import header
 from rlx.backends.cuda.gpu import gpu
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import as_dtype
@@ -104,9 +105,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 512])
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "f16", "f32"))
     asked = parser.parse_args()
+    where = header()
     big = torch.ones(1 << 28, device="cuda")
     read = 4 * big.numel() / least(big.sum)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {read / 1e12:.2f} TB/s", flush=True)
+    print(f"{where}, read {read / 1e12:.2f} TB/s", flush=True)
     for m in asked.rows:
         for n, k in SHAPES:
             bf16 = peer(m, n, k)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 import rlx
+from benchmarks.cuda_measure import header
 from rlx.backends.cuda.executable import Replay
 
 
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS))
     args = parser.parse_args()
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(f"{header()}\n")
     print("| m x n x k | rlx, µs | TFLOP/s | cuBLAS, µs | torch.compile, µs | cuBLAS / rlx | torch.compile / rlx |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for s in (s for name in args.only for s in SETS[name]):

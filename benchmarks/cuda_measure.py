@@ -115,6 +115,8 @@ def print_kernels(compiled: Any) -> None:
 def header() -> str:
     import torch
 
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs an NVIDIA GPU, and a torch that was built for CUDA")
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 

@@ -61,6 +61,10 @@ def main() -> None:
     if args.worker is not None:
         print(json.dumps(start(args.worker)))
         return
+    from rlx.backends import is_available
+
+    if not is_available("cuda"):
+        raise SystemExit("this benchmark needs an NVIDIA GPU")
     print(f"| | {' | '.join(PARTS)} | all but the second token | graph, compile, first token |\n|{' --- |' * (len(PARTS) + 3)}")
     with tempfile.TemporaryDirectory() as folder:
         for name, rounds in (("cold", 1), ("from the cache", args.rounds)):
