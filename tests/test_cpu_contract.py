@@ -443,6 +443,13 @@ def computed_kernel(
     return Kernel("mm", (x, at, t, w, u, c, count), (row,), ((g, batch),), (body,), limits=limits)
 
 
+def test_the_text_of_a_kernel_is_the_same_whenever_it_is_written() -> None:
+    """Expressions made while a kernel is written die, and others get their ids: what is known of the dead ones is not theirs."""
+    target = with_threads(TARGETS["host"], 2)
+    kernels = (computed_kernel(33, 130, 21, (bf16, bf16, f32), 0, 1, True, 2) for _ in range(300))
+    assert len({contract.render(kernel, target, "mm").text for kernel in kernels}) == 1
+
+
 def check_computed(m: int, n: int, k: int, target: Target, dtypes: DTypes = F32, right: bool = False, batch: int = 1) -> None:
     """Small whole numbers, so that every sum is exact."""
     rng = np.random.default_rng(m + n + k)

@@ -48,9 +48,11 @@ class Scope:
         self.bindings: dict[Var, V] = {}  # values with this many lanes; scalar ones are in self.scalar
         self.memo: dict[int, V] = {}
         self.names: dict[int, Names] = {}
+        self.alive: list[Expr] = []  # all whose id is in a memo of this kernel: another expression would get the id of a dead one
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
         self.ahead: Ahead | None = None
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
+        self.scalar.alive = self.alive
         for var, value in (bindings or {}).items():
             self.bind(var, value)
 
@@ -66,6 +68,7 @@ class Scope:
         out = Scope(self.e, places, self.status, lanes=lanes, vector_bytes=self.vector_bytes)
         out.vector, out.mask = self.vector, mask or self.mask
         out.names = out.scalar.names = self.names
+        out.alive = out.scalar.alive = self.alive
         out.streams, out.ahead = self.streams, self.ahead
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
@@ -93,6 +96,7 @@ class Scope:
         """The variables in `e`, and the buffers it loads."""
         for node in postorder(e, self.names):
             own = [node] if isinstance(node, Var) else [node.buffer] if isinstance(node, Load) else []
+            self.alive.append(node)
             self.names[id(node)] = frozenset(own).union(*(self.names[id(c)] for c in operands(node)))
         return self.names[id(e)]
 
@@ -107,6 +111,7 @@ def expr(e: Expr, scope: Scope) -> V:
         return node.args if isinstance(node, Alu) and not scope.spreads(node) else ()
 
     for node in postorder(e, scope.memo, below):
+        scope.alive.append(node)
         scope.memo[id(node)] = _value(node, scope)
     return scope.memo[id(e)]
 

@@ -101,7 +101,7 @@ class TileWriter(CudaWriter):
             index = k.add(o.offset, k.add(k.mul(place, const(side_stride)), k.mul(step, const(depth_stride))))
             self.line(f"{self.type(c.acc.dtype)} got = {CUDA.literal(0, c.acc.dtype)};")
             with self.scope([f"if ({first} + at < {most} && k0 + d < {c.k}) {{"]):
-                self.line(f"got = {self.made(k.cast(Load(o.buffer, index), c.acc.dtype))};")
+                self.line(f"got = {self.value(k.cast(Load(o.buffer, index), c.acc.dtype))};")
             self.line(f"{tile}[d][at] = got;")
 
 

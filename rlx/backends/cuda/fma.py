@@ -163,7 +163,7 @@ class FmaWriter(CudaWriter):
             wide = side == 1 and extent % 4 == 0 and step % 4 == 0 and aligned(o.offset, None, 4)
             own = size.rows if o is c.a else size.columns
             kind = f"rlx_slices<{own}, {extent}, {side}, {step}, {c.k}, {str(wide).lower()}>"
-            self.line(f"const {kind} {name}({self.names[o.buffer]} + {self.made(o.offset)}, {first}, begin * {size.depth});")
+            self.line(f"const {kind} {name}({self.names[o.buffer]} + {self.value(o.offset)}, {first}, begin * {size.depth});")
         self.line(f"float sum[{size.down}][{size.across}] = {{}};")
         self.line(f"rlx_multiply(sum, a, b, rlx_ring, row, column, end - begin, {c.k} - begin * {size.depth});")
         if size.groups * size.parts > 1:

@@ -166,7 +166,7 @@ class GemvWriter(CudaWriter):
             else:
                 index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
                 body, value = (), k.cast(Load(c.a.buffer, index), f32)
-            self.own.append(value)
+            self.alive.append(value)
             self.stage_row(body, value, column)
             if self.launch.pitch > c.k:
                 name = self.fresh("i")
@@ -195,7 +195,7 @@ class GemvWriter(CudaWriter):
         """The address of an element of the right operand."""
         r, c = Var("r", index_), Var("c", index_)
         self.names[r], self.names[c] = f"(rlx_index)({row})", f"(rlx_index)({column})"
-        index = self.made(k.add(o.offset, k.add(k.mul(r, const(o.row_stride)), k.mul(c, const(o.col_stride)))))
+        index = self.value(k.add(o.offset, k.add(k.mul(r, const(o.row_stride)), k.mul(c, const(o.col_stride)))))
         return f"{self.names[o.buffer]} + {index}"
 
     def widened(self, o: Operand, size: int, held: str, name: str) -> None:

@@ -58,7 +58,7 @@ class BlocksWriter(CudaWriter):
         self.line(f"const int first = part * {at.turns}, last = {turns} - first < {at.turns} ? {turns} : first + {at.turns};")
         self.line(f"const int own = first + warp * {at.at_once};")
         if not at.plain:
-            start = f"{self.names[self.weights.buffer]} + {self.made(self.weights.offset)}"
+            start = f"{self.names[self.weights.buffer]} + {self.value(self.weights.offset)}"
             self.line(f"const unsigned char* const weights = {start};")
         self.line("int coming = slot, next = own;  // panel and turn of the next copy")
         with self.scope(["const auto fetch = [&](int place) {"]):
@@ -170,7 +170,7 @@ class BlocksWriter(CudaWriter):
         else:
             index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
             value = k.cast(Load(c.a.buffer, index), f32)
-        self.own.append(value)
+        self.alive.append(value)
         name = self.name(column, "i")
         self.line(f"float four[{at.quads}][4] = {{}}, most = 0;")
         head = ["#pragma unroll", f"for (int q = 0; q < {at.quads}; q++) {{"]
@@ -190,7 +190,7 @@ class BlocksWriter(CudaWriter):
     def split(self, body: tuple[Stmt, ...], value: Expr, column: Var, first: str) -> None:
         """Store four elements as bf16 (or f16) numbers that add up to them."""
         at = self.launch
-        self.own.append(value)
+        self.alive.append(value)
         self.line("float four[4];")
         self.in_vectors(body, [value], column, 4, first, lambda v: self.line(f"four[v] = {v[0]};"))
         narrow = at.plain and self.contract.a.dtype == f16

@@ -50,7 +50,6 @@ class CudaWriter(Writer):
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch.kernel, CUDA)
         self.launch, self.shared = launch, launch.team > 1
-        self.own: list[Expr] = []
         self.vector_loads: dict[int, str] = {}
         self.vector_stores: dict[int, str] = {}
         self.sync = "__syncwarp();" if launch.team == WARP and launch.lanes == 1 else "__syncthreads();"
@@ -67,11 +66,6 @@ class CudaWriter(Writer):
         registers = self.row.locals if self.row else frozenset()
         # memory by which threads exchange values
         self.passed = stored.difference(registers) & {x.buffer for x in inside if isinstance(x, Load)}
-
-    def made(self, e: Expr) -> str:
-        """The value of an expression that is not part of the kernel. It is kept, since names are found by identity."""
-        self.own.append(e)
-        return self.value(e)
 
     # -- the function
 

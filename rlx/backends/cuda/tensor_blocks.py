@@ -45,7 +45,7 @@ class PackedCopies(CudaWriter):
         inner, panels = f.block // STEP, -(-c.n // PANEL)
         if k0 == "begin":
             self.line(f"rlx_turn held[{self.units}];")
-            base = self.made(c.b.offset)
+            base = self.value(c.b.offset)
             self.line(f"const unsigned char* const blocks = {self.names[c.b.buffer]} + {base};")
         with self.scope(self.each_unit(), 2):
             self.line(f"const int unit = warp + n * {4 * self.launch.copying}, u = ({k0}) / {STEP} + unit % {DEPTH // STEP};")
@@ -118,7 +118,7 @@ class PackedCopies(CudaWriter):
             self.line(f"const int at = row0 + threadIdx.x / 16 + n * {self.launch.copying * GROUP // 16};")
             self.line(f"const int d = {k0} + threadIdx.x % 16 * 4;")
             self.line("wide[n] = make_float4(0, 0, 0, 0);")
-            place = f"{self.names[c.a.buffer]} + {self.made(index)}"
+            place = f"{self.names[c.a.buffer]} + {self.value(index)}"
             self.line(f"if (at < {self.most} && d < {c.k}) wide[n] = *(const float4*)({place});")
 
     def rounded(self, c: Contract) -> None:

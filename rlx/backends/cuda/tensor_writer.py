@@ -200,7 +200,7 @@ class TensorWriter(PackedCopies):
                 for part, (row, column) in enumerate(places):
                     place, down = Var("place", index_), Var("down", index_)
                     self.names[place], self.names[down] = f"(rlx_index)({row})", f"(rlx_index)({column})"
-                    index = self.made(k.add(o.offset, k.add(k.mul(place, const(stride)), k.mul(down, const(step)))))
+                    index = self.value(k.add(o.offset, k.add(k.mul(place, const(stride)), k.mul(down, const(step)))))
                     self.line(f"const bool in{part} = {row} < {most} && {column} < {c.k};")
                     # unconditional, from an address that exists: a branch would wait for each load
                     self.line(f"const uint32_t e{part} = {self.names[o.buffer]}[in{part} ? {index} : 0];")
@@ -229,7 +229,7 @@ class TensorWriter(PackedCopies):
                 self.line(f"const int d = k0 + word * {per} + e;")
                 self.line(f"const bool inside = {first} + line < {most} && d < {c.k};")
                 # unconditional, from an address that exists: a branch would wait for each load
-                found = f"{self.names[o.buffer]}[inside ? {self.made(index)} : 0]"
+                found = f"{self.names[o.buffer]}[inside ? {self.value(index)} : 0]"
                 found = f"rlx_near_tf32({found})" if per == 1 else f"(uint32_t)(uint8_t){found} << e % 4 * 8"
                 self.line(f"got[e / {per}] |= inside ? {found} : 0;")
             to = f"to + {start} + line * 128 + (word / 4 ^ line % 8) * 16"

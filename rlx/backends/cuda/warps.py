@@ -203,7 +203,7 @@ class WarpWriter(CudaWriter):
         """Where the operand has the element of row (or column) `place` and product `depth`."""
         at, d = Var("place", index_), Var("depth", index_)
         self.names[at], self.names[d] = f"(rlx_index)({place})", f"(rlx_index)({depth})"
-        return self.made(k.add(o.offset, k.add(k.mul(at, const(stride)), k.mul(d, const(step)))))
+        return self.value(k.add(o.offset, k.add(k.mul(at, const(stride)), k.mul(d, const(step)))))
 
     def products(self, c: Contract) -> None:
         at, (left, right), steps, form = self.launch, self.launch.sources, -(-c.k // self.deep), self.launch.form

@@ -35,6 +35,7 @@ class Writer:
         self.names: dict[Buffer | Local | Var, str] = {}
         self.count: Counter[str] = Counter()
         self.memo: ChainMap[int, str] = ChainMap()  # id of an expression -> its text in the open scopes
+        self.alive: list[Expr] = []  # those expressions, since another one would get the id of a dead one
         exprs = [e for e in walk((kernel.body, kernel.limits)) if isinstance(e, (Alu, Load))]
         self.uses = Counter(id(a) for e in exprs for a in operands(e))
 
@@ -106,6 +107,7 @@ class Writer:
     def value(self, e: Expr) -> str:
         """A name, a literal or text in parentheses for the value of `e`. The operations it depends on are emitted here."""
         for node in postorder(e, self.memo):
+            self.alive.append(node)
             self.memo[id(node)] = self.atom(node)
         return self.memo[id(e)]
 
