@@ -96,13 +96,15 @@ def bound(graph: Any, inputs: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -
     return core._executable.fast_call(wanted) or slow
 
 
-def positional(graph: Any, slow: Callable[[Any], Any], build: Callable[[list[np.ndarray]], Any] | None) -> Callable[[Any], Any]:
+def positional(
+    graph: Any, slow: Callable[[Any], Any], build: Callable[[list[np.ndarray]], Any] | None
+) -> Callable[[Any], Any] | None:
     """A function of a list or tuple of arrays that runs and returns fresh outputs: build(outputs), or without it the only one.
-    Arrays of another number, dtype or dims, strided ones and all other cases go to `slow`, as do outputs that the host does not
-    see."""
+    Arrays of another number, dtype or dims, strided ones and all other cases go to `slow`. None: not supported, or the host does
+    not see the outputs."""
     views = graph._output_views
     if graph._core is None or any(v is None for v in views):
-        return slow
+        return None
     result = views[0].copy if build is None else lambda: build([v.copy() for v in views])
     wanted = FastCall("run", "Run once on arrays by position.", "list", slow, result, graph._core._gate, makes=True)
-    return graph._core._executable.fast_call(wanted) or slow
+    return graph._core._executable.fast_call(wanted)

@@ -54,10 +54,10 @@ class _Traced:
 @dataclass(frozen=True)
 class _Compiled(_Traced):
     compiled: CompiledGraph
+    fast: Callable[[Sequence[Any]], Any] | None  # for plain calls, if its executable supports that
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        names = [decl.name for decl in self.compiled.inputs]
-        outputs = self.compiled.run(dict(zip(names, arrays)))
+        outputs = self.compiled.run({str(v.name): array for v, array in zip(self.graph.inputs, arrays)})
         taken: list[np.ndarray] = []
         for leaf, output in self.donated:
             given = arrays[leaf]
@@ -121,7 +121,7 @@ class Jitted:
             raise BindingError(f"{self.name} is called with arrays; a Shape stands for one in compiled() and rlx.compile alone")
         found = self._get(signature)
         if plain and not found.donated:
-            self._fast = self._in_machine_code(found)
+            self._fast = found.fast
         return found.run(arrays)
 
     def _signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, list[Any], bool]:
@@ -164,7 +164,7 @@ class Jitted:
             at += tree.leaves
         return tuple(sorted(found.items()))
 
-    def _in_machine_code(self, found: _Compiled) -> Callable[[Sequence[Any]], Any]:
+    def _in_machine_code(self, compiled: CompiledGraph, tree: Tree) -> Callable[[Sequence[Any]], Any] | None:
         this = ref(self)  # the function does not keep the Jitted alive, which keeps it
 
         def slow(args: Sequence[Any]) -> Any:
@@ -172,7 +172,7 @@ class Jitted:
             assert owner is not None
             return owner._general(args, {})
 
-        return positional(found.compiled, slow, None if found.tree is LEAF else found.tree.build)
+        return positional(compiled, slow, None if tree is LEAF else tree.build)
 
     # -- compiling
 
@@ -199,7 +199,9 @@ class Jitted:
             self._traced[open_] = self._trace(open_)
         traced = self._traced[open_]
         options = self.options.replace(dims={**dict(self.options.dims), **dict(signature.binding)})
-        return _Compiled(traced.graph, traced.tree, traced.donated, self.session.compile(traced.graph, options))
+        compiled = self.session.compile(traced.graph, options)
+        fast = self._in_machine_code(compiled, traced.tree)
+        return _Compiled(traced.graph, traced.tree, traced.donated, compiled, fast)
 
     def _trace(self, signature: Signature) -> _Traced:
         graph = Graph(self.name)
