@@ -10,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from op_cases import cases
 
 import rlx
 from rlx.ir import functions, ops
+from rlx.ir.dtype import DType
+from rlx.ir.methods import ATTRIBUTES
+from rlx.ir.op import Kind
+from rlx.ir.ops import OWN
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("llvmlite", "ml_dtypes", "typer", "rich", "click", "torch", "tokenizers", "safetensors", "scipy", "transformers")
@@ -50,7 +55,7 @@ def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
 
 def test_names_are_where_type_checkers_find_them() -> None:
     tree = ast.parse((ROOT / "rlx" / "__init__.py").read_text())
-    (typing,) = (n for n in tree.body if isinstance(n, ast.If))
+    typing = next(n for n in tree.body if isinstance(n, ast.If))
     named = {a.asname or a.name for n in typing.body if isinstance(n, ast.ImportFrom) for a in n.names} - {"*", "_functions"}
     (listed,) = (ast.literal_eval(n.value) for n in typing.body if isinstance(n, ast.Assign))
     assert named == set(rlx._HOME) | (rlx._PACKAGES & named) and set(listed) <= named
@@ -103,8 +108,32 @@ WRONG = {
     "a missing operand": "rlx.matmul(x)",
     "a result too many": "a, b, c = rlx.top_k(x, k=2)",
     "text for an operand's attribute": 'x.sum(axis="rows")',
-    "an op that is not there": "x.relux()",
+    "an op that is not there": "rlx.relux(x)",
+    "a method that is not there": "x.relux()",
 }
+
+
+def written(value: object) -> str:
+    """As a user writes it."""
+    if not isinstance(value, DType):
+        return repr(value)
+    return f"rlx.{'bool_' if value.name == 'bool' else value}"  # bool is Python's type
+
+
+def every_op() -> str:
+    """A user's program with a call of each op, its operands and attributes those of a sample, as a function and as a method."""
+    lines, known = ["import rlx", "", "g = rlx.Graph('g')"], cases(awkward=False)
+    for op in sorted((op for op in OWN if op.kind is not Kind.LEAF), key=lambda op: op.name):
+        case = next(c for c in known if c.op is op)
+        args = []
+        for i, (dims, dtype) in enumerate(zip(case.sample.shapes, case.dtypes)):
+            lines.append(f"{op.name}_{i} = g.input('{op.name}_{i}', {dims}, {written(dtype)})")
+            args.append(f"{op.name}_{i}")
+        words = [f"{k}={written(v)}" for k, v in (case.sample.attrs or {}).items()]
+        lines.append(f"rlx.{op.name}({', '.join(args + words)})")
+        if op.name not in ATTRIBUTES and getattr(rlx.Value, op.name, None) is getattr(rlx, op.name):
+            lines.append(f"{args[0]}.{op.name}({', '.join(args[1:] + words)})")
+    return "\n".join(lines) + "\n"
 
 
 def test_type_checkers_know_every_op(tmp_path: Path) -> None:
@@ -113,13 +142,15 @@ def test_type_checkers_know_every_op(tmp_path: Path) -> None:
     if not checker.exists():
         pytest.skip("pyright is not installed in this environment (make lint installs it)")
     (tmp_path / "right.py").write_text(USER)
+    exec(every := every_op(), {})
+    (tmp_path / "every.py").write_text(every)
     (tmp_path / "wrong.py").write_text("import rlx\n\nx = rlx.Graph('g').input('x', (4,), rlx.f32)\n" + "\n".join(WRONG.values()))
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}))
     done = subprocess.run(
         [checker, "--outputjson", "--pythonpath", sys.executable, "-p", tmp_path], capture_output=True, text=True, check=False
     )
     found = json.loads(done.stdout)["generalDiagnostics"]
-    assert not [d for d in found if d["file"].endswith("right.py")]
+    assert not [d for d in found if not d["file"].endswith("wrong.py")]
     lines = {d["range"]["start"]["line"] for d in found if d["file"].endswith("wrong.py") and d["severity"] == "error"}
     assert lines == set(range(3, 3 + len(WRONG)))
 
