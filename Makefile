@@ -1,6 +1,7 @@
 # make demo   embed a few sentences with the default model
 # make test   the whole test suite, a process per CPU (at most 4), each file in one of them; ARGS="-n 0 tests/test_ops.py" for one
 # make lint   ruff and pyright
+# make docs   the site of docs/, into build/site; it loads nothing from elsewhere
 # make bench  encoders, rlx against every installed peer
 # Everything is installed into .venv, once: a stamp file per purpose says what is there.
 
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FILES  := rlx tests benchmarks docs
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rlx embed --stats \
@@ -23,6 +24,9 @@ test: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(FILES)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/encoder.py $(ARGS)
@@ -53,6 +57,10 @@ $(VENV)/.test: pyproject.toml $(VENV)/.demo $(VENV)/.torch
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.test
 	$(PIP) --group lint
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.made
+	$(PIP) --group docs
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.demo $(VENV)/.torch

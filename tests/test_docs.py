@@ -1,8 +1,11 @@
-"""The documents that are programs run: the walk prints every stage, the page of ops is as the op table is."""
+"""The documents that are programs run: the walk prints every stage, the page of ops is as the op table is, the chart as the
+tables of measurements are."""
 
 from __future__ import annotations
 
 import inspect
+import pydoc
+import re
 import runpy
 from pathlib import Path
 
@@ -28,6 +31,23 @@ def test_the_page_of_ops_is_as_the_table_is() -> None:
     assert (DOCS / "ops.md").read_text(encoding="utf-8") == made["page"](), "the op table has changed: run python docs/ops.py"
     shown = [op.name for _, ops in made["families"]() for op in ops]
     assert sorted(shown) == sorted(op.name for op in OWN if op.kind is not Kind.LEAF)
+
+
+def test_the_chart_is_as_the_tables_of_measurements_are() -> None:
+    made = runpy.run_path(str(DOCS / "chart.py"))
+    assert (DOCS / "speed.svg").read_text(encoding="utf-8") == made["chart"](), "a table has changed: run python docs/chart.py"
+    bars = [bar for _, group in made["groups"]() for bar in group]
+    assert len(bars) > 20 and min(bar.ratio for bar in bars) < 1 < max(bar.ratio for bar in bars)
+    with pytest.raises(LookupError, match="no row with"):
+        made["rows"]("Encoders, 2026-11-20", model="minilm 0 × 0")
+
+
+def test_every_page_is_in_the_site() -> None:
+    named = set(re.findall(r": ([\w/]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    api = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+    for name in re.findall(r"^::: ([\w.]+)$", api, re.MULTILINE):
+        assert pydoc.locate(name) is not None, name
 
 
 def test_the_stubs_are_as_the_table_is() -> None:
