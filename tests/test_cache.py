@@ -15,6 +15,7 @@ from rlx.errors import (
     MissingParamError,
     OptionError,
     UnknownNameError,
+    Unsupported,
 )
 from rlx.frontends.models import bert
 from rlx.runtime import CompileCache, power_of_two_ladder
@@ -261,3 +262,55 @@ def test_a_prefill_on_buckets_is_the_prefill(device):
         for name, array in weights.items():
             compiled.set_param(name, array)
         np.testing.assert_allclose(buckets.run_padded({"ids": ids})[0], compiled.run({"ids": ids})[0], rtol=1e-4, atol=1e-5)
+
+
+# -- an open dim ---------------------------------------------------------------------------------------------------
+
+
+def opened() -> rlx.Graph:
+    g = rlx.Graph("opened")
+    x, w = g.input("x", ("batch", "width"), "f32"), g.param("w", ("width", 4), "f32")
+    y = (x @ w).relu()
+    g.set_outputs([y, y.sum(axis=0)])
+    return g
+
+
+def test_an_open_dim_is_compiled_for_the_powers_of_two_that_runs_reach() -> None:
+    net = rlx.compile(opened(), dims={"batch": "auto", "width": 8})
+    assert net.missing_params() == ["w"] and repr(net.inputs + net.outputs) == (
+        "(x f32[batch,width], output0 f32[batch,4], output1 f32[4])"
+    )
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 4)).astype(F)
+    net.set_params({"w": w})
+    for n in (1, 3, 4, 5, 17):
+        x = rng.normal(size=(n, 8)).astype(F)
+        for y, total in (net(x), net(x=x), net.run({"x": x}), net(x.tolist())):
+            want = np.maximum(x @ w, 0)
+            np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(total, want.sum(0), rtol=1e-4, atol=1e-4)
+    report = net.report()
+    assert list(report.compiled) == [1, 4, 8, 32]
+    assert "dim 'batch' is open" in str(report) and "bucket of 32: opened" in str(report)
+    assert net.bucket(17).params.store is net.params.store and "4 buckets compiled" in repr(net)
+
+
+def test_an_open_dim_says_what_it_cannot_do() -> None:
+    net = rlx.compile(opened(), dims={"batch": "auto", "width": 8})
+    x = np.ones((3, 8), F)
+    for error, words, act in (
+        (Unsupported, r"use \.bucket\(rows\)\.run_slots", lambda: net.run_slots([x])),
+        (AttributeError, "no attribute 'runs'", lambda: net.runs),
+        (InputShapeError, "from 1 to 1048576, got 0", lambda: net.bucket(0)),
+        (InputShapeError, "got dims \\[4, 7\\]", lambda: net(np.ones((3, 7), F))),
+        (InputShapeError, "x' is f32\\[batch,width\\]; got dims \\[1\\]", lambda: net([1.0])),
+        (BindingError, "by position and by name", lambda: net(x, x=x)),
+        (BindingError, "1 inputs .* got 2", lambda: net(x, x)),
+        (OptionError, "a size is a number, or 'auto'", lambda: rlx.compile(opened(), dims={"batch": "all"})),
+        (OptionError, "one dim can be 'auto', got a, b", lambda: rlx.compile(opened(), dims={"a": "auto", "b": "auto"})),
+        (OptionError, "no input .* dim 'rows'", lambda: rlx.compile(opened(), dims={"rows": "auto"})),
+        (OptionError, "use rlx.compile", lambda: rlx.Session().compile(opened(), dims={"batch": "auto"})),
+        (OptionError, "of a function: rlx.jit", lambda: rlx.compile(lambda x: x, x, dims={"batch": "auto"})),
+    ):
+        with pytest.raises(error, match=words):
+            act()

@@ -18,6 +18,7 @@ PRECISIONS = ("f32", "tf32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "quantised", "inplace", "reuse", "concurrent")
 RENAMED_PASSES = {"beside": "concurrent"}
 TUNE_SECONDS = 10.0  # tuning time per compile with tune=True
+AUTO = "auto"  # the size of a dim that is left open
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 
@@ -29,8 +30,9 @@ class CompileOptions:
     fraction, which a GPU does and the CPU does not; "f16" and "bf16" run contractions on that dtype with f32 accumulation;
     "auto" does so with bf16 where the target is fast at it. "int8": contractions with weights run on 8-bit integers, scaled per
     row and per column (rlx.compiler.int8), the others as declared. `disable`: names of passes to leave out. `alignment`: bytes
-    between buffer starts, None: the target's. `dims`: values of named dims. `extent`: a named dim that stays active, and
-    the most it can be in a run. `handles`: states the caller will bind.
+    between buffer starts, None: the target's. `dims`: values of named dims; one may be
+    "auto" (rlx.compile). `extent`: a named dim that stays active, and the most it can be in a run. `handles`: states the caller
+    will bind.
     `threads`: None: as many as the process may use. `deterministic`: True, as every run of a graph gives the same bits at a given
     number of threads; False is refused, as nothing would be faster for it. `checked`: raise NumericsError where a
     NaN appears. `debug`: guard stale views. `verbose`: keep and print the text of every stage. `dump`: folder that receives it.
@@ -41,7 +43,7 @@ class CompileOptions:
     precision: str = "f32"
     disable: tuple[str, ...] | Iterable[str] = ()
     alignment: int | None = None
-    dims: tuple[tuple[str, int], ...] | Mapping[str, int] = ()
+    dims: tuple[tuple[str, int | str], ...] | Mapping[str, int | str] = ()
     extent: tuple[str, int] | None = None
     handles: tuple[BufferHandle, ...] = ()
     threads: int | None = None
@@ -102,9 +104,23 @@ class CompileOptions:
         return replace(self, extent=(name, upper))
 
     @property
+    def open_dim(self) -> str | None:
+        """The dim that is "auto"."""
+        return next((name for name, value in self.dims if value == AUTO), None)
+
+    @property
+    def closed(self) -> CompileOptions:
+        """Without the open dim."""
+        return replace(self, dims=dict(self._fixed))
+
+    @property
+    def _fixed(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name, value) for name, value in self.dims if value != AUTO)  # type: ignore[misc]
+
+    @property
     def binding(self) -> dict[str, int]:
         """Values of named dims, by name."""
-        return dict((*self.dims, *(() if self.extent is None else (self.extent,))))  # type: ignore[arg-type]
+        return dict((*self._fixed, *(() if self.extent is None else (self.extent,))))  # type: ignore[arg-type]
 
     @property
     def wants_text(self) -> bool:
@@ -127,7 +143,7 @@ def _pass_names(names: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
+def _dim_values(dims: Any) -> tuple[tuple[str, int | str], ...]:
     try:
         items = dict(dims).items()
     except (TypeError, ValueError):
@@ -135,9 +151,13 @@ def _dim_values(dims: Any) -> tuple[tuple[str, int], ...]:
     for name, value in items:
         if not isinstance(name, str) or not name.isidentifier():
             raise OptionError(f"dims: a dim's name is an identifier, got {name!r}")
-        if whole(f"dims[{name!r}]", value) < 0:
+        if isinstance(value, str) and value != AUTO:
+            raise OptionError(f"dims[{name!r}]={value!r}: a size is a number, or 'auto'")
+        if value != AUTO and whole(f"dims[{name!r}]", value) < 0:
             raise OptionError(f"dims[{name!r}]={value}: a size cannot be negative")
-    return tuple(sorted((name, value.__index__()) for name, value in items))
+    if len(found := [name for name, value in items if value == AUTO]) > 1:
+        raise OptionError(f"dims: one dim can be 'auto', got {', '.join(found)}")
+    return tuple(sorted((name, value if value == AUTO else value.__index__()) for name, value in items))
 
 
 def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
@@ -146,6 +166,8 @@ def _active(extent: Any, dims: Any) -> tuple[str, int] | None:
     if not isinstance(extent, tuple) or len(extent) != 2:
         raise OptionError(f"extent is (name, upper bound), as ('seq', 128); got {extent!r}")
     ((name, upper),) = _dim_values({extent[0]: extent[1]})
+    if isinstance(upper, str):
+        raise OptionError(f"extent={extent}: the upper bound is a number")
     if upper < 1 or dict(dims).get(name, upper) != upper:
         raise OptionError(f"extent={extent}: " + ("a row at least" if upper < 1 else f"dims bind {name!r} to another value"))
     return name, upper

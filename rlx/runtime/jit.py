@@ -27,9 +27,10 @@ from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Graph, Value, constant
 from rlx.ir.pytree import LEAF, Tree, flatten
 from rlx.ir.shape import Dim, DimLike, Shape
+from rlx.runtime.buckets import BucketedGraph
 from rlx.runtime.calls import positional
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.session import Session
+from rlx.runtime.session import Session, with_more
 
 Function = Callable[..., Any]
 REMEMBERED = 64  # compiled functions of a Jitted; the oldest is dropped first
@@ -341,19 +342,40 @@ def jit(
     return Jitted(function, session, (options or CompileOptions()).replace(**more), static, donate, dims or {})
 
 
+@overload
+def compile(
+    what: Graph, /, *, device: Device | str | Session = ..., options: CompileOptions | None = ..., dims: Mapping[str, int] = ...,
+    **more: Any,
+) -> CompiledGraph: ...
+@overload
+def compile(
+    what: Graph, /, *, device: Device | str | Session = ..., options: CompileOptions | None = ...,
+    dims: Mapping[str, int | str], **more: Any,
+) -> BucketedGraph: ...
+@overload
+def compile(
+    what: Function, /, *args: Any, device: Device | str | Session = ..., static: Iterable[str | int] = ...,
+    options: CompileOptions | None = ..., **more: Any,
+) -> CompiledGraph: ...
 def compile(
     what: Graph | Function, /, *args: Any, device: Device | str | Session = Device.CPU, static: Iterable[str | int] = (),
     options: CompileOptions | None = None, **more: Any,
-) -> CompiledGraph:  # fmt: skip
+) -> CompiledGraph | BucketedGraph:  # fmt: skip
     """A graph, or a function of values, compiled for a device. `args`: for a function, arguments like those it will be called
-    with: arrays, or Shapes in their place. `static`, `options` and fields of CompileOptions by name: as in rlx.jit.
+    with: arrays, or Shapes in their place. `static`, `options` and fields of CompileOptions by name: as in rlx.jit. A dim of a
+    graph may stay open, dims={"batch": "auto"}: a BucketedGraph compiles for the powers of two that runs reach.
 
     Raises as Session.compile does; OptionError: neither a graph nor a function."""
     session = device if isinstance(device, Session) else Session(device)
     if isinstance(what, Graph):
         if args or static:
             raise OptionError(f"graph {what.name!r} has its inputs; arguments are those of a function")
-        return session.compile(what, options, **more)
+        options = with_more(options, more)
+        if options.open_dim:
+            return BucketedGraph(session, what, options.closed, options.open_dim)
+        return session.compile(what, options)
+    if "dims" in more or (options and options.dims):
+        raise OptionError("dims are those of a graph; of a function: rlx.jit(f, dims={'x': {0: 'batch'}})")
     return jit(what, device=session, static=static, options=options, **more).compiled(*args)
 
 

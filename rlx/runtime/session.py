@@ -80,6 +80,8 @@ class Session(Shown):
         options = with_more(options, more)
         dump, verbose = options.dump or knobs.DUMP.get() or None, options.verbose or knobs.DEBUG.get() > 1
         options = options.replace(dump=dump, verbose=verbose)
+        if options.open_dim:
+            raise OptionError(f"dims: {options.open_dim!r} is 'auto', an executable has one size: use rlx.compile(graph, ...)")
         _check_handles(graph, options)
         _check_ranks(graph, self.transport)
         collects = gc.isenabled()
