@@ -77,6 +77,22 @@ def test_the_example_of_the_specification(session: rlx.Session) -> None:
     np.testing.assert_allclose(y, gelu(np.array([[1.5, -0.5, 0.0], [0.5, 0.5, 0.0]])), atol=1e-6)  # its own array
 
 
+def test_tensors_of_torch_are_inputs_and_weights() -> None:
+    """Also those that record derivatives, and of dtypes that numpy has not."""
+    torch = pytest.importorskip("torch")
+    for dtype, other in (("f32", torch.float32), ("bf16", torch.bfloat16), ("f16", torch.float16)):
+        g = rlx.Graph("net")
+        g.set_outputs([g.input("x", (3, 8), dtype) @ g.param("w", (8, 4), dtype)])
+        net = rlx.compile(g, threads=1)
+        x, w = (torch.nn.Parameter(torch.randn(*dims, generator=torch.manual_seed(0)).to(other)) for dims in ((3, 8), (8, 4)))
+        net.set_param("w", w)
+        want = (x.double() @ w.double()).detach().numpy()
+        for found in (net(x), net(x=x), net.run({"x": x})[0]):
+            np.testing.assert_allclose(found.astype(np.float64), want, rtol=1e-2, atol=3e-2)
+        with pytest.raises(InputDTypeError):
+            net(x.double())
+
+
 def test_state_outlives_runs(session: rlx.Session) -> None:
     g, total = counter()
     compiled = session.compile(g, rlx.CompileOptions().bind_handle(total))

@@ -111,6 +111,10 @@ def test_arrays_of_other_libraries() -> None:
     f = rlx.jit(lambda x, y: x + y)
     weight = torch.nn.Parameter(torch.from_numpy(A))
     np.testing.assert_array_equal(f(weight, torch.from_numpy(B)), A + B)
+    narrow = f(weight.detach().bfloat16(), torch.from_numpy(B).bfloat16())  # numpy has no such dtype of its own
+    np.testing.assert_allclose(narrow.astype(np.float32), A + B, rtol=2e-2)
+    with pytest.raises(BindingError, match="the Tensor does not share its memory"):
+        f(torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]))
     np.testing.assert_array_equal(f(1.0, np.float32(2)), 3)
 
 

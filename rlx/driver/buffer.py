@@ -6,22 +6,18 @@ class never makes an implicit copy.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from typing import Any
 
 import numpy as np
 
 from rlx.driver.device import Device
+from rlx.driver.foreign import DLPACK_CODES, DLPACK_CPU, dtype_code, of_dlpack
 from rlx.driver.memory import Block, HostBlock, Memory, bytes_of, memory_of
 from rlx.driver.stream import note
 from rlx.errors import InputDTypeError, InputShapeError, OutOfMemoryError, TransferError
 from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.shape import Shape
-
-_DLPACK_CPU = (1, 0)
-_DLPACK_CODES = {"bf16": 4, "f8e4m3": 10, "f8e5m2": 12}  # types that DLPack knows and numpy does not
-_CODE_NAMES = {code: name for name, code in _DLPACK_CODES.items()}
 
 
 class Buffer:
@@ -66,11 +62,9 @@ class Buffer:
         if not hasattr(producer, "__dlpack_device__"):
             raise TransferError(f"from_dlpack takes an object with __dlpack__, got {type(producer).__name__}")
         place = tuple(producer.__dlpack_device__())
-        if place[0] != _DLPACK_CPU[0]:
+        if place[0] != DLPACK_CPU[0]:
             raise TransferError(f"the tensor is on DLPack device {place}, not in host memory; copy it to the host first")
-        capsule = _Capsule(producer)
-        array = np.from_dlpack(capsule)
-        return Buffer.from_numpy(array if capsule.dtype is None else array.view(capsule.dtype.numpy))
+        return Buffer.from_numpy(of_dlpack(producer))
 
     # -- facts
 
@@ -143,7 +137,7 @@ class Buffer:
 
     def __buffer__(self, flags: int) -> memoryview:
         """Called by memoryview() from Python 3.12 on. Refuses bf16 and f8, so that numpy asks `__array__` for their dtype."""
-        if self.dtype.name in _DLPACK_CODES:
+        if self.dtype.name in DLPACK_CODES:
             raise BufferError(f"the buffer protocol has no format letter for {self.dtype}; Buffer.memoryview() gives its bits")
         return self.memoryview()
 
@@ -155,18 +149,18 @@ class Buffer:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self.numpy()
-        return _DLPACK_CPU
+        return DLPACK_CPU
 
     def __dlpack__(self, **request: Any) -> Any:
         """A DLPack capsule over the same memory. Keywords as in the array API standard."""
         capsule = self._plain().__dlpack__(**request)
-        if self.dtype.name in _DLPACK_CODES:
-            _dtype_code(capsule).value = _DLPACK_CODES[self.dtype.name]
+        if self.dtype.name in DLPACK_CODES:
+            dtype_code(capsule).value = DLPACK_CODES[self.dtype.name]
         return capsule
 
     def _plain(self) -> np.ndarray:
         array = self.numpy()
-        return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in _DLPACK_CODES else array
+        return array.view(f"u{self.dtype.itemsize}") if self.dtype.name in DLPACK_CODES else array
 
 
 def _granted(shape: Shape, memory: Memory) -> Block:
@@ -181,37 +175,3 @@ def _allocate(shape: Shape, memory: Memory, contents: np.ndarray | None = None) 
     if contents is not None:
         out._copy_in(contents)
     return out
-
-
-class _Capsule:
-    """Wraps a DLPack producer and presents bf16 and f8 as unsigned integers, because numpy does not know these types.
-
-    `dtype` is the true type if it is one of them, else None."""
-
-    def __init__(self, producer: Any) -> None:
-        self.producer = producer
-        self.dtype: DType | None = None
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.producer.__dlpack_device__()
-
-    def __dlpack__(self, **request: Any) -> Any:
-        capsule = self.producer.__dlpack__(**request)
-        code = _dtype_code(capsule)
-        if code.value in _CODE_NAMES:
-            self.dtype = as_dtype(_CODE_NAMES[code.value])
-            code.value = 1  # unsigned integer
-        return capsule
-
-
-def _dtype_code(capsule: Any) -> ctypes.c_uint8:
-    """The type code inside a capsule's tensor. Offsets are those of the DLPack ABI (dlpack.h): DLTensor begins with the
-    data pointer (8), device (8) and rank (4); the versioned struct puts version (8), context (8), deleter (8) and flags (8)
-    before it."""
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    valid = ctypes.pythonapi.PyCapsule_IsValid
-    valid.restype, valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
-    versioned = bool(valid(capsule, b"dltensor_versioned"))
-    base = get(capsule, b"dltensor_versioned" if versioned else b"dltensor")
-    return ctypes.c_uint8.from_address(base + (32 if versioned else 0) + 20)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlx.driver.foreign import DeviceArray
+from rlx.driver.foreign import DeviceArray, detached, on_host
 from rlx.errors import BindingError, InputDTypeError, InputShapeError, MissingInputError, UnknownNameError, known
 from rlx.ir.dtype import DType, as_dtype, f16
 from rlx.ir.graph import Active
@@ -37,9 +37,9 @@ def fits(label: str, array: object, shape: Shape, adopt: Adopt | None = None) ->
     """`array` as an ndarray, or adopted by the device, of exactly this dtype and these dims. The error says what was expected and
     what was found."""
     try:
-        found = array if isinstance(array, (np.ndarray, DeviceArray)) else adopt(array) if adopt else None
-        found = np.asarray(array) if found is None else found
-    except (ValueError, TypeError, RuntimeError) as e:  # ragged lists; tensors that refuse to be numpy arrays
+        found = array if isinstance(array, (np.ndarray, DeviceArray)) else adopt(detached(array)) if adopt else None
+        found = on_host(array) if found is None else found
+    except (ValueError, TypeError, RuntimeError, BufferError) as e:  # ragged lists; tensors that refuse to be numpy arrays
         raise InputDTypeError(f"{label} is {shape}; got a {type(array).__name__} that is not an array: {e}") from e
     if found.dtype != shape.dtype.numpy:
         raise InputDTypeError(f"{label} is {shape}; got {found.dtype}. Convert it: array.astype({shape.dtype.numpy.name!r})")

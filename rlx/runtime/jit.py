@@ -21,6 +21,7 @@ import numpy as np
 from rlx import knobs
 from rlx.compiler.options import CompileOptions
 from rlx.driver.device import Device
+from rlx.driver.foreign import DLPACK_CPU, detached, on_host
 from rlx.errors import BindingError, GraphError, OptionError, known
 from rlx.forks import Lock
 from rlx.ir.dtype import DType, as_dtype
@@ -299,11 +300,13 @@ def _array(x: Any, name: str) -> Any:
     if isinstance(x, (bool, int, float, complex)):
         dtype = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
         return np.asarray(x, next(d for kind, d in dtype.items() if isinstance(x, kind)))
-    x = x.detach() if getattr(x, "requires_grad", False) else x
-    if hasattr(x, "__dlpack_device__") and hasattr(x, "shape"):
-        return np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else x
-    if hasattr(x, "__array__"):
-        return np.asarray(x)
+    try:
+        if hasattr(x, "__dlpack_device__") and hasattr(x, "shape"):
+            return on_host(x) if x.__dlpack_device__()[0] == DLPACK_CPU[0] else detached(x)
+        if hasattr(x, "__array__"):
+            return on_host(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as e:
+        raise BindingError(f"{name}: the {type(x).__name__} does not share its memory: {e}") from e
     raise BindingError(f"{name}: an argument is arrays, numbers and containers of them, got a {type(x).__name__}; make it static")
 
 
