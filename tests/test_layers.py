@@ -29,10 +29,12 @@ MAY_IMPORT = {
     "host": BASE | {"ir"},
     "driver": BASE | {"ir", "host"},
     "backends": BASE | {"ir", "host", "driver"},
-    "runtime": BASE | {"ir", "compiler", "host", "driver", "backends"},
+    "explain": BASE | {"ir", "compiler", "driver"},
+    "runtime": BASE | {"ir", "compiler", "host", "driver", "backends", "explain"},
     "frontends": BASE | {"ir", "autodiff", "runtime"},
     "models": {"errors", "frontends"},  # rlx.models, a public name for a part of frontends
-    "cli": BASE | {"ir", "autodiff", "compiler", "host", "driver", "backends", "runtime", "frontends", "models", "__version__"},
+    "cli": BASE | {"ir", "autodiff", "compiler", "host", "driver", "backends", "explain", "runtime", "frontends", "models"}
+    | {"__version__"},
     "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "models"},
     "__main__": {"cli"},
 }
@@ -50,6 +52,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "backends": ARRAYS,
     "backends/cpu": ARRAYS | {"llvmlite"},
     "backends/cuda": ARRAYS | {"cuda"},
+    "explain": {"numpy"},
     "runtime": ARRAYS,
     "frontends": ARRAYS | {"jinja2", "safetensors", "tokenizers"},
     "models": set(),

@@ -15,7 +15,7 @@ def lower(graph: Graph, target: Target, options: CompileOptions) -> Program:
     """The checked program of `graph` for `target`. Raises CompileError, VerifyError or OptionError."""
     from rlx.compiler.assemble import assembled  # on first use: a process whose programs come from the disk cache needs no passes
 
-    return assembled(graph, target, options)[0]
+    return assembled(graph, target, options).program
 
 
 __all__ = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rlx.compiler.check import check_program
 from rlx.compiler.compilation import Compilation
@@ -28,9 +28,18 @@ from rlx.ir.target import Target
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
 
 
-def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Program, Facts, dict[Value, int]]:
-    """The checked program of `graph`, with the facts of the legal graph, and the buffer of each of its values that has one.
-    Raises CompileError, VerifyError or OptionError."""
+class Assembled(NamedTuple):
+    """A checked program, the facts of the legal graph, and the buffer of each of its values that has one. `made`: by phase, the
+    group of each step, or for a step of the commit the assigned handle."""
+
+    program: Program
+    facts: Facts
+    ids: dict[Value, int]
+    made: dict[str, list[Group | Value]]
+
+
+def assembled(graph: Graph, target: Target, options: CompileOptions) -> Assembled:
+    """The program of `graph`. Raises CompileError, VerifyError or OptionError."""
     stages: dict[str, str] = {}
     graphs: dict[str, Graph] = {}
     compilation = Compilation(target, options)
@@ -44,23 +53,24 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> tuple[Pr
     made = _scheduled(made, facts, stages)
     lowered = {group: made[group] for group in groups}
     reports = _reports(graphs["bind_dims"], facts, lowered)
-    commit = [x for key, x in made.items() if isinstance(key, Value)]
+    commit = {key: x for key, x in made.items() if isinstance(key, Value)}
     assembler = _Assembler(facts, lowered, commit)
     program = assembler.program(graph, stages, reports)
     check_program(program)
-    return program, facts, assembler.ids
+    return Assembled(program, facts, assembler.ids, assembler.made)
 
 
 class _Assembler:
     """Numbers the buffers, turns kernels into steps, and plans the arena."""
 
-    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: Sequence[Lowered]) -> None:
+    def __init__(self, facts: Facts, lowered: dict[Group, Lowered], commit: dict[Value, Lowered]) -> None:
         """`lowered`: the groups in execution order, each with its kernel. `commit`: copies of next states into handles."""
         self.facts, self.lowered, self.commit, self.target = facts, lowered, commit, facts.target
         self.options = facts.compilation.options
         self.output_bases = {facts.places.base(v) for v in facts.graph.outputs}
         self.ids: dict[Value, int] = {}
         self.buffers: list[BufferDecl] = []
+        self.made: dict[str, list[Group | Value]] = {}
         self._keys: dict[Node, str] = {}
 
     def program(self, source: Graph, stages: dict[str, str], reports: tuple[NodeReport, ...]) -> Program:
@@ -72,9 +82,11 @@ class _Assembler:
         apart = "concurrent" in self.options.disable
         order = [(i, False) for i in range(len(made))] if apart else group_concurrent(made, self.target)
         steps = tuple(replace(made[i], concurrent=concurrent) for i, concurrent in order)
-        commit = tuple(map(self.step, self.commit))
+        commit = tuple(map(self.step, self.commit.values()))
         run = [g for g in groups if not g.static]
         run = [run[i] for i, _ in order]
+        self.made = {"prepare": [g for g in groups if g.static], "steps": [*run], "commit": [*self.commit]}
+        self.made["abort"] = [g for g in self.lowered if g.anchor in undo]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(x)) for g, x in self.lowered.items() if g.anchor in undo)
         named = zip(graph.output_names, graph.outputs, graph.output_actives, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.stream import Pending
 from rlx.driver.symmetric import SymmetricTransport
+from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import print_kernel
 from rlx.ir.program import Program, kernel_labels
@@ -93,6 +94,33 @@ class Tunable(Protocol):
 
     def compile(self, program: Program, tilings: Mapping[str, Tiling] | None = None) -> Artifact:
         """As Backend.compile. `tilings`: by kernel_key, the tiling of each kernel that does not use the default one."""
+        ...
+
+
+class Timeline(NamedTuple):
+    """The times of one run, in nanoseconds of time.perf_counter_ns. `spans`: int64 [n, 4], one row for each uninterrupted piece
+    of a step on a thread: (step, thread, begin, end). Steps are numbered over those of the run and of its commit."""
+
+    begin: int
+    end: int
+    spans: np.ndarray
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """An Executable that can measure the steps of a run."""
+
+    def timed(self) -> Callable[[], Timeline]:
+        """A function that runs once, as Executable.run does, and says when. Programs with collectives are not measured."""
+        ...
+
+
+@runtime_checkable
+class Roofed(Protocol):
+    """A Backend that knows what its devices do at most."""
+
+    def roofline(self, target: Target) -> Roofline:
+        """Measured once on each machine and kept; takes up to a second then."""
         ...
 
 

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Self
 from rlx.errors import DuplicateNameError, GraphError, ShapeError
 from rlx.ir.dtype import DType
 from rlx.ir.handle import BufferHandle
-from rlx.ir.node import HANDLE, INPUT, PARAM, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values
 from rlx.ir.op import OPS, Kind, OpDef
 from rlx.ir.shape import Shape
+
+from rlx.ir.node import (  # isort: skip
+    HANDLE, INPUT, PARAM, REPLACING, LeafAttrs, Node, Value, apply, caller, constant, postorder, same_values,
+)  # fmt: skip
 
 EXTENT = "%extent"  # name of the input that the compiler adds
 
@@ -170,13 +173,19 @@ class Building:
     def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Self:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
 
-        Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays.
+        Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays. Nodes that `new` makes have the source line
+        of the node they replace.
         """
         done: dict[Value, Value] = {v: v for v in self.leaves()}
-        for node in self.nodes():
-            results = node.results
-            if results[0] not in done:
-                done.update(zip(results, new(node, tuple([done[v] for v in node.inputs])), strict=True))
+        outer = REPLACING.source
+        try:
+            for node in self.nodes():
+                results = node.results
+                if results[0] not in done:
+                    REPLACING.source = node.source or ""
+                    done.update(zip(results, new(node, tuple([done[v] for v in node.inputs])), strict=True))
+        finally:
+            REPLACING.source = outer
         out = self.copy(name)
         out.outputs, out.assigns = [done[v] for v in self.outputs], [(h, done[v]) for h, v in self.assigns]
         out.updates = [u.renamed(done) for u in self.updates]

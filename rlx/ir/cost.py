@@ -76,6 +76,30 @@ class ProgramWork:
         return "\n".join([head, *("  " + line for line in lines)])
 
 
+@dataclass(frozen=True)
+class Roofline:
+    """What a device does at most, as measured. `operations`: floating-point or integer operations per second, by `arithmetic`.
+    `reading`: rising (bytes, bytes per second): the rate at which all threads together read that many bytes again and again."""
+
+    operations: Mapping[str, float]
+    reading: tuple[tuple[int, float], ...]
+
+    def least(self, nbytes: int, flops: int, kind: str) -> tuple[float, str]:
+        """Seconds that a step needs at least, and what bounds it: "memory" or "arithmetic"."""
+        rate = next((rate for size, rate in self.reading if nbytes <= size), self.reading[-1][1])
+        times = nbytes / rate, flops / self.operations.get(kind, self.operations["f32"])
+        return max(times), "memory" if times[0] >= times[1] else "arithmetic"
+
+
+def arithmetic(kernel: Kernel) -> str:
+    """The kind of a kernel's operations: "bf16" or "i8" if it multiplies matrices of these, "f64", else "f32"."""
+    for s in kernel.body:
+        if isinstance(s, Contract):
+            a, b = (o.buffer.dtype if isinstance(o, K.Operand) else o.value.dtype for o in (s.a, s.b))
+            return "i8" if a.is_int and b.is_int else "bf16" if (a.name, b.name) == ("bf16", "bf16") else s.acc.dtype.name
+    return "f64" if any(b.dtype.name == "f64" for b in kernel.buffers) else "f32"
+
+
 def program_work(program: Program) -> ProgramWork:
     """The cost of one run: its steps and the commit."""
     known: dict[Kernel, tuple[Mapping[Buffer, Touched], int | None]] = {}
@@ -174,4 +198,4 @@ def _flops(body: Iterable[Stmt]) -> int:
     return total
 
 
-__all__ = ["KernelWork", "ProgramWork", "flops", "program_work", "touched"]
+__all__ = ["KernelWork", "ProgramWork", "Roofline", "arithmetic", "flops", "program_work", "touched"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -25,7 +25,17 @@ from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import DimLike, Shape
 
 Operand: TypeAlias = "Value | complex | np.ndarray[Any, Any] | np.generic | Sequence[object]"
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_FRONTENDS = os.path.join(_PACKAGE, "frontends", "")  # code that builds networks: a line of it says more than that of load()
+
+
+class _Replacing(local):
+    """The source line that new nodes of this thread get, while a pass replaces a node of that line; "": none is known."""
+
+    source: str | None = None
+
+
+REPLACING = _Replacing()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -314,9 +324,12 @@ def _call(name: str, *operands: object, **attrs: object) -> Value:
 
 
 def caller() -> str | None:
-    """file:line of the nearest frame outside rlx, for error messages."""
+    """file:line of the nearest frame that builds a graph: one outside rlx, or in its frontends. In a pass: that of the node it
+    replaces."""
+    if REPLACING.source is not None:
+        return REPLACING.source or None
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_PACKAGE) and not file.startswith(_FRONTENDS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -37,19 +37,23 @@ from rlx.runtime.outputs import OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
 
+if TYPE_CHECKING:
+    from rlx.compiler.origins import Origins
+    from rlx.explain.profile import Profile
+
 
 class CompiledGraph(Shown):
     """A graph compiled for one device. Made by Session.compile. Only one thread at a time may run it; `clone` it for more."""
 
     def __init__(
         self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport,
-        slots: Callable[[], Mapping[Value, int]] = dict,
+        origins: Callable[[], Origins],
     ) -> None:  # fmt: skip
-        """`slots`: returns the arena byte offset of each value of the graph that has a slot."""
+        """`origins`: lowers the graph once more, for what a compile does not record."""
         program = executable.program
         self.device, self.options = device, options
         self._executable, self._program, self._report = executable, program, report
-        self._slots_of = slots
+        self._origins_of = origins
         self._gate = Gate()
         self._weights = Weights(executable, self._gate)
         self._inputs = tuple(program.buffers[id] for id in program.inputs if id != program.extent)
@@ -141,18 +145,22 @@ class CompiledGraph(Shown):
         Returns a fresh array, or a tuple of them if the graph has another number of outputs than one.
 
         Raises as `run` does, and InputDTypeError for numbers that the declared dtype does not hold."""
+        outputs = self.run(self._named(args, kwargs))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs by position and by name, by name. BindingError: too many, or one is given twice."""
         if len(args) > len(self._inputs):
             raise BindingError(f"{len(self._inputs)} inputs ({known(d.name for d in self._inputs)}), got {len(args)} by position")
         given = {d.name: x for d, x in zip(self._inputs, args)}
         if twice := given.keys() & kwargs:
             raise BindingError(f"input {known(twice)} is given by position and by name")
-        given |= kwargs
+        given |= kwargs  # type: ignore[arg-type]
         adopt = self._executable.adopt
         for d in self._inputs:
             if d.name in given:
                 given[d.name] = converted(f"input {d.name!r}", given[d.name], d.shape, adopt)
-        outputs = self.run(given)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return given
 
     @in_machine_code("dict", lambda self: partial(copies, self._output_views), makes=True)
     def run(self, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
@@ -284,7 +292,7 @@ class CompiledGraph(Shown):
         value = node.results[0] if isinstance(node, Node) else node
         if not isinstance(value, Value):
             raise BindingError(f"byte_offset takes a value or a node of the graph, got {type(node).__name__}")
-        return self._slots_of().get(value)
+        return self._origins_of().offsets.get(value)
 
     def has_buffer(self, node: Value | Node) -> bool:
         """Whether the value has a slot, so that byte_offset is not None."""
@@ -493,7 +501,7 @@ class CompiledGraph(Shown):
         """An independent executable. It shares code and weights, and has its own arena and its own copy of the states."""
         self._drain()
         with self._lock, self._gate:
-            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report, self._slots_of)
+            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report, self._origins_of)
         twin._feeds.update(self._feeds)
         twin._gate.barred = twin._gate.shut = len(twin._feeds)
         twin._set_extent(self._extent)
@@ -516,7 +524,19 @@ class CompiledGraph(Shown):
         """How each node was compiled, the kernels with their generated code, and where compile time went."""
         return self._report
 
+    def profile(self, *inputs: Any, runs: int = 20, **named: Any) -> Profile:
+        """The time of each step: `runs` measured runs, on inputs given as in a call (or as one mapping); without any, on those of
+        the last run, or on typical ones before the first. States are as before afterwards.
+
+        Raises as `run` does. Unsupported: the device has no times of steps, or the graph has collectives."""
+        from rlx.runtime.profiling import profiled
+
+        return profiled(self, inputs, named, runs)
+
     # -- inside
+
+    def _origins(self) -> Origins:
+        return self._origins_of().checked(self._program)
 
     def _given(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The inputs of a run, in order."""

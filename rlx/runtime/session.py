@@ -6,13 +6,12 @@ import gc
 import time
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compiler import lower
 from rlx.compiler.options import CompileOptions
-from rlx.compiler.slots import slots
 from rlx.driver.backend import Artifact, Executable, Opening
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
@@ -23,12 +22,16 @@ from rlx.ir.cost import program_work
 from rlx.ir.graph import Graph
 from rlx.ir.program import Program
 from rlx.ir.shown import Shown
+from rlx.ir.target import Target
 from rlx.ir.verify import where
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CompileReport, MemoryPlan, Texts
 from rlx.runtime.stored import ADDRESSES, CacheEntry
 from rlx.runtime.tune import Progress, tune
 from rlx.runtime.weights import Params, planned_bytes, store_of
+
+if TYPE_CHECKING:
+    from rlx.compiler.origins import Origins
 
 
 class Session(Shown):
@@ -141,7 +144,7 @@ class Session(Shown):
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:
                 print(*shown, sep="\n")
-        return CompiledGraph(executable, self.device, options, report, cache(partial(slots, graph, target, options)))
+        return CompiledGraph(executable, self.device, options, report, cache(partial(_origins, graph.copy(), target, options)))
 
     def _cached(
         self, entry: CacheEntry, params: ParamStore | None, handles: HandleStore | None
@@ -159,6 +162,12 @@ class Session(Shown):
             return self._backend.load(artifact, params, self.device.index, handles, **ranks)
         except (MemoryError, OSError) as e:
             raise OutOfMemoryError(f"{self.device} has no room for {_room(artifact.program)}: {e}") from e
+
+
+def _origins(graph: Graph, target: Target, options: CompileOptions) -> Origins:
+    from rlx.compiler.origins import origins  # on first use: as in rlx.compiler.lower
+
+    return origins(graph, target, options)
 
 
 def with_more(options: CompileOptions | None, more: Mapping[str, Any]) -> CompileOptions:

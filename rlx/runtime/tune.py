@@ -234,7 +234,7 @@ class _Trial:
             for b in self._alone.buffers:
                 if fresh or b.region is not Region.PARAM:
                     extent, most = self._tuner._extent
-                    made.write(b.id, np.full((), most, np.int64) if b.name == f"{extent}" else _filled(b.shape))
+                    made.write(b.id, np.full((), most, np.int64) if b.name == f"{extent}" else typical(b.shape))
             self._made[tiling] = artifact.texts()[kernel.name], made
         return self._made[tiling][1]
 
@@ -292,7 +292,7 @@ def _alone(program: Program, step: Step, copies: int) -> Program:
     return Program("tuning", program.target, tuple(buffers), (), tuple(steps), (), (), params, (), (), plan)
 
 
-def _filled(shape: Shape) -> np.ndarray:
+def typical(shape: Shape) -> np.ndarray:
     """Data with typical timing: floats of normal magnitude, indices in range, masks that hide nothing."""
     if shape.dtype.kind == "f":
         some = np.random.default_rng(0).uniform(0.5, 1, 4093).astype(shape.dtype.numpy)

@@ -21,6 +21,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError
 from rlx.host.processor import processor
+from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
@@ -77,6 +78,12 @@ class CpuBackend:
         from rlx.backends.cpu.render import axes
 
         return axes(kernel, target)
+
+    def roofline(self, target: Target) -> Roofline:
+        """Roofed protocol (rlx.driver.backend)."""
+        from rlx.backends.cpu.roofline import roofline  # imported late: it generates code
+
+        return roofline(target)
 
     def machine(self) -> str:
         return f"{processor()}, {self.compiler()}"

@@ -7,11 +7,12 @@ pool (rlx.backends.cpu.pool): the steps, then the commit, which is reached only 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -20,6 +21,7 @@ from rlx.backends.cpu import memory, pool
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.memory import Region as HostRegion
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
+from rlx.driver.backend import Timeline
 from rlx.driver.exchange import Exchanges
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -32,7 +34,9 @@ from rlx.ir.program import BufferDecl, Program, Region, Step, kernel_labels
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
+    from rlx.backends.cpu.timing import Spans
 
+Surroundings: TypeAlias = "tuple[HostRegion, int, pool.Pool | None]"  # scratch, its bytes per thread, the threads
 SCRATCH_ALIGNMENT = 128  # bytes; threads then share no cache line, nor a pair of lines that is prefetched together
 SHARED_NS = 20_000  # groups of single tasks with this much estimated work are shared by threads: waking one costs time
 BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
@@ -187,6 +191,27 @@ class CpuExecutable(Loaded):
         output = any(o.buffer == b.id for o in self.program.outputs)
         return plain and not (elsewhere or output or memory.holds(array.ctypes.data, array.nbytes))
 
+    def timed(self) -> Callable[[], Timeline]:
+        """Timed protocol (rlx.driver.backend)."""
+        from rlx.backends.cpu.timing import Spans  # imported late: it compiles code that most programs do not need
+
+        coded, threads = self._coded("steps", "commit"), self._pool.threads if self._pool else 1
+        stride = max(self._code.scratch_stride, SCRATCH_ALIGNMENT)  # not 0: the address of its scratch tells the thread
+        scratch = memory.allocate(stride * threads, SCRATCH_ALIGNMENT)
+        spans = Spans([code.tasks for _, code in coded], scratch.address, stride)
+        table = self._table(coded, surroundings=(scratch, stride, self._pool), commits=True, spans=spans)
+        self._tables.add(table)
+
+        def run() -> Timeline:
+            begin = time.perf_counter_ns()
+            status = table.call()
+            end = time.perf_counter_ns()
+            if status:
+                self._settle(table, status)
+            return Timeline(begin, end, spans.rows())
+
+        return run
+
     def run_commit(self) -> None:
         if self._exchange:
             try:
@@ -201,7 +226,7 @@ class CpuExecutable(Loaded):
         thread only, so that other threads can do the same concurrently."""
         arrays = {i: _aligned(self.decls[i], array) for i, array in (given or {}).items()}
         coded = [self._code.artifact.coded["prepare"][i] for i in steps]
-        own = memory.allocate(max(code.scratch_bytes for _, code in coded), SCRATCH_ALIGNMENT) if alone else None
+        own = (memory.allocate(max(c.scratch_bytes for _, c in coded), SCRATCH_ALIGNMENT), 0, None) if alone else None
         self._table(coded, {i: array.ctypes.data for i, array in arrays.items()}, own)()
 
     def clone(self) -> CpuExecutable:
@@ -244,11 +269,11 @@ class CpuExecutable(Loaded):
         return table
 
     def _table(
-        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None, scratch: HostRegion | None = None,
-        commits: bool = False,
+        self, coded: Sequence[tuple[Step, Rendered]], given: Mapping[int, int] | None = None,
+        surroundings: Surroundings | None = None, commits: bool = False, spans: Spans | None = None,
     ) -> _Table:  # fmt: skip
-        """These steps, ready to run. `given`: addresses to use instead, for some buffers. `scratch`: run on one thread, with this
-        scratch. `commits`: the steps of a run are followed by those of its commit.
+        """These steps, ready to run. `given`: addresses to use instead, for some buffers. `surroundings`: scratch and threads
+        other than those of runs. `commits`: the steps of a run are followed by those of its commit. `spans`: measure each task.
 
         PlanError: a kernel's arguments are larger than the buffers it is given. Machine code cannot check: it sees no sizes."""
         rows, addresses, moving = [], [], []
@@ -256,14 +281,15 @@ class CpuExecutable(Loaded):
         if exchange:
             function, *addresses = exchange.begin()
             rows.append((function, 0, 1, False))
-        for (step, code), concurrent in zip(coded, _concurrent(coded)):
+        for at, ((step, code), concurrent) in enumerate(zip(coded, _concurrent(coded))):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
-            rows.append((function, len(addresses), code.tasks, concurrent))
-            moving += [(at, a) for at, a in enumerate(step.args, len(addresses)) if a in self.entries]
+            rows.append((spans.function if spans else function, len(addresses), code.tasks, concurrent))
+            addresses += [function, spans.address(at)] if spans else ()
+            moving += [(place, a) for place, a in enumerate(step.args, len(addresses)) if a in self.entries]
             addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
         kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
         for barrier in (exchange.release(), commits and exchange.agreement()) if exchange else ():
@@ -271,8 +297,8 @@ class CpuExecutable(Loaded):
                 kernels.insert(end := len(self.program.steps), None)
                 rows.insert(1 + end, (barrier[0], len(addresses), 1, False))
                 addresses += barrier[1:]
-        surroundings = (self._scratch, self._code.scratch_stride, self._pool) if scratch is None else (scratch, 0, None)
-        table = _Table(self.program.name, kernels, rows, addresses, surroundings, exchange)
+        around = surroundings or (self._scratch, self._code.scratch_stride, self._pool)
+        table = _Table(self.program.name, kernels, rows, addresses, around, exchange)
         table.moving = moving
         return table
 
@@ -285,7 +311,7 @@ class _Table:
 
     def __init__(
         self, program: str, kernels: Sequence[Kernel | None], rows: Sequence[tuple[int, int, int, bool]],
-        addresses: Sequence[int], surroundings: tuple[HostRegion, int, pool.Pool | None], exchange: ExchangeCalls | None = None,
+        addresses: Sequence[int], surroundings: Surroundings, exchange: ExchangeCalls | None = None,
     ) -> None:  # fmt: skip
         """`exchange`: keeps the functions of collectives alive. The first row is then their initial barrier, and other rows that
         are not kernels have None in `kernels`."""

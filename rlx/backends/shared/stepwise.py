@@ -7,6 +7,7 @@ plan or a read before a write gives wrong results. A backend supplies one functi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Self
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
+from rlx.driver.backend import Timeline
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, HostMemory, Memory, bytes_of
@@ -39,6 +41,7 @@ class StepwiseExecutable(Transacted):
         super().__init__(program, params, handles, memory, transport, may_fail)
         memory.fill(self.arena.block, POISON)
         self.code_bytes, self._run_kernel = code_bytes, run_kernel
+        self._spans: list[tuple[int, int, int, int]] | None = None  # of the run that is measured
         for b in program.buffers:  # params are in the store from the start
             self.block(b.id)
 
@@ -82,14 +85,30 @@ class StepwiseExecutable(Transacted):
             if at < failed:
                 self.launch(step)
 
+    def timed(self) -> Callable[[], Timeline]:
+        """Timed protocol (rlx.driver.backend). One thread runs all steps."""
+
+        def run() -> Timeline:
+            self._spans, begin = [], perf_counter_ns()
+            try:
+                self.run()
+                return Timeline(begin, perf_counter_ns(), np.array(self._spans, np.int64).reshape(-1, 4))
+            finally:
+                self._spans = None
+
+        return run
+
     def launch(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
         arrays = [bytes_of(given[a]) if a in given else self.data(a) for a in step.args]
         arrays = [a.view(b.dtype.numpy) for a, b in zip(arrays, step.kernel.buffers, strict=True)]
+        begin = perf_counter_ns()
         if step.kernel.collective:
             self.exchanges.perform(step.kernel.collective, *arrays)
         elif status := self._run_kernel(step.kernel, arrays):
             where = f"{step.kernel.name} ({' '.join(step.kernel.origin)})"
             raise IndexRangeError(f"{STATUS[status]} in {where}; nothing was committed")
+        if self._spans is not None:
+            self._spans.append((len(self._spans), 0, begin, perf_counter_ns()))
 
     def data(self, buffer: int) -> np.ndarray:
         """The buffer's bytes, flat, for `run_kernel`."""
