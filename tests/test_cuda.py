@@ -144,6 +144,14 @@ def test_expressions_take_their_shorter_forms():
 # -- the mapping to threads ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["i8", "i32", "i64", "u32"])
+def test_stores_keep_the_casts_that_are_more_than_a_rounding(dtype: str) -> None:
+    """The store's own conversion, of C, does not saturate and makes no 0 of NaN."""
+    text = text_of(launch_of(one(lambda g: rlx.cast(g.input("x", (64,), "f32"), dtype=dtype)), "sm_90a"), "kernel")
+    (cast,) = re.findall(rf"(t\d+) = rlx_to_{dtype}\(", text)
+    assert f"] = {cast};" in text
+
+
 def test_elements_take_a_thread_and_rows_a_team():
     wide = launch_of(one(lambda g: g.input("x", (4096, 4096), "f32") + 1.0), "sm_90a")
     assert (wide.team, wide.vector, wide.blocks * wide.threads * 4) == (1, 4, 4096 * 4096)

@@ -46,7 +46,7 @@ def _local(element: str, name: str, local: Local) -> str:
 
 def unrounded(s: Store) -> Expr:
     """The stored value before casts that round it just as the store does."""
-    x, same = s.value, (s.buffer.dtype, f32)
+    x, same = s.value, (s.buffer.dtype, f32) if s.buffer.dtype.is_float else ()
     while isinstance(x, Alu) and x.op == "cast" and x.dtype in same and x.args[0].dtype in same:
         x = x.args[0]
     return x
