@@ -28,7 +28,9 @@
     ├── NumericsError                a NaN appeared in checked mode
     ├── IndexRangeError              an index in a gather or scatter is out of range (also IndexError)
     ├── ModelError                   a model's files are missing, unsupported or inconsistent
-    │   └── CorruptFileError         a file's sizes or offsets contradict each other
+    │   ├── CorruptFileError         a file's sizes, offsets or checksums contradict each other
+    │   ├── FormatError              a file is of a format that this version does not read
+    │   └── UntrustedFileError       a file of machine code that another user could have written
     └── CollectiveError              communication between ranks failed; the contents of the arrays are undefined
         ├── HeapBoundsError          bytes outside the symmetric heap           (also IndexError)
         ├── CallMismatchError        ranks made different calls: sizes, dtypes, reductions (also ValueError)
@@ -90,6 +92,8 @@ class IndexRangeError(RlxError, IndexError): ...
 
 class ModelError(RlxError): ...
 class CorruptFileError(ModelError): ...
+class FormatError(ModelError): ...
+class UntrustedFileError(ModelError): ...
 
 
 class CollectiveError(RlxError): ...

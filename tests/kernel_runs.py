@@ -22,7 +22,7 @@ Function = Callable[..., Expr]
 PAGE, POISON = mmap.PAGESIZE, 0xCB
 TRIPLE = machine_of(host_target(1))[0]
 TARGETS: dict[str, Target] = {"host": host_target(1)}  # and a narrower CPU whose code this one can run
-if TRIPLE.startswith("x86_64") and not missing_features(target_for(TRIPLE, "x86-64-v3")):
+if TRIPLE.startswith("x86_64") and not missing_features(target_for(TRIPLE, "x86-64-v3").features):
     TARGETS["x86-64-v3"] = target_for(TRIPLE, "x86-64-v3", threads=8)
 
 

@@ -48,7 +48,7 @@ CPUS = ("x86-64-v4", "x86-64-v3", "x86-64") if TRIPLE.startswith("x86_64") else 
 TARGETS = {"host": host_target(1)}  # and lower levels, one for each length of vector
 for _name in CPUS:
     _target = target_for(TRIPLE, _name)
-    if not missing_features(_target) and _target.vector_bytes not in {t.vector_bytes for t in TARGETS.values()}:
+    if not missing_features(_target.features) and _target.vector_bytes not in {t.vector_bytes for t in TARGETS.values()}:
         TARGETS[_name] = _target
 PAGE = mmap.PAGESIZE
 Arrays = dict[str, np.ndarray]

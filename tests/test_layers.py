@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "models": {"errors", "frontends"},  # rlx.models, a public name for a part of frontends
     "cli": BASE | {"ir", "autodiff", "compiler", "host", "driver", "backends", "explain", "runtime", "frontends", "models"}
     | {"__version__"},
-    "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "models"},
+    "__init__": BASE | {"ir", "autodiff", "driver", "backends", "runtime", "frontends", "models"},
     "__main__": {"cli"},
 }
 ARRAYS = {"numpy", "ml_dtypes"}

@@ -70,6 +70,10 @@ class Storable(Protocol):
         TypeError, KeyError or IndexError. `texts`: Artifact.texts of the stored artifact."""
         ...
 
+    def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
+        """The features (Target.features) that code was compiled for and the device lacks. Empty: the code runs on it."""
+        ...
+
 
 @runtime_checkable
 class Opening(Protocol):

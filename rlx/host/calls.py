@@ -31,7 +31,6 @@ from rlx.host.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE
 from rlx.host.builtin import METH_FASTCALL, METH_KEYWORDS, METH_NOARGS, MethodDef, builtin
 from rlx.host.gate import FastCall
 from rlx.host.jit import Library, kept_object
-from rlx.host.processor import host_target
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
 GIL_NS = 20_000  # runs estimated to take longer release the GIL; taking it back may wait milliseconds for other threads
@@ -122,17 +121,18 @@ def _made(name: str, form: str, doc: str) -> MethodDef:
     """Made once and kept for the life of the process, because built-in functions point to it. One per name, for help()."""
     flags = METH_NOARGS if form == "none" else METH_FASTCALL | METH_KEYWORDS
     text = f"{name}({'' if form == 'none' else '$self, inputs, /'})\n--\n\n{doc}"
-    return MethodDef(name.encode(), _library().address(FORMS[form]), flags, text.encode())
+    return MethodDef(name.encode(), library().address(FORMS[form]), flags, text.encode())
 
 
 @cache
-def _library() -> Library:
+def library() -> Library:
+    """The machine code of all calls."""
     def text() -> str:
         from rlx.host import call_code  # not needed if its code is in the disk cache
 
         return call_code.module_text()
 
-    return Library([kept_object("calls", text, host_target(1))], tuple(FORMS.values()))
+    return Library([kept_object("calls", text)], tuple(FORMS.values()))
 
 
 def make(
@@ -163,4 +163,4 @@ def make(
     call.dict_type, call.str_type = id(dict), id(str)
     with _making:  # else concurrent threads would make several, and each must live for ever
         definition = _made(wanted.name, wanted.form, wanted.doc)
-    return builtin(definition, ctypes.addressof(call), _Kept(call, definition, _library(), *kept))
+    return builtin(definition, ctypes.addressof(call), _Kept(call, definition, library(), *kept))

@@ -58,7 +58,7 @@ class DiskCache:
             return None, f"cannot be read: {e.strerror}"
         try:
             found = os.fstat(number)
-            why = _foreign(found) if stat.S_ISREG(found.st_mode) else "is not a regular file"
+            why = foreign(found) if stat.S_ISREG(found.st_mode) else "is not a regular file"
             if why:
                 return None, f"not trusted: {self.path(name)} {why}"
             with open(number, "rb", closefd=False) as f:
@@ -143,9 +143,9 @@ def _header(name: str, parts: Sequence[bytes | memoryview]) -> bytes:
     return HEADER.pack(MAGIC, FORMAT, 0, sum(map(len, parts)), digest.digest())
 
 
-def _foreign(found: os.stat_result) -> str:
-    """Why another user may have written the file; "" if none can."""
-    if found.st_uid != os.geteuid():
+def foreign(found: os.stat_result, root: bool = False) -> str:
+    """Why another user may have written the file or folder; "" if none can. `root`: it may belong to root."""
+    if found.st_uid != os.geteuid() and not (root and found.st_uid == 0):
         return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
     return "can be written by other users" if found.st_mode & 0o022 else ""
 
@@ -163,7 +163,7 @@ def disk_cache() -> tuple[DiskCache | None, str]:
 def _opened(folder: str, max_bytes: int) -> tuple[DiskCache | None, str]:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        why = _foreign(os.stat(folder))
+        why = foreign(os.stat(folder))
     except OSError as e:
         why = f"cannot be made: {e.strerror}"
     if why:

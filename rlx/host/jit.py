@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import os
 import re
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rlx.errors import CompileError, DeviceUnavailableError
 from rlx.host.disk import DiskCache, disk_cache, source_digest
 from rlx.host.legal import faults
-from rlx.host.link import Foreign, Image
-from rlx.host.processor import host_target, machine_of, missing_features
+from rlx.host.link import SUPPORTED, Foreign, Image
+from rlx.host.processor import host_target, machine_of, missing_features, plain_target
 from rlx.ir.target import Target
 
 if TYPE_CHECKING:
@@ -68,12 +67,18 @@ def compile_object(text: str, target: Target, name: str = "", keep: bool = False
     return _kept(disk, text, target, lambda: compile_object(text, target, name))
 
 
-def kept_object(name: str, text: Callable[[], str], target: Target) -> bytes:
-    """Object code, cached on disk, of a module that is determined by the package's sources, this Python and `name`. A cache hit
-    does not need the module's text."""
-    disk, _ = disk_cache()
-    make = lambda: compile_object(text(), target, name)  # noqa: E731
-    return make() if disk is None else _kept(disk, f"{name} {source_digest()} {sys.version}", target, make)
+own_objects: dict[str, bytes] = {}  # key -> object code of the modules below, made in this process or read from an artifact
+
+
+def kept_object(name: str, text: Callable[[], str]) -> bytes:
+    """Object code of a module that is determined by the package's sources and `name`, for any CPU of this architecture. It is
+    cached on disk and comes with artifacts (rlx.runtime.artifact). A hit does not need the module's text."""
+    target, disk = plain_target(), disk_cache()[0]
+    key = f"{name} {source_digest()} {' '.join(target.features)}"
+    if key not in own_objects:
+        make = lambda: compile_object(text(), target, name)  # noqa: E731
+        own_objects[key] = make() if disk is None else _kept(disk, key, target, make)
+    return own_objects[key]
 
 
 def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes]) -> bytes:
@@ -118,11 +123,15 @@ class Library:
     Undefined symbols of the objects (exp, fmod, PyLong_FromLong …) are resolved in this process, libm included.
     """
 
-    def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
+    def __init__(self, objects: Sequence[bytes], symbols: Sequence[str], stored: bool = False) -> None:
+        """`stored`: the objects come from a file. LLVM's linker ends the process where such a file is inconsistent, so it is used
+        only on machines for which there is no other."""
         self._code: Image | _Linked
         try:
             self._code = Image(objects, symbols)
-        except Foreign:
+        except Foreign as why:
+            if stored and SUPPORTED:
+                raise CompileError(f"cannot link {', '.join(symbols)}: the object code is not as rlx writes it: {why}") from None
             self._code = _Linked(objects, symbols)
         self._symbols = frozenset(symbols)
 
@@ -171,9 +180,11 @@ def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
         linker.close()
 
 
-def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target) -> Library:
-    """A Library of code compiled for `target`. DeviceUnavailableError: this CPU lacks instructions that it uses."""
-    lacks = missing_features(target)
+def load(objects: Sequence[bytes], symbols: Sequence[str], target: Target, stored: bool = False) -> Library:
+    """A Library of code compiled for `target`; `stored`: read from a file. DeviceUnavailableError: this CPU lacks instructions
+    that it uses."""
+    machine_of(target)  # CompileError: not a CPU target
+    lacks = missing_features(target.features)
     if lacks:
         raise DeviceUnavailableError(f"the code needs a CPU with {', '.join(lacks)}, which this one lacks; compile it here")
-    return Library(objects, symbols)
+    return Library(objects, symbols, stored)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import platform
 import struct
 import sys
 import weakref
@@ -32,6 +33,9 @@ _JUMP = b"\xff\x25"  # jmp [rip + offset]
 _SLOT = 16  # bytes per external symbol: its address, then a jump to it
 
 
+SUPPORTED = sys.platform == "linux" and sys.byteorder == "little" and platform.machine() == "x86_64"
+
+
 class Foreign(Exception):
     """An object that only LLVM's linker can load."""
 
@@ -52,8 +56,8 @@ class Image:
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
         """`symbols`: the symbols for `address`. Foreign: this linker does not support the objects. CompileError: an object is
         inconsistent, or a symbol is undefined."""
-        if sys.platform != "linux" or sys.byteorder != "little":
-            raise Foreign("not Linux")
+        if not SUPPORTED:
+            raise Foreign("not Linux on x86-64")
         try:
             self._link([_parsed(raw) for raw in objects])
         except (struct.error, IndexError, KeyError, ValueError, OverflowError) as fault:
@@ -74,12 +78,16 @@ class Image:
                     raise Foreign("writable data")
                 if offset + nbytes > len(o.raw):
                     raise IndexError("a section beyond the end")
+                if alignment & (alignment - 1):
+                    raise ValueError(f"alignment {alignment}")
                 o.at[i] = size = -(-size // max(alignment, 1)) * max(alignment, 1)
                 size += nbytes
         exported = (
             (name, o.at[s] + value) for o in objects for name, binding, s, value in o.symbols if binding and s in o.at
         )
         self._defined = dict(exported)
+        if size > 2 * sum(len(o.raw) for o in objects):
+            raise IndexError("sections that overlap")
         slots = -(-size // _SLOT) * _SLOT
         outside = {n for o in objects for n, binding, s, _ in o.symbols if n and binding and s == 0} - set(self._defined)
         self._outside = {name: slots + _SLOT * i for i, name in enumerate(sorted(outside))}

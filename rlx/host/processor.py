@@ -78,6 +78,12 @@ def host_target(threads: int | None = None) -> Target:
     return _target(host_features(), threads or knobs.THREADS.get() or available_threads())
 
 
+def plain_target() -> Target:
+    """One thread of any CPU of this process's architecture."""
+    triple = host_features()[0].removeprefix("triple=")
+    return target_for(triple, "x86-64" if triple.startswith("x86_64") else "generic")
+
+
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
     """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))`. An x86-64 level as `cpu`
     implies its features."""
@@ -93,12 +99,12 @@ def machine_of(target: Target) -> tuple[str, str, str]:
     return facts["triple"], facts["cpu"], ",".join("+" + f for f in target.features if "=" not in f)
 
 
-def missing_features(target: Target) -> tuple[str, ...]:
-    """Features that code for `target` needs and this machine lacks. Empty: it can run here."""
+def missing_features(features: Sequence[str]) -> tuple[str, ...]:
+    """Features (Target.features) that code needs and this machine lacks. Empty: it can run here."""
     here = host_features()
-    triple, _, _ = machine_of(target)
-    other = () if here[0].startswith(f"triple={triple.split('-')[0]}-") else (f"triple={triple}",)
-    return *other, *(f for f in target.features if "=" not in f and f not in here)
+    triple = next((f for f in features if f.startswith("triple=")), "triple=unknown")
+    other = () if here[0].startswith(f"{triple.split('-')[0]}-") else (triple,)
+    return *other, *(f for f in features if "=" not in f and f not in here)
 
 
 def _target(features: tuple[str, ...], threads: int) -> Target:

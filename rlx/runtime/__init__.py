@@ -15,9 +15,10 @@ from rlx.driver.handles import HandleStore, Snapshot
 
 from rlx.errors import (  # isort: skip
     BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceError, DeviceUnavailableError,
-    DuplicateNameError, GraphError, HeapBoundsError, IndexRangeError, InputDTypeError, InputShapeError, MissingInputError,
-    MissingParamError, NumericsError, OptionError, OutOfMemoryError, PlanError, RlxError, StaleViewError, TransferError,
-    TransportError, UnboundDimError, UnknownDeviceError, UnknownNameError, UnknownRankError, Unsupported, VerifyError,
+    DuplicateNameError, FormatError, GraphError, HeapBoundsError, IndexRangeError, InputDTypeError, InputShapeError,
+    MissingInputError, MissingParamError, ModelError, NumericsError, OptionError, OutOfMemoryError, PlanError, RlxError,
+    StaleViewError, TransferError, TransportError, UnboundDimError, UnknownDeviceError, UnknownNameError, UnknownRankError,
+    Unsupported, UntrustedFileError, VerifyError,
 )  # fmt: skip
 from rlx.runtime.agree import agreed, of_first
 from rlx.runtime.cache import BucketedCompileCache, CompileCache, power_of_two_ladder
@@ -41,12 +42,12 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "Allocations", "BindingError", "BucketedCompileCache", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
     "CommandStream", "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
-    "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError", "GraphError", "HandleStore",
-    "HeapBoundsError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport", "MemoryPlan",
-    "MissingInputError", "MissingParamError", "NumericsError", "OptionError", "OutOfMemoryError", "OutputView", "ParamStore",
-    "Partitioned", "PlanError", "Rank", "ReduceKind", "RlxError", "Session", "ShmTransport", "Snapshot", "StaleViewError",
-    "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError", "TransportError",
-    "UnboundDimError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "Unsupported", "VerifyError", "agreed",
-    "all_gather", "all_reduce", "all_to_all", "available", "broadcast", "connect", "is_available", "map_file", "of_first",
-    "partition", "power_of_two_ladder", "reduce_scatter",
+    "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError", "FormatError", "GraphError",
+    "HandleStore", "HeapBoundsError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport",
+    "MemoryPlan", "MissingInputError", "MissingParamError", "ModelError", "NumericsError", "OptionError", "OutOfMemoryError",
+    "OutputView", "ParamStore", "Partitioned", "PlanError", "Rank", "ReduceKind", "RlxError", "Session", "ShmTransport",
+    "Snapshot", "StaleViewError", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError",
+    "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "Unsupported",
+    "UntrustedFileError", "VerifyError", "agreed", "all_gather", "all_reduce", "all_to_all", "available", "broadcast",
+    "connect", "is_available", "map_file", "of_first", "partition", "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

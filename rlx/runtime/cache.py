@@ -6,9 +6,11 @@ active extent is set so that padding never affects the result (rlx/compiler/padd
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,75 +154,24 @@ def power_of_two_ladder(least: int, most: int) -> tuple[int, ...]:
     return (*(least << i for i in range(((most - 1) // least).bit_length())), most)
 
 
-class BucketedCompileCache(Shown):
-    """One graph with a named dim, compiled once for each bucket that is used. All buckets share the weights and states."""
+class Buckets(Shown, ABC):
+    """One graph in several sizes of a named dim. `ladder`: the sizes, ascending. All of them share the weights and states."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        dim: str = "seq",
-        ladder: Sequence[int] = power_of_two_ladder(16, 512),
-        *,
-        session: Session | None = None,
-        options: CompileOptions | None = None,
-        params: ParamStore | Params | None = None,
-        handles: HandleStore | None = None,
-        max_bytes: int = MAX_BYTES,
-        **more: Any,
-    ) -> None:
-        """`ladder`: the bucket sizes, ascending. `params`, `handles`: stores to share. `max_bytes`: limit for all executables
-        together. `more`: fields of CompileOptions."""
-        named = Dim(dim)
-        self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
-        if not any(self._places.values()):
-            raise OptionError(f"no input of graph {graph.name!r} has a dim {dim!r} of its own")
-        rungs = tuple(ladder)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
-        if not rungs or not whole or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
-            raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
-        self.graph, self.dim, self.ladder = graph, dim, rungs
-        self.cache = CompileCache(max_bytes)
-        self.params, self.handles = store_of(params) or ParamStore(), handles or HandleStore()
-        self._session, self._options = session or Session(), with_more(options, more)
-        self._given: dict[str, np.ndarray] = {}
-        self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
-        self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
-        self._lock = Lock()
+    name: str
+    dim: str
+    ladder: tuple[int, ...]
+    _places: Mapping[str, Sequence[int]]  # input -> its axes that have the dim
+    _lock: Lock
 
-    def _line(self) -> str:
-        return f"of graph {self.graph.name!r}, dim {self.dim!r} of {some(self.ladder, 12)}; {len(self.cache)} compiled"
-
-    def set_param(self, name: str, array: np.ndarray) -> None:
-        """Set a weight in every bucket. The array is kept for buckets compiled later: by reference if it is read-only, else as a
-        copy.
-
-        Raises UnknownNameError, InputShapeError or InputDTypeError; none of them changes anything."""
-        shapes = {v.name: v.shape.bind(self._options.binding) for v in self.graph.params}
-        if name not in shapes:
-            raise UnknownNameError(f"no param is called {name!r}; there are {known(shapes)}")
-        own = fits(f"param {name!r}", array, shapes[name])
-        with self._lock:
-            for compiled, _ in reversed(self.cache._kept.values()):
-                compiled.set_param(name, own)  # the other buckets see the new generation in the shared store
-                break
-            self._given[name] = own.copy() if own.flags.writeable else own
-
+    @abstractmethod
     def bucket(self, rows: int) -> CompiledGraph:
         """The executable of the smallest bucket of at least `rows`. InputShapeError: there is none."""
+
+    def _size(self, rows: int) -> int:
         size = next((n for n in self.ladder if n >= rows), None)
         if size is None or rows < 1:
-            raise InputShapeError(f"{self.graph.name}: dim {self.dim!r} is from 1 to {self.ladder[-1]}, got {rows}")
-        with self._lock:
-            stores = self.params, self.handles
-            if size not in self._keys:
-                self._keys[size] = _key(self._session, self.graph, self._options.bind_extent(self.dim, size), *stores)
-            compiled = self.cache._get(self._keys[size], self._session, self.graph, *stores)
-            if self._current.get(size) != (compiled, self.params.generation):
-                for name in compiled.missing_params():  # in another packing than in earlier buckets, or set since
-                    if name in self._given:
-                        compiled.set_param(name, self._given[name])
-                self._current[size] = compiled, self.params.generation
-            return compiled
+            raise InputShapeError(f"{self.name}: dim {self.dim!r} is from 1 to {self.ladder[-1]}, got {rows}")
+        return size
 
     def run_padded(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Run once on named arrays of any length up to the largest bucket. Returns a fresh array per output, as long as its data.
@@ -248,10 +199,90 @@ class BucketedCompileCache(Shown):
                 found.setdefault(arrays[name].shape[axis], name)
         if len(found) > 1:
             lengths = ", ".join(f"{rows} in {name!r}" for rows, name in found.items())
-            raise InputShapeError(f"{self.graph.name}: inputs disagree on dim {self.dim!r}: {lengths}")
+            raise InputShapeError(f"{self.name}: inputs disagree on dim {self.dim!r}: {lengths}")
         if not found:
-            raise InputShapeError(f"{self.graph.name}: no input with dim {self.dim!r} was given; there are {known(self._places)}")
+            raise InputShapeError(f"{self.name}: no input with dim {self.dim!r} was given; there are {known(self._places)}")
         return next(iter(found))
+
+
+class BucketedCompileCache(Buckets):
+    """One graph with a named dim, compiled once for each bucket that is used. All buckets share the weights and states."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        dim: str = "seq",
+        ladder: Sequence[int] = power_of_two_ladder(16, 512),
+        *,
+        session: Session | None = None,
+        options: CompileOptions | None = None,
+        params: ParamStore | Params | None = None,
+        handles: HandleStore | None = None,
+        max_bytes: int = MAX_BYTES,
+        **more: Any,
+    ) -> None:
+        """`ladder`: the bucket sizes, ascending. `params`, `handles`: stores to share. `max_bytes`: limit for all executables
+        together. `more`: fields of CompileOptions."""
+        named = Dim(dim)
+        self._places = {str(v.name): [a for a, d in enumerate(v.dims) if d == named] for v in graph.inputs}
+        if not any(self._places.values()):
+            raise OptionError(f"no input of graph {graph.name!r} has a dim {dim!r} of its own")
+        rungs = tuple(ladder)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
+        if not rungs or not whole or rungs[0] < 1 or sorted(set(rungs)) != list(rungs):
+            raise OptionError(f"a ladder is sizes of at least 1, ascending; got {ladder!r}")
+        self.graph, self.name, self.dim, self.ladder = graph, graph.name, dim, rungs
+        self.cache = CompileCache(max_bytes)
+        self.params, self.handles = store_of(params) or ParamStore(), handles or HandleStore()
+        self._session, self._options = session or Session(), with_more(options, more)
+        self._given: dict[str, np.ndarray] = {}
+        self._keys: dict[int, Key] = {}  # by bucket: saves a fingerprint of the graph at every run
+        self._current: dict[int, tuple[CompiledGraph, int]] = {}  # by bucket: the generation of the weights that are set in it
+        self._lock = Lock()
+
+    def _line(self) -> str:
+        return f"of graph {self.graph.name!r}, dim {self.dim!r} of {some(self.ladder, 12)}; {len(self.cache)} compiled"
+
+    def set_param(self, name: str, array: np.ndarray) -> None:
+        """Set a weight in every bucket. The array is kept for buckets compiled later: by reference if it is read-only, else as a
+        copy.
+
+        Raises UnknownNameError, InputShapeError or InputDTypeError; none of them changes anything."""
+        shapes = {v.name: v.shape.bind(self._options.binding) for v in self.graph.params}
+        if name not in shapes:
+            raise UnknownNameError(f"no param is called {name!r}; there are {known(shapes)}")
+        own = fits(f"param {name!r}", array, shapes[name])
+        with self._lock:
+            for compiled, _ in reversed(self.cache._kept.values()):
+                compiled.set_param(name, own)  # the other buckets see the new generation in the shared store
+                break
+            self._given[name] = own.copy() if own.flags.writeable else own
+
+    def bucket(self, rows: int) -> CompiledGraph:
+        size = self._size(rows)
+        with self._lock:
+            stores = self.params, self.handles
+            if size not in self._keys:
+                self._keys[size] = _key(self._session, self.graph, self._options.bind_extent(self.dim, size), *stores)
+            compiled = self.cache._get(self._keys[size], self._session, self.graph, *stores)
+            if self._current.get(size) != (compiled, self.params.generation):
+                for name in compiled.missing_params():  # in another packing than in earlier buckets, or set since
+                    if name in self._given:
+                        compiled.set_param(name, self._given[name])
+                self._current[size] = compiled, self.params.generation
+            return compiled
+
+    def save(self, path: str | PathLike[str], sizes: Sequence[int] | None = None, weights: bool = True) -> int:
+        """Write buckets to an artifact, for rlx.load, which gives StoredBuckets. Returns its size in bytes. `sizes`: those to
+        save, which are compiled if need be; None: the whole ladder. Otherwise as rlx.save."""
+        from rlx.runtime.saving import save  # not needed by most programs
+
+        chosen = self.ladder if sizes is None else tuple(sorted(set(sizes)))
+        if not chosen or (extra := set(chosen) - set(self.ladder)):
+            raise OptionError(f"sizes are some of the ladder {self.ladder}, got {sizes!r}{f': {known(extra)}' if chosen else ''}")
+        graphs = {f"{self.name} {self.dim}={n}": self.bucket(n) for n in chosen}
+        facts = {"name": self.name, "dim": self.dim, "ladder": chosen, "places": self._places}
+        return save(path, graphs, weights=weights, facts={"buckets": facts})
 
 
 def _padded(array: np.ndarray, axes: Sequence[int], size: int) -> np.ndarray:

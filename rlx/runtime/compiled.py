@@ -9,14 +9,16 @@ More than 500 lines: it is one class, the public surface of a compiled graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlx.compiler.options import CompileOptions
-from rlx.driver.backend import Executable
+from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
@@ -47,11 +49,11 @@ class CompiledGraph(Shown):
 
     def __init__(
         self, executable: Executable, device: Device, options: CompileOptions, report: CompileReport,
-        origins: Callable[[], Origins],
+        origins: Callable[[], Origins], artifact: Artifact,
     ) -> None:  # fmt: skip
-        """`origins`: lowers the graph once more, for what a compile does not record."""
+        """`origins`: lowers the graph once more, for what a compile does not record. `artifact`: the code, for `save`."""
         program = executable.program
-        self.device, self.options = device, options
+        self.device, self.options, self.artifact = device, options, artifact
         self._executable, self._program, self._report = executable, program, report
         self._origins_of = origins
         self._gate = Gate()
@@ -501,7 +503,9 @@ class CompiledGraph(Shown):
         """An independent executable. It shares code and weights, and has its own arena and its own copy of the states."""
         self._drain()
         with self._lock, self._gate:
-            twin = CompiledGraph(self._executable.clone(), self.device, self.options, self._report, self._origins_of)
+            twin = CompiledGraph(
+                self._executable.clone(), self.device, self.options, self._report, self._origins_of, self.artifact
+            )
         twin._feeds.update(self._feeds)
         twin._gate.barred = twin._gate.shut = len(twin._feeds)
         twin._set_extent(self._extent)
@@ -532,6 +536,22 @@ class CompiledGraph(Shown):
         from rlx.runtime.profiling import profiled
 
         return profiled(self, inputs, named, runs)
+
+    def save(self, path: str | PathLike[str], weights: bool = True) -> int:
+        """Write this graph, with machine code and weights, to an artifact file, which rlx.load reads without compiling. Returns
+        its size in bytes. States are not stored. `weights` False: they are set after each load. See rlx.save."""
+        from rlx.runtime.saving import save  # not needed by most programs
+
+        return save(path, self, weights=weights)
+
+    @contextmanager
+    def settled(self) -> Iterator[Executable]:
+        """The executable, with all weights prepared if none is missing. No run starts in the meantime."""
+        self._drain()
+        with self._lock, self._gate:
+            if not self._weights.missing():
+                self._weights.ready()
+            yield self._executable
 
     # -- inside
 

@@ -144,7 +144,8 @@ class Session(Shown):
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:
                 print(*shown, sep="\n")
-        return CompiledGraph(executable, self.device, options, report, cache(partial(_origins, graph.copy(), target, options)))
+        origins = cache(partial(_origins, graph.copy(), target, options))
+        return CompiledGraph(executable, self.device, options, report, origins, artifact)
 
     def _cached(
         self, entry: CacheEntry, params: ParamStore | None, handles: HandleStore | None

@@ -123,8 +123,11 @@ def given_to_compile(backend: Storable, graph: Graph, target: Target, options: C
 # -- to bytes and back ---------------------------------------------------------------------------------------------
 
 
-def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning: Tuning = NOT_TUNED) -> list[bytes]:
-    """The parts of an entry, in order. `given`: as from given_to_compile. `tuning`: the tilings of the steps."""
+def pack(
+    artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning: Tuning = NOT_TUNED, work: ProgramWork | None = None
+) -> list[bytes]:
+    """The parts of an entry, in order. `given`: as from given_to_compile. `tuning`: the tilings of the steps. `work`: of a run,
+    where it is known; otherwise the program has its kernels, not only descriptions of them."""
     program = artifact.program
     texts = artifact.texts()
     different = list(dict.fromkeys(texts.values()))
@@ -133,7 +136,7 @@ def pack(artifact: Artifact, backend: Storable, given: Mapping[str, str], tuning
     constants = [np.ascontiguousarray(b.data).tobytes() for b in program.buffers if b.data is not None]
     written = zlib.compress(json.dumps([different, {name: where[t] for name, t in texts.items()}]).encode(), 1)
     parts = [written, *constants, *blobs]
-    work = program_work(program)
+    work = work or program_work(program)
     rows = [(w.kernel, w.read_bytes, w.written_bytes, w.least_bytes, w.flops, w.received_bytes) for w in work.kernels]
     head = {"given": dict(given), "program": _described(program), "code": code, "work": (work.least_bytes, rows)}
     head["tuning"] = (tuning.why, [tuple(vars(s).values()) for s in tuning.steps])
@@ -148,12 +151,14 @@ def unpack(content: bytes, backend: Storable, target: Target) -> tuple[dict[str,
     head, parts = _split(content)
     try:
         program, rest = _program(head["program"], target, parts[1:])
-        if sum(planned_bytes(program).values()) >= ADDRESSES or (bad := program_faults(program, replay=False)):
-            raise CorruptFileError(f"the program has faults: {bad[0] if bad else 'no memory has room for it'}")
+        if sum(planned_bytes(program).values()) >= ADDRESSES:
+            raise CorruptFileError("no memory has room for the program")
+        if bad := program_faults(program, replay=False):
+            raise CorruptFileError(f"the program has faults: {bad[0]}")
         artifact = backend.from_parts(program, head["code"], rest, partial(_texts, parts[0]))
         return head["given"], artifact, _work(*head["work"]), _tuning(*head["tuning"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as fault:
-        raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
+        raise CorruptFileError(f"not a compiled program: {fault!r:.200}") from fault
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], list[bytes]]:
@@ -166,7 +171,7 @@ def _split(content: bytes) -> tuple[dict[str, Any], list[bytes]]:
             parts.append(content[at : at + size])
             at += size
     except (ValueError, KeyError, TypeError, RecursionError) as fault:
-        raise CorruptFileError(f"not a compiled program: {fault!r}") from fault
+        raise CorruptFileError(f"not a compiled program: {fault!r:.200}") from fault
     if at != len(content):
         raise CorruptFileError(f"the parts take {at} bytes, there are {len(content)}")
     return head, parts
@@ -226,7 +231,7 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     }
     size, alignment, unshared, bound = map(_whole, d["plan"])
     plan = ArenaPlan(dict(_ids(pair) for pair in d["offsets"]), size, alignment, unshared, bound)  # type: ignore[arg-type]
-    outputs = [(_text(n), _whole(b), _read_shape(s), tuple(Active(*_ids(a)) for a in active)) for n, b, s, active in d["outputs"]]
+    outputs = [(_text(n), _whole(b), made := _read_shape(s), _actives(made, rows)) for n, b, s, rows in d["outputs"]]
     saved = _ids(d["saved"])
     if any(at >= len(phases["steps"]) for at in saved) or len(saved) != len(phases["abort"]):
         raise ValueError("abort undoes steps that do not exist")
@@ -240,6 +245,13 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
         tuple(zip(saved, phases["abort"])), extent, nodes=tuple(NodeReport(*map(_text, row)) for row in d["nodes"]),
     )  # fmt: skip
     return program, list(data)
+
+
+def _actives(shape: Shape, rows: Sequence[Sequence[Any]]) -> tuple[Active, ...]:
+    found = tuple(Active(*_ids(row)) for row in rows)
+    if not all(a.axis < shape.rank and a.inner and a.upper for a in found):
+        raise ValueError(f"{shape} has no active axes {found}")
+    return found
 
 
 _PHASES = ("prepare", "steps", "commit", "abort")

@@ -20,7 +20,7 @@ from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError
-from rlx.host.processor import processor
+from rlx.host.processor import missing_features, processor
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
@@ -108,9 +108,12 @@ class CpuBackend:
             phase: [(s, made[i]) for s, i in zip(steps, whole(code["coded"][phase]), strict=True)]
             for phase, steps in program.phases.items()
         }
-        if len(made) != len(parts):
-            raise ValueError(f"{len(parts)} objects for {len(made)} kernels")
+        if len(made) != len(parts) or not all(isinstance(c.symbol, str) for c in made):
+            raise ValueError(f"{len(parts)} objects for {len(made)} kernels, or symbols that are no names")
         return CpuArtifact(program, tuple(made), tuple(parts), coded, texts)
+
+    def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
+        return missing_features(features)
 
     def load(
         self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,

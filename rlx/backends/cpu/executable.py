@@ -68,7 +68,8 @@ class CpuCode:
     def __init__(self, artifact: CpuArtifact) -> None:
         self.artifact = artifact
         made = [(image, c.symbol) for image, c in zip(artifact.objects, artifact.codes) if image]  # collectives have no code
-        self.library = load([image for image, _ in made], [symbol for _, symbol in made], artifact.program.target)
+        objects, symbols = [image for image, _ in made], [symbol for _, symbol in made]
+        self.library = load(objects, symbols, artifact.program.target, stored=artifact.written is not None)
         scratch = max((c.scratch_bytes for c in artifact.codes), default=0)
         self.scratch_stride = -(-scratch // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self.constants = constants_of(artifact.program, memory.MEMORY)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
 from rlx.backends.cpu.memory import allocate
-from rlx.backends.cpu.target import host_target
 from rlx.errors import OptionError
 from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
 from rlx.host.jit import Library, kept_object
@@ -45,7 +44,7 @@ def _made() -> tuple[Library, MethodDef]:
 
         return executor.module_text(machine, futex)
 
-    image = kept_object(f"worker pool {machine} {futex}", text, host_target(1))
+    image = kept_object(f"worker pool {machine} {futex}", text)
     library = Library([image], ("rlx_run", "rlx_run_py", "rlx_work", "rlx_stop", "rlx_spin"))
     return library, MethodDef(b"run", library.address("rlx_run_py"), METH_NOARGS, b"The whole run.")
 

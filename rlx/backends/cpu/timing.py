@@ -13,7 +13,6 @@ import numpy as np
 from rlx.host.emit import V
 from rlx.host.functions import Body, Functions
 from rlx.host.jit import Library, kept_object
-from rlx.host.processor import host_target
 
 MONOTONIC = 1  # clock_gettime's CLOCK_MONOTONIC on Linux: that of time.perf_counter
 SPAN = 5  # words: the address of the thread's scratch, then seconds and nanoseconds of begin and end
@@ -36,7 +35,7 @@ def rlx_timed(e: Body, args: V, task: V, scratch: V, status: V) -> None:
 
 @cache
 def library() -> Library:
-    image = kept_object("timed step", lambda: _functions.module_text(Body), host_target(1))
+    image = kept_object("timed step", lambda: _functions.module_text(Body))
     return Library([image], ["rlx_timed"])
 
 

@@ -107,6 +107,10 @@ class CudaBackend:
                     raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
         return CudaArtifact(program, coded, launches, helpers, texts)
 
+    def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
+        """Code for one architecture is not run on another."""
+        return () if tuple(features) == self.target(index).features else features
+
     def load(
         self, artifact: CudaArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,
         transport: SymmetricTransport | None = None,

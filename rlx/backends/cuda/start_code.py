@@ -9,7 +9,6 @@ from rlx.host.abi import I64, P
 from rlx.host.emit import V
 from rlx.host.functions import NULL, Body, Functions, fields_of
 from rlx.host.jit import Library, kept_object
-from rlx.host.processor import host_target
 
 AGAIN, STARTED = -1, -2  # statuses: the host has something to do first; it has to keep account of the run, which can fail
 
@@ -64,7 +63,7 @@ def start_address() -> int:
 
 @cache
 def _library() -> Library:
-    return Library([kept_object("cuda start", lambda: _functions.module_text(StartBody), host_target(1))], ("rlx_start",))
+    return Library([kept_object("cuda start", lambda: _functions.module_text(StartBody))], ("rlx_start",))
 
 
 __all__ = ["AGAIN", "Start", "start_address"]
