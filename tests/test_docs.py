@@ -50,6 +50,20 @@ def test_every_page_is_in_the_site() -> None:
         assert pydoc.locate(name) is not None, name
 
 
+OWN_TESTS = {"add_a_backend.md", "add_an_op.md", "ranks.md"}  # test_c_backend.py, test_add_an_op_doc.py, test_ranks_doc.py
+
+
+@pytest.mark.parametrize("page", [p for p in sorted(DOCS.glob("*.md")) if p.name not in OWN_TESTS], ids=lambda p: p.name)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All Python blocks in order, as one program."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(blocks)
+    if '"cuda' in code and not rlx.is_available("cuda"):
+        pytest.skip(f"no GPU: {rlx.backends.available().get('cuda:0', 'the CUDA backend is not installed')}")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+
+
 def test_the_stubs_are_as_the_table_is() -> None:
     for path, text in runpy.run_path(str(DOCS / "ops.py"))["stubs"]().items():
         assert path.read_text(encoding="utf-8") == text, "the op table has changed: run python docs/ops.py"
