@@ -83,6 +83,14 @@ def cache_folder() -> str:
     return CACHE_DIR.get() or (os.path.join(base, "rlx") if os.path.isabs(base) else "")
 
 
+def hub_folder() -> str:
+    """The folder in which huggingface_hub keeps models, by its own variables."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return os.path.expanduser(os.path.expandvars(folder))
+
+
 @contextmanager
 def override(**values: int | str) -> Iterator[None]:
     """Within the block, the named variables have these values, regardless of the environment: override(RLX_DEBUG=3)."""

@@ -1,8 +1,8 @@
 """Ready-to-use models: `load(folder).embed(texts)`, `load(folder_or_gguf).generate(prompt)`; the same for artifacts."""
 
 from rlx.errors import (  # isort: skip
-    BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, NumericsError, OptionError,
-    RlxError, Unsupported,
+    BindingError, CorruptFileError, DownloadError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, NumericsError,
+    OptionError, RlxError, Unsupported,
 )  # fmt: skip
 from rlx.frontends.beams import beam_search
 from rlx.frontends.embedding import EmbeddingModel, default_folder
@@ -11,7 +11,7 @@ from rlx.frontends.language import LanguageModel
 from rlx.frontends.load import load
 
 __all__ = [
-    "BindingError", "CorruptFileError", "EmbeddingModel", "Generator", "IndexRangeError", "InputDTypeError",
+    "BindingError", "CorruptFileError", "DownloadError", "EmbeddingModel", "Generator", "IndexRangeError", "InputDTypeError",
     "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError", "Unsupported",
     "beam_search", "default_folder", "load",
 ]  # fmt: skip

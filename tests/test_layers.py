@@ -54,13 +54,14 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "backends/cuda": ARRAYS | {"cuda"},
     "explain": {"numpy"},
     "runtime": ARRAYS,
-    "frontends": ARRAYS | {"jinja2", "safetensors", "tokenizers"},
+    "frontends": ARRAYS | {"huggingface_hub", "jinja2", "safetensors", "tokenizers"},
     "models": set(),
     "cli": ARRAYS | {"typer", "rich"},
     "__init__": set(),
     "__main__": set(),
 }
-HEAVY = {"ml_dtypes", "llvmlite", "typer", "rich", "tokenizers", "safetensors", "torch", "onnx"}  # never loaded by `import rlx`
+# never loaded by `import rlx`
+HEAVY = {"ml_dtypes", "llvmlite", "typer", "rich", "tokenizers", "safetensors", "huggingface_hub", "torch", "onnx"}
 
 
 def imports(tree: ast.AST, typing_only: bool = False) -> Iterator[tuple[ast.stmt, str, bool]]:

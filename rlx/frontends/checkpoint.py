@@ -16,9 +16,10 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, ModelError, known
 from rlx.frontends.gguf import GgufFile, GgufTensor, read_gguf
+from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import DecoderConfig, build
 from rlx.frontends.models.families import config_of, config_of_gguf, param_name
-from rlx.frontends.weights import model_path, read_json, read_weights
+from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.placement import Split

@@ -19,11 +19,12 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known, whole
 from rlx.forks import Lock
+from rlx.frontends.hub import model_path
 from rlx.frontends.models import bert
 from rlx.frontends.parallel import shared_session, together
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer
-from rlx.frontends.weights import model_path, read_json, read_weights
+from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition

@@ -18,11 +18,11 @@ from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
 from rlx.frontends.generate import Generator, Prompt
+from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import build
 from rlx.frontends.parallel import decoder_marks, shared_session, together
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
-from rlx.frontends.weights import model_path
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.ir.shown import Shown
@@ -74,7 +74,7 @@ class LanguageModel(Shown):
         self._session = shared_session(session, transport)
         self.transport, self.ranks, rank = together(self._session)
         with self.seconds.spent("read model"):
-            self.checkpoint = Checkpoint(path, weights, self.ranks, rank)
+            self.checkpoint = Checkpoint(self.path, weights, self.ranks, rank)
         self.config = self.checkpoint.config
         longest = self.config.max_position_embeddings
         self.capacity = min(DEFAULT_CAPACITY, longest) if capacity is None else whole("capacity", capacity, 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,6 @@ def _check_cover(path: Path, spans: list[tuple[str, DType, tuple[int, ...], int,
         at = end
     if at != data_bytes:
         raise CorruptFileError(f"{path}: the tensors take {at} bytes, the file holds {data_bytes} bytes of data")
-
-
-def model_path(path: Any) -> Path:
-    """The path of a model, as a Path. ModelError: not a path."""
-    if not isinstance(path, (str, PathLike)):
-        raise ModelError(f"a model is the path of a folder or a .gguf file, got {path!r}")
-    return Path(path)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
