@@ -5,13 +5,14 @@ from rlx.errors import (  # isort: skip
     OptionError, RlxError, Unsupported,
 )  # fmt: skip
 from rlx.frontends.beams import beam_search
+from rlx.frontends.chat import Chat
 from rlx.frontends.embedding import EmbeddingModel, default_folder
 from rlx.frontends.generate import Generator
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.load import load
 
 __all__ = [
-    "BindingError", "CorruptFileError", "DownloadError", "EmbeddingModel", "Generator", "IndexRangeError", "InputDTypeError",
-    "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError", "Unsupported",
-    "beam_search", "default_folder", "load",
+    "BindingError", "Chat", "CorruptFileError", "DownloadError", "EmbeddingModel", "Generator", "IndexRangeError",
+    "InputDTypeError", "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError",
+    "Unsupported", "beam_search", "default_folder", "load",
 ]  # fmt: skip

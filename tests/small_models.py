@@ -70,6 +70,30 @@ def make(name: str, folder: Path, seed: int = 0, gain: float = 1.0, **more: Any)
     return network
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|user|>' + m['role'] + '\n' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
+)
+
+
+def talker(folder: Path, template: str | None = CHATML, **more: Any) -> Any:
+    """A random Qwen3 with a tokenizer of bytes, and a chat template. Its answers are long and make no sense."""
+    import tokenizers
+    import transformers
+
+    network = make("qwen3", folder, vocab_size=300, gain=4.0, **more)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = {"vocab_size": 290, "special_tokens": ["<|end|>", "<|user|>"], "show_progress": False}
+    made.train_from_iterator(["some text"], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, **how))
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    words.chat_template = template
+    words.save_pretrained(folder)
+    return network
+
+
 def logits(network: Any, tokens: np.ndarray) -> np.ndarray:
     """f32 [batch, length, vocab] after every token, from one pass over all of them."""
     import torch

@@ -1,17 +1,21 @@
-"""`rlx generate MODEL PROMPT`: streams text from a language model."""
+"""`rlx generate MODEL PROMPT` and `rlx chat MODEL`: stream text from a language model."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlx.cli.options import DeviceName, Threads, Tune, TuningBar
-from rlx.errors import RlxError
+from rlx.cli import options as o
+from rlx.cli.progress import Bars
+from rlx.errors import OptionError, RlxError
 
 if TYPE_CHECKING:
+    from rlx.driver import SymmetricTransport
     from rlx.frontends.generate import Generator
     from rlx.frontends.language import LanguageModel
 
@@ -19,39 +23,43 @@ ETX = 130  # exit code after Ctrl-C, as in shells
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder or .gguf file.", show_default=False)],
+    model: o.Model,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)],
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer (tokens).", show_default="what fits")] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens with this total probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Sample from tokens at least this likely, relative to the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeated tokens become less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.", show_default="a new one")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; can be given several times.")] = None,
+    max_new_tokens: o.MaxNewTokens = None,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.Penalty = 1.0,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message: apply the model's template.")] = False,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")] = None,
-    cache: Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")] = "f32",
-    device: Annotated[str, DeviceName] = "cpu",
-    threads: Annotated[int | None, Threads] = None,
-    tune: Annotated[float, Tune] = 0.0,
+    capacity: o.Capacity = None,
+    cache: o.CacheDType = "f32",
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
 ) -> None:
-    """Continue a prompt, or answer a message, with a language model."""
-    from rlx.frontends.generate import Generator, prepare
-    from rlx.frontends.language import load
-    from rlx.runtime import CompileOptions, Session, connect, of_first
+    """Continue a prompt, or answer a message, with a language model.
 
-    transport, loading = connect(), _Loading()  # with several ranks, only the first one prints
+    Examples:
+
+        rlx generate path/to/folder "Once upon a time" --max-new-tokens 100 --temperature 0.8
+
+        rlx generate Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
+
+        cat question.txt | rlx generate model.q4_k.gguf - --chat --stats
+    """
+    from rlx.frontends.generate import Generator, prepare
+    from rlx.runtime import connect, of_first
+
+    transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
-        text = of_first(transport, _standard_input().encode() if first else b"").decode()
-    with loading:
-        options = CompileOptions(threads=threads, tune=tune)
-        session = Session(device, progress=TuningBar().progress, transport=transport)
-        loaded = load(
-            model, capacity=capacity, cache=cache, options=options, progress=loading.progress, session=session
-        )  # fmt: skip
+        text = of_first(transport, standard_input().encode() if first else b"").decode()
+    with Bars() as bars:
+        loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport)
         answer = Generator(
             loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
             seed=seed, on_text=_show if first else None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -71,9 +79,119 @@ def generate(
         transport.close()
 
 
-def _standard_input() -> str:
+def chat(
+    model: o.Model,
+    system: Annotated[str | None, typer.Option(help="System prompt: instructions for the whole conversation.")] = None,
+    max_new_tokens: o.MaxNewTokens = None,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.Penalty = 1.0,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    capacity: o.Capacity = None,
+    cache: o.CacheDType = "f32",
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and memory use after each answer.")] = False,
+) -> None:
+    """Talk with a language model, with the chat template that it was trained on.
+
+    Each line is a message. Ctrl-C stops an answer; /new begins a new conversation; /exit or Ctrl-D ends. Between messages the
+    keys and values of the conversation stay on the device, so that only new tokens are processed.
+
+    Examples:
+
+        rlx chat Qwen/Qwen3-0.6B --temperature 0.7 --top-p 0.9
+
+        rlx chat model.q4_k.gguf --system "Answer in one sentence." --capacity 8192
+
+        printf 'Hello\\nWhy?\\n' | rlx chat path/to/folder
+    """
+    from rlx.frontends.chat import Chat
+
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }  # fmt: skip
+    bars = Bars()
+    with bars:
+        loaded = open_model(model, bars, capacity, cache, device, threads, tune)
+        talk = Chat(loaded, system, max_new_tokens=max_new_tokens, stop=stop or (), on_text=_show, **sampling)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print("/exit or Ctrl-D ends, /new begins a new conversation, Ctrl-C stops an answer", file=sys.stderr)
+    while (text := _message(terminal)) not in (None, "/exit"):
+        try:
+            if text == "/new":
+                talk.reset()
+            elif text:
+                _answer(talk, text, bars, stats)
+        except OptionError as e:  # no room for the message
+            if not terminal:
+                raise
+            print(f"rlx: {e}; /new begins a new conversation", file=sys.stderr)
+
+
+def _answer(talk: Any, text: str, bars: Bars, stats: bool) -> None:
+    from rlx.frontends.generate import prepare
+
+    answer = talk.ask(text)
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        with bars:
+            prepare(answer)
+        answer.run()
+    except KeyboardInterrupt:
+        answer.finish = "interrupted"
+    print(flush=True)
+    if answer.finish == "length" and answer.limit == answer.room:
+        print(f"rlx: the answer ends here: the context of {talk.model.capacity} tokens is full (--capacity)", file=sys.stderr)
+    if stats:
+        _account(talk.model, answer)
+
+
+def _message(terminal: bool) -> str | None:
+    """The next line of standard input, or None at its end."""
+    while True:
+        try:
+            if terminal and sys.stdout.isatty():
+                with contextlib.suppress(ImportError):
+                    import_module("readline")  # input() then has a history
+                return input("> ").strip()
+            if terminal:
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.buffer.readline()
+            return _text(line).strip() if line else None
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            if not terminal:
+                raise typer.Exit(ETX) from None
+            print("\n/exit or Ctrl-D ends", file=sys.stderr)
+
+
+def open_model(
+    model: Path, bars: Bars, capacity: int | None, cache: str, device: str, threads: int | None, tune: float,
+    transport: SymmetricTransport | None = None,
+) -> LanguageModel:  # fmt: skip
+    from rlx.frontends.language import load
+    from rlx.runtime import CompileOptions, Session
+
+    session = Session(device, progress=bars.step, transport=transport)
+    options = CompileOptions(threads=threads, tune=tune)
+    return load(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session)
+
+
+def standard_input() -> str:
+    return _text(sys.stdin.buffer.read())
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
     except UnicodeDecodeError as e:
         raise RlxError(f"standard input is not UTF-8 text: byte {e.start} cannot be read") from None
 
@@ -86,34 +204,12 @@ def _show(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-class _Loading:
-    """A progress bar on stderr while weights are read, if stderr is a terminal."""
-
-    def __enter__(self) -> None:
-        self._bar = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-            parts = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-            self._bar = Progress(*parts, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("loading", total=None)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def progress(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-
-
 def _account(model: LanguageModel, answer: Generator) -> None:
     """Print statistics to stderr, so that stdout has only the answer."""
     s, memory = answer.stats, model.memory(len(answer.prompt), answer.how.steps)
+    kept = f" ({s.reused_tokens} of them kept from before)" if s.reused_tokens else ""
     lines = [
-        f"prompt: {s.prompt_tokens} tokens, {s.prefill_rate:.1f} tokens/s",
+        f"prompt: {s.prompt_tokens} tokens{kept}, {s.prefill_rate:.1f} tokens/s",
         f"answer: {s.new_tokens} tokens, {s.decode_rate:.1f} tokens/s, first after {s.prefill_seconds:.3f} s",
         f"ended by: {answer.finish}; seed {answer.seed}",
         "seconds: " + ", ".join(f"{phase} {spent:.3f}" for phase, spent in model.seconds.items()),

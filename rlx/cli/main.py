@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlx.cli.generate import generate
+from rlx.cli import options as o
+from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.launch import launch
-from rlx.cli.options import DeviceName, Threads, Tune, TuningBar
+from rlx.cli.progress import Bars
 from rlx.errors import RlxError
 from rlx.knobs import drop_columns
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     help="rlx: compile a model once, run it many times.",
 )
 TABLE_TEXTS = 12  # up to this many texts, a table of similarities is printed
-PROGRESS_TEXTS = 200  # from this many texts on, a progress bar is shown on a terminal
+PROGRESS_TEXTS = 200  # from this many texts on, they have a progress bar
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -60,16 +61,25 @@ def main(
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.", show_default=False)] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder of a BERT-type model.", show_default="all-MiniLM-L6-v2")
+        Path | None, typer.Option(help=f"Folder of a BERT-type model, {o.HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
     ] = None,
     file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
-    device: Annotated[str, DeviceName] = "cpu",
-    threads: Annotated[int | None, Threads] = None,
-    tune: Annotated[float, Tune] = 0.0,
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
     stats: Annotated[bool, typer.Option("--stats", help="Print time per phase, and memory use.")] = False,
 ) -> None:
-    """Embed texts as vectors, and show the similarity of a few of them."""
+    """Embed texts as vectors, and show the similarity of a few of them.
+
+    Examples:
+
+        rlx embed "A man is eating food." "Someone is eating." "The sky is blue."
+
+        rlx embed --file lines.txt --output vectors.npy
+
+        rlx embed --model path/to/folder --threads 2 --stats "Hello"
+    """
     if output is not None and not output.parent.is_dir():  # checked before the work, not after it
         raise RlxError(f"cannot write {output}: there is no folder {output.parent}")
     if output is not None and output.is_dir():
@@ -83,12 +93,12 @@ def embed(
     from rlx.runtime import CompileOptions, Session
 
     imported = _seconds_since_start()
-    bar = TuningBar()
-    options, session = CompileOptions(threads=threads, tune=tune), Session(device, progress=bar.progress)
-    loaded = load(model or default_folder(), options=options, session=session)
-    begun = time.perf_counter()
-    vectors = _embed(loaded, lines)
-    first = time.perf_counter() - begun
+    with Bars() as bars:
+        options, session = CompileOptions(threads=threads, tune=tune), Session(device, progress=bars.step)
+        loaded = load(model or default_folder(), options=options, session=session)
+        begun = time.perf_counter()
+        vectors = loaded.embed(lines, progress=bars.texts if len(lines) >= PROGRESS_TEXTS else None)
+        first = time.perf_counter() - begun
     phases = {"python and imports": imported, **loaded.seconds}
     if output is not None:
         with output.open("wb") as f:  # given a name, np.save would append .npy
@@ -115,23 +125,12 @@ def _seconds_since_start() -> float:
 
 
 def _read_lines(file: str) -> list[str]:
-    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    if file == "-":
+        return standard_input().splitlines()
     try:
-        return raw.decode("utf-8").splitlines()
+        return Path(file).read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as e:
-        where = "standard input" if file == "-" else file
-        raise RlxError(f"{where} is not UTF-8 text: byte {e.start} cannot be read") from None
-
-
-def _embed(model: EmbeddingModel, lines: list[str]):
-    if len(lines) < PROGRESS_TEXTS or not sys.stderr.isatty():
-        return model.embed(lines)
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("embedding", total=len(lines))
-        return model.embed(lines, progress=lambda done, _: bar.update(task, completed=done))
+        raise RlxError(f"{file} is not UTF-8 text: byte {e.start} cannot be read") from None
 
 
 def _warm(model: EmbeddingModel, lines: list[str]) -> float:
@@ -145,6 +144,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 
 
 app.command()(generate)
+app.command()(chat)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

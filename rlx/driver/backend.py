@@ -76,6 +76,17 @@ class Storable(Protocol):
 
 
 @runtime_checkable
+class Counting(Protocol):
+    """A Backend that compiles kernel by kernel, and says how many are done."""
+
+    counts_kernels: bool
+
+    def compile(self, program: Program, *, progress: Callable[[int, int], None] | None = None) -> Artifact:
+        """As Backend.compile. `progress(done, total)` is called before the first kernel, and after each."""
+        ...
+
+
+@runtime_checkable
 class Opening(Protocol):
     """A Backend whose devices take long to open."""
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -50,19 +49,23 @@ class Model(Protocol):
 class Decoding(Protocol):
     """The decoding of one answer, token by token."""
 
+    reused: int  # tokens at the start of the prompt that were in the state already
+
     def first(self, prompt: Sequence[int], /) -> int: ...  # the token after the prompt; the state then holds only the prompt
     def next(self) -> int: ...  # the next token
 
 
 @runtime_checkable
 class SamplingModel(Protocol):
-    """A model that samples on its own device, like LanguageModel."""
+    """A model that samples on its own device, like LanguageModel. `reuse`: keep what the state has of the prompt."""
 
-    def decoding(self, how: Sampling, seed: int, /) -> Decoding: ...
+    def decoding(self, how: Sampling, seed: int, reuse: bool, /) -> Decoding: ...
 
 
 class HostDecoding:
     """Samples on the host, from the logits that a model's `step` returns."""
+
+    reused = 0
 
     def __init__(self, model: Model, how: Sampling, seed: int) -> None:
         self._model, self._how, self._seed = model, how, seed
@@ -95,14 +98,15 @@ class Stats:
     """Counts, and wall-clock seconds. The first run of a shape compiles it; call `prepare` first to exclude that time."""
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, that were in the state already
     new_tokens: int = 0
     prefill_seconds: float = 0.0  # from the first call of step to the first token
     decode_seconds: float = 0.0  # for the tokens after the first
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        """Prompt tokens processed per second."""
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_rate(self) -> float:
@@ -114,7 +118,8 @@ class Generator(Shown):
     """An answer being generated: iterate over it, or call `step`. It uses the model's state until it is finished.
 
     `tokens`: ids so far, without the end token. `text`: the text returned so far. `finish`: None, or the reason for the end:
-    "end" (the model ended it), "stop" (a stop string), "length". `seed`: the one in use. `stats`: see Stats.
+    "end" (the model ended it), "stop" (a stop string), "length". `seed`: the one in use.
+    `room`: the most tokens that the model's state has room for. `stats`: see Stats.
     """
 
     def __init__(
@@ -127,17 +132,19 @@ class Generator(Shown):
         ends: Iterable[int] | None = None,
         seed: int | None = None,
         on_text: Callable[[str], Any] | None = None,
+        reuse: bool = False,
         **sampling: Any,
     ) -> None:
         """`prompt`: text, ids, or chat messages, to which the model's chat template is applied. `max_new_tokens` None: until
         the state is full. `stop`: strings that end the answer and are not part of it. `ends`: ids that end it; None: the
-        model's own. `on_text` gets the text as it comes. `sampling`: the fields of Sampling.
+        model's own. `on_text` gets the text as it comes. `reuse`: process only what follows those first tokens of the prompt that
+        a LanguageModel still has in its state from its last answer. `sampling`: the fields of Sampling.
 
         OptionError: an invalid value, or a prompt that leaves no room for an answer.
         """
         self.model, self.on_text = model, on_text
         self.prompt = prompt_tokens(model, prompt)
-        room = model.capacity - len(self.prompt) + 1  # the last token is not processed
+        room = self.room = model.capacity - len(self.prompt) + 1  # the last token is not processed
         if not self.prompt or room < 1:
             raise OptionError(f"the prompt has {len(self.prompt)} tokens; it needs 1 to the model's capacity, {model.capacity}")
         if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
@@ -147,8 +154,11 @@ class Generator(Shown):
         if not all(isinstance(i, (int, np.integer)) for i in self.ends):
             raise OptionError(f"ends are token ids, got {ends!r:.80}")
         self.how, self.seed = _sampling(sampling), checked_seed(seed)
+        self.reuse, args = reuse, (self.how, self.seed)
+        if reuse and not isinstance(model, SamplingModel):
+            raise OptionError(f"reuse needs a LanguageModel, got {type(model).__name__}")
         on_device = isinstance(model, SamplingModel)
-        self._decoding: Decoding = (model.decoding if on_device else partial(HostDecoding, model))(self.how, self.seed)
+        self._decoding: Decoding = model.decoding(*args, reuse) if on_device else HostDecoding(model, *args)
         self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
         self._decoder = TextDecoder(model.codec, self.prompt)
         self.tokens: list[int] = []
@@ -178,6 +188,7 @@ class Generator(Shown):
             return None
         begun = time.perf_counter()
         token = self._next() if self.stats.new_tokens else self._decoding.first(self.prompt)
+        self.stats.reused_tokens = self._decoding.reused
         self._count(time.perf_counter() - begun)
         if token in self.ends:
             return self._token(token, self._decoder.rest(), "end")
@@ -215,7 +226,7 @@ class Generator(Shown):
 def prepare(answer: Generator) -> None:
     """Read the weights of the LanguageModel, and compile every graph that the answer will run."""
     model: Any = answer.model
-    left = len(answer.prompt)
+    left = len(answer.prompt) - (model.held(answer.prompt) if answer.reuse else 0)
     while left > 0:
         model.executable(size := model.chunk_size(left, model.capacity - len(answer.prompt) + left), answer.how.steps)
         left -= size

@@ -154,9 +154,18 @@ class LanguageModel(Shown):
                     compiled.run_slots((ids, valid))
         yield compiled
 
-    def decoding(self, how: Sampling, seed: int) -> Decoding:
-        """The decoding of one answer, sampled on the device."""
-        return Decoding(self, how, seed)
+    def decoding(self, how: Sampling, seed: int, reuse: bool = False) -> Decoding:
+        """The decoding of one answer, sampled on the device. `reuse`: process only what follows `held` tokens of the prompt."""
+        return Decoding(self, how, seed, reuse)
+
+    def held(self, prompt: Sequence[int]) -> int:
+        """How many tokens at the start of `prompt`, its last one excepted, the state has from the last answer."""
+        last = self._answer
+        if last is None or last.store is not self.handles:
+            return 0
+        most = min(self.position, len(prompt) - 1)
+        differ = last.ids[:most] != np.asarray(prompt[:most])
+        return int(differ.argmax()) if differ.any() else most
 
     def agreed(self, seed: int, *call: object) -> int:
         """Rank 0's seed. CallMismatchError: the ranks pass a different `call`, the description of their next operation."""
@@ -164,9 +173,13 @@ class LanguageModel(Shown):
 
     def reset(self) -> None:
         """Reset the state to no tokens."""
+        self._cut(0)
+
+    def _cut(self, tokens: int) -> None:
+        """Keep the first tokens of the state; those that follow are overwritten."""
         self._answer = None
         if entry := self.handles.entries.get("position"):
-            self.handles.write("position", np.zeros(entry.shape.static, entry.shape.dtype.numpy))
+            self.handles.write("position", np.full(entry.shape.static, tokens, entry.shape.dtype.numpy))
 
     def use_handles(self, store: HandleStore) -> None:
         """Continue from another state, such as a fork of `handles`. Nothing is copied. BindingError: not a HandleStore, or that
@@ -278,20 +291,26 @@ class Decoding:
     """The decoding of one answer of a LanguageModel with batch 1. Network and sampling are one graph. Each step after the first
     is a run without inputs: it reads its token from the state that the previous run wrote. The host reads one number."""
 
-    def __init__(self, model: LanguageModel, how: Sampling, seed: int) -> None:
-        self._model, self._how, self._steps, self._seed = model, how, how.steps, seed
+    def __init__(self, model: LanguageModel, how: Sampling, seed: int, reuse: bool = False) -> None:
+        self._model, self._how, self._steps, self._seed, self._reuse = model, how, how.steps, seed, reuse
+        # Prompt and answer, of which the state `store` has the first `position`: an array, as a step allocates nothing
+        self.ids = np.zeros(model.capacity + 1, np.int32)
+        self.store, self.reused, self._count = model.handles, 0, 0
 
     def first(self, prompt: Sequence[int]) -> int:
-        """The token after the prompt. Resets the model's state first."""
+        """The token after the prompt. Resets the model's state first, or cuts it to the tokens that are reused."""
         model, tokens = self._model, self._model._checked(prompt)
         with model._lock:
             self._seed = model.agreed(self._seed, self._how, tokens.tolist())
-            model.reset()
-            runs = model._chunks(tokens, self._steps)
+            self.reused = model.held(prompt) if self._reuse else 0
+            model._cut(self.reused)
+            runs = model._chunks(tokens[:, self.reused :], self._steps)
             compiled = next(runs)  # set states before the last run, since earlier chunks have sampled too
             for name, array in beginning(self._how, self._seed, prompt, model.batch, model.config.vocab_size).items():
                 compiled.bind_handle(name, array)
             next(runs)
+            self.store, self._count = model.handles, len(prompt)
+            self.ids[: self._count] = prompt
             model._answer = self
             return self._token_read()
 
@@ -307,7 +326,10 @@ class Decoding:
             return self._token_read()
 
     def _token_read(self) -> int:
-        return int(checked_tokens(self._model.handles.read("token"), self._model.config.vocab_size)[0])
+        token = int(checked_tokens(self._model.handles.read("token"), self._model.config.vocab_size)[0])
+        self.ids[self._count] = token
+        self._count += 1
+        return token
 
 
 def load(path: str | Path, **how: Any) -> LanguageModel:

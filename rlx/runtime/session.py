@@ -12,7 +12,7 @@ from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compiler import lower
 from rlx.compiler.options import CompileOptions
-from rlx.driver.backend import Artifact, Executable, Opening
+from rlx.driver.backend import Artifact, Counting, Executable, Opening
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -42,7 +42,8 @@ class Session(Shown):
         transport: SymmetricTransport | None = None,
     ) -> None:  # fmt: skip
         """`threads`: default for compiles whose options leave it open (None: as many as the process may use).
-        `progress(done, total, step)` is called while a compile measures steps (CompileOptions.tune).
+        `progress(done, total, step)` is called while a compile makes kernels ("compiling"), and while it measures steps
+        (CompileOptions.tune; "tuning" and the step's name).
         `transport`: connects this rank to the others, for graphs with collectives. All ranks must then compile and run the same
         graphs in the same order."""
         self.device = Device.parse(device)
@@ -125,7 +126,9 @@ class Session(Shown):
             clock["lower"] = time.perf_counter()
             entry.tuning, tilings = tune(self._backend, self.device.index, program, options, self._progress)
             clock |= {"tune": time.perf_counter()} if options.tune else {}
-            how = {"tilings": tilings} if tilings else {}  # only a Tunable takes this argument
+            how: dict[str, Any] = {"tilings": tilings} if tilings else {}  # only a Tunable takes this argument
+            if (say := self._progress) and isinstance(self._backend, Counting):
+                how["progress"] = lambda done, total: say(done, total, "compiling")
             artifact = self._backend.compile(program, **how)
             clock["code"] = time.perf_counter()
             executable = self._load(artifact, params, handles)

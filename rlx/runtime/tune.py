@@ -40,7 +40,7 @@ COPIES = 32  # most copies of the weights of a step
 LASTING = (Region.PARAM, Region.PREPARED, Region.CONSTANT, Region.HANDLE)
 FORMAT = 2  # version of the entries on disk
 
-Progress = Callable[[int, int, str], None]  # steps done, number of steps, key of the next step or ""
+Progress = Callable[[int, int, str], None]  # done, number, "tuning" and the key of the next step
 Pairs = tuple[tuple[str, int], ...]
 
 
@@ -118,12 +118,12 @@ class _Tuner:
         weights = self._weights()
         todo = sorted((key for key in steps if key not in found), key=lambda key: -weights[kernel_key(steps[key].kernel)])
         for at, key in enumerate(todo):
-            self._progress(at, len(todo), key)
+            self._progress(at, len(todo), f"tuning {key}")
             try:
                 found[key] = _Trial(self, steps[key]).best(axes[key], *begun[key])
             except _OutOfTime:
                 continue
-        self._progress(len(todo), len(todo), "")
+        self._progress(len(todo), len(todo), "tuning")
         why = TOO_LONG if not self._advanced and self._stuck([key for key in todo if key not in found]) else NO_TIME
         return [found.get(key, TunedStep(key, why)) for key in steps]
 

@@ -60,7 +60,11 @@ class CpuBackend:
         first = FIRST_COMPILE * (_compiled.cache_info().misses == 0)
         return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
 
-    def compile(self, program: Program, tilings: Mapping[str, Tiling] | None = None) -> CpuArtifact:
+    counts_kernels = True
+
+    def compile(
+        self, program: Program, tilings: Mapping[str, Tiling] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> CpuArtifact:
         """Object code of every distinct kernel, compiled once per process. `tilings`: by kernel_key, see `axes`.
 
         CompileError: LLVM rejects a kernel, which is a bug in the renderer."""
@@ -70,7 +74,13 @@ class CpuBackend:
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
-        made = {job: _made_once(job) for job in dict.fromkeys(jobs.values())}
+        distinct, made = dict.fromkeys(jobs.values()), {}
+        for at, job in enumerate(distinct):
+            if progress is not None:
+                progress(at, len(distinct))
+            made[job] = _made_once(job)
+        if progress is not None:
+            progress(len(distinct), len(distinct))
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
 

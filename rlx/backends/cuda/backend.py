@@ -71,14 +71,16 @@ class CudaBackend:
     def process_bytes(self) -> int:
         return 0
 
-    def compile(self, program: Program) -> CudaArtifact:
+    counts_kernels = True
+
+    def compile(self, program: Program, progress: Callable[[int, int], None] | None = None) -> CudaArtifact:
         """CompileError: NVRTC rejects a kernel, which is a fault of the renderer."""
         (arch,) = program.target.features
-        codes = self._codes.setdefault(arch, Codes(lambda kernels: compile_kernels(kernels, arch)))
+        codes = self._codes.setdefault(arch, Codes(lambda kernels, *say: compile_kernels(kernels, arch, *say)))
         launches = launches_of(program, arch)
         wanted = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
         wanted["steps"] = [[[program.steps[n].kernel for n in stage] for stage in stages] for stages in launches]
-        found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched})
+        found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
         coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
         return CudaArtifact(program, coded, tuple(tuple(n for x in stages for n in x) for stages in launches), support(arch))
 

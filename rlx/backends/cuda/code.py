@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,8 +141,11 @@ def key_of(stages: Kernels) -> str:
     return "\n\n".join("\n".join(kernel_key(kernel) for kernel in stage) for stage in stages)
 
 
-def compile_kernels(launches: Sequence[tuple[str, Kernels]], arch: str) -> list[CudaCode]:
-    """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer."""
+def compile_kernels(
+    launches: Sequence[tuple[str, Kernels]], arch: str, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[CudaCode]:
+    """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer.
+    `progress(done, total)` counts launches."""
 
     def one(keyed: tuple[str, Kernels]) -> CudaCode:
         key, stages = keyed
@@ -169,7 +172,12 @@ def compile_kernels(launches: Sequence[tuple[str, Kernels]], arch: str) -> list[
     import_module("cuda.core")  # before the threads: its import is not safe in several at once
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as threads:
-        return list(threads.map(one, launches))
+        made: list[CudaCode] = []
+        progress(0, len(launches))
+        for code in threads.map(one, launches):
+            made.append(code)
+            progress(len(made), len(launches))
+        return made
 
 
 def compiler_version() -> str:

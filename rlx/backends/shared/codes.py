@@ -15,9 +15,10 @@ Code = TypeVar("Code")
 
 
 class Codes(Generic[Code]):
-    """LRU cache of code by kernel_key, with `kept` entries. `make` compiles the missing kernels in one batch."""
+    """LRU cache of code by kernel_key, with `kept` entries. `make` compiles the missing kernels in one batch, and gets the
+    `progress` of the call too, if there is one."""
 
-    def __init__(self, make: Callable[[Sequence[tuple[str, Any]]], Sequence[Code]], kept: int = KEPT) -> None:
+    def __init__(self, make: Callable[..., Sequence[Code]], kept: int = KEPT) -> None:
         self._make, self._kept, self._lock = make, kept, threading.Lock()
         self._codes: OrderedDict[str, Code] = OrderedDict()
 
@@ -25,12 +26,13 @@ class Codes(Generic[Code]):
         """The code of each kernel, by its key."""
         return self.of_keys({kernel_key(kernel): kernel for kernel in {id(x): x for x in kernels}.values()})
 
-    def of_keys(self, wanted: Mapping[str, Any]) -> dict[str, Code]:
+    def of_keys(self, wanted: Mapping[str, Any], progress: Callable[[int, int], None] | None = None) -> dict[str, Code]:
         """The code of anything that `make` takes, by a key that says all of it."""
         with self._lock:
             found = {key: self._codes[key] for key in wanted if key in self._codes}
             missing = [(key, kernel) for key, kernel in wanted.items() if key not in found]
-            found |= zip((key for key, _ in missing), self._make(missing) if missing else (), strict=True)
+            made = self._make(missing, *([progress] if progress else [])) if missing else ()
+            found |= zip((key for key, _ in missing), made, strict=True)
             for key in wanted:
                 self._codes[key] = found[key]
                 self._codes.move_to_end(key)
