@@ -16,8 +16,8 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
     - an artifact (rlx.save, compiled.save, model.save): the CompiledGraph, a mapping of several by name, StoredBuckets, or the
       model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact.ArtifactFile. An
       artifact holds machine code: one that another user could have written is an UntrustedFileError, unless `trust` is True.
-    - a Hugging Face folder or a .gguf file, or a name on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for encoders of BERT type, else a LanguageModel. They compile when
-      they first run. `how`: arguments of the class.
+    - a Hugging Face folder or a .gguf file, or the name of one on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for
+      encoders of BERT type, else a LanguageModel. They compile when they first run. `how`: arguments of the class.
 
     ModelError: it is none of these, or a file is missing or unsupported; the message says which."""
     from rlx.runtime.artifact import begins_with, load
