@@ -71,6 +71,31 @@ def test_new_rows_are_computed_where_they_are_stored_unless_they_come_from_the_o
     np.testing.assert_allclose(state_of(compiled, "s"), want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("read, kernels", [(False, 2), (True, 3)])
+def test_normalised_rows_are_computed_where_they_are_stored_unless_they_are_read_elsewhere(read: bool, kernels: int) -> None:
+    """Also where a view puts the rows in another order, as heads of keys are in a cache."""
+    g = rlx.Graph("g")
+    state, at = g.handle(rlx.BufferHandle("s", (1, 2, 8, 4), rlx.bf16)), g.input("at", (), rlx.i32)
+    x = g.input("x", (3, 8), rlx.f32)
+    heads = rlx.rms_norm(x.reshape(3, 2, 4), g.constant(np.arange(4, dtype=F))).astype(rlx.bf16)
+    rows = heads.reshape(1, 3, 2, 4).transpose(0, 2, 1, 3)
+    g.assign(state, rlx.update_rows(state, rows, at, axis=2), in_place=True)
+    g.set_outputs([heads if read else x + 1.0])
+    program = lower(g, get("ref").target(1), rlx.CompileOptions())
+    assert len(program.steps) == kernels + (not read), str(program)  # one is of the other output
+    compiled, rng = rlx.Session("ref:1").compile(g), np.random.default_rng(0)
+    given, old = rng.standard_normal((3, 8)).astype(F), rng.standard_normal((1, 2, 8, 4)).astype(rlx.bf16.numpy)
+    compiled.bind_handle("s", old)
+    compiled.run({"x": given, "at": np.int32(5)})
+    split, want = given.reshape(3, 2, 4), old.astype(F)
+    normed = split / np.sqrt((split**2).mean(-1, keepdims=True) + 1e-5) * np.arange(4)
+    want[0, :, 5:] = normed.transpose(1, 0, 2)
+    np.testing.assert_allclose(state_of(compiled, "s").astype(F), want, rtol=1e-2)
+    with pytest.raises(IndexRangeError):
+        compiled.run({"x": given, "at": np.int32(6)})
+    np.testing.assert_allclose(state_of(compiled, "s").astype(F), want, rtol=1e-2)
+
+
 def test_reads_see_the_old_or_the_new_state(session: rlx.Session) -> None:
     compiled = session.compile(cache())
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from itertools import count
 
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
-from rlx.compiler.operands import computable, producer
+from rlx.compiler.operands import computable, producer, row_axes
 from rlx.compiler.packing import contraction, reduction
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op import Kind
@@ -107,6 +107,7 @@ class _Fuser:
                 self.absorb_operands(group, node)
             if node in self.updated and self.joins_rows:
                 self.absorb(group, node)
+                self.absorb_rows(group, node)
         elif node.op.kind is Kind.REDUCE and self.reduces_rows(node):
             self.place_row_reduction(node)
         elif node.op.kind is Kind.POINTWISE:
@@ -385,11 +386,29 @@ class _Fuser:
             fits = computable(value, other.forms, self.places, walked, side)
             fits = fits and self.evaluations(node, {*other.forms}) <= MAX_EVALUATIONS
             if fits and self.target.computes(producer(node, facts, side, other.forms)):
-                other.stores = {self.places.base(value): None}
-                group.operands[side], own = other, group.forms
-                group.forms = dict.fromkeys(other.forms, "full")
-                self.take_over(group, other, absorbed=set(other.forms))
-                group.forms = {**dict.fromkeys(other.forms, "full"), **own}
+                self.take_operand(group, side, other, value)
+
+    def absorb_rows(self, group: Group, node: Node) -> None:
+        """A row program whose rows become rows of an update in place, and are not read elsewhere, joins its kernel."""
+        value = node.inputs[1]
+        other, base = self.producer(value), self.places.base(value)
+        if other is None or not self.may_join(other, group) or not other.row_reductions() or other.axis != len(other.dims) - 1:
+            return
+        values = [v for n in other.forms for v in n.results]
+        outside = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}
+        early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
+        if outside or early or self.roots.intersection(values) or base.shape.static != other.dims:
+            return
+        if row_axes(self.places, value, other.forms) is not None:
+            self.take_operand(group, 1, other, base)
+
+    def take_operand(self, group: Group, number: int, other: Group, value: Value) -> None:
+        """`other` computes operand `number` in the kernel of `group`."""
+        other.stores = {self.places.base(value): None}
+        group.operands[number], own = other, group.forms
+        group.forms = dict.fromkeys(other.forms, "full")
+        self.take_over(group, other, absorbed=set(other.forms))
+        group.forms = {**dict.fromkeys(other.forms, "full"), **own}
 
     def evaluations(self, node: Node, inside: set[Node]) -> int:
         """Number of evaluations of nodes `inside` per element of `node`; counting stops soon after MAX_EVALUATIONS."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
-from rlx.compiler.operands import is_expensive
+from rlx.compiler.operands import is_expensive, row_axes
 from rlx.compiler.packing import contraction, reduction
 from rlx.ir import kernel as K
 from rlx.ir.dtype import f32
@@ -80,7 +80,7 @@ def lower_group(group: Group, facts: Facts) -> Lowered:
     elif anchor.op.kernel is not None or anchor.op.update is not None:
         builder.open_stores(anchor.results)
         write = anchor.op.kernel or anchor.op.update
-        grid, body = write(builder, anchor)  # type: ignore[misc]
+        grid, body = write(builder, anchor) if 1 not in group.operands else _rows_of_update(builder, anchor)  # type: ignore[misc]
         var = next(iter(builder.rows), None)
         if builder.active and builder.active.outer == len(builder.rows) == 1 and isinstance(var, K.Var) and var in dict(grid):
             builder.limit(var, builder.active.inner)
@@ -100,7 +100,7 @@ class _Rows:
         """`acc`: the contraction's result; its reductions run in pass 1, when the row is finished. `operand`: the group that
         computes an operand of the contraction, instead of the builder's group."""
         self.b, self.group = builder, operand or builder.group
-        self.per_row = acc is not None or operand is not None
+        self.per_row = acc is not None or (operand is not None and builder.group.anchor.op.update is None)  # type: ignore[union-attr]
         self.reductions, self.axis = self.group.row_reductions(), self.group.axis
         self.level: dict[Node, int] = {}
         for node in self.group.nodes:
@@ -296,6 +296,19 @@ def _native(b: KernelBuilder, anchor: Node) -> K.Native:
     if seen is not result and result in b.group.stores:
         epilogue.append(b.store_value(result, axes, made.acc))
     return replace(made, epilogue=tuple(epilogue))
+
+
+def _rows_of_update(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
+    """An update in place of rows that are computed in its kernel, each before it is written."""
+    group, value = b.group.operands[1], anchor.inputs[1]
+    b.bound[value] = element = K.Var("x", value.dtype.compute)
+    grid, (*before, loop) = anchor.op.update(b, anchor)  # type: ignore[misc]
+    del b.bound[value]
+    axes, outer = row_axes(b.places, value, group.forms), [v for v, _ in grid]
+    rows = [ZERO if a is None else outer[a] for a in axes or ()]
+    made = _Rows(b, operand=group).operand(value, lambda c: (*outer, c), K.Var("r"), loop.var, rows)
+    body = (*made.body, K.Let(element, made.value), *loop.body)
+    return grid, (*before, *made.before, replace(loop, body=body))
 
 
 # -- contractions --------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ once, by every task that has some of the columns, so the target decides when thi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rlx.compiler.layout import Places
 from rlx.ir import kernel as K
 from rlx.ir.graph import Node, Value
 from rlx.ir.op import Contraction, Kind
+from rlx.ir.shape import contiguous_strides
 from rlx.ir.target import Producer
 
 EXPENSIVE = frozenset({"exp", "log", "sin", "cos", "tanh", "erf", "pow", "div", "sqrt", "rem"})
@@ -48,6 +49,20 @@ def computable(value: Value, forms: dict[Node, str], places: Places, walked: tup
         return False  # such a node would be recomputed for each element
     read = (v for n in forms if n.op.kind in (Kind.POINTWISE, Kind.REDUCE) for v in n.inputs if v.rank and v.node not in forms)
     return all(places.locate(v)[1].strides[-1] in (0, 1) or v.dims[-1] == 1 for v in read)
+
+
+def row_axes(places: Places, value: Value, forms: Mapping[Node, str]) -> list[int | None] | None:
+    """For the axes of a row program's result but that of its rows, the axis of its view `value` that walks each (None: of extent
+    1); None if the view does more than to order them."""
+    base, layout = places.locate(value)
+    dims = base.shape.static
+    if forms.get(base.node) != "full" or layout.offset or value.dims[-1:] != dims[-1:] or layout.strides[-1] != 1:
+        return None
+    if any(n.op.kind is Kind.REDUCE and form == "full" for n, form in forms.items()):
+        return None
+    walked = {(stride, d): a for a, (stride, d) in enumerate(zip(layout.strides, value.shape.static)) if d != 1}
+    found = [None if d == 1 else walked.get((stride, d), -1) for stride, d in zip(contiguous_strides(dims), dims)][:-1]
+    return None if -1 in found or value.shape.num_elements != base.shape.num_elements else found
 
 
 def producer(node: Node, facts: Contraction, side: int, nodes: Iterable[Node]) -> Producer:
