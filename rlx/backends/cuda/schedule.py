@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.rows import Row, row_loops, row_of
 from rlx.backends.cuda.vectors import MOST, width
 from rlx.backends.shared.contract_loops import without_contract
@@ -129,6 +130,7 @@ def launch(kernel: Kernel) -> Launch:
         return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
+    kernel = cut_at_edges(kernel)
     team, few = _team(kernel), math.prod(n for _, n in kernel.grid) < FEW_POINTS
     budgets = (FEW_REGISTERS,) if few else (REGISTERS, MORE_REGISTERS)
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None

@@ -1,0 +1,93 @@
+"""Loops cut where their conditions change, so that no iteration computes what another branch selects: a concat of parts of a row
+is a loop for each part, without guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from rlx.backends.shared.nest import changed, operands, postorder, substitute
+from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Loop, Stmt, Store, Var, alu, coefficient, const, k, walk
+
+MOST = 4  # parts of a loop
+EVEN = 32  # of which parts are multiples, so that they keep their vectors
+
+
+def cut_at_edges(kernel: Kernel) -> Kernel:
+    body = changed(kernel.body, _parts)
+    return kernel if body is kernel.body else replace(kernel, body=body)
+
+
+def _parts(s: Stmt) -> Sequence[Stmt] | None:
+    if not isinstance(s, Loop) or s.reduces or s.carries or not all(isinstance(x, Let | Store | Check) for x in s.body):
+        return None
+    edges = {e for x in walk(s.body) if isinstance(x, Alu) and x.op in ("lt", "le") for e in _edge(x, s.var) if 0 < e < s.extent}
+    if not edges or len(edges) >= MOST or any(e % EVEN for e in (*edges, s.extent)):
+        return None
+    ends = sorted({0, *edges, s.extent})
+    return [_Part(s.var, low, high - low).loop(s) for low, high in zip(ends, ends[1:])]
+
+
+def _edge(e: Alu, var: Var) -> tuple[int, ...]:
+    """The first value of `var` from which on the comparison is another one."""
+    a, b = e.args
+    step = coefficient(a, var), coefficient(b, var)
+    zero = [substitute(x, {var: const(0)}) for x in (a, b)]
+    if sorted(map(str, step)) != ["0", "1"] or not all(isinstance(x, Const) for x in zero):
+        return ()
+    first, second = (int(x.value) for x in zero)  # type: ignore[union-attr]
+    edge = second - first if step[0] else first - second
+    return (edge + ((e.op == "le") == bool(step[0])),)
+
+
+class _Part:
+    """`extent` iterations from `first` on, with the conditions that are known for all of them decided."""
+
+    def __init__(self, var: Var, first: int, extent: int) -> None:
+        self.var, self.extent = Var(var.name), extent
+        self.to, self.memo = {var: k.add(self.var, first)}, dict[int, Expr]()
+
+    def loop(self, s: Loop) -> Loop:
+        return replace(s, var=self.var, extent=self.extent, body=tuple(map(self.statement, s.body)))
+
+    def statement(self, s: Any) -> Any:
+        parts = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "var"}
+        new: dict[str, Any] = {name: self.value(x) for name, x in parts.items() if isinstance(x, Expr)}
+        if isinstance(guard := new.get("guard"), Const) and guard.value:
+            new["guard"] = None
+        return replace(s, **new)
+
+    def value(self, root: Expr) -> Expr:
+        for e in postorder(root, self.memo):
+            self.memo[id(e)] = self.made(e, [self.memo[id(a)] for a in operands(e)])
+        return self.memo[id(root)]
+
+    def made(self, e: Expr, parts: list[Expr]) -> Expr:
+        if isinstance(e, Var):
+            return self.to.get(e, e)
+        if isinstance(e, Load):
+            if not isinstance(known := parts[-1], Const) or e.guard is None:
+                return Load(e.buffer, *parts)
+            return Load(e.buffer, parts[0]) if known.value else const(0, e.dtype)
+        if not isinstance(e, Alu):
+            return e
+        if e.op in ("lt", "le") and (known := self.decided(e.op, parts)) is not None:
+            return Const(known, e.dtype)
+        if e.op == "and" and (left := [x for x in parts if not (isinstance(x, Const) and x.value)]) != parts:
+            return left[0] if left else parts[0]
+        if e.op == "and" and (no := [x for x in parts if isinstance(x, Const)]):
+            return no[0]
+        if e.op == "select" and isinstance(parts[0], Const):
+            return parts[1 if parts[0].value else 2]
+        return alu(e.op, *parts, dtype=e.dtype)
+
+    def decided(self, op: str, parts: list[Expr]) -> bool | None:
+        ends = [[substitute(x, {self.var: const(at)}) for x in parts] for at in (0, self.extent - 1)]
+        if not all(isinstance(x, Const) for pair in ends for x in pair):
+            return None
+        first, last = ((a.value < b.value if op == "lt" else a.value <= b.value) for a, b in ends)  # type: ignore[union-attr]
+        return first if first == last else None
+
+
+__all__ = ["cut_at_edges"]
