@@ -149,6 +149,17 @@ def test_an_epilogue_starts_its_loads_together_and_before_the_products_where_reg
         assert (last < body.index("rlx_products_begin")) == before and (first < body.index("rlx_products_begin")) == before
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_squares_for_a_norm_are_stored_only_instead_of_what_they_are_made_of(read: bool) -> None:
+    g = Graph("g")
+    x, w, r = g.input("x", (256, 64), "bf16"), g.param("w", (64, 128), "bf16"), g.input("r", (256, 128), "f32")
+    y = (x @ w).astype("f32") + r
+    g.set_outputs([rlx.rms_norm(y, g.param("s", (128,), "f32")) if read else rlx.sum(y * y, axis=1)])
+    product, norm = [s.kernel for s in program_of(g).steps]
+    assert isinstance(launch_of(product), TensorLaunch) and [b.writable for b in product.buffers].count(True) == 1
+    assert ("mul" in product.origin) is not read and norm.origin[0] == ("mul" if read else "sum")
+
+
 # -- on a GPU -------------------------------------------------------------------------------------------------------
 
 

@@ -177,8 +177,8 @@ class _Fuser:
         """A pointwise node joins a group that computes one of its operands, if possible: the latest one that has an anchor (it
         can take over loops, but not the reverse), or else the latest one."""
         found = {group for value in node.inputs if (group := self.producer(value)) and self.takes(group, node)}
-        if self.target.stores_narrow and _widens(node) and self.reduced(node):  # rows are read before the cast
-            found = {group for group in found if group.anchor is None}
+        if self.target.stores_narrow and self.reduced(node) and (_widens(node) or self.kept(node)):
+            found = {group for group in found if group.anchor is None}  # the reduction computes it of what is stored
         for group in sorted(found, key=lambda g: (g.anchor is not None, g.number), reverse=True):
             views = self.first_view(group, node) or self.halves(group)
             form = "full" if views else self.fitting_form(group, node)
@@ -195,6 +195,12 @@ class _Fuser:
     def reduced(self, node: Node) -> bool:
         """True if a reduction reads the result."""
         return any(reader.op.kind is Kind.REDUCE for reader in self.readers.get(node.results[0], ()))
+
+    def kept(self, node: Node) -> bool:
+        """True if only reductions read the result, and others read all of its operands."""
+        if any(reader.op.kind is not Kind.REDUCE for reader in self.readers.get(node.results[0], ())):
+            return False
+        return all(v in self.roots or self.readers[v] != {node} for v in map(self.places.base, node.inputs))
 
     def halves(self, group: Group) -> Sequence[Value]:
         """The halves of the columns of a product, if pointwise nodes of their shape are all that reads it, and the target has

@@ -12,7 +12,7 @@
       group (2,) "not joined: ..."
         row %4 stores %4
 
-Nodes after `operand` belong to a group that computes an operand of the contraction in its kernel. The text is complete:
+Nodes after `operand` belong to a group that computes an operand of the anchor in its kernel. The text is complete:
 `parse_groups` reads it back to groups that lower to the same kernels.
 """
 
@@ -45,7 +45,7 @@ class Group:
     reads: set[Group] = field(default_factory=set)  # during fusion: groups it depends on, and groups that depend on it
     read_by: set[Group] = field(default_factory=set)
     stores: dict[Value, None] = field(default_factory=dict)  # results written to memory, in order
-    operands: dict[int, Group] = field(default_factory=dict)  # of a contraction, by number: absorbed groups that compute them
+    operands: dict[int, Group] = field(default_factory=dict)  # of the anchor, by number: absorbed groups that compute them
     why: str = ""
     number: int = 0  # in order of creation
 

@@ -304,6 +304,7 @@ def _rows_of_update(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     b.bound[value] = element = K.Var("x", value.dtype.compute)
     grid, (*before, loop) = anchor.op.update(b, anchor)  # type: ignore[misc]
     del b.bound[value]
+    assert isinstance(loop, K.Loop), f"{anchor.op.name} writes no rows"
     axes, outer = row_axes(b.places, value, group.forms), [v for v, _ in grid]
     rows = [ZERO if a is None else outer[a] for a in axes or ()]
     made = _Rows(b, operand=group).operand(value, lambda c: (*outer, c), K.Var("r"), loop.var, rows)
