@@ -243,3 +243,13 @@ def test_clones_and_other_states_are_measured_where_they_are():
     assert made.read_handle("s").tolist() == [0] * 4  # type: ignore[union-attr]
     twin = made.clone()
     assert len(twin.profile(runs=1).steps) == len(made.program().steps) + len(made.program().commit)
+
+
+def test_an_artifact_is_measured_too(tmp_path: Path):
+    made = compiled(two_layers())
+    made.save(tmp_path / "two.rlx")
+    loaded = rlx.load(tmp_path / "two.rlx")
+    x = np.ones((64, 96), F)
+    p, q = made.profile(x, runs=1), loaded.profile(x, runs=1)
+    assert [(s.phase, s.flops, s.least_bytes) for s in p.steps] == [(s.phase, s.flops, s.least_bytes) for s in q.steps]
+    assert q.steps[0].nodes[0] == "matmul"  # the names of ops: an artifact knows no lines

@@ -26,13 +26,15 @@ TAG = "@"
 @dataclass(frozen=True)
 class Member:
     """A node that a step computes. `form`: its place in the kernel (rlx.compiler.groups.Group). `origin`: the index of the user's
-    node that it was made from. `why`: the reason why the backend has no kernel for the whole of it."""
+    node that it was made from. `why`: the reason why the backend has no kernel for the whole of it. `inputs`: the members, by
+    position, that it reads."""
 
     op: str
     shapes: tuple[Shape, ...]
     form: str
     origin: int | None
     why: str = ""
+    inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,16 @@ def _origin_of(made: Assembled, number: Mapping[Node, int]) -> dict[Node, int]:
 def _step(key: Group | Value, made: Assembled, origin: Mapping[Node, int]) -> StepOrigin:
     if isinstance(key, Value):  # the copy of a next state into its handle
         return StepOrigin((Member("assign", key.node.shapes, "full", origin.get(key.node)),))
-    decide = made.facts.compilation.decide
-    members = {
-        node: Member(
-            node.op.name, node.shapes, "absorbed" if node in group.absorbed else form, origin.get(node), decide(node)[1]
-        )
-        for group in (*key.operands.values(), key)
-        for node, form in group.forms.items()
-    }  # fmt: skip
-    return StepOrigin(tuple(members.values()), key.why)
+    decide, base = made.facts.compilation.decide, made.facts.places.base
+    groups = (*key.operands.values(), key)
+    forms = {n: "absorbed" if n in group.absorbed else form for group in groups for n, form in group.forms.items()}
+    place = {node: i for i, node in enumerate(forms)}
+    members = []
+    for node, form in forms.items():
+        reads = [v.node if v.node in place else base(v).node for v in node.inputs]
+        inputs = tuple(place[n] for n in dict.fromkeys(reads) if n in place)
+        members.append(Member(node.op.name, node.shapes, form, origin.get(node), decide(node)[1], inputs))
+    return StepOrigin(tuple(members), key.why)
 
 
 def _offsets(graph: Graph, nodes: Sequence[Node], made: Assembled, options: CompileOptions) -> dict[Value, int]:

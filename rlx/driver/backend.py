@@ -112,6 +112,15 @@ class Tunable(Protocol):
         ...
 
 
+@runtime_checkable
+class Assembling(Protocol):
+    """A Backend that shows machine code as text."""
+
+    def assembly(self, text: str, target: Target) -> str:
+        """The assembly text of a kernel's code (one of Artifact.texts). Touches no device."""
+        ...
+
+
 class Timeline(NamedTuple):
     """The times of one run, in nanoseconds of time.perf_counter_ns. `spans`: int64 [n, 4], one row for each uninterrupted piece
     of a step on a thread: (step, thread, begin, end). Steps are numbered over those of the run and of its commit."""

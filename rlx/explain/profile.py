@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rlx.driver.backend import Timeline
 from rlx.errors import OptionError
-from rlx.ir.cost import Roofline, arithmetic, program_work
+from rlx.ir.cost import ProgramWork, Roofline, arithmetic
 from rlx.ir.node import Node
 from rlx.ir.program import Program, Step, kernel_labels
 from rlx.ir.shown import Shown, counted, sized
@@ -27,6 +27,7 @@ from rlx.ir.shown import Shown, counted, sized
 if TYPE_CHECKING:
     from rlx.compiler.origins import Origins
 
+T = TypeVar("T")
 MOST_ROWS = 24  # steps that the text of a profile lists
 _ABOVE = os.path.join(str(Path(__file__).resolve().parents[2]), "")
 
@@ -50,9 +51,9 @@ class StepTime:
 
 @dataclass(frozen=True, repr=False)
 class Profile(Shown):
-    """The times of the steps of one compiled graph: medians of the quicker half of `runs`, since other programs on the machine
-    only take from it. `seconds`: of a measured run; `unmeasured_seconds`: of runs without clocks, between those. `timeline`: the
-    measured run of median time."""
+    """The times of the steps of one compiled graph: medians of the quickest quarter of `runs`, since other programs on the
+    machine only take from it. `seconds`: of a measured run; `unmeasured_seconds`: of runs without clocks, between those.
+    `timeline`: the measured run of median time."""
 
     name: str
     device: str
@@ -214,26 +215,35 @@ def spent(timeline: Timeline, steps: int) -> np.ndarray:
     return total
 
 
+def _quickest(runs: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
+    """The quickest quarter, at least three if there are so many."""
+    return sorted(runs, key=seconds)[: max(-(-len(runs) // 4), 3)]
+
+
 def profile_of(
-    program: Program, origins: Origins, device: str, timelines: Sequence[Timeline], unmeasured: Sequence[float],
-    roofline: Roofline | None,
+    program: Program, origins: Origins | None, work: ProgramWork, device: str, timelines: Sequence[Timeline],
+    unmeasured: Sequence[float], roofline: Roofline | None,
 ) -> Profile:  # fmt: skip
-    """The profile of a program's measured runs. `unmeasured`: seconds of runs without clocks."""
-    run: list[tuple[str, Step]] = [(p, s) for p in ("steps", "commit") for s in origins.program.phases[p]]
-    labels, work = kernel_labels(origins.program), program_work(origins.program).kernels
-    made = [m for p in ("steps", "commit") for m in origins.steps[p]]
-    count, timelines = len(timelines), sorted(timelines, key=lambda t: t.end - t.begin)[: -(-len(timelines) // 2)]
+    """The profile of a program's measured runs. `origins` None: the graph is not known. `unmeasured`: seconds of runs without
+    clocks."""
+    whole = program if origins is None else origins.program  # that of a cache has no loops
+    run: list[tuple[str, Step]] = [(p, s) for p in ("steps", "commit") for s in whole.phases[p]]
+    labels = kernel_labels(whole)
+    made = [None for _ in run] if origins is None else [m for p in ("steps", "commit") for m in origins.steps[p]]
+    count, timelines = len(timelines), _quickest(timelines, lambda t: t.end - t.begin)
     each = np.median([spent(t, len(run)) for t in timelines], axis=0) / 1e9
     steps = []
-    for (phase, step), origin, cost, seconds in zip(run, made, work, each.tolist(), strict=True):
-        nodes = tuple(described(origins.nodes[i]) for i in origin.nodes)
+    for (phase, step), origin, cost, seconds in zip(run, made, work.kernels, each.tolist(), strict=True):
+        nodes = step.kernel.origin
+        if origins is not None and origin is not None:
+            nodes = tuple(described(origins.nodes[i]) for i in origin.nodes)
         share, bound = None, ""
         if roofline is not None and seconds > 0:
             least, bound = roofline.least(cost.least_bytes, cost.flops or 0, arithmetic(step.kernel))
             share = least / seconds
         moved = cost.read_bytes + cost.written_bytes
         steps.append(StepTime(phase, labels[step.kernel], nodes, seconds, moved, cost.least_bytes, cost.flops, share, bound))
-    middle, plain = timelines[len(timelines) // 2], sorted(unmeasured)[: -(-len(unmeasured) // 2)]
+    middle, plain = timelines[len(timelines) // 2], _quickest(unmeasured, float)
     return Profile(
         program.name, device, program.target.threads, count, median(t.end - t.begin for t in timelines) / 1e9, median(plain),
         tuple(steps), middle, roofline,

@@ -129,6 +129,11 @@ class EmbeddingModel(Shown):
         """(rows, tokens) of every compiled shape in the cache."""
         return list(self._compiled)
 
+    @property
+    def executables(self) -> list[CompiledGraph]:
+        """Those of `shapes`, in the same order: to profile and to explain."""
+        return [compiled for compiled, _ in self._compiled.values()]
+
     def memory(self, batch: int = 1, length: int | None = None) -> dict[str, int]:
         """Bytes by purpose for a run of this shape (weights, arena, code …), known before the first run.
 

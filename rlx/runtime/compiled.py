@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,7 +36,9 @@ from rlx.ir.shown import Shown, counted, sized, some
 from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
+from rlx.runtime.explaining import described, explained
 from rlx.runtime.outputs import OutputView
+from rlx.runtime.profiling import profiled
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
 
@@ -526,15 +529,13 @@ class CompiledGraph(Shown):
 
     def report(self) -> CompileReport:
         """How each node was compiled, the kernels with their generated code, and where compile time went."""
-        return self._report
+        return replace(self._report, describe=partial(described, self))
 
     def profile(self, *inputs: Any, runs: int = 20, **named: Any) -> Profile:
         """The time of each step: `runs` measured runs, on inputs given as in a call (or as one mapping); without any, on those of
         the last run, or on typical ones before the first. States are as before afterwards.
 
         Raises as `run` does. Unsupported: the device has no times of steps, or the graph has collectives."""
-        from rlx.runtime.profiling import profiled
-
         return profiled(self, inputs, named, runs)
 
     def save(self, path: str | PathLike[str], weights: bool = True) -> int:
@@ -552,6 +553,13 @@ class CompiledGraph(Shown):
             if not self._weights.missing():
                 self._weights.ready()
             yield self._executable
+
+    def explain(self, path: str | PathLike[str], profile: Profile | None = None) -> None:
+        """Write one HTML page with what is known of this executable: its memory, its steps with their times and code, the graph.
+        It needs no network. `profile`: the times to show; else they are measured, on the inputs of the last run. docs/explain.md.
+
+        OptionError: the file cannot be written."""
+        explained(self, path, profile)
 
     # -- inside
 

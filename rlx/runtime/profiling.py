@@ -42,7 +42,11 @@ def profiled(compiled: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], r
         timelines, unmeasured = _measured(executable, runs, states)
     backend = backend_of(compiled.device)
     roofline = backend.roofline(program.target) if isinstance(backend, Roofed) else None
-    return profile_of(program, compiled._origins(), str(compiled.device), timelines, unmeasured, roofline)
+    try:
+        origins = compiled._origins()
+    except Unsupported:  # an artifact has no graph
+        origins = None
+    return profile_of(program, origins, compiled.report().work, str(compiled.device), timelines, unmeasured, roofline)
 
 
 def _measured(executable: Any, runs: int, states: Snapshot | None) -> tuple[list[Timeline], list[float]]:

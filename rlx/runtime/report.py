@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from rlx.explain.profile import Profile, write
 from rlx.ir.cost import ProgramWork
 from rlx.ir.program import NodeReport, Program
 from rlx.ir.shown import Shown, counted, sized
@@ -51,7 +55,7 @@ class CacheNote:
 class CompileReport(Shown):
     """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: label of a kernel (NAME, or
     NAME@2 for the second of that name) -> generated code. `stages`: graph text by pass. `cache`: use of the disk cache.
-    `tuning`: the tilings of steps. `work`: bytes and FLOPs of a run, counted lazily."""
+    `tuning`: the tilings of steps. `work`: bytes and FLOPs of a run, counted lazily. `describe`: makes `data`."""
 
     name: str
     device: str
@@ -63,6 +67,16 @@ class CompileReport(Shown):
     cache: CacheNote = CacheNote()
     tuning: Tuning = NOT_TUNED
     count: Callable[[], ProgramWork] = field(default=lambda: ProgramWork((), 0), repr=False, compare=False)
+    describe: Callable[[Any, str], dict[str, Any]] = field(default=lambda profile, why: {}, repr=False, compare=False)
+
+    def data(self, profile: Profile | None = None, unmeasured: str = "") -> dict[str, Any]:
+        """The whole report as data for JSON; docs/explain.md is its schema. Lowers the graph once more. `profile`: the times to
+        show; else `unmeasured` says why there are none."""
+        return self.describe(profile, unmeasured)
+
+    def save(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Write `data` as JSON. OptionError: the file cannot be written."""
+        write(path, json.dumps(self.data(profile), indent=1))
 
     def _line(self) -> str:
         made = f"{self.cache.state} in {sum(self.seconds.values()):.2g} s"

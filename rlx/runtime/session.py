@@ -142,7 +142,7 @@ class Session(Shown):
         texts = Texts(artifact.texts)
         report = CompileReport(
             program.name, str(self.device), program.nodes, steps, seconds, texts, program.stages,
-            entry.note(cached=kept is not None), entry.tuning, entry.work or partial(program_work, program),
+            entry.note(cached=kept is not None), entry.tuning, entry.work or cache(partial(program_work, program)),
         )  # fmt: skip
         if (level := max(knobs.DEBUG.get(), options.verbose)) > 0:
             for shown in ((report,), program.stages.values(), texts.values())[:level]:

@@ -89,6 +89,12 @@ class CpuBackend:
 
         return axes(kernel, target)
 
+    def assembly(self, text: str, target: Target) -> str:
+        """Assembling protocol (rlx.driver.backend). Empty for a collective, which has no code."""
+        from rlx.host.jit import assembly
+
+        return assembly(text, target) if "define " in text else ""
+
     def roofline(self, target: Target) -> Roofline:
         """Roofed protocol (rlx.driver.backend)."""
         from rlx.backends.cpu.roofline import roofline  # imported late: it generates code
