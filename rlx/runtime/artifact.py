@@ -147,7 +147,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
                 lacking[r.name] = lacks
             else:
                 found.setdefault(r.name, r)
-        for name in lacking.keys() - found.keys():
+        for name in (n for n in lacking if n not in found):
             raise DeviceUnavailableError(
                 f"{self.path}: program {name!r} needs {', '.join(lacking[name])}, which {self.device} of this machine lacks: "
                 "compile and save it on a machine like this one"
