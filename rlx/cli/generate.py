@@ -177,12 +177,12 @@ def open_model(
     model: Path, bars: Bars, capacity: int | None, cache: str, device: str, threads: int | None, tune: float,
     transport: SymmetricTransport | None = None,
 ) -> LanguageModel:  # fmt: skip
-    from rlx.frontends.language import load
+    from rlx.frontends.load import load_decoder
     from rlx.runtime import CompileOptions, Session
 
     session = Session(device, progress=bars.step, transport=transport)
     options = CompileOptions(threads=threads, tune=tune)
-    return load(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session)
+    return load_decoder(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session)
 
 
 def standard_input() -> str:

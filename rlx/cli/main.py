@@ -61,7 +61,7 @@ def main(
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.", show_default=False)] = None,
     model: Annotated[
-        Path | None, typer.Option(help=f"Folder of a BERT-type model, {o.HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
+        Path | None, typer.Option(help=f"BERT-type folder, artifact file, {o.HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
     ] = None,
     file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
@@ -89,13 +89,14 @@ def embed(
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")
     import numpy as np
 
-    from rlx.frontends.embedding import default_folder, load
+    from rlx.frontends.embedding import default_folder
+    from rlx.frontends.load import load_encoder
     from rlx.runtime import CompileOptions, Session
 
     imported = _seconds_since_start()
     with Bars() as bars:
         options, session = CompileOptions(threads=threads, tune=tune), Session(device, progress=bars.step)
-        loaded = load(model or default_folder(), options=options, session=session)
+        loaded = load_encoder(model or default_folder(), options=options, session=session)
         begun = time.perf_counter()
         vectors = loaded.embed(lines, progress=bars.texts if len(lines) >= PROGRESS_TEXTS else None)
         first = time.perf_counter() - begun

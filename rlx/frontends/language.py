@@ -7,13 +7,13 @@ overwritten by the tokens that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import BindingError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, known, whole
 from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
@@ -26,6 +26,12 @@ from rlx.frontends.seconds import Seconds
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.ir.shown import Shown
+from rlx.runtime.saving import save
+
+from rlx.errors import (  # isort: skip
+    BindingError, CorruptFileError, IndexRangeError, InputDTypeError, InputShapeError, ModelError, OptionError, Unsupported,
+    known, whole,
+)  # fmt: skip
 from rlx.runtime import (
     CompiledGraph,
     CompileOptions,
@@ -41,7 +47,14 @@ from rlx.runtime import (
 LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size used is compiled once
 DEFAULT_CAPACITY = 4096  # positions, if the model allows as many
 CACHES = ("f32", "bf16", "f16")
+DECODER = "decoder"  # kind of artifact file
+SAVED_SAMPLING = (Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.95))  # in an artifact file, by default
 Steps = tuple[str, ...] | None  # Sampling.steps of graphs that sample; None: graphs that return logits
+
+
+def program_name(tokens: int, steps: Steps) -> str:
+    """The name of an executable in an artifact file."""
+    return f"{tokens} {'logits' if steps is None else ' '.join(('sampled', *steps))}"
 
 
 class LanguageModel(Shown):
@@ -72,6 +85,7 @@ class LanguageModel(Shown):
         self.seconds = Seconds()  # time spent, by phase
         self.path, self.batch = model_path(path), whole("batch", batch, 1)
         self._session = shared_session(session, transport)
+        self.device = self._session.device
         self.transport, self.ranks, rank = together(self._session)
         with self.seconds.spent("read model"):
             self.checkpoint = Checkpoint(self.path, weights, self.ranks, rank)
@@ -82,7 +96,7 @@ class LanguageModel(Shown):
             raise OptionError(f"capacity={capacity}: the model has {longest} positions")
         if cache not in CACHES:
             raise OptionError(f"cache={cache!r}: choose one of {known(CACHES)}")
-        self.cache = cache
+        self.cache, self.ladder = cache, LADDER
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; also shared by every graph
         self._options, self._progress = options or CompileOptions(), progress
@@ -96,7 +110,7 @@ class LanguageModel(Shown):
 
     def _line(self) -> str:
         size = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}, {self.config.vocab_size} tokens"
-        return f"{self.path.name!r} on {self._session.device}: {size}, {self.capacity} positions"
+        return f"{self.path.name!r} on {self.device}: {size}, {self.capacity} positions"
 
     @property
     def codec(self) -> TextCodec:
@@ -200,10 +214,37 @@ class LanguageModel(Shown):
         """A complete answer to a text, token ids or chat messages; options as for Generator. See `.text`, `.tokens`, `.stats`."""
         return Generator(self, prompt, **options).run()
 
+    def save(self, path: str | Path, sizes: Iterable[int] | None = None, sampling: Iterable[Sampling] = SAVED_SAMPLING) -> int:
+        """Write this model to an artifact file: machine code, weights, tokenizer, sizes of the state. `rlx.load(path)` then
+        generates without the compiler and without the model's files. Returns the size of the file.
+
+        `sizes`: tokens of a chunk to compile, 1 included; None: all that the capacity holds. `sampling`: settings to compile for;
+        after a load, other values of the same fields can be used. Temperature 0 is always there."""
+        ladder = tuple(n for n in self.ladder if n <= self.capacity) if sizes is None else tuple(sorted({1, *sizes}))
+        if extra := [n for n in ladder if n not in self.ladder or n > self.capacity]:
+            raise OptionError(f"sizes are some of {known(n for n in self.ladder if n <= self.capacity)}, got {extra[0]!r}")
+        if self.ranks > 1:
+            raise Unsupported("a model that several ranks share cannot be saved: save it on one rank")
+        how = list(dict.fromkeys([None, (), *(s.steps for s in sampling)] if self.batch == 1 else [None]))
+        graphs = {program_name(n, steps): self.executable(n, steps) for n in ladder for steps in how}
+        about = {"config": asdict(self.config), "batch": self.batch, "capacity": self.capacity, "cache": self.cache}
+        about |= {"ladder": ladder, "sampling": how}
+        about |= {"ends": None} if (codec := self._codec_if_any()) is None else codec.described()
+        content = {} if codec is None else {"tokenizer": codec.to_json()}
+        return save(path, graphs, facts={"kind": DECODER, "model": about}, sections=content)
+
+    def _codec_if_any(self) -> TextCodec | None:
+        try:
+            return self.codec
+        except CorruptFileError:
+            raise
+        except ModelError:  # a model without a tokenizer takes ids
+            return None
+
     def chunk_size(self, tokens: int, room: int) -> int:
         """The chunk size (from the ladder) for the next of `tokens` tokens, with `room` free positions: the smallest that
         holds all of them, unless more than half of it would be padding; a few tokens cost little more than one."""
-        rungs = [n for n in LADDER if n <= min(room, self.capacity)]
+        rungs = [n for n in self.ladder if n <= min(room, self.capacity)]
         above = next((n for n in rungs if n >= tokens), None)
         if above is not None and (above <= LADDER[1] or 2 * tokens >= above):
             return above
@@ -230,10 +271,13 @@ class LanguageModel(Shown):
         (Sampling.steps), the next token."""
         with self._lock:
             if (tokens, steps) not in self._compiled:
-                with self.seconds.spent("build graph"):
-                    graph = self.graph(tokens, steps=steps)
-                self._compiled[tokens, steps] = self.compile(graph)
+                self._compiled[tokens, steps] = self._made(tokens, steps)
             return self._compiled[tokens, steps]
+
+    def _made(self, tokens: int, steps: Steps) -> CompiledGraph:
+        with self.seconds.spent("build graph"):
+            graph = self.graph(tokens, steps=steps)
+        return self.compile(graph)
 
     def compile(self, graph: Graph) -> CompiledGraph:
         """An executable that shares this model's weights and state."""

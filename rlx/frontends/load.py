@@ -1,37 +1,38 @@
-"""`rlx.load`: an artifact, or a model's folder or file, as something to run."""
+"""`rlx.load`: an artifact file, or a model's folder or file, as something to run."""
 
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlx.errors import ModelError, Unsupported, known
+from rlx.errors import ModelError, OptionError, Unsupported, known
 from rlx.frontends.hub import model_path
 from rlx.frontends.weights import read_json
+from rlx.runtime.artifact import ArtifactFile, begins_with, graphs_of
+
+if TYPE_CHECKING:
+    from rlx.frontends.embedding import EmbeddingModel
+    from rlx.frontends.language import LanguageModel
+
+FROM_FILE = ("device", "threads", "trust", "verify")  # arguments of ArtifactFile
 
 
 def load(path: str | PathLike[str], **how: Any) -> Any:
     """Load what is at `path`:
 
-    - an artifact (rlx.save, compiled.save, model.save): the CompiledGraph, a mapping of several by name, StoredBuckets, or the
-      model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact.ArtifactFile. An
-      artifact holds machine code: one that another user could have written is an UntrustedFileError, unless `trust` is True.
+    - an artifact file (rlx.save, compiled.save, model.save): the CompiledGraph, a mapping of several by name, StoredBuckets, or
+      the model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact. The file
+      holds machine code: one that another user could have written is an UntrustedFileError, unless `trust` is True.
     - a Hugging Face folder or a .gguf file, or the name of one on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for
       encoders of BERT type, else a LanguageModel. They compile when they first run. `how`: arguments of the class.
 
     ModelError: it is none of these, or a file is missing or unsupported; the message says which."""
-    from rlx.runtime.artifact import begins_with, load
-
     if begins_with(path := model_path(path)):
-        return load(path, **how)
+        return _stored(path, **how)
     if path.suffix == ".onnx":
         raise Unsupported(f"{path}: ONNX files are not read in this version; give a Hugging Face folder, or build the graph")
     if path.is_file() and path.suffix != ".gguf" and not begins_with(path, b"GGUF"):
         raise ModelError(f"{path} is neither an artifact of rlx nor a GGUF file: it begins with neither mark")
-    return _model(path, **how)
-
-
-def _model(path: Any, **how: Any) -> Any:
     from rlx.frontends.embedding import ENCODERS, EmbeddingModel
     from rlx.frontends.language import LanguageModel
     from rlx.frontends.models.families import FAMILIES
@@ -44,4 +45,49 @@ def _model(path: Any, **how: Any) -> Any:
     return LanguageModel(path, **how)
 
 
-__all__ = ["load"]
+def load_encoder(path: str | PathLike[str], **how: Any) -> EmbeddingModel:
+    """An EmbeddingModel from a folder or an artifact file. `how`: its arguments; for a file, `session` and `options` may set
+    device and threads. ModelError: it holds something else."""
+    from rlx.frontends.embedding import EmbeddingModel
+
+    place = model_path(path)
+    return _stored(place, "encoder", **how) if begins_with(place) else EmbeddingModel(place, **how)
+
+
+def load_decoder(path: str | PathLike[str], **how: Any) -> LanguageModel:
+    """A LanguageModel from a folder, a .gguf file or an artifact file, as load_encoder."""
+    from rlx.frontends.language import LanguageModel
+
+    place = model_path(path)
+    return _stored(place, "decoder", **how) if begins_with(place) else LanguageModel(place, **how)
+
+
+def _stored(path: Any, kind: str = "", session: Any = None, options: Any = None, progress: object = None, **how: Any) -> Any:
+    """The contents of an artifact file, of this kind if it is given. `session` and `options` set device and threads. What was
+    fixed when the file was saved can be given again, but not otherwise (OptionError)."""
+    of_file = {name: how.pop(name) for name in FROM_FILE if name in how}
+    if session is not None:
+        of_file |= {"device": session.device, "threads": session.threads}
+        if session.transport is not None and session.transport.num_ranks > 1:
+            raise Unsupported(f"{path} holds programs of one process: load the model's folder on several ranks")
+    if options is not None:
+        if options.tune:
+            raise OptionError(f"{path}: tune={options.tune!r} is for compiles; the programs of an artifact file are compiled")
+        of_file["threads"] = options.threads or of_file.get("threads")
+    file = ArtifactFile(path, **of_file)
+    if kind and file.kind != kind:
+        raise ModelError(f"{path} holds {file.kind!r}, and {kind!r} is needed here")
+    if file.kind == "encoder":
+        from rlx.frontends.artifact import StoredEncoder as Found
+    elif file.kind == "decoder":
+        from rlx.frontends.artifact import StoredDecoder as Found
+    else:
+        Found = graphs_of
+    found = Found(file)
+    for name, value in how.items():
+        if value is not None and getattr(found, name, None) != value:
+            raise OptionError(f"{path}: {name}={value!r} is not as in the artifact file; save the model with this value")
+    return found
+
+
+__all__ = ["load", "load_decoder", "load_encoder"]

@@ -20,17 +20,15 @@ _CHUNK = 1024  # texts tokenised at once: bounds the memory that the tokenizer's
 
 
 class Tokenizer:
-    """`tokenizer.json` of `folder`; texts are truncated to `max_length` tokens, including special ones."""
+    """Texts are truncated to `max_length` tokens, including special ones, and in lower case first if `lower`."""
 
-    def __init__(self, folder: str | Path, positions: int) -> None:
-        """`positions`: most tokens that the network accepts; the folder's configuration may set fewer."""
-        folder = Path(folder)
-        self._tokenizer = read_tokenizer(folder)
-        self._lower, self.max_length = _limits(folder, positions)
+    def __init__(self, tokenizer: Any, lower: bool, max_length: int, source: str) -> None:
+        """`tokenizer`: a `tokenizers.Tokenizer`. `source`: its origin, for errors."""
+        self._tokenizer, self.lower, self.max_length = tokenizer, lower, max_length
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self.max_length)
         if (special := len(self([""])[0])) > self.max_length:
-            raise ModelError(f"{folder}: a maximum length of {self.max_length} has no room for the {special} special tokens")
+            raise ModelError(f"{source}: a maximum length of {self.max_length} has no room for the {special} special tokens")
 
     @property
     def vocab_size(self) -> int:
@@ -40,9 +38,21 @@ class Tokenizer:
     def __call__(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text."""
         texts = [checked(text, f"text {i}") for i, text in enumerate(texts)]
-        texts = [text.lower() for text in texts] if self._lower else texts
+        texts = [text.lower() for text in texts] if self.lower else texts
         chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
         return [e.ids for chunk in chunks for e in self._tokenizer.encode_batch_fast(chunk)]
+
+    def to_json(self) -> bytes:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str().encode()
+
+
+def folder_tokenizer(folder: str | Path, positions: int) -> Tokenizer:
+    """From tokenizer.json of `folder`. `positions`: most tokens that the network accepts; the folder's configuration may set
+    fewer."""
+    folder = Path(folder)
+    made = read_tokenizer(folder)
+    return Tokenizer(made, *_limits(folder, positions), str(folder))
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -50,27 +60,32 @@ def read_tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json; save the tokenizer with its fast form (save_pretrained)")
+    return tokenizer_of(path.read_bytes(), str(path))
+
+
+def tokenizer_of(content: bytes, source: str) -> Any:
+    """The `tokenizers.Tokenizer` in the content of a tokenizer.json. `source`: its origin, for errors."""
     try:
         import tokenizers
     except ImportError as e:
         raise ModelError("text input needs the package `tokenizers`: pip install 'rlx[models]'") from e
     try:
-        made = tokenizers.Tokenizer.from_file(str(path))
+        made = tokenizers.Tokenizer.from_buffer(content)
     except Exception as e:  # noqa: BLE001  the package raises bare Exception for every fault of the file
-        raise CorruptFileError(f"{path} is not a tokenizer ({e})") from None
-    _check_ids(path, made)
+        raise CorruptFileError(f"{source} is not a tokenizer ({e})") from None
+    _check_ids(content, made, source)
     return made
 
 
-def _check_ids(path: Path, tokenizer: Any) -> None:
+def _check_ids(content: bytes, tokenizer: Any, source: str) -> None:
     """CorruptFileError: an id of the tokenizer does not fit the i32 that networks take. The whole vocabulary is checked only
     if the file contains a number that large, since that takes as long as reading the file."""
-    if LARGE not in path.read_bytes().translate(_DIGITS):
+    if LARGE not in content.translate(_DIGITS):
         return
     ids = [(f"token {token!r}", id) for token, id in tokenizer.get_vocab(with_added_tokens=True).items()]
     for label, id in [*ids, *(("a token around every text", id) for id in tokenizer.encode("").ids)]:
         if id >= IDS:
-            raise CorruptFileError(f"{path}: {label} has the id {id}; ids are below {IDS}")
+            raise CorruptFileError(f"{source}: {label} has the id {id}; ids are below {IDS}")
 
 
 def checked(text: object, name: str) -> str:

@@ -303,14 +303,13 @@ class StoredBuckets(Buckets):
         return found
 
 
-def load(path: str | PathLike[str], **how: Any) -> Any:
-    """The compiled graph in a file; the ArtifactFile if there are several; or its buckets. Arguments as for ArtifactFile."""
-    found = ArtifactFile(path, **how)
-    if found.kind != GRAPHS:
-        raise ModelError(f"{path} holds a model ({found.kind}): load it with rlx.load")
-    if "buckets" in found.manifest:
-        return StoredBuckets(found)
-    return found if len(found) > 1 else found[next(iter(found))]
+def graphs_of(file: ArtifactFile) -> Any:
+    """The compiled graph in a file; the file if there are several; or its buckets. ModelError: it holds something else."""
+    if file.kind != GRAPHS:
+        raise ModelError(f"{file.path} holds {file.kind!r}, which this version of rlx does not know: install a newer one")
+    if "buckets" in file.manifest:
+        return StoredBuckets(file)
+    return file if len(file) > 1 else file[next(iter(file))]
 
 
 def _whole(x: Any) -> int:
@@ -325,4 +324,4 @@ def _text(x: Any) -> str:
     return x
 
 
-__all__ = ["ArtifactFile", "StoredBuckets", "begins_with", "load"]
+__all__ = ["ArtifactFile", "StoredBuckets", "begins_with", "graphs_of"]
