@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from rlx.cli import options as o
 from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.launch import launch
 from rlx.cli.progress import Bars
+from rlx.cli.search import search
 from rlx.errors import RlxError
 from rlx.knobs import drop_columns
 
@@ -60,9 +62,7 @@ def main(
 @app.command()
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.", show_default=False)] = None,
-    model: Annotated[
-        Path | None, typer.Option(help=f"BERT-type folder, artifact file, {o.HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
-    ] = None,
+    model: o.Encoder = None,
     file: Annotated[str | None, typer.Option(help="Embed each line of this file; - reads standard input.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the embeddings, float32 [n, dim], to this .npy file.")] = None,
     device: o.DeviceName = "cpu",
@@ -89,14 +89,10 @@ def embed(
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")
     import numpy as np
 
-    from rlx.frontends.embedding import default_folder
-    from rlx.frontends.load import load_encoder
-    from rlx.runtime import CompileOptions, Session
-
+    import_module("rlx.frontends.embedding")
     imported = _seconds_since_start()
     with Bars() as bars:
-        options, session = CompileOptions(threads=threads, tune=tune), Session(device, progress=bars.step)
-        loaded = load_encoder(model or default_folder(), options=options, session=session)
+        loaded = o.open_encoder(model, bars, device, threads, tune)
         begun = time.perf_counter()
         vectors = loaded.embed(lines, progress=bars.texts if len(lines) >= PROGRESS_TEXTS else None)
         first = time.perf_counter() - begun
@@ -146,6 +142,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 
 app.command()(generate)
 app.command()(chat)
+app.command()(search)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

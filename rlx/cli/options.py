@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rlx.cli.progress import Bars
+    from rlx.frontends.embedding import EmbeddingModel
 
 HUB = "or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
 HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/all-MiniLM-L6-v2"
@@ -13,6 +17,9 @@ HUB_ENCODER = "or a name on the Hugging Face Hub, such as sentence-transformers/
 Model = Annotated[
     Path, typer.Argument(help=f"Folder or .gguf file of a model, artifact file, {HUB}.", metavar="MODEL", show_default=False)
 ]  # fmt: skip
+Encoder = Annotated[
+    Path | None, typer.Option("--model", help=f"BERT-type folder, artifact file, {HUB_ENCODER}.", show_default="all-MiniLM-L6-v2")
+]
 DeviceName = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1 …; `rlx devices` lists them.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU device.", show_default="all allowed")]
 Tune = Annotated[
@@ -37,3 +44,17 @@ Capacity = Annotated[
     typer.Option(min=1, help="Maximum tokens of prompt and answer together.", show_default="4096, or what the model has"),
 ]
 CacheDType = Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")]
+
+
+def open_encoder(model: Path | None, bars: Bars, device: str, threads: int | None, tune: float) -> EmbeddingModel:
+    from rlx.frontends.embedding import default_folder
+    from rlx.frontends.load import load_encoder
+    from rlx.runtime import CompileOptions, Session
+
+    session = Session(device, progress=bars.step)
+    return load_encoder(model or default_folder(), options=CompileOptions(threads=threads, tune=tune), session=session)
+
+
+def printable(text: str) -> str:
+    """A line of text, with control characters replaced, because a terminal would interpret them."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from rlx.cli.options import printable
 from rlx.frontends.embedding import EmbeddingModel
 from rlx.ir.shown import sized
 
@@ -36,7 +37,7 @@ def vector(numbers: np.ndarray, most: int = 6) -> None:
 
 def _plain(text: str) -> Text:
     """Literal text: brackets are not markup, and control characters are replaced."""
-    return Text("".join(c if c.isprintable() else " " for c in text))
+    return Text(printable(text))
 
 
 def summary(model: EmbeddingModel, n: int, first: float, warm: float | None, output: Path | None) -> None:
