@@ -17,6 +17,7 @@ from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.launch import launch
 from rlx.cli.progress import Bars
 from rlx.cli.search import search
+from rlx.cli.verify import verify
 from rlx.errors import RlxError
 from rlx.knobs import drop_columns
 
@@ -143,6 +144,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 app.command()(generate)
 app.command()(chat)
 app.command()(search)
+app.command()(verify)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

@@ -1,0 +1,132 @@
+"""`rlx verify MODEL`: compares what is compiled with numpy's references in float64, and checks memory plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from rlx.cli import options as o
+from rlx.cli.progress import Bars
+from rlx.errors import PlanError, RlxError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlx.frontends.embedding import EmbeddingModel
+    from rlx.frontends.language import LanguageModel
+    from rlx.ir.graph import Graph
+
+HELD = 5  # tokens in the state before a chunk is verified
+
+
+def verify(
+    model: o.Model,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the network that is verified.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once, of an encoder.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+) -> None:
+    """Verify that a model is compiled right on this machine.
+
+    Its network runs on random tokens. Every value that a kernel stores is compared with the references of the ops in float64.
+    The memory plan is checked twice: by the checker, and by comparing bits with a run in which no buffer shares memory. It ends
+    at the first difference, and names node, source line and kernel. Of an artifact file, checksums and plans are checked.
+
+    Examples:
+
+        rlx verify path/to/folder
+
+        rlx verify Qwen/Qwen3-0.6B --length 64 --device cuda
+    """
+    import numpy as np
+
+    from rlx.frontends.hub import model_path
+    from rlx.runtime import CompileOptions, Session
+    from rlx.runtime.artifact import begins_with
+    from rlx.runtime.verifying import verify
+
+    if begins_with(path := model_path(model)):
+        return _stored(path)
+    with Bars() as bars:
+        session, options = Session(device, threads, progress=bars.step), CompileOptions()
+        for case in _cases(path, session, options, batch, length, np.random.default_rng(seed)):
+            found = verify(
+                case.graph, case.weights, case.inputs, session=session, options=options, states=case.states,
+                progress=lambda done, total: bars.show("verifying", done, total),
+            )  # fmt: skip
+            name = f"{case.graph.name} on {session.device}"
+            if found.difference is not None:
+                raise RlxError(f"{name}: {found.difference}")
+            unsure = f" ({found.unsure} that depend on rounding were not)" if found.unsure else ""
+            print(
+                f"{name}: the memory plan is sound; {found.values} values that kernels of {found.nodes} nodes store were compared"
+                f"{unsure}, the greatest error is {found.worst:.0%} of its tolerance"
+            )
+
+
+class _Case(NamedTuple):
+    graph: Graph
+    weights: Callable[[str], np.ndarray]
+    inputs: dict[str, np.ndarray]
+    states: dict[str, np.ndarray]
+
+
+def _cases(path: Path, session: Any, options: Any, batch: int, length: int, rng: np.random.Generator) -> Iterator[_Case]:
+    from rlx.errors import OptionError
+    from rlx.frontends.embedding import EmbeddingModel
+    from rlx.frontends.load import load
+
+    model = load(path, session=session, options=options)
+    if isinstance(model, EmbeddingModel):
+        if length > model.max_length:
+            raise OptionError(f"--length {length}: the model takes at most {model.max_length} tokens")
+        yield _encoder(model, batch, length, rng)
+    else:
+        room = model.config.max_position_embeddings
+        if length + HELD > room:
+            raise OptionError(f"--length {length}: the model has {room} positions, and {HELD} hold earlier tokens")
+        model = load(path, session=session, options=options, capacity=min(room, length + 2 * HELD))
+        for tokens in dict.fromkeys((length, 1)):
+            yield _decoder(model, tokens, rng)
+
+
+def _encoder(model: EmbeddingModel, batch: int, length: int, rng: np.random.Generator) -> _Case:
+    import numpy as np
+
+    from rlx.frontends.models import bert
+
+    ids = rng.integers(0, model.config.vocab_size, (batch, length), np.int32)
+    mask = np.arange(length) < rng.integers(1, length + 1, (batch, 1))
+    weights = model.weights
+    graph = bert.build(model.config, batch, length)
+    return _Case(graph, lambda name: np.asarray(weights[name], np.float32), {"input_ids": ids, "attention_mask": mask}, {})
+
+
+def _decoder(model: LanguageModel, tokens: int, rng: np.random.Generator) -> _Case:
+    """A chunk behind some earlier tokens; one token is a step of decoding, which also chooses the next."""
+    import numpy as np
+
+    graph = model.graph(tokens, steps=() if tokens == 1 else None)
+    vocab, states = model.config.vocab_size, dict[str, np.ndarray]()
+    for handle in graph.handles:
+        dims, dtype, name = handle.shape.static, handle.dtype.numpy, str(handle.name)
+        values = {"position": HELD, "token": rng.integers(0, vocab)}
+        states[name] = np.full(dims, values[name], dtype) if name in values else rng.standard_normal(dims).astype(dtype)
+    named = {"tokens": lambda: rng.integers(0, vocab, (1, tokens), np.int32), "count": lambda: np.array(tokens, np.int32)}
+    inputs = {str(v.name): named[str(v.name)]() for v in graph.inputs}
+    return _Case(graph, model.checkpoint.read, inputs, states)
+
+
+def _stored(path: Path) -> None:
+    from rlx.compiler.check import program_faults
+    from rlx.runtime.artifact import ArtifactFile
+
+    file = ArtifactFile(path, verify=True)
+    for name in file:
+        if faults := program_faults(file[name].program(), replay=False):
+            raise PlanError(f"{path}: program {name!r} has a bad plan: {'; '.join(faults)}")
+    print(f"{path}: all checksums are right; {len(file)} memory plans are sound (their kernels are machine code: not compared)")
