@@ -39,6 +39,7 @@ def generate(
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
+    trace: o.Trace = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
 ) -> None:
     """Continue a prompt, or answer a message, with a language model.
@@ -54,6 +55,7 @@ def generate(
     from rlx.frontends.generate import Generator, prepare
     from rlx.runtime import connect, of_first
 
+    o.check_writable(trace)
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
@@ -77,6 +79,10 @@ def generate(
         if first and stats:
             _account(loaded, answer)
         transport.close()
+    if trace is not None:
+        from rlx.explain.profile import write_trace
+
+        write_trace(trace, loaded.profiles())
 
 
 def chat(

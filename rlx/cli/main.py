@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlx.cli import options as o
+from rlx.cli.explain import explain
 from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.launch import launch
 from rlx.cli.progress import Bars
@@ -69,6 +70,7 @@ def embed(
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
+    trace: o.Trace = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print time per phase, and memory use.")] = False,
 ) -> None:
     """Embed texts as vectors, and show the similarity of a few of them.
@@ -81,10 +83,8 @@ def embed(
 
         rlx embed --model path/to/folder --threads 2 --stats "Hello"
     """
-    if output is not None and not output.parent.is_dir():  # checked before the work, not after it
-        raise RlxError(f"cannot write {output}: there is no folder {output.parent}")
-    if output is not None and output.is_dir():
-        raise RlxError(f"cannot write {output}: it is a folder")
+    o.check_writable(output)
+    o.check_writable(trace)
     lines = list(texts or []) + (_read_lines(file) if file is not None else [])
     if not lines:
         raise typer.BadParameter("nothing to embed: give texts, or --file", param_hint="TEXT")
@@ -111,6 +111,10 @@ def embed(
     show.summary(loaded, len(lines), first, _warm(loaded, lines) if few else None, output)
     if stats:
         show.account(phases)
+    if trace is not None:
+        from rlx.explain.profile import write_trace
+
+        write_trace(trace, loaded.profiles())
 
 
 def _seconds_since_start() -> float:
@@ -145,6 +149,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(search)
 app.command()(verify)
+app.command()(explain)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, and their checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlx.errors import RlxError
 
 if TYPE_CHECKING:
     from rlx.cli.progress import Bars
@@ -28,6 +30,19 @@ Tune = Annotated[
         min=0, help="Seconds to spend on autotuning kernels; results are kept on disk.", show_default="0: default tilings"
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Measure the steps of a run, and write them to this JSON file for ui.perfetto.dev.", show_default=False),
+]
+
+
+def check_writable(path: Path | None) -> None:
+    """RlxError, before the work rather than after it, if a file cannot be written there."""
+    if path is not None and not path.parent.is_dir():
+        raise RlxError(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise RlxError(f"cannot write {path}: it is a folder")
+
 
 # -- language models
 

@@ -11,8 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_ROWS = 24  # steps that the text of a profile lists
-_ABOVE = os.path.join(str(Path(__file__).resolve().parents[2]), "")
+_ABOVE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,8 @@ def _name(process: int, thread: int, kind: str, name: str) -> dict[str, Any]:
 def write(path: str | os.PathLike[str], text: str) -> None:
     """OptionError: the file cannot be written."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as e:
         raise OptionError(f"cannot write {os.fspath(path)!r}: {e.strerror or e}") from e
 
@@ -245,8 +244,8 @@ def profile_of(
         steps.append(StepTime(phase, labels[step.kernel], nodes, seconds, moved, cost.least_bytes, cost.flops, share, bound))
     middle, plain = timelines[len(timelines) // 2], _quickest(unmeasured, float)
     return Profile(
-        program.name, device, program.target.threads, count, median(t.end - t.begin for t in timelines) / 1e9, median(plain),
-        tuple(steps), middle, roofline,
+        program.name, device, program.target.threads, count, float(np.median([t.end - t.begin for t in timelines])) / 1e9,
+        float(np.median(plain)), tuple(steps), middle, roofline,
     )  # fmt: skip
 
 

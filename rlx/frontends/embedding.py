@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
 from rlx.runtime.saving import save
+
+if TYPE_CHECKING:
+    from rlx.runtime import Profile
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
 MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU
@@ -135,8 +138,18 @@ class EmbeddingModel(Shown):
 
     @property
     def executables(self) -> list[CompiledGraph]:
-        """Those of `shapes`, in the same order: to profile and to explain."""
+        """Those of `shapes`, in the same order."""
         return [compiled for compiled, _ in self._compiled.values()]
+
+    def executable(self, batch: int, length: int) -> CompiledGraph:
+        """The executable for a run of `batch` texts of up to `length` tokens, which are rounded up, cached or compiled now."""
+        length = min(whole("length", length, 1), self.max_length)
+        with self._lock:
+            return self._compile(whole("batch", batch, 1), _rung(length, self.max_length))[0]
+
+    def profiles(self) -> list[Profile]:
+        """The time of each step of every executable, on the inputs of its last run (CompiledGraph.profile)."""
+        return [compiled.profile() for compiled in self.executables]
 
     def memory(self, batch: int = 1, length: int | None = None) -> dict[str, int]:
         """Bytes by purpose for a run of this shape (weights, arena, code …), known before the first run.
@@ -212,6 +225,11 @@ def load(folder: str | Path, **how: Any) -> EmbeddingModel:
     file) saying what is missing or unsupported.
     """
     return EmbeddingModel(folder, **how)
+
+
+def is_encoder(path: Path) -> bool:
+    """True if it is the folder of a model that `load` takes; a language model's otherwise."""
+    return path.is_dir() and read_json(path / "config.json").get("model_type") in ENCODERS
 
 
 def default_folder() -> Path:

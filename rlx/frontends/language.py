@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from rlx.runtime import (
     agreed,
     partition,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from rlx.runtime import Profile
 
 LADDER = (1, 8, 32, 128, 512)  # tokens of a chunk; each size used is compiled once
 DEFAULT_CAPACITY = 4096  # positions, if the model allows as many
@@ -194,6 +197,22 @@ class LanguageModel(Shown):
         self._answer = None
         if entry := self.handles.entries.get("position"):
             self.handles.write("position", np.full(entry.shape.static, tokens, entry.shape.dtype.numpy))
+
+    def move(self, position: int, room: int = 0) -> None:
+        """Set the number of tokens in the state, whose contents stay. IndexRangeError: with `room` more, the capacity is too
+        small."""
+        if position < 0 or position + room > self.capacity:
+            raise IndexRangeError(f"{room} tokens at position {position} do not fit into a capacity of {self.capacity}")
+        self._cut(position)
+
+    def profiles(self) -> list[Profile]:
+        """The time of each step of every executable (CompiledGraph.profile), from the state before its tokens."""
+        found, here = [], self.position
+        for (tokens, _), compiled in self._compiled.items():
+            self.move(max(0, here - tokens))
+            found.append(compiled.profile())
+        self.move(here)
+        return found
 
     def use_handles(self, store: HandleStore) -> None:
         """Continue from another state, such as a fork of `handles`. Nothing is copied. BindingError: not a HandleStore, or that

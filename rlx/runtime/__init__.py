@@ -28,14 +28,17 @@ from rlx.runtime.session import Session
 
 if TYPE_CHECKING:
     from rlx.compiler.partition import Partitioned, partition
+    from rlx.explain.profile import Profile
 
 
 def __getattr__(name: str) -> object:
-    """Partitioning is imported on first use."""
-    if name not in ("Partitioned", "partition"):
+    """Partitioning and profiles are imported on first use."""
+    if name == "Profile":
+        from rlx.explain import profile as module
+    elif name in ("Partitioned", "partition"):
+        from rlx.compiler import partition as module
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rlx.compiler import partition as module
-
     return getattr(module, name)
 
 
@@ -44,10 +47,11 @@ __all__ = [
     "CommandStream", "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
     "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError", "FormatError", "GraphError",
     "HandleStore", "HeapBoundsError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport",
-    "MemoryPlan", "MissingInputError", "MissingParamError", "ModelError", "NumericsError", "OptionError", "OutOfMemoryError",
-    "OutputView", "ParamStore", "Partitioned", "PlanError", "Rank", "ReduceKind", "RlxError", "Session", "ShmTransport",
-    "Snapshot", "StaleViewError", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream", "TransferError",
-    "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "Unsupported",
-    "UntrustedFileError", "VerifyError", "agreed", "all_gather", "all_reduce", "all_to_all", "available", "broadcast",
-    "connect", "is_available", "map_file", "of_first", "partition", "power_of_two_ladder", "reduce_scatter",
+    "MemoryPlan", "MissingInputError", "MissingParamError", "ModelError", "NumericsError", "OptionError",
+    "OutOfMemoryError", "OutputView", "ParamStore", "Partitioned", "PlanError", "Profile", "Rank", "ReduceKind", "RlxError",
+    "Session", "ShmTransport", "Snapshot", "StaleViewError", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
+    "SyncStream", "TransferError", "TransportError", "UnboundDimError", "UnknownDeviceError", "UnknownNameError",
+    "UnknownRankError", "Unsupported", "UntrustedFileError", "VerifyError", "agreed", "all_gather", "all_reduce",
+    "all_to_all", "available", "broadcast", "connect", "is_available", "map_file", "of_first", "partition",
+    "power_of_two_ladder", "reduce_scatter",
 ]  # fmt: skip

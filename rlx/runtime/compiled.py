@@ -36,9 +36,7 @@ from rlx.ir.shown import Shown, counted, sized, some
 from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
-from rlx.runtime.explaining import described, explained
 from rlx.runtime.outputs import OutputView
-from rlx.runtime.profiling import profiled
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
 
@@ -529,6 +527,8 @@ class CompiledGraph(Shown):
 
     def report(self) -> CompileReport:
         """How each node was compiled, the kernels with their generated code, and where compile time went."""
+        from rlx.runtime.explaining import described  # here and below: not needed by most programs
+
         return replace(self._report, describe=partial(described, self))
 
     def profile(self, *inputs: Any, runs: int = 20, **named: Any) -> Profile:
@@ -536,6 +536,8 @@ class CompiledGraph(Shown):
         the last run, or on typical ones before the first. States are as before afterwards.
 
         Raises as `run` does. Unsupported: the device has no times of steps, or the graph has collectives."""
+        from rlx.runtime.profiling import profiled
+
         return profiled(self, inputs, named, runs)
 
     def save(self, path: str | PathLike[str], weights: bool = True) -> int:
@@ -559,6 +561,8 @@ class CompiledGraph(Shown):
         It needs no network. `profile`: the times to show; else they are measured, on the inputs of the last run. docs/explain.md.
 
         OptionError: the file cannot be written."""
+        from rlx.runtime.explaining import explained
+
         explained(self, path, profile)
 
     # -- inside

@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlx.explain.profile import Profile, write
 from rlx.ir.cost import ProgramWork
 from rlx.ir.program import NodeReport, Program
 from rlx.ir.shown import Shown, counted, sized
 from rlx.ir.tuning import NOT_TUNED, Tuning
+
+if TYPE_CHECKING:
+    from rlx.explain.profile import Profile
 
 
 class Texts(Mapping[str, str]):
@@ -76,6 +78,8 @@ class CompileReport(Shown):
 
     def save(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
         """Write `data` as JSON. OptionError: the file cannot be written."""
+        from rlx.explain.profile import write  # not needed by most programs
+
         write(path, json.dumps(self.data(profile), indent=1))
 
     def _line(self) -> str:

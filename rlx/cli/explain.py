@@ -1,0 +1,106 @@
+"""`rlx explain MODEL`, and the option `--trace`: what the compiler knows of a model's programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlx.cli import options as o
+from rlx.cli.progress import Bars
+
+if TYPE_CHECKING:
+    from rlx.explain.profile import Profile
+    from rlx.frontends.embedding import EmbeddingModel
+    from rlx.frontends.language import LanguageModel
+    from rlx.runtime import CompiledGraph
+
+CONTEXT = 128  # tokens before the explained step of a language model, if they fit
+
+
+def explain(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help=f"Folder or .gguf file of a model, {o.HUB}.", metavar="MODEL", show_default="all-MiniLM-L6-v2"),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("explain.html"),
+    report: Annotated[Path | None, typer.Option(help="Also write the data of the page to this JSON file.")] = None,
+    trace: o.Trace = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts of a run, for an encoder.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text, for an encoder.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a run, for a language model; 1: a step of decoding.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=0, help="Tokens before those, for a language model.", show_default=str(CONTEXT))
+    ] = None,
+    capacity: o.Capacity = None,
+    cache: o.CacheDType = "f32",
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
+) -> None:
+    """Write a page with what the compiler knows of a model: memory, times, the graph, the code of each step.
+
+    Examples:
+
+        rlx explain --batch 8 --length 128
+
+        rlx explain model.q4_k.gguf --output decode.html
+
+        rlx explain path/to/folder --tokens 128 --context 0 --report report.json
+    """
+    for path in (output, report, trace):
+        o.check_writable(path)
+    from rlx.cli.generate import open_model
+    from rlx.explain.profile import timed, write_trace
+    from rlx.frontends.embedding import default_folder, is_encoder, load
+    from rlx.frontends.hub import model_path
+    from rlx.ir.shown import counted, sized
+    from rlx.runtime import CompileOptions, Session
+
+    place = default_folder() if model is None else model_path(model)
+    with Bars() as bars:
+        if is_encoder(place):
+            session = Session(device, progress=bars.step)
+            encoder = load(place, options=CompileOptions(threads=threads, tune=tune), session=session)
+            found, profile = of_encoder(encoder, batch, length)
+        else:
+            found, profile = of_language(open_model(place, bars, capacity, cache, device, threads, tune), tokens, context)
+    found.explain(output, profile)
+    if report is not None:
+        found.report().save(report, profile)
+    if trace is not None:
+        write_trace(trace, [profile] if profile else [])
+    program, time = found.program(), f", {timed(profile.unmeasured_seconds)} a run" if profile else ""
+    memory = sized(found.memory_plan().total_bytes)
+    print(f"{program.name} on {found.device}: {counted(len(program.steps), 'step')}{time}, {memory}")
+    print(f"written to {output}")
+
+
+def of_encoder(model: EmbeddingModel, batch: int, length: int) -> tuple[CompiledGraph, Profile | None]:
+    compiled = model.executable(batch, length)
+    return compiled, measured(compiled, {})
+
+
+def of_language(model: LanguageModel, tokens: int, context: int | None) -> tuple[CompiledGraph, Profile | None]:
+    """The program for `tokens` tokens behind `context` others: for one token with the choice of the next, as in generation."""
+    compiled = model.executable(tokens, () if tokens == 1 else None)
+    if context is None:
+        context = max(0, min(CONTEXT, model.capacity - tokens))
+    model.move(context, tokens)
+    import numpy as np
+
+    ids = np.zeros((model.batch, tokens), np.int32)
+    profile = measured(compiled, {} if tokens == 1 else {"tokens": ids, "count": np.array(tokens, np.int32)})
+    model.reset()
+    return compiled, profile
+
+
+def measured(compiled: CompiledGraph, inputs: dict[str, Any]) -> Profile | None:
+    """None: the device has no times of steps."""
+    from rlx.errors import Unsupported
+
+    try:
+        return compiled.profile(inputs) if inputs else compiled.profile()
+    except Unsupported:
+        return None
