@@ -46,11 +46,12 @@ CACHE = Knob("RLX_CACHE", 1, "1: cache compiled code on disk for later processes
 CACHE_DIR = Knob("RLX_CACHE_DIR", "", "folder of the cache; default: rlx in XDG_CACHE_HOME, which is ~/.cache if not set")
 CACHE_MB = Knob("RLX_CACHE_MB", 1024, "maximum MB of the cache; least recently used entries are evicted first")
 CALLS = Knob("RLX_CALLS", "native", "run, run_slots and bound: native (machine code, if this Python is supported) or python")
+CC = Knob("RLX_CC", "cc", "C compiler for compiled.export_c")
 JOB = Knob("RLX_JOB", "", "set by rlx launch: the name of the group of ranks, by which they connect")
 RANK = Knob("RLX_RANK", 0, "set by rlx launch: the rank of this process, from 0")
 RANKS = Knob("RLX_RANKS", 1, "set by rlx launch: the number of ranks")
 
-KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB, JOB, RANK, RANKS)
+KNOBS: tuple[Knob[int] | Knob[str], ...] = (DEBUG, DUMP, THREADS, AMX, CALLS, CACHE, CACHE_DIR, CACHE_MB, CC, JOB, RANK, RANKS)
 
 # The number of processes, as other launchers set it: Open MPI; MPICH and Intel MPI; MVAPICH; srun. SLURM_NTASKS is not used: it
 # is also set in a batch script, which is one process.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from rlx.ir.program import Program, kernel_labels
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @runtime_checkable
@@ -83,6 +86,16 @@ class Counting(Protocol):
 
     def compile(self, program: Program, *, progress: Callable[[int, int], None] | None = None) -> Artifact:
         """As Backend.compile. `progress(done, total)` is called before the first kernel, and after each."""
+        ...
+
+
+@runtime_checkable
+class Exporting(Protocol):
+    """A Backend whose programs can be made into libraries with a C interface."""
+
+    def export(self, artifact: Any, weights: Mapping[int, np.ndarray], extent: tuple[str, int] | None, folder: Path) -> Path:
+        """Write a header and a shared library to a folder, and return the path of the library. `weights`: contents of params and
+        prepared buffers, by id. `extent`: name and bound of the active dim. Unsupported: it needs something that C has not."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlx.host.abi import P
@@ -66,7 +66,7 @@ class Functions:
     """The generated functions of one module."""
 
     def __init__(self) -> None:
-        self._texts: list[Callable[[Any], str]] = []  # each returns the text of one function
+        self._texts: dict[str, Callable[[Any], str]] = {}  # name -> returns the function's text
 
     def native(self, returns: str, /, **parameters: str) -> Callable[[Callable[..., None]], Callable[..., V]]:
         """Decorator for a Python function that emits the body of a generated function, given its parameters. Functions named
@@ -82,14 +82,15 @@ class Functions:
                 listed = ", ".join(f"{ty} %{p}" for p, ty in parameters.items())
                 return e.function(name, listed, linkage="" if name.startswith("rlx_") else "internal", returns=returns)
 
-            self._texts.append(text)
+            self._texts[name] = text
             return lambda e, *args: e.call(name, returns, *args)
 
         return made
 
-    def module_text(self, body: Callable[[], Body]) -> str:
-        """The module as LLVM IR. `body`: makes an empty function body."""
-        bodies = [body() for _ in self._texts]
-        functions = [text(e) for text, e in zip(self._texts, bodies)]
+    def module_text(self, body: Callable[[], Body], without: Sequence[str] = ()) -> str:
+        """The module as LLVM IR. `body`: makes an empty function body. `without`: functions to leave out."""
+        texts = [text for name, text in self._texts.items() if name not in without]
+        bodies = [body() for _ in texts]
+        functions = [text(e) for text, e in zip(texts, bodies)]
         declarations = dict.fromkeys(line for e in bodies for line in e.declarations)
         return "\n".join([*declarations, "attributes #0 = { nounwind }", *functions])

@@ -41,6 +41,8 @@ from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlx.compiler.origins import Origins
     from rlx.explain.profile import Profile
 
@@ -546,6 +548,16 @@ class CompiledGraph(Shown):
         from rlx.runtime.saving import save  # not needed by most programs
 
         return save(path, self, weights=weights)
+
+    def export_c(self, folder: str | PathLike[str]) -> Path:
+        """Write this graph as a shared library with a C interface: lib<name>.so and rlx.h, into a folder. Returns the path of the
+        library, which has the weights in it and needs no Python. A C compiler makes it (`cc`; the knob RLX_CC).
+
+        CompileError: there is no C compiler, or it fails. MissingParamError: a weight is not set. Unsupported: the device is not
+        the CPU, or the graph has collectives."""
+        from rlx.runtime.saving import export_c
+
+        return export_c(self, folder)
 
     @contextmanager
     def settled(self) -> Iterator[Executable]:

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rlx.backends import get
 from rlx.compiler.options import CompileOptions
-from rlx.driver.backend import Artifact, Executable, Storable
+from rlx.driver.backend import Artifact, Executable, Exporting, Storable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import bytes_of
@@ -139,6 +140,22 @@ class _Weights:
                 self.size += data.size + pad
 
 
+def export_c(graph: Savable, folder: str | PathLike[str]) -> Path:
+    """See CompiledGraph.export_c."""
+    backend, program, folder = get(graph.device.name), graph.program(), Path(folder)
+    if not isinstance(backend, Exporting):
+        raise Unsupported(f"{program.name}: C libraries are for programs of the CPU; this one is for {graph.device}")
+    if graph.options.checked:
+        raise Unsupported(f"{program.name} was compiled with checked=True, which needs Python; compile it without")
+    if missing := graph.missing_params():
+        raise MissingParamError(f"{program.name}: param {known(missing)} not set; a C library holds the weights")
+    if not folder.is_dir():
+        raise BindingError(f"export_c takes a folder that exists, got {str(folder)!r}")
+    with graph.settled() as executable:
+        weights = {b.id: bytes_of(executable.read(b.id)) for b in weights_of(program)}
+    return backend.export(graph.artifact, weights, graph.options.extent, folder)
+
+
 def weights_of(program: Program) -> list[BufferDecl]:
     """The buffers of a program that hold weights when it is ready to run."""
     kept = program.kept
@@ -157,4 +174,4 @@ def _options_facts(options: CompileOptions) -> dict[str, Any]:
     return facts | {"handles": [(h.name, h.shape.static, h.dtype.name) for h in options.handles]}
 
 
-__all__ = ["ENTRY", "GRAPHS", "OPTIONS", "save", "weights_of"]
+__all__ = ["ENTRY", "GRAPHS", "OPTIONS", "export_c", "save", "weights_of"]

@@ -29,6 +29,8 @@ from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.executable import CpuArtifact, CpuExecutable
 
@@ -130,6 +132,11 @@ class CpuBackend:
 
     def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
         return missing_features(features)
+
+    def export(self, artifact: CpuArtifact, weights: Mapping[int, Any], extent: tuple[str, int] | None, folder: Path) -> Path:
+        from rlx.backends.cpu.export import export
+
+        return export(artifact, weights, extent, folder)
 
     def load(
         self, artifact: CpuArtifact, params: ParamStore | None = None, index: int = 0, handles: HandleStore | None = None,

@@ -89,7 +89,7 @@ class CpuExecutable(Loaded):
         if program.extent is not None:  # masked reads of padding that was never written are slow on unmapped pages
             memory.MEMORY.fill(self.arena.block, 0)
         self._tables: WeakSet[_Table] = WeakSet()  # tables that outlive a call
-        shared = any(c.tasks > 1 for c in code.artifact.codes) or any(_concurrent(code.artifact.coded["steps"]))
+        shared = any(c.tasks > 1 for c in code.artifact.codes) or any(joins(code.artifact.coded["steps"]))
         threads = program.target.threads if shared else 1
         self._pool = pool.pool(threads) if threads > 1 else None
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
@@ -282,7 +282,7 @@ class CpuExecutable(Loaded):
         if exchange:
             function, *addresses = exchange.begin()
             rows.append((function, 0, 1, False))
-        for at, ((step, code), concurrent) in enumerate(zip(coded, _concurrent(coded))):
+        for at, ((step, code), concurrent) in enumerate(zip(coded, joins(coded))):
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
@@ -321,10 +321,7 @@ class _Table:
         self.moving: list[tuple[int, int]] = []  # (index in `addresses`, buffer) of each argument that is a handle
         self._addresses = np.array(addresses, np.int64)
         self._steps = np.array(rows, np.int64).reshape(-1, 4)  # pool.Step
-        after = 0
-        for step in self._steps[::-1]:
-            concurrent, step[3] = step[3], after
-            after = step[2] + after if concurrent else 0
+        self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows], [joined for *_, joined in rows])
         most = self._steps[:, 2:].sum(axis=1).max(initial=0)
         if most > pool.MAX_TASKS:
             raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
@@ -374,13 +371,22 @@ class _Table:
         raise IndexRangeError(f"{self._program}: {STATUS[status]} in {name}{origin}; nothing was committed")
 
 
-def _concurrent(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
+def joins(coded: Sequence[tuple[Step, Rendered]]) -> list[bool]:
     """For each step, whether it joins the group of the previous step: the compiler's groups, where threads pay off."""
     groups: list[list[Rendered]] = []
     for step, code in coded:
         groups = [*groups[:-1], [*groups[-1], code]] if step.concurrent and groups else [*groups, [code]]
     worth = [any(c.tasks > 1 for c in group) or sum(c.work_ns for c in group) > SHARED_NS for group in groups]
     return [i > 0 and found for group, found in zip(groups, worth) for i in range(len(group))]
+
+
+def tasks_after(tasks: Sequence[int], joined: Sequence[bool]) -> list[int]:
+    """For each step, the tasks of the later steps in its group (pool.Step)."""
+    found, after = [], 0
+    for count, joins_previous in zip(reversed(tasks), reversed(joined)):
+        found.append(after)
+        after = count + after if joins_previous else 0
+    return found[::-1]
 
 
 def _exchange_calls(artifact: CpuArtifact, transport: SymmetricTransport | None) -> ExchangeCalls:

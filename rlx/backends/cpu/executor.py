@@ -58,9 +58,10 @@ _functions = Functions()
 _native = _functions.native
 
 
-def module_text(machine: str, futex: int) -> str:
-    """The executor as LLVM IR for a processor (platform.machine()). `futex`: number of its futex system call (0: none)."""
-    return _functions.module_text(lambda: ExecutorBody(machine, futex))
+def module_text(machine: str, futex: int, python: bool = True) -> str:
+    """The executor as LLVM IR for a processor (platform.machine()). `futex`: number of its futex system call (0: none). `python`:
+    with the function that Python calls."""
+    return _functions.module_text(lambda: ExecutorBody(machine, futex), without=() if python else ("rlx_run_py",))
 
 
 # -- steps and tasks -----------------------------------------------------------------------------------------------
