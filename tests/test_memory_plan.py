@@ -1,6 +1,7 @@
 """The memory plan: in-place pairs proved against a point-by-point run, lifetimes, offsets, and the independent checker."""
 
 import itertools
+from dataclasses import replace
 
 import known_programs
 import numpy as np
@@ -249,6 +250,22 @@ def test_lifetimes_of_every_region():
     assert by_name["v7"] == Lifetime(0, 1)  # first temporary: written by step 0, read by step 1
     assert by_name["v13"] == Lifetime(7, 9)  # the last: the commit reads it
     assert by_name["v14"] == Lifetime(4, end)  # an output lives on
+
+
+def test_small_buffers_may_rest_before_their_memory_is_used_again():
+    m = sample_program()
+    program = m.program()
+    steps, outputs = program.steps + program.commit, {o.buffer for o in program.outputs}
+    size = {b.id: b.nbytes for b in program.buffers}
+    least = min(size[i] for i in program.plan.offsets)
+    before, after = (lifetimes(program.buffers, steps, outputs, rest_bytes=n) for n in (0, least))
+    for i, life in before.items():
+        rests = size[i] <= least and i not in program.inputs
+        assert after[i] == Lifetime(life.first, min(len(steps), life.last + 4 * rests))
+    assert after != before
+    resting = replace(program, plan=plan_arena(program.buffers, steps, outputs, 64, rest_bytes=1 << 20))
+    check_program(resting)
+    assert resting.plan.size_bytes > program.plan.size_bytes
 
 
 def test_in_place_and_reuse_save_memory_and_change_nothing():

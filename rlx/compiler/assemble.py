@@ -98,6 +98,7 @@ class _Assembler:
             self.options.alignment or self.target.alignment,
             no_pairs if "inplace" in self.options.disable else may_overlap,
             reuse="reuse" not in self.options.disable,
+            rest_bytes=self.target.rest_bytes,
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,

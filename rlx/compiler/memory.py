@@ -17,6 +17,7 @@ import numpy as np
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import ArenaPlan, BufferDecl, Region, Step
 
+REST = 4  # steps
 PLANNED = (Region.ARENA, Region.INPUT, Region.OUTPUT)
 Pairs = Callable[[Kernel], AbstractSet[tuple[int, int]]]
 
@@ -52,11 +53,12 @@ def moments(steps: Iterable[Step]) -> list[int]:
 
 
 def lifetimes(
-    buffers: Iterable[BufferDecl], steps: Sequence[Step], outputs: Collection[int], reuse: bool = True
+    buffers: Iterable[BufferDecl], steps: Sequence[Step], outputs: Collection[int], reuse: bool = True, rest_bytes: int = 0
 ) -> dict[int, Lifetime]:
     """Lifetime of every arena buffer. `outputs`: ids that must live until the next run.
 
-    Inputs are always live (-1: written before the first step); with `reuse` off, so are all other buffers.
+    Inputs are always live (-1: written before the first step); with `reuse` off, so are all other buffers. `rest_bytes`: as in
+    Target.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -72,7 +74,8 @@ def lifetimes(
         elif b.region is Region.OUTPUT or (b.region is Region.ARENA and b.id in outputs):
             lives[b.id] = Lifetime(first.get(b.id, -1), end)
         elif b.region is Region.ARENA:
-            lives[b.id] = Lifetime(first.get(b.id, 0), last.get(b.id, -1))
+            rest = REST if b.id in last and b.nbytes <= rest_bytes else 0
+            lives[b.id] = Lifetime(first.get(b.id, 0), min(end, last.get(b.id, -1) + rest))
     return lives
 
 
@@ -83,6 +86,7 @@ def plan_arena(
     alignment: int,
     pairs: Pairs = no_pairs,
     reuse: bool = True,
+    rest_bytes: int = 0,
 ) -> ArenaPlan:
     """Offsets of all buffers of the regions ARENA, INPUT and OUTPUT. The same arguments give the same plan.
 
@@ -90,7 +94,7 @@ def plan_arena(
     a power of two. `pairs(kernel)`: (read argument, written argument) that may share memory, see rlx/ir/overlap.py.
     Offsets are chosen greedily, best fit; the better of two orders (by size; by first use) is kept.
     """
-    lives = lifetimes(buffers, steps, outputs, reuse)
+    lives = lifetimes(buffers, steps, outputs, reuse, rest_bytes)
     decls = {b.id: b for b in buffers if b.id in lives}
     taken_over = _take_overs(decls, steps, lives, pairs) if reuse else {}
     slots = _slots(decls, lives, taken_over)

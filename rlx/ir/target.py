@@ -79,6 +79,7 @@ class Target:
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic
     few_kernels: bool = False  # a kernel costs more than elements computed twice: updates in place and rows are fused further
+    rest_bytes: int = 0  # buffers up to this size keep their memory for some steps after their last use: launches can be joined
     tile_rows: int = 16  # rows of a contraction that are computed together
     flops_per_ns: float = 50  # of one thread
     bytes_per_ns: float = 10  # of one thread

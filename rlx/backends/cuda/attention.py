@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 16
+TILE, WARPS = 8, 8  # rows of a tile of tensor cores; warps of its block
+CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
 
@@ -51,10 +53,21 @@ class AttentionLaunch(Launch):
     block: int = 0
     stages: int = 1
     area: int = 0
+    cluster: int = 0
 
     @property
     def points(self) -> int:
         return self.tiles
+
+    @property
+    def early(self) -> tuple[int, ...] | None:
+        """The buffers that are read before earlier kernels end, if none of them writes them: keys, values and the position."""
+        native = native_of(self.kernel)
+        if not self.cluster or native is None:
+            return None
+        _, start = native.attrs.split(native.inputs[3:])  # type: ignore[union-attr]
+        views = [*native.inputs[1:3], *([start] if start is not None else [])]
+        return tuple(self.kernel.buffers.index(view.buffer) for view in views)
 
     @property
     def blocks(self) -> int:
@@ -66,7 +79,7 @@ def native_of(kernel: Kernel) -> Native | None:
     return found if found is not None and found.op == "attention" else None
 
 
-def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) -> AttentionLaunch:
+def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, clusters: bool = True) -> AttentionLaunch:
     """`most`: bytes of shared memory of a block."""
     native = native_of(kernel)
     assert native is not None
@@ -76,6 +89,11 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) ->
     same = q.buffer.dtype == k.buffer.dtype and q.buffer.dtype.name in NARROW
     tensor = same and size % 16 == width % 16 == 0 and in_chunks(k) and in_chunks(v)
     few = 0 < rows <= FEW_ROWS and not (tensor and rows > FEW_ROWS // 2 and keys <= FEW_KEYS)
+    exact = k.buffer.dtype.name == "bf16" and q.buffer.dtype.name == "f32"
+    narrow = k.buffer.dtype.name in NARROW and v.buffer.dtype == k.buffer.dtype and (exact or same)
+    fits = size % 32 == width % (128 if width > 128 else 64) == 0 and in_chunks(k) and in_chunks(v)
+    if clusters and narrow and 0 < rows <= TILE and fits:
+        return _decoding(kernel, batch * shared, rows, multiprocessors)
     if few and size % 8 == width % 8 == 0 and in_chunks(k) and in_chunks(v):
         lanes = 1 << (-(-max(size, width) // 8) - 1).bit_length()
         groups, ahead = FEW_THREADS // lanes, min(lanes, 4 if rows <= 8 else 2)
@@ -101,6 +119,22 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10) ->
         tall //= 2
     tiles = -(-rows // tall) * batch * shared
     return AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
+
+
+def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
+    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor."""
+    native = native_of(kernel)
+    assert native is not None
+    size, width = native.inputs[0].dims[3], native.inputs[2].dims[3]
+    parts = CLUSTER
+    while parts > 1 and tiles * parts > multiprocessors:
+        parts //= 2
+    warps = WARPS if tiles * parts <= multiprocessors else WARPS // 2
+    slots = warps // (2 if width > 128 else 1)
+    nbytes = 32 * size + 4 * slots * rows * (width + 4 * parts)
+    return AttentionLaunch(
+        kernel, 32 * warps, 32 * warps, shared=nbytes, tall=rows, tensor=False, tiles=tiles, parts=parts, cluster=parts
+    )
 
 
 def tensor_bytes(size: int, width: int, tall: int) -> int:
@@ -137,31 +171,49 @@ def header(name: str) -> str:
 class AttentionWriter(CudaWriter):
     launch: AttentionLaunch
 
-    def function(self, name: str) -> str:
+    def function(self, name: str, parameters: Sequence[str] = (), fronts: Sequence[str] = (), first: Sequence[str] = ()) -> str:
+        """`parameters` and `fronts`: of the kernels in front that the blocks run, and the statements that do so. `first`: other
+        statements, which run before earlier launches end."""
         native, at = native_of(self.kernel), self.launch
         assert native is not None
-        arguments = ", ".join(self.arguments())
-        way = "few" if at.lanes else "mma" if at.tensor else "plain"
-        vector = stored_width(native, 2 if at.tensor else 4 if not at.lanes and native.inputs[2].dims[3] > 32 else 1)
-        lines = [*self.constants(native), f"#define VECTOR {vector}", header("softmax.h"), header("attention.h")]
-        lines += [] if at.lanes else [header(f"{way}.h")]
-        lines += [f'extern "C" __global__ void __launch_bounds__({at.threads})', f"{name}({arguments}) {{", BEGIN]
+        self.alone_in_launch = not fronts
+        arguments = ", ".join([*parameters, *self.arguments(), *["long long early"] * (at.cluster > 0)])
+        way = "decode" if at.cluster else "few" if at.lanes else "mma" if at.tensor else "plain"
+        whole = 4 if at.cluster or (not at.lanes and native.inputs[2].dims[3] > 32) else 1
+        vector = stored_width(native, 2 if at.tensor else whole)
+        lines = [*self.constants(native), f"#define VECTOR {vector}", f"#define FRONTS {int(bool(fronts))}", header("softmax.h")]
+        lines += [header(f"{file}.h") for file in (["attention"], ["attention", "warps", "decode"])[at.cluster > 0]]
+        lines += [] if at.lanes or at.cluster else [header(f"{way}.h")]
+        cluster = f"__cluster_dims__({at.cluster}) " if at.cluster > 1 else ""
+        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads})', f"{name}({arguments}) {{"]
+        lines += [f"  {line}" for line in first] if at.cluster else [BEGIN]
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
+        lines += self.ready(fronts) if at.cluster else []
         tall = -(-(native.inputs[0].dims[1] // native.inputs[2].dims[1]) * native.inputs[0].dims[2] // at.tall)
         for var, n in (("row0", tall), ("g", "SHARED")):
             lines += [f"  const int {var} = tile % {n}{f' * {at.tall}' * (var == 'row0')};", f"  tile /= {n};"]
         position, status = self.start(native, "tile"), f"part == 0 ? {self.status} : (rlx_status*)0"
-        lines.append(f"  const rlx_span span = rlx_keys(row0, {position}, {status});")
+        if at.cluster:
+            lines.append(f"  const auto span_of = [&](rlx_status* to) {{ return rlx_keys(row0, {position}, to); }};")
+        else:
+            lines.append(f"  const rlx_span span = rlx_keys(row0, {position}, {status});")
         lines += self.put(native, vector)
         operands = [*map(self.pointer, native.inputs[:3]), self.mask(native), "put", "tile", "g"]
-        if at.lanes:
+        if at.cluster:
+            operands += ["part", "span_of", "ready", "early", status, "shared"]
+        elif at.lanes:
             parted = ["(float*)rlx_scratch", "rlx_counters"] if at.counters else ["(float*)0", "(unsigned*)0"]
             operands += ["part", "span", "(float*)shared", *parted]
         else:
             operands += ["row0", "span", "shared" if at.tensor else "(float*)shared"]
         lines.append(f"  rlx_attention_{way}({', '.join(operands)});")
         return "\n".join([*lines, "}", ""])
+
+    def ready(self, fronts: Sequence[str]) -> list[str]:
+        """`ready()`: waits for the kernels in front, and runs those that are this launch's. True: a run has failed."""
+        own = [f"    {line}" for line in fronts] + ["    return rlx_halted(halt);"]
+        return ["  const int own = tile;", "  const auto ready = [&]() {", "    rlx_begin();", *own, "  };"]
 
     @property
     def status(self) -> str:
@@ -224,6 +276,8 @@ class AttentionWriter(CudaWriter):
         if self.launch.lanes:
             yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}\n#define EACH {EACH}"
             yield f"#define STAGES {self.launch.stages}\n#define AREA {self.launch.area}"
+        if self.launch.cluster:
+            yield f"#define WARPS {self.launch.threads // 32}"
         if self.launch.block:
             yield f"#define BLOCK {self.launch.block}"
             for name, view in (("K", native.inputs[1]), ("V", native.inputs[2])):

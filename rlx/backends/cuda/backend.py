@@ -34,6 +34,7 @@ SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
 COMPUTED_ROWS, COMPUTED = 2, 32_000  # rows of a product that every block of it computes, and operations for each of them
+REST_BYTES = 1 << 20  # of a buffer of a decoding step
 COLUMNS = 32  # columns of a block that reduces rows down to one, a lane for each
 
 
@@ -129,8 +130,9 @@ def target(arch: str, multiprocessors: int = 132) -> Target:
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
-        few_kernels=True, alignment=256, natives={"attention": attention.claim, "dequant_matmul": packed.claim},
-        packs={"dequant_matmul": packed.packs}, followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
+        few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
+        natives={"attention": attention.claim, "dequant_matmul": packed.claim}, packs={"dequant_matmul": packed.packs},
+        followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         column_bytes=COLUMN_BYTES,

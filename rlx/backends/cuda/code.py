@@ -18,6 +18,7 @@ from rlx.backends.cuda import attention, flash
 from rlx.backends.cuda.contract import Tile, TileWriter, has_tiles, tiled
 from rlx.backends.cuda.dialect import prelude
 from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
+from rlx.backends.cuda.fronts import Fronted, fronted
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
 from rlx.backends.cuda.gemv_writer import BlocksWriter
@@ -42,7 +43,7 @@ MORE = frozenset({"scratch", "counters", "status", "halt", "early"})  # argument
 @dataclass(frozen=True)
 class CudaCode:
     """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
-    `early`: the buffer that is read before earlier kernels of the run end, if none of them writes it."""
+    `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these."""
 
     name: str
     text: str
@@ -54,7 +55,7 @@ class CudaCode:
     counters: int
     more: tuple[tuple[str, ...], ...]
     maps: tuple[TensorMap, ...] = ()
-    early: int | None = None
+    early: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()  # of several kernels, how many are in each stage
 
     def described(self) -> list[Any]:
@@ -75,8 +76,7 @@ class CudaCode:
         names = tuple(tuple(map(str, each)) for each in more)
         if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
             raise ValueError(f"{str(row)[:80]} describes no kernel")
-        begins = None if early is None else whole([early])[0]
-        known = names, tuple(tensors), begins, tuple(whole(stages))
+        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages))
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
@@ -88,7 +88,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     capability = int(arch[3:].rstrip("af"))
     most = SHARED_BYTES.get(capability, LARGEST)
     if attention.native_of(kernel):
-        return (flash.launch(kernel) if arch == "sm_90a" else None) or attention.launch(kernel, most=most)
+        few = attention.launch(kernel, most=most, clusters=capability >= 90)
+        return (flash.launch(kernel) if arch == "sm_90a" else None) or few
     blocks = of_blocks(kernel, clusters=capability >= 90, most=most, boxes=arch == "sm_90a")
     if found := (blocks if blocks and blocks.passes == 1 else None) or few_rows(kernel, most=most):
         return found
@@ -131,7 +132,12 @@ def launches_of(program: Program, arch: str) -> Sequence[Stages]:
     """The launches of a run."""
     found = [None if s.kernel.collective else launch_of(s.kernel, arch) for s in program.steps]
     small = [at if at and may_join(at) else None for at in found]
-    return grouped(program, small, clusters=int(arch[3:].rstrip("a")) >= 90)
+    return fronted(program, grouped(program, small, clusters=int(arch[3:].rstrip("a")) >= 90), found)
+
+
+def early_of(at: Launch) -> tuple[int, ...]:
+    found = getattr(at, "early", None)
+    return found if isinstance(found, tuple) else () if found is None else (found,)
 
 
 Kernels = Sequence[Sequence[Kernel]]  # stages of a launch
@@ -159,15 +165,17 @@ def compile_kernels(
         text = text_of(at, name)
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
-            (tuple(arguments_of(at)),), at.maps, getattr(at, "early", None),
+            (tuple(arguments_of(at)),), at.maps, early_of(at),
         )
 
     def together(name: str, stages: Kernels) -> CudaCode:
-        group = Group([list(map(kernel_key, stage)) for stage in stages], [[launch_of(k, arch) for k in x] for x in stages])
+        keys, launches = [list(map(kernel_key, stage)) for stage in stages], [[launch_of(k, arch) for k in x] for x in stages]
+        group = (Fronted if isinstance(launches[-1][0], attention.AttentionLaunch) else Group)(keys, launches)
         text = prologue(any(map(is_wide, group.members))) + group.function(name)
         more = tuple(tuple(arguments_of(at)) for at in group.members)
         sizes = (group.blocks, group.threads, group.shared, 0, 0)
-        return CudaCode(name, text, cubin(text, arch), *sizes, more, stages=tuple(map(len, stages)))
+        early, counts = early_of(group.members[-1]), tuple(map(len, stages))
+        return CudaCode(name, text, cubin(text, arch), *sizes, more, early=early, stages=counts)
 
     import_module("cuda.core")  # before the threads: its import is not safe in several at once
 

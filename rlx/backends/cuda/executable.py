@@ -7,7 +7,7 @@ the run when it waits for it, and clears the flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -341,14 +341,14 @@ class CudaExecutable(Transacted):
 
     def launch(
         self, code: CudaCode, steps: Numbered, own: Mapping[str, int] = MappingProxyType({}),
-        given: Mapping[int, int] = MappingProxyType({}), early: bool = False,
+        given: Mapping[int, int] = MappingProxyType({}), early: bool = False, written: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         """Queue a launch of a run or, where its step has no number, of the commit: behind a failure it changes no state. `own`:
         arguments behind the buffers instead of those of a run. `given`: addresses of arguments that are not in their own memory.
-        `early`: as in Gpu.launch."""
+        `early`: as in Gpu.launch. `written`: the buffers that the launches of the graph in front may write."""
         arguments: list[int] = []
         for (number, step), names in zip(steps, code.more):
-            known = code.early is not None and self.decls[step.args[code.early]].region in NEVER_WRITTEN
+            known = "early" in names and all(self._unwritten(step.args[n], written) for n in code.early)
             more = {
                 "scratch": self._scratch.address, "counters": self._counters.address, "early": int(known and early),
                 "status": 0 if number not in self.checks else self._statuses.address + 16 * self.checks[number],
@@ -358,6 +358,11 @@ class CudaExecutable(Transacted):
         if code.blocks:
             maps = [self.gpu.tensor_map(m, arguments[m.argument]) for m in code.maps]
             self.gpu.launch(self.functions[code.name], code.blocks, code.threads, code.shared, arguments, maps, early)
+
+    def _unwritten(self, buffer: int, written: Collection[int] | None) -> bool:
+        """Whether launches in front that may still run leave the buffer as it is."""
+        region = self.decls[buffer].region
+        return region in NEVER_WRITTEN or (region is Region.HANDLE and written is not None and buffer not in written)
 
     def _arguments(self, step: Step, given: Mapping[int, int], more: Sequence[int]) -> list[int]:
         """The addresses that a step's kernel takes. PlanError: its arguments are larger than the buffers it is given."""

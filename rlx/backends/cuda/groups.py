@@ -8,7 +8,7 @@ where the plan gives them the same bytes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import WARP, Launch
@@ -132,8 +132,14 @@ def _atoms(program: Program) -> dict[int, frozenset[int]]:
     return {b.id: pieces.get(b.id, frozenset([-1 - b.id])) for b in program.buffers}
 
 
+def overlaps(program: Program) -> Callable[[int, int], bool]:
+    """Whether two buffers share memory."""
+    atoms = _atoms(program)
+    return lambda a, b: not atoms[a].isdisjoint(atoms[b])
+
+
 def _union(atoms: dict[int, frozenset[int]], buffers: Iterable[int]) -> frozenset[int]:
     return frozenset().union(*(atoms[b] for b in buffers))
 
 
-__all__ = ["Group", "Stages", "grouped", "may_join"]
+__all__ = ["Group", "Stages", "grouped", "may_join", "overlaps"]

@@ -94,8 +94,8 @@ class CudaWriter(Writer):
         arguments = self.arguments()
         if member:
             arguments.append("unsigned rlx_block")
-            self.line("if (rlx_halted(halt)) return;")
-            self.line(f"if (threadIdx.x >= {at.threads}) return;")
+            for text in self.enter():
+                self.line(text)
         head = [f"// {' '.join(k.origin)}", how, f"{name}({', '.join(arguments)}) {{"]
         for text in self.coordinates():
             self.line(text)
@@ -108,6 +108,11 @@ class CudaWriter(Writer):
                 self.line(f"if ({self.names[var]} >= {self.limits[var]}) return;")
         self.body()
         return "\n".join([*head, *self.lines, "}", ""])
+
+    def enter(self) -> Iterator[str]:
+        """The first statements of a member."""
+        yield "if (rlx_halted(halt)) return;"
+        yield f"if (threadIdx.x >= {self.launch.threads}) return;"
 
     def body(self) -> None:
         k, at = self.kernel, self.launch
@@ -143,7 +148,7 @@ class CudaWriter(Writer):
             texts = (f"{number} {text.format(at.parts, at.lines)}" for text in (each, other))
             yield "const rlx_index line = {}, part = {};".format(*texts)
             number = "line"
-        yield f"rlx_uindex point = (rlx_uindex){number}{mine};"
+        yield f"rlx_uindex point = {self.first_point(f'(rlx_uindex){number}{mine}')};"
         yield f"if (point >= {at.points}) return;"
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
@@ -155,6 +160,9 @@ class CudaWriter(Writer):
             yield f"const rlx_index {name}{'_0' * (size > 1)} = {text};"
             if left > 1 < count:
                 yield f"point /= {count};"
+
+    def first_point(self, text: str) -> str:
+        return text
 
     def divided(self, *tiles: tuple[str, int]) -> Iterator[str]:
         """Divide `point` into the coordinates of the grid and of `tiles` (name, count), the last one fastest."""

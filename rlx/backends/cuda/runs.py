@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -61,7 +61,9 @@ class Owner(Protocol):
     def started(self, number: int | None) -> None: ...
     def settle(self, watch: Watch, number: int) -> None: ...
     def undo(self, failed: int) -> None: ...
-    def launch(self, code: CudaCode, steps: Numbered, *, given: Mapping[int, int], early: bool) -> None: ...
+    def launch(
+        self, code: CudaCode, steps: Numbered, *, given: Mapping[int, int], early: bool, written: Collection[int]
+    ) -> None: ...
     def support(self, name: str, blocks: int, arguments: Sequence[int], threads: int = 256, early: bool = False) -> None: ...
     def end_arguments(self) -> list[int]: ...
 
@@ -206,8 +208,10 @@ class Replay:
         own = self.owner
         if self.fed:
             own.support("rlx_feed", 1, own.ring.arguments)
+        written: set[int] = set()
         for n, (code, steps) in enumerate(self.launches):
-            own.launch(code, steps, given=self._given, early=n > 0 or self.fed)
+            own.launch(code, steps, given=self._given, early=n > 0 or self.fed, written=written)
+            written.update(*(step.writes for _, step in steps))
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
 
