@@ -138,6 +138,15 @@ COLUMNS: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
 }
 
 
+@pytest.mark.parametrize(("size", "index", "kernels"), [(1, 1, 1), (4, 1, 1), (5, 1, 2), (1, 0, 2)])
+def test_a_few_elements_are_computed_where_they_are_read(size: int, index: int, kernels: int) -> None:
+    """On devices where a kernel costs more than that. Sums are not: every reader would add them up."""
+    for op, count in ((lambda v: v * 2.0 + 1.0, kernels), (lambda v: rlx.sum(v, axis=1, keepdims=True) * 2.0, 2)):
+        g, program = compiled(lambda g, op=op: [op(x(g, size, 1, name="few")) * x(g, size, 64)], index=index)
+        assert len(program.steps) == count, str(program)
+        run_and_compare(g, ("ref", "ref:1"))
+
+
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_that_a_kernel_may_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ref, plain = get("ref"), get("ref").target

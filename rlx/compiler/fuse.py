@@ -25,6 +25,7 @@ from rlx.ir.shape import contiguous_strides
 MAX_NODES = 48  # nodes per kernel: keeps expressions shallow and kernels quick to compile
 MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coordinates is recomputed at each, with its operands
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
+FEW = 4  # elements that a pointwise reader computes again rather than have a kernel do so, where kernels are to be few
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
 
 
@@ -190,7 +191,10 @@ class _Fuser:
                 self.add(group, node, form)
                 self.merge_siblings(group, node)
                 return
-        self.start(node, node.shapes[0].static).why = self.why_apart(node)
+        group = self.start(node, node.shapes[0].static)
+        group.why = self.why_apart(node)
+        if self.joins_rows and any(v.shape.num_elements <= FEW for v in node.inputs):
+            self.absorb(group, node, FEW)
 
     def reduced(self, node: Node) -> bool:
         """True if a reduction reads the result."""
@@ -330,9 +334,10 @@ class _Fuser:
                     return False
         return True
 
-    def absorb(self, group: Group, node: Node) -> None:
-        """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own. An update in place
-        reads nothing of the old state but in kernels that run before it."""
+    def absorb(self, group: Group, node: Node, most: int | None = None) -> None:
+        """Recompute, inside the reader, loop groups that only this node reads, at coordinates of its own; with
+        `most`, pointwise ones of so many elements. An update in place reads nothing of the old state but in kernels that run
+        before it."""
         for value in node.inputs:
             base = self.places.base(value)
             other = self.group_of.get(base.node)
@@ -342,6 +347,8 @@ class _Fuser:
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
             bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
+            if most is not None:
+                bigger = base.shape.num_elements > most or any(n.op.kind is not Kind.POINTWISE for n in other.forms)
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
             if read_elsewhere or bigger or early or self.roots.intersection(values):

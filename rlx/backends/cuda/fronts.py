@@ -120,7 +120,8 @@ class Fronted(Group):
         lines = ["const int warp = threadIdx.x / 32;"]
         before = list(self.asked_for())
         halts = [f"m{n}_{len(list(self.parameters(n))) - 1}" for n in range(count)]
-        lines.append(f"const bool stopped = rlx_halted({''.join(f'{h} ? {h} : ' for h in halts)}(const int*)0);")
+        lines += [f"const int* const watch = {''.join(f'{h} ? {h} : ' for h in halts)}(const int*)0;"]
+        lines += ["const bool stopped = watch && *(const volatile int*)watch;"]
         first = 0
         for stage in self.stages[:-1]:
             items = [FrontWriter(m, self.tiles).items for m in stage]
@@ -128,7 +129,8 @@ class Fronted(Group):
             for n, count in enumerate(items, first):
                 own, begin = [text.rsplit(" ", 1)[1] for text in self.parameters(n)], sum(items[: n - first])
                 lines.append(f"  {'else ' * (n > first)}if (item < {begin + count}) {{")
-                lines.append(f"    if (!stopped || !{halts[n]}) {name}_{n}({', '.join(own)}, own * {count} + item - {begin});")
+                own[-1] = f"stopped ? {halts[n]} : (const int*)0"
+                lines.append(f"    {name}_{n}({', '.join(own)}, own * {count} + item - {begin});")
                 lines.append("  }")
             lines += ["}", "__syncthreads();"]
             first += len(stage)
@@ -145,12 +147,18 @@ class Fronted(Group):
 
 
 class FrontWriter(CudaWriter):
-    """A kernel as a function that a warp calls: `rlx_block` counts warps, `items` of them for each tile."""
+    """A kernel as a function that a warp calls: `rlx_block` counts warps, `items` of them for each tile. With `halt` it stores
+    nothing; the flag is loaded while the operands are."""
+
+    stored = "if (!halt) "
 
     def __init__(self, launch: Launch, tiles: int) -> None:
         super().__init__(launch)
         self.own = launch.points // tiles
         self.items = -(-self.own * launch.team // WARP)
+
+    def store(self, s: Store, value: str) -> str:
+        return ("" if id(s) in self.vector_stores else self.stored) + super().store(s, value)
 
     def enter(self) -> Iterator[str]:
         yield from ()

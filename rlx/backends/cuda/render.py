@@ -73,6 +73,7 @@ class CudaWriter(Writer):
     alone_in_launch = True  # nothing else in the launch writes memory that the kernel reads
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
     attributes = ""  # of the function, besides
+    stored = ""  # in front of stores of vectors
 
     def arguments(self) -> list[str]:
         found = []
@@ -236,6 +237,7 @@ class CudaWriter(Writer):
             self.vector_loads, self.vector_stores = {}, {}
         for s, made in out.values():
             guard = "" if s.guard is None else f"if ({self.at_first(s.guard, var, first)}) "
+            guard += self.stored
             self.line(f"{guard}rlx_put<{size}>({self.names[s.buffer]} + {self.at_first(s.index, var, first)}, {made});")
 
     def at_first(self, e: Expr, var: Var, first: str) -> str:
