@@ -185,7 +185,8 @@ class _Fuser:
             form = "full" if views else self.fitting_form(group, node)
             if form and self.acyclic(group, node, views):
                 if views:
-                    group.dims, group.forms = views[0].shape.static, dict.fromkeys(group.forms, "viewed")
+                    group.dims = views[0].shape.static
+                    group.forms |= dict.fromkeys(group.forms.keys() - group.absorbed, "viewed")
                 for view in views:
                     self.add(group, view.node, "full")
                 self.add(group, node, form)
@@ -210,7 +211,9 @@ class _Fuser:
         """The halves of the columns of a product, if pointwise nodes of their shape are all that reads it, and the target has
         both sums of an element at once."""
         anchor = group.anchor
-        if anchor is None or anchor.op.kind is not Kind.CONTRACT or len(group.forms) > 1 or not self.target.pairs(anchor):
+        if anchor is None or anchor.op.kind is not Kind.CONTRACT or group.forms.keys() - group.absorbed != {anchor}:
+            return ()
+        if not self.target.pairs(anchor):
             return ()
         result, strides = anchor.results[0], contiguous_strides(anchor.shapes[0].static)
         if not result.dims:

@@ -361,7 +361,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     result = anchor.results[0]
     acc = K.Var("acc", result.dtype.compute)  # narrow floats are summed in f32, integers in their own type
     b.open_stores(b.group.stores)
-    halves = sorted((n.results[0] for n in b.group.forms if b.places.is_alias(n)), key=lambda v: b.places.locate(v)[1].offset)
+    views = [n.results[0] for n in b.group.forms.keys() - b.group.absorbed if b.places.is_alias(n)]
+    halves = sorted(views, key=lambda v: b.places.locate(v)[1].offset)
     also = K.Var("acc", acc.dtype) if halves else None
     b.bound |= {result: acc, **dict(zip(halves, (acc, also)))}  # type: ignore[dict-item]
     passes, n = _Rows(b, result), math.prod(column_dims)
