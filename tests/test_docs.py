@@ -4,9 +4,12 @@ tables of measurements are."""
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,15 @@ def test_the_walk_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     for stage in ("1. the graph", "after the pass 'legalise'", "a step of 'prepare'", "contract ", "erf(", "define "):
         assert stage in text
     assert ".text" in text.split("machine code")[1] and "runs = [2]" in text
+
+
+def test_the_first_hour_runs(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run([sys.executable, DOCS / "first_hour.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "x is f32[3,64], was f32[8,64]" in done.stdout and "<MemoryPlan of" in done.stdout and "overhead" in done.stdout
+    assert "notes/lunch.txt:1" in done.stdout.splitlines()[-2]
+    assert {"network.rlx", "network.html", "trace.json"} < {p.name for p in tmp_path.iterdir()}
 
 
 def test_the_page_of_ops_is_as_the_table_is() -> None:
