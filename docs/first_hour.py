@@ -1,4 +1,4 @@
-"""The first hour with rlx, as one program: a network compiled, saved, loaded, profiled and explained; texts embedded and searched.
+"""The first hour with rlx, as one program: a network compiled, saved, profiled and explained; texts embedded and searched.
 
 Run it in an empty folder: python docs/first_hour.py. It leaves network.rlx, network.html and trace.json there, and notes/.
 The second part needs the model of `make demo`."""

@@ -31,7 +31,8 @@ def test_the_walk_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_first_hour_runs(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run([sys.executable, DOCS / "first_hour.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, DOCS / "first_hour.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "x is f32[3,64], was f32[8,64]" in done.stdout and "<MemoryPlan of" in done.stdout and "overhead" in done.stdout
     assert "notes/lunch.txt:1" in done.stdout.splitlines()[-2]
