@@ -116,7 +116,8 @@ def test_f32_tiles_fill_the_gpu(m, n, depth):
     """Few rows share the summed axis among blocks, where the GPU has clusters of them."""
     kernel = product(m, n, depth, "f32")
     found, plain = by_fma(kernel), by_fma(kernel, clusters=False, most=99 << 10)
-    assert found and found.blocks >= 90
+    assert found and (found.blocks >= 90 or found.size.parts > 1)
+    assert (found.shared + 1024) * (-(-found.blocks // 132) + 1) > 228 << 10  # none has two blocks where another has none
     assert plain and plain.size.parts == 1 and plain.shared <= 99 << 10 and cubin(text_of(plain, "kernel"), "sm_86")
 
 

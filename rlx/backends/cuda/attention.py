@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import BEGIN, CudaWriter, may_fail
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Launch, apart
 from rlx.backends.cuda.vectors import width
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
@@ -113,12 +113,13 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
         while (nbytes := tensor_bytes(size, width, tall)) > most and tall < 64:
             tall *= 2
         return AttentionLaunch(kernel, THREADS, THREADS, shared=nbytes, tall=tall, tiles=-(-rows // tall) * batch * shared)
-    tall, block = plain_shape(max(size, width), rows)
+    tall, block = plain_shape(max(size, width), rows, batch * shared, multiprocessors)
     pitch, columns = -(-size // 4) * 4 + 4, -(-width // 64) * 64 if width > 32 else 32 if width > 16 else 16
     while (nbytes := 4 * ((tall + block) * pitch + block * columns + tall * (block + 4))) > most and tall > 16:
         tall //= 2
     tiles = -(-rows // tall) * batch * shared
-    return AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
+    made = AttentionLaunch(kernel, 2 * tall, 2 * tall, shared=nbytes, tall=tall, tensor=False, tiles=tiles, block=block)
+    return replace(made, shared=apart(made, multiprocessors, most))
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
@@ -144,9 +145,10 @@ def tensor_bytes(size: int, width: int, tall: int) -> int:
     return max(4 * block * (size + width + 16), 4 * across * tall * (2 + width))
 
 
-def plain_shape(size: int, rows: int) -> tuple[int, int]:
-    """Rows of a tile and keys of a block, of a kernel without tensor cores."""
-    tall, block = (128, 64) if size <= 128 else (64, 32)
+def plain_shape(size: int, rows: int, heads: int, multiprocessors: int) -> tuple[int, int]:
+    """Rows of a tile and keys of a block, of a kernel without tensor cores. `heads`: whose keys are different."""
+    low = size <= 32 or -(-rows // 128) * heads <= 3 * multiprocessors
+    tall, block = (64 if low else 128, 64) if size <= 128 else (64, 32)
     return min(tall, max(16, 1 << (rows - 1).bit_length())), block
 
 

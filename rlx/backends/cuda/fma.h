@@ -14,8 +14,10 @@ template <int N, int TO, int FROM> RLX_FN void rlx_copy_by(uint32_t to, const fl
    the summed axis are STEP apart. WIDE: adjacent rows are copied by 4. A thread's copies are at constant distances. */
 template <int SIZE, rlx_index EXTENT, rlx_index SIDE, rlx_index STEP, rlx_index LENGTH, bool WIDE> struct rlx_slices {
   static constexpr int EACH = WIDE ? 4 : 1, PITCH = SIZE + 4, STAGE = DEPTH * PITCH, ALL = SIZE / EACH * DEPTH;
-  static constexpr int COUNT = (ALL + THREADS - 1) / THREADS, LINE = SIZE / EACH, PACKS = DEPTH / 8;
+  static constexpr int LINE = SIZE / EACH, PACKS = DEPTH / 8, LINES = THREADS / LINE; /* lines at once */
   static constexpr bool ALONG = STEP == 1 && !WIDE; /* a warp copies 8 elements of 4 rows: whole sectors, and no bank twice */
+  static constexpr int COUNT = ALONG || !LINES ? (ALL + THREADS - 1) / THREADS : (DEPTH + LINES - 1) / (LINES ? LINES : 1);
+  static_assert(!ALONG || WARPS % PACKS == 0 || PACKS % WARPS == 0, "warps share the packs of a slice evenly");
   const float* from;
   int place, depth;
 
@@ -44,7 +46,7 @@ template <int SIZE, rlx_index EXTENT, rlx_index SIDE, rlx_index STEP, rlx_index 
       constexpr long long distance = 4ll * (by * SIDE + down * STEP);
       constexpr bool fits = EXTENT >= SIZE && distance < 1 << 23; /* into an instruction */
       const bool inside = LENGTH % DEPTH == 0 || depth + down < left;
-      if (ALL % THREADS == 0 || (place + by < SIZE && depth + down < DEPTH)) {
+      if ((ALL % THREADS == 0 && (ALONG || !LINES || THREADS % LINE == 0)) || (place + by < SIZE && depth + down < DEPTH)) {
         if constexpr (fits) {
           rlx_copy_by<4 * EACH, at, distance>(to, from, inside);
         } else { /* what is read twice is not used */

@@ -36,6 +36,8 @@ PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so t
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
+RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
+RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
 
 
@@ -117,6 +119,13 @@ class Tiled(Launch):
     @property
     def blocks(self) -> int:
         return self.points * math.prod(self.tiles)
+
+
+def apart(at: Launch, multiprocessors: int, most: int) -> int:
+    """Bytes of shared memory by which no multiprocessor takes more blocks of a launch than it must (`most`: of a block): where a
+    kernel is placed while the one in front leaves, they would all go to the multiprocessors that are free first."""
+    each = -(-at.blocks // multiprocessors)
+    return max(at.shared, (most + RESERVED) // (each + 1) if each < RESIDENT else 0)
 
 
 def launch(kernel: Kernel) -> Launch:
