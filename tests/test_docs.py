@@ -4,6 +4,7 @@ tables of measurements are."""
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pydoc
 import re
@@ -11,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -53,6 +55,18 @@ def test_the_chart_is_as_the_tables_of_measurements_are() -> None:
     assert len(bars) > 20 and min(bar.ratio for bar in bars) < 1 < max(bar.ratio for bar in bars)
     with pytest.raises(LookupError, match="no row with"):
         made["rows"]("Encoders, 2026-11-20", model="minilm 0 × 0")
+
+
+def test_the_picture_of_memory_has_a_box_for_each_value(tmp_path: Path) -> None:
+    g = rlx.Graph("<net>")
+    x = g.input("x", (64, 64), "f32")
+    g.set_outputs([rlx.softmax(rlx.softmax(x @ x) @ x)])
+    compiled = rlx.Session("ref").compile(g)
+    compiled.report().save(tmp_path / "report.json")
+    drawn = runpy.run_path(str(DOCS / "memory.py"))["picture"](json.loads((tmp_path / "report.json").read_text("utf-8")))
+    boxes = [e for e in ElementTree.fromstring(drawn).iter() if e.tag.endswith("rect") and e.get("class") != "page"]
+    assert len(boxes) == len(compiled.memory_plan().slots) >= 3
+    assert "&lt;net&gt;" in drawn and f"{compiled.memory_plan().arena_bytes / 1e6:.2f} MB" in drawn
 
 
 def test_every_page_is_in_the_site() -> None:
