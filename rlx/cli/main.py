@@ -15,6 +15,7 @@ import typer
 from rlx.cli import options as o
 from rlx.cli.explain import explain
 from rlx.cli.generate import chat, generate, standard_input
+from rlx.cli.inspect import inspect
 from rlx.cli.launch import launch
 from rlx.cli.progress import Bars
 from rlx.cli.search import search
@@ -150,6 +151,7 @@ app.command()(chat)
 app.command()(search)
 app.command()(verify)
 app.command()(explain)
+app.command()(inspect)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,18 @@ def account(seconds: dict[str, float]) -> None:
         table.add_row(phase, f"{spent * 1e3:.1f}")
     table.add_row("sum", f"{sum(seconds.values()) * 1e3:.1f}", style="bold")
     _out.print(table)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table with numbers and sizes to the right."""
+    made = Table(title=title, title_justify="left")
+    rows = [tuple(row) for row in rows]
+    for at, name in enumerate(columns):
+        right = at > 0 and all(str(row[at])[:1].isdigit() for row in rows)
+        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(_plain(f"{x:,}" if type(x) is int else str(x)) for x in row))
+    _out.print(made)
 
 
 def devices() -> None:

@@ -32,7 +32,8 @@ _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.att
 
 
 class Checkpoint:
-    """`config`; `formats`: format of each matrix in memory, by param; `read(name)`: a param's array."""
+    """`config`; `formats`: format of each matrix in memory, by param; `read(name)`: a param's array. `tensors`: of the files, by
+    name as params are called; `parts`: the tensors that form each param."""
 
     config: DecoderConfig
     gguf: GgufFile | None = None
@@ -50,10 +51,10 @@ class Checkpoint:
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
         if self.config.tied:
             found.pop("lm_head.weight", None)
-        self._tensors = found
+        self.tensors = found
         self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
         self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
-        self._parts = {name: [name] for name in found}  # param -> the tensors concatenated along rows to form it
+        self.parts = {name: [name] for name in found}  # param -> the tensors concatenated along rows to form it
         alike = self.config.num_key_value_heads % ranks == 0  # else keys and values are split differently from queries
         for fused, parts in FUSED.items() if alike else list(FUSED.items())[1:]:
             for i in range(self.config.num_hidden_layers):
@@ -83,12 +84,12 @@ class Checkpoint:
 
     def block(self, name: str) -> int:
         """The granularity for splitting rows of a param, in elements: whole blocks of its format in the file and in memory."""
-        forms = {self.formats.get(name, "f32"), *(self._tensors[part].type for part in self._parts[name])}
+        forms = {self.formats.get(name, "f32"), *(self.tensors[part].type for part in self.parts[name])}
         return math.lcm(*(FORMATS[f].block for f in forms if f in FORMATS))
 
     def _pieces(self, name: str, split: Split | None) -> list[GgufTensor]:
         """Views of the files that form the param, or this rank's share of it, when concatenated along rows."""
-        tensors = [self._tensors[part] for part in self._parts[name]]
+        tensors = [self.tensors[part] for part in self.parts[name]]
         if split is None:
             return tensors
         if split.axis == 1:
@@ -141,10 +142,10 @@ class Checkpoint:
         if len(forms) == 1 and None not in forms:
             self.formats[f"{fused}.weight"] = forms.pop() or ""
             for kind in ("weight", "bias"):
-                if all(f"{p}.{kind}" in self._parts for p in parts):
-                    self._parts[f"{fused}.{kind}"] = [f"{p}.{kind}" for p in parts]
+                if all(f"{p}.{kind}" in self.parts for p in parts):
+                    self.parts[f"{fused}.{kind}"] = [f"{p}.{kind}" for p in parts]
                     for p in parts:
-                        self._parts.pop(f"{p}.{kind}")
+                        self.parts.pop(f"{p}.{kind}")
                         self.formats.pop(f"{p}.{kind}", None)
 
     def _check(self) -> None:
@@ -154,17 +155,17 @@ class Checkpoint:
         except KeyError as e:
             raise ModelError(f"{self.path}: the weights lack the tensor {e.args[0]!r}") from None
         names = [str(p.name) for p in params]
-        if missing := [n for n in names if n not in self._parts]:
+        if missing := [n for n in names if n not in self.parts]:
             raise ModelError(f"{self.path}: the weights lack {len(missing)} tensors: {known(missing)}")
-        if unused := set(self._parts) - set(names):
+        if unused := set(self.parts) - set(names):
             raise ModelError(f"{self.path}: {self.config.family} as implemented here has no use for the tensors {known(unused)}")
         for p in params:
-            shapes = [self._tensors[part].shape for part in self._parts[str(p.name)]]
+            shapes = [self.tensors[part].shape for part in self.parts[str(p.name)]]
             form = self.formats.get(str(p.name), "f32")
             width = (FORMATS[form].row_bytes(shapes[0][-1]),) if form in FORMATS else shapes[0][1:]
             if len({s[1:] for s in shapes}) > 1 or (sum(s[0] for s in shapes), *width) != p.dims:
                 raise CorruptFileError(f"{self.path}: {p.name!r} is {shapes}, the configuration asks for {p.shape}")
-        if odd := {t.type for t in self._tensors.values()} - {*FORMATS, *FLOATS, "f64"}:
+        if odd := {t.type for t in self.tensors.values()} - {*FORMATS, *FLOATS, "f64"}:
             raise ModelError(f"{self.path}: weights of the type {known(odd)} are not supported")
 
 

@@ -104,6 +104,10 @@ class Session(Shown):
         program = lower(graph, self._backend.target(self.device.index, options.threads or self.threads), options)
         return MemoryPlan.of(program, planned_bytes(program))
 
+    def target(self) -> Target:
+        """The facts about the device that compiles use."""
+        return self._backend.target(self.device.index, self.threads)
+
     def process_bytes(self) -> int:
         """Bytes that this process holds besides the memory of executables, including those that a first compile will add. 0:
         unknown."""
