@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class FakeDriver:
         self.calls: Counter[str] = Counter()
         self.waited: list[int] = []  # streams
         self.order: list[tuple[str, Any]] = []  # of events on streams
+        self.passed: dict[int, int] = {}  # by event with a time: when it was last reached, in nanoseconds
         self.blocks: dict[int, Any] = {}
         self.grants: int | None = None
         self.pinned: set[int] = set()
@@ -226,6 +228,18 @@ class FakeDriver:
         self.order.append(("record", stream))
         self._tickets[event] = stream, (passed := [False])
         return self._queue(stream, lambda: passed.__setitem__(0, True))
+
+    def cuEventRecordWithFlags(self, event: int, stream: int, flags: int) -> tuple[Any, ...]:
+        """As a node of the graph that is recorded: it notes the time at which it passes."""
+        assert flags == 1 and stream in self._recording
+        return self._queue(stream, lambda: self.passed.__setitem__(event, time.perf_counter_ns()))
+
+    def cuEventElapsedTime(self, first: int, last: int) -> tuple[Any, ...]:
+        return OK, (self.passed[last] - self.passed[first]) / 1e6
+
+    def cuEventDestroy(self, event: int) -> tuple[Any, ...]:
+        self.passed.pop(event, None)
+        return (OK,)
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[Any, ...]:
         self.order.append(("wait", stream))

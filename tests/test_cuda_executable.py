@@ -34,6 +34,7 @@ from rlx.errors import (
     OutOfMemoryError,
     TransferError,
 )
+from rlx.explain.page import report_in
 from rlx.host import disk
 
 F = np.float32
@@ -705,3 +706,52 @@ def test_several_gpus_have_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert str(compiled.device) == "CUDA:2" and memory_of(2).gpu.index == 2
         with pytest.raises(DeviceUnavailableError, match=r"no such index|there is no cuda:3"):
             rlx.Session("cuda:3")
+
+
+def test_steps_are_measured_by_events(driver: FakeDriver) -> None:
+    """Two steps that share a launch have its time in common; what follows them has its own; states are as before."""
+    g = rlx.Graph("measured")
+    x, total = g.input("x", (64,), "f32"), g.handle(rlx.BufferHandle("total", (64,), "f32"))
+    y, z = rlx.cumsum(x, axis=0), rlx.sort(x)[0]
+    g.assign(total, total * 0.5 + y)
+    g.set_outputs([rlx.cumsum(y + z, axis=0)])
+    compiled = rlx.Session("cuda").compile(g)
+    ones = np.ones(64, F)
+    compiled.bind_handle("total", 4 * ones)
+    found = compiled.profile(ones, runs=3)
+    program = compiled.program()
+    assert len(found.steps) == len(program.steps) + len(program.commit)
+    spans = found.timeline.spans
+    assert sorted(spans[:, 0].tolist()) == list(range(len(found.steps)))  # each once
+    launches = compiled._executable.run_launches()  # type: ignore[attr-defined]
+    assert len({(a, b) for a, b in spans[:, 2:].tolist()}) <= len(launches)
+    assert (spans[:, 2] <= spans[:, 3]).all() and spans[:, 3].max() == found.timeline.end
+    assert sum(s.seconds for s in found.steps) + found.overhead_seconds == pytest.approx(found.seconds, rel=0.05)
+    assert (compiled.read_handle("total") == 4).all()
+    (out,) = compiled.run({"x": ones})
+    assert np.allclose(out, np.cumsum(np.cumsum(ones) + ones)) and (compiled.read_handle("total") == 2 + np.cumsum(ones)).all()
+
+
+def test_a_measured_run_that_fails_is_undone_and_its_events_go(driver: FakeDriver) -> None:
+    compiled = rows()
+    compiled.bind_handle("h", np.full((8, 4), 3, F))
+    good = {d.name: np.zeros(d.shape.static, d.dtype.numpy) for d in compiled.inputs}
+    assert compiled.profile(good, runs=1).steps
+    gc.collect()
+    assert not driver.passed and driver.calls["cuEventDestroy"] > 0
+    bad = {name: a + 100 if a.dtype.kind == "i" else a for name, a in good.items()}
+    with pytest.raises(rlx.errors.IndexRangeError):
+        compiled.profile(bad, runs=1)
+    assert (compiled.read_handle("h") == 3).all()
+
+
+def test_a_page_of_a_gpu_has_times_and_no_threads(driver: FakeDriver, tmp_path: Path) -> None:
+    g = rlx.Graph("page")
+    g.set_outputs([rlx.softmax(g.input("x", (8, 64), "f32"))])
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.explain(tmp_path / "page.html", compiled.profile(runs=1))
+    text = (tmp_path / "page.html").read_text()
+    found = report_in(text)
+    assert found["profile"]["roofline"] is None and found["profile"]["steps"][0]["share"] is None
+    assert found["machine"].startswith("a GPU") or "compute capability" in found["machine"]
+    assert f"on {found['device']}, {found['machine']}</p>" in text

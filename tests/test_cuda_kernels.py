@@ -14,7 +14,7 @@ import cuda_kernels
 
 import rlx
 from rlx.backends.cuda.backend import target
-from rlx.backends.cuda.code import cubin, launch_of, text_of
+from rlx.backends.cuda.code import cubin, launch_of, ptx, text_of
 from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
@@ -64,6 +64,18 @@ def test_a_kernel_that_spills_is_found():
         text = f'extern "C" __global__ void __launch_bounds__(1024) kernel(float* p) {{\n{body}\n}}\n'
         found = cuda_kernels.faults([cuda_kernels.Built("here", "kernel", kernel, text)], "sm_80")
         assert any(word in fault and fault.startswith("here") for fault in found), (word, found)
+
+
+def test_code_is_shown_as_ptx():
+    from rlx.backends import get
+
+    text = text_of(launch_of(product("sm_90a", 256, 512, 384), "sm_90a"), "kernel")
+    shown = ptx(text, "sm_90a")
+    assert ".target sm_90a" in shown and ".visible .entry kernel(" in shown and "wgmma.mma_async" in shown
+    backend = get("cuda")
+    assert shown == backend.assembly(text, target("sm_90a")) and backend.assembly("// a collective", target("sm_90a")) == ""
+    with pytest.raises(rlx.errors.CompileError, match="no PTX for sm_90a"):
+        ptx("nothing", "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])

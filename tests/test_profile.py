@@ -68,6 +68,19 @@ def test_every_task_of_a_step_has_its_span():
     assert np.bincount(spans[:, 0]).tolist() == tasks
 
 
+def test_a_run_that_is_not_measured_has_no_clock():
+    """The table of ordinary runs calls the kernels themselves, before and after a profile; the measured one does not."""
+    made = compiled(two_layers(), threads=1)
+    made.profile(runs=1)
+    executable = made._executable
+    library, codes = executable._code.library, executable._code.artifact.coded["steps"]  # type: ignore[attr-defined]
+    kernels = [library.address(code.symbol) for _, code in codes]
+    assert executable._whole._steps[: len(kernels), 0].tolist() == kernels  # type: ignore[attr-defined]
+    from rlx.backends.cpu.timing import library as clocked
+
+    assert clocked().address("rlx_timed") not in kernels
+
+
 def test_an_instant_belongs_to_the_steps_that_threads_are_in():
     spans = np.array([[0, 0, 10, 20], [0, 1, 10, 30], [1, 0, 40, 50], [2, 1, 40, 60]])  # steps 1 and 2 at the same time
     times = spent(Timeline(0, 100, spans), 4)

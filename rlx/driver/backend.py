@@ -147,8 +147,9 @@ class Timeline(NamedTuple):
 class Timed(Protocol):
     """An Executable that can measure the steps of a run."""
 
-    def timed(self) -> Callable[[], Timeline]:
-        """A function that runs once, as Executable.run does, and says when. Programs with collectives are not measured."""
+    def timed(self) -> tuple[Callable[[], Timeline], Callable[[], object]]:
+        """Two functions that run once, as Executable.run does, and have finished when they return: the first is measured.
+        Programs with collectives are not."""
         ...
 
 

@@ -31,9 +31,10 @@ def page(report: Data) -> str:
     """The HTML text of a report (rlx.explain.report)."""
     style, script = ((WEB / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     packed = gzip.compress(json.dumps(report, separators=(",", ":")).encode(), 9, mtime=0)
+    threads = f", {counted(report['target']['threads'], 'thread')}" if report["target"]["name"] == "cpu" else ""
     values = {
         "title": escape(f"{report['name']} explained by rlx"), "name": escape(report["name"]),
-        "subtitle": escape(f"on {report['device']}, {report['machine']}, {counted(report['target']['threads'], 'thread')}"),
+        "subtitle": escape(f"on {report['device']}, {report['machine']}{threads}"),
         "style": style, "style_hash": _digest(style), "script": script, "script_hash": _digest(script),
         "data": base64.b64encode(packed).decode(), "rlx": escape(report["versions"].get("rlx", "")),
         "tiles": _tiles(report), "regions": _regions(report["memory"]), "time_note": escape(_time_note(report)),
@@ -69,6 +70,7 @@ def _tiles(report: Data) -> str:
     memory, steps, profile = report["memory"], run_steps(report), report["profile"]
     costs = [s["cost"] for s in steps]
     moved = sum(c["read_bytes"] + c["written_bytes"] for c in costs)
+    operations = sized(sum(c["flops"] or 0 for c in costs)).replace("bytes", "FLOP").replace("B", "FLOP")
     peak = memory["arena"]["peak"]
     when = "before the first step" if peak["moment"] < 0 else f"at step {_step_at(report, peak['moment'])}"
     kinds = f"{counted(len(report['kernels']), 'different kernel')}, {counted(len(report['graph']['nodes']), 'node')}"
@@ -77,7 +79,7 @@ def _tiles(report: Data) -> str:
         ("arena", sized(memory["arena"]["bytes"]), f"least possible {sized(memory['arena']['lower_bound'])}"),
         ("peak of the arena", sized(peak["bytes"]), when),
         ("steps", f"{len(steps)}", kinds),
-        ("work of a run", f"{sum(c['flops'] or 0 for c in costs) / 1e9:.3g} GFLOP", f"{sized(moved)} moved"),
+        ("work of a run", operations, f"{sized(moved)} moved"),
     ]  # fmt: skip
     if profile:
         over = profile["overhead_seconds"] / profile["seconds"]

@@ -30,10 +30,17 @@ def described(compiled: Any, profile: Profile | None = None, unmeasured: str = "
     facts = Compiled(
         program, str(compiled.device), compiled.options, compiled._executable.memory(),
         frozenset(compiled.params.store.entries), report.texts, assembly, versions,
-        backend.machine() if isinstance(backend, Tunable) else platform.processor(),
+        _machine(backend, compiled.device.index),
         {"seconds": dict(report.seconds), "cache": report.cache.state, "why": report.cache.why, "tuning": tuned},
     )  # fmt: skip
     return report_data(facts, compiled._origins(), profile, unmeasured)
+
+
+def _machine(backend: Any, index: int) -> str:
+    """The GPU, or else the processor."""
+    title = getattr(backend, "title", None)
+    machine = backend.machine() if isinstance(backend, Tunable) else platform.processor() or platform.machine()
+    return title(index) if title else machine
 
 
 def explained(compiled: Any, path: str | PathLike[str], profile: Profile | None) -> None:

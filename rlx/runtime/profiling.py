@@ -24,8 +24,7 @@ def profiled(compiled: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], r
     program, executable = compiled.program(), compiled._executable
     if not isinstance(executable, Timed):
         raise Unsupported(
-            f"{program.name}: {compiled.device} runs its steps at once, without a time for each; profile the graph on cpu, or "
-            "run the program under the profiler of the device"
+            f"{program.name}: {compiled.device} runs its steps without a time for each; profile the graph on cpu or cuda"
         )
     if program.collectives:
         raise Unsupported(f"{program.name}: the steps of graphs with collectives are not measured; profile the parts of one rank")
@@ -51,14 +50,14 @@ def profiled(compiled: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], r
 
 def _measured(executable: Any, runs: int, states: Snapshot | None) -> tuple[list[Timeline], list[float]]:
     """Measured and unmeasured runs in turn, each from the same states."""
-    measured, timelines, unmeasured = executable.timed(), list[Timeline](), list[float]()
+    (measured, plain), timelines, unmeasured = executable.timed(), list[Timeline](), list[float]()
     until = time.perf_counter() + LONGEST
     try:
         for turn in range(WARM + runs):
             if turn >= WARM + LEAST and time.perf_counter() > until:
                 break
             begin = time.perf_counter()
-            executable.run()
+            plain()
             seconds = time.perf_counter() - begin
             if states is not None:
                 executable.handles.restore(states)

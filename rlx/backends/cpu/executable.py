@@ -192,7 +192,7 @@ class CpuExecutable(Loaded):
         output = any(o.buffer == b.id for o in self.program.outputs)
         return plain and not (elsewhere or output or memory.holds(array.ctypes.data, array.nbytes))
 
-    def timed(self) -> Callable[[], Timeline]:
+    def timed(self) -> tuple[Callable[[], Timeline], Callable[[], object]]:
         """Timed protocol (rlx.driver.backend)."""
         from rlx.backends.cpu.timing import Spans  # imported late: it compiles code that most programs do not need
 
@@ -211,7 +211,7 @@ class CpuExecutable(Loaded):
                 self._settle(table, status)
             return Timeline(begin, end, spans.rows())
 
-        return run
+        return run, self.run
 
     def run_commit(self) -> None:
         if self._exchange:

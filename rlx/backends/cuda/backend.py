@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from rlx.backends.cuda import attention, splits
-from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, support
+from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
@@ -87,6 +87,10 @@ class CudaBackend:
 
     def compiler(self) -> str:
         return compiler_version()
+
+    def assembly(self, text: str, target: Target) -> str:
+        """Assembling protocol (rlx.driver.backend): PTX. Empty for a collective, which has no code."""
+        return ptx(text, target.features[0]) if "__global__" in text else ""
 
     def to_parts(self, artifact: CudaArtifact) -> tuple[Any, list[bytes]]:
         at = {code.name: i for i, code in enumerate(artifact.codes)}

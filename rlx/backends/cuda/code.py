@@ -202,6 +202,26 @@ def support(arch: str) -> bytes:
     return cubin(prologue(True) + (Path(__file__).parent / "support.h").read_text(), arch)
 
 
+def ptx(text: str, arch: str) -> str:
+    """The same code as PTX, for readers."""
+    from cuda.bindings import nvrtc  # type: ignore[reportAttributeAccessIssue]
+
+    def check(found: tuple[Any, ...]) -> Any:
+        if int(found[0]):
+            raise CompileError(f"NVRTC gives no PTX for {arch}: {found[0]}")
+        return found[1] if len(found) > 1 else None
+
+    program = check(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
+    try:
+        options = [f"--gpu-architecture={arch.replace('sm_', 'compute_')}".encode(), b"--std=c++17", b"--fmad=false"]
+        check(nvrtc.nvrtcCompileProgram(program, len(options), options))
+        made = b" " * check(nvrtc.nvrtcGetPTXSize(program))
+        check(nvrtc.nvrtcGetPTX(program, made))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return made.rstrip(b"\0").decode()
+
+
 def cubin(text: str, arch: str) -> bytes:
     from cuda.core import Program, ProgramOptions  # type: ignore[reportAttributeAccessIssue]
 
@@ -213,6 +233,6 @@ def cubin(text: str, arch: str) -> bytes:
 
 
 __all__ = [
-    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "key_of", "launch_of", "launches_of", "support",
+    "CudaCode", "Kernels", "compile_kernels", "compiler_version", "cubin", "key_of", "launch_of", "launches_of", "ptx", "support",
     "text_of", "whole",
 ]  # fmt: skip

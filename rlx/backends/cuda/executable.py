@@ -24,6 +24,7 @@ from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
+from rlx.driver.backend import Timeline
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, bytes_of
@@ -255,6 +256,12 @@ class CudaExecutable(Transacted):
             self.ring.written.clear()
             number = self.first_replay.queue()
         return None if number is None else CudaRun(self, number)
+
+    def timed(self) -> tuple[Callable[[], Timeline], Callable[[], None]]:
+        """Timed protocol (rlx.driver.backend)."""
+        from rlx.backends.cuda.timing import timed  # not needed by most programs
+
+        return timed(self)
 
     def started(self, number: int | None) -> None:
         """Keep account of run `number` of the Watch, whose caller does not wait for it."""

@@ -85,7 +85,7 @@ class StepwiseExecutable(Transacted):
             if at < failed:
                 self.launch(step)
 
-    def timed(self) -> Callable[[], Timeline]:
+    def timed(self) -> tuple[Callable[[], Timeline], Callable[[], object]]:
         """Timed protocol (rlx.driver.backend). One thread runs all steps."""
 
         def run() -> Timeline:
@@ -96,7 +96,7 @@ class StepwiseExecutable(Transacted):
             finally:
                 self._spans = None
 
-        return run
+        return run, self.run
 
     def launch(self, step: Step, given: Mapping[int, np.ndarray] = MappingProxyType({})) -> None:
         arrays = [bytes_of(given[a]) if a in given else self.data(a) for a in step.args]

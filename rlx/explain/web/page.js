@@ -317,7 +317,7 @@ function drawTimeline(colour) {
   const threads = 1 + Math.max(0, ...spans.map((s) => s[1]));
   const rowHeight = threads > 16 ? 12 : 26;
   const height = threads * rowHeight + 40;
-  const x = (t) => 66 + (t / nanoseconds) * (width - 72);
+  const x = (t) => 66 + (t / nanoseconds) * (width - 100);
   const svg = draw("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "application", "aria-roledescription": "timeline", "aria-describedby": "time-detail",
     "aria-label": `A run of ${timed(nanoseconds / 1e9)} on ${threads} threads. Arrow keys move between steps.`,
