@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlx.cli import options as o
+from rlx.cli.bench import bench
 from rlx.cli.explain import explain
 from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.inspect import inspect
@@ -152,6 +153,7 @@ app.command()(search)
 app.command()(verify)
 app.command()(explain)
 app.command()(inspect)
+app.command()(bench)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 

@@ -37,8 +37,13 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
     from rlx.frontends.language import LanguageModel
     from rlx.frontends.models.families import FAMILIES
 
+    if not path.exists():
+        raise ModelError(
+            f"{path} is not a folder; a model folder holds config.json, model.safetensors and tokenizer.json. A .gguf file, an "
+            "artifact file, and a name on the Hub (ORG/NAME) are models too"
+        )
     family = read_json(path / "config.json").get("model_type") if path.is_dir() else None
-    if family in ENCODERS or not path.exists():
+    if family in ENCODERS:
         return EmbeddingModel(path, **how)
     if path.is_dir() and family not in (*FAMILIES,):
         raise ModelError(f"{path}: model_type {family!r} is not supported; supported: {known((*ENCODERS, *FAMILIES))}")

@@ -1,0 +1,97 @@
+"""`rlx bench`: what it says about a run is consistent; its times are not judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_models
+
+import rlx
+from rlx.cli import bench, show
+from rlx.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    small_models.make("qwen3", folder)
+    return folder
+
+
+def benched(capsys, *args: str) -> tuple[int, str, str]:
+    code = 0
+    try:
+        run(["bench", *args, "--seconds", "0"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_language_model(folder, capsys):
+    code, text, _ = benched(capsys, str(folder), "--length", "40", "--new-tokens", "8", "--threads", "1", "--json")
+    facts = json.loads(text)
+    prefill, decode = facts["results"]
+    assert code == 0 and (prefill["what"], decode["what"]) == ("prefill 1 x 40", "decode 1 x 1")
+    for result, tokens in ((prefill, 40), (decode, 1)):
+        assert result["runs"] == bench.LEAST and 0 < result["median_seconds"] <= result["p90_seconds"]
+        assert result["tokens_per_second"] == pytest.approx(tokens / result["median_seconds"])
+        assert result["limit_seconds"] > 0 and result["bound"] in ("memory", "arithmetic")
+    model = rlx.models.load(folder, capacity=48, session=rlx.Session(threads=1))
+    planned = model.memory(40, ())
+    assert all(facts["memory_bytes"][name] == planned[name] > 0 for name in ("arena", "handles"))
+    assert facts["threads"] == 1 and facts["compile_seconds"] > 0 and facts["cache"] == "off"
+
+
+def test_several_texts_at_once(folder, capsys):
+    facts = json.loads(benched(capsys, str(folder), "--length", "5", "--batch", "3", "--json")[1])
+    assert [r["what"] for r in facts["results"]] == ["prefill 3 x 5", "decode 3 x 1"]
+
+
+def test_an_encoder_and_its_artifact(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(show._out, "width", 160)
+    code, text, err = benched(capsys, str(rlx.models.default_folder()), "--length", "16", "--batch", "2")
+    assert code == 0 and err == "" and "encode 2 x 16" in text and "this machine: reads " in text and "memory: arena" in text
+    assert "not known" not in text
+    model = rlx.models.load(rlx.models.default_folder())
+    model.save(tmp_path / "mini.rlx", shapes=[(2, 16)])
+    code, text, _ = benched(capsys, str(tmp_path / "mini.rlx"), "--length", "16", "--batch", "2")
+    assert code == 0 and "cache: artifact" in text and "encode 2 x 16" in text and "not known" in text
+
+
+def test_a_limit_is_the_slower_of_reading_and_computing(monkeypatch):
+    g = rlx.Graph("product")
+    g.set_outputs([g.input("x", (64, 512), rlx.f32) @ g.input("w", (512, 256), rlx.f32)])
+    compiled = rlx.compile(g)
+    work = compiled.report().work
+    assert work.flops == 2 * 64 * 512 * 256
+    for reading, computing, bound in ((1e3, 1e15, "memory"), (1e15, 1e3, "arithmetic")):
+        roofline = rlx.ir.cost.Roofline({"f32": computing}, ((1 << 30, reading),))
+        monkeypatch.setattr(bench, "roofline_of", lambda compiled, roofline=roofline: roofline)
+        seconds, found = bench.limit_of([compiled, compiled])
+        assert found == bound and seconds == pytest.approx(2 * max(work.least_bytes / reading, work.flops / computing))
+
+
+def test_in_a_process_of_its_own(folder):
+    command = [sys.executable, "-m", "rlx", "bench", str(folder), "--length", "4", "--seconds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "140"})
+    assert done.returncode == 0 and done.stderr == "" and "decode 1 x 1" in done.stdout, done
+
+
+@pytest.mark.parametrize(
+    "args, code, said",
+    [
+        (["no-such-model"], 1, "no-such-model"), (["EMPTY"], 1, "has no config.json"),
+        (["MODEL", "--length", "300"], 1, "the model has 256 positions"), (["MODEL", "--batch", "0"], 2, "batch"),
+        (["MODEL", "--device", "rocm"], 1, "no ROCM backend"), ([], 2, "MODEL"),
+    ],
+)  # fmt: skip
+def test_errors(folder, tmp_path, capsys, args, code, said):
+    names = {"EMPTY": tmp_path, "MODEL": folder}
+    found, _, err = benched(capsys, *(str(names.get(a, a)) for a in args))
+    assert found == code and said in " ".join(err.split())
