@@ -49,9 +49,9 @@ class StepTime:
 
 @dataclass(frozen=True, repr=False)
 class Profile(Shown):
-    """The times of the steps of one compiled graph: medians of the quickest quarter of `runs`, since other programs on the
+    """The times of the steps of one compiled graph: means over the quickest quarter of `runs`, since other programs on the
     machine only take from it. `seconds`: of a measured run; `unmeasured_seconds`: of runs without clocks, between those.
-    `timeline`: the measured run of median time."""
+    `timeline`: the one of those of median time."""
 
     name: str
     device: str
@@ -66,7 +66,7 @@ class Profile(Shown):
     @property
     def overhead_seconds(self) -> float:
         """The part of the measured run that is in no step: starting steps, waiting for threads, readings of the clock between."""
-        return max(0.0, self.seconds - sum(s.seconds for s in self.steps))
+        return max(0.0, self.seconds - sum(s.seconds for s in self.steps))  # below 0 by rounding only
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write `timeline` in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing: one row for each thread.
@@ -230,7 +230,7 @@ def profile_of(
     labels = kernel_labels(whole)
     made = [None for _ in run] if origins is None else [m for p in ("steps", "commit") for m in origins.steps[p]]
     count, timelines = len(timelines), _quickest(timelines, lambda t: t.end - t.begin)
-    each = np.median([spent(t, len(run)) for t in timelines], axis=0) / 1e9
+    each = np.mean([spent(t, len(run)) for t in timelines], axis=0) / 1e9
     steps = []
     for (phase, step), origin, cost, seconds in zip(run, made, work.kernels, each.tolist(), strict=True):
         nodes = step.kernel.origin
@@ -244,8 +244,8 @@ def profile_of(
         steps.append(StepTime(phase, labels[step.kernel], nodes, seconds, moved, cost.least_bytes, cost.flops, share, bound))
     middle, plain = timelines[len(timelines) // 2], _quickest(unmeasured, float)
     return Profile(
-        program.name, device, program.target.threads, count, float(np.median([t.end - t.begin for t in timelines])) / 1e9,
-        float(np.median(plain)), tuple(steps), middle, roofline,
+        program.name, device, program.target.threads, count, float(np.mean([t.end - t.begin for t in timelines])) / 1e9,
+        float(np.mean(plain)), tuple(steps), middle, roofline,
     )  # fmt: skip
 
 
