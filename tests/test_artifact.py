@@ -21,7 +21,7 @@ from tests.artifact_mutations import closed, damaged, graphs, hostile, opened, o
 
 from rlx.errors import (  # isort: skip
     BindingError, CorruptFileError, DeviceUnavailableError, DuplicateNameError, FormatError, InputShapeError, MissingParamError,
-    ModelError, OptionError, UnknownNameError, UntrustedFileError, Unsupported,
+    ModelError, OptionError, OutOfMemoryError, UnknownNameError, UntrustedFileError, Unsupported,
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +138,8 @@ def test_several_graphs_share_weights_and_states_as_before(made, tmp_path):
     found = rlx.load(made[0])
     assert isinstance(found, ArtifactFile) and list(found) == ["layers", "counter"] and len(found) == 2
     assert found["layers"] is found["layers"] and "ArtifactFile 'both.rlx' on CPU: graphs, layers, counter;" in repr(found)
+    text = str(found)
+    assert "layers on cpu, 2 threads: " in text and "counter on cpu, 1 thread: " in text and "weights/0: " in text
     with pytest.raises(UnknownNameError, match="no program 'x'; there are 'counter', 'layers'"):
         found["x"]
     g = rlx.Graph("twice")
@@ -403,6 +405,7 @@ def test_hostile_manifests(what, made, tmp_path):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
+        (("..", "code", "codes", 0, 1), 1 << 63, "are not whole numbers"), (("..", "code", "codes", 0, 2), 1 << 60, "no room"),
         (("plan", 0), 8, "outside the arena"), (("plan", 1), 3, "alignment"), (("plan", 0), 1 << 60, "no memory has room"),
         (("offsets", 0, 1), 1 << 40, "outside the arena"), (("phases", "steps", 0, 1, 0), 999, "does not exist"),
         (("buffers", 0, 1, 1), 1 << 60, "outside the arena"), (("kernels", 0, 2, 0, 2), 1 << 30, "is f32"),
@@ -412,8 +415,8 @@ def test_hostile_programs(place, value, message, made, tmp_path):
     def change(manifest, sections):
         size = int.from_bytes(sections[0][:4], "little")
         head, rest = json.loads(sections[0][4 : 4 + size]), sections[0][4 + size : manifest["sections"][0][2]]
-        at = head["program"]
-        for key in place[:-1]:
+        at, way = (head, place[1:-1]) if place[0] == ".." else (head["program"], place[:-1])
+        for key in way:
             at = at[key]
         at[place[-1]] = value
         text = json.dumps(head).encode()
@@ -421,5 +424,5 @@ def test_hostile_programs(place, value, message, made, tmp_path):
         manifest["sections"][0][2] = len(raw)
         sections[0] = raw + bytes(-len(raw) % 64)
 
-    with pytest.raises(CorruptFileError, match=message):
+    with pytest.raises((CorruptFileError, OutOfMemoryError), match=message):
         rlx.load(rewritten(made[0], tmp_path / "x.rlx", change))["layers"]

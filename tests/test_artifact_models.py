@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,31 @@ def test_a_model_without_a_tokenizer(tmp_path):
     assert (found.step([3, 4]) == [model.step([3]), model.step([4])][1]).all()
     with pytest.raises(ModelError, match="saved without a tokenizer"):
         found.generate("text")
+
+
+def test_weights_by_reference(encoder, decoder, tmp_path):
+    """The files name the model's weight files; a load reads them, if they are those that were there."""
+    small, (folder, _) = tmp_path / "bert.rlx", decoder
+    encoder[0].save(small, shapes=[(1, 16)], weights=False)
+    assert small.stat().st_size < encoder[1].stat().st_size
+    assert (rlx.load(small).embed(TEXTS[2:3]) == rlx.load(encoder[1]).embed(TEXTS[2:3])).all()
+    model = rlx.load(folder, capacity=96, weights="bf16")
+    model.save(tmp_path / "qwen3.rlx", sizes=[1, 8], sampling=[], weights=False)
+    want = rlx.load(decoder[1]).step(np.arange(5))
+    assert (rlx.load(tmp_path / "qwen3.rlx").step(np.arange(5)) == want).all()
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert (rlx.load(tmp_path / "qwen3.rlx", model=moved).step(np.arange(5)) == want).all()
+    raw = bytearray((moved / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ModelError, match="model.safetensors is not the file that .*qwen3.rlx was saved with: its checksum"):
+        rlx.load(tmp_path / "qwen3.rlx", model=moved)
+    (moved / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights, and reads them from .*moved.model.safetensors, which is missing"):
+        rlx.load(tmp_path / "qwen3.rlx", model=moved)
+    path = rewritten(small, tmp_path / "x.rlx", lambda m, _: m["model"].update(files={"../../etc/passwd": "0"}))
+    with pytest.raises(CorruptFileError, match="must be a plain file name"):
+        rlx.load(path)
 
 
 def test_files_of_the_wrong_kind_and_with_wrong_descriptions(encoder, decoder, tmp_path):

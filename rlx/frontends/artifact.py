@@ -8,13 +8,15 @@ from typing import Any, NoReturn, TypeVar
 
 from rlx.errors import CorruptFileError, InputShapeError, ModelError, RlxError, Unsupported, known, whole
 from rlx.forks import Lock
+from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec
-from rlx.frontends.embedding import MERGE_TOKENS, Batch, EmbeddingModel
+from rlx.frontends.embedding import MERGE_TOKENS, Batch, EmbeddingModel, encoder_weights, set_weights
 from rlx.frontends.language import LanguageModel, Steps, program_name
 from rlx.frontends.models.bert import BertConfig
 from rlx.frontends.models.decoder import DecoderConfig, Rope
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer, tokenizer_of
+from rlx.frontends.weights import referenced
 from rlx.ir.graph import Graph
 from rlx.runtime import CompiledGraph, Partitioned
 from rlx.runtime.artifact import ArtifactFile
@@ -25,12 +27,17 @@ T = TypeVar("T")
 class StoredEncoder(EmbeddingModel):
     """An EmbeddingModel from an artifact file. It runs the shapes that were saved."""
 
-    def __init__(self, file: ArtifactFile) -> None:
+    def __init__(self, file: ArtifactFile, model: Any = None) -> None:
+        """`model`: the folder of the weights, for a file without them; None: where it was."""
         self._file, self.folder, self.device, self._lock = file, file.path, file.device, Lock()
         self.transport, self.ranks, self.rank, self.seconds = None, 1, 0, Seconds()
         with self.seconds.spent("read tokenizer"):
             self.config, self._rows, self._tokenizer = read(file, self._described)
         self._used: dict[tuple[int, int], None] = {}
+        self.weights = {}
+        if (about := file.manifest["model"]).get("files") is not None:
+            with self.seconds.spent("read model"):
+                self.weights = read(file, lambda _: encoder_weights(self.config, referenced(about, model, str(file.path))))
 
     def _described(self, about: Mapping[str, Any]) -> tuple[BertConfig, dict[int, list[int]], Tokenizer]:
         """The configuration, the rows of the shapes by length, and the tokenizer."""
@@ -83,18 +90,27 @@ class StoredEncoder(EmbeddingModel):
     def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
         with self.seconds.spent("load programs"):
             self._used[rows, length] = None
-            return self._file[f"{rows}x{length}"], None
+            found = self._file[f"{rows}x{length}"]
+        if self.weights:
+            with self.seconds.spent("set weights"):
+                set_weights(found, self.weights)
+        return found, None
 
 
 class StoredDecoder(LanguageModel):
     """A LanguageModel from an artifact file. It runs the chunk sizes and the kinds of sampling that were saved."""
 
-    def __init__(self, file: ArtifactFile) -> None:
+    def __init__(self, file: ArtifactFile, model: Any = None) -> None:
+        """`model`: the folder or file of the weights, for an artifact file without them; None: where it was."""
         self._file, self.path, self.device, self._lock = file, file.path, file.device, Lock()
         self.transport, self.ranks, self.seconds, self.splits = None, 1, Seconds(), {}
         self._compiled, self._codec, self._answer, self.params = {}, None, None, None
         self.config, self._about = read(file, self._described)
         self.handles = file.handles(program_name(1, None))
+        self.checkpoint, self._progress = None, None
+        if self._about.get("files") is not None:
+            with self.seconds.spent("read model"):
+                self.checkpoint = read(file, lambda about: Checkpoint(referenced(about, model, str(file.path)), about["weights"]))
 
     def _described(self, about: Mapping[str, Any]) -> tuple[DecoderConfig, Mapping[str, Any]]:
         given = dict(about["config"])
@@ -134,6 +150,9 @@ class StoredDecoder(LanguageModel):
             )
         with self.seconds.spent("load programs"):
             found = self._file[program_name(tokens, steps)]
+        if self.checkpoint is not None:
+            with self.seconds.spent("set weights"):
+                self._set_weights(found)
         if found.handles is not self.handles:
             found.use_handles(self.handles)
         return found
@@ -169,7 +188,7 @@ def read(file: ArtifactFile, make: Callable[[Mapping[str, Any]], T]) -> T:
     try:
         return make(file.manifest["model"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RlxError) as e:
-        if isinstance(e, CorruptFileError) and str(file.path) in str(e):
+        if isinstance(e, ModelError) and str(file.path) in str(e):
             raise
         raise CorruptFileError(f"{file.path}: the description of the model is wrong: {e!r:.200}") from e
 

@@ -24,7 +24,7 @@ from rlx.frontends.models import bert
 from rlx.frontends.parallel import shared_session, together
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import folder_tokenizer
-from rlx.frontends.weights import read_json, read_weights
+from rlx.frontends.weights import read_json, read_weights, reference, weight_files
 from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
 from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
@@ -86,7 +86,7 @@ class EmbeddingModel(Shown):
         self.folder = model_path(folder)
         with self.seconds.spent("read model"):
             self.config = _read_config(self.folder)
-            self.weights = _select(bert.build(self.config, 1, 1).params, read_weights(self.folder), self.folder)
+            self.weights = encoder_weights(self.config, self.folder)
         with self.seconds.spent("read tokenizer"):
             self._tokenizer = folder_tokenizer(self.folder, self.config.max_position_embeddings)
         if (have := self._tokenizer.vocab_size) > (room := self.config.vocab_size):
@@ -161,12 +161,13 @@ class EmbeddingModel(Shown):
             compiled, _ = self._compile(whole("batch", batch, 1), _rung(min(length, self.max_length), self.max_length))
         return dict(compiled.memory_plan().regions)
 
-    def save(self, path: str | Path, shapes: Iterable[tuple[int, int]] | None = None) -> int:
+    def save(self, path: str | Path, shapes: Iterable[tuple[int, int]] | None = None, weights: bool = True) -> int:
         """Write this model to an artifact file: machine code of some shapes, weights, tokenizer. `rlx.load(path)` then embeds
         without the compiler and without the model's folder. Returns the size of the file.
 
         `shapes`: (rows, tokens) to compile; None: 1 and 8 rows of 16, 32, 64 … tokens up to the model's maximum. After a load,
-        each text runs in the smallest shape that holds it."""
+        each text runs in the smallest shape that holds it. `weights` False: the file names the model's weight files, with their
+        checksums, and a load reads them."""
         longest = self.max_length
         lengths = (*(n for n in SAVED_LENGTHS if n < longest), longest)
         wanted = [(rows, n) for rows in SAVED_ROWS for n in lengths] if shapes is None else list(shapes)
@@ -177,8 +178,9 @@ class EmbeddingModel(Shown):
         with self._lock:
             graphs = {f"{rows}x{n}": self._compile(rows, n)[0] for rows, n in dict.fromkeys(wanted)}
         about = {"config": asdict(self.config), "lower": self._tokenizer.lower, "max_length": longest, "shapes": wanted}
+        about |= {} if weights else reference(self.folder, weight_files(self.folder))
         content = {"tokenizer": self._tokenizer.to_json()}
-        return save(path, graphs, facts={"kind": ENCODER, "model": about}, sections=content)
+        return save(path, graphs, weights=weights, facts={"kind": ENCODER, "model": about}, sections=content)
 
     def _plan(self, lengths: Sequence[int], batch_size: int) -> list[Batch]:
         return plan_batches(lengths, batch_size, self.max_length)
@@ -278,6 +280,11 @@ def _read_pooling(folder: Path) -> tuple[str, bool]:
         elif kind != "Transformer":
             raise ModelError(f"{path}: the module {kind!r} is not supported; supported: 'Transformer', 'Pooling', 'Normalize'")
     return pooling, normalize
+
+
+def encoder_weights(config: bert.BertConfig, folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of the network, by param."""
+    return _select(bert.build(config, 1, 1).params, read_weights(folder), folder)
 
 
 def _select(params: Sequence[Value], weights: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:

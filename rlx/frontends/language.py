@@ -23,6 +23,7 @@ from rlx.frontends.models.decoder import build
 from rlx.frontends.parallel import decoder_marks, shared_session, together
 from rlx.frontends.sampling import Sampling, beginning, checked_tokens
 from rlx.frontends.seconds import Seconds
+from rlx.frontends.weights import reference, weight_files
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.ir.shown import Shown
@@ -233,12 +234,16 @@ class LanguageModel(Shown):
         """A complete answer to a text, token ids or chat messages; options as for Generator. See `.text`, `.tokens`, `.stats`."""
         return Generator(self, prompt, **options).run()
 
-    def save(self, path: str | Path, sizes: Iterable[int] | None = None, sampling: Iterable[Sampling] = SAVED_SAMPLING) -> int:
+    def save(
+        self, path: str | Path, sizes: Iterable[int] | None = None, sampling: Iterable[Sampling] = SAVED_SAMPLING,
+        weights: bool = True,
+    ) -> int:  # fmt: skip
         """Write this model to an artifact file: machine code, weights, tokenizer, sizes of the state. `rlx.load(path)` then
         generates without the compiler and without the model's files. Returns the size of the file.
 
         `sizes`: tokens of a chunk to compile, 1 included; None: all that the capacity holds. `sampling`: settings to compile for;
-        after a load, other values of the same fields can be used. Temperature 0 is always there."""
+        after a load, other values of the same fields can be used. Temperature 0 is always there. `weights` False: the file names
+        the model's weight files, with their checksums, and a load reads them."""
         ladder = tuple(n for n in self.ladder if n <= self.capacity) if sizes is None else tuple(sorted({1, *sizes}))
         if extra := [n for n in ladder if n not in self.ladder or n > self.capacity]:
             raise OptionError(f"sizes are some of {known(n for n in self.ladder if n <= self.capacity)}, got {extra[0]!r}")
@@ -250,7 +255,10 @@ class LanguageModel(Shown):
         about |= {"ladder": ladder, "sampling": how}
         about |= {"ends": None} if (codec := self._codec_if_any()) is None else codec.described()
         content = {} if codec is None else {"tokenizer": codec.to_json()}
-        return save(path, graphs, facts={"kind": DECODER, "model": about}, sections=content)
+        if not weights:
+            config = [self.path / "config.json"] if self.path.is_dir() else []
+            about |= reference(self.path, [*config, *weight_files(self.path)]) | {"weights": self.checkpoint.weights}
+        return save(path, graphs, weights=weights, facts={"kind": DECODER, "model": about}, sections=content)
 
     def _codec_if_any(self) -> TextCodec | None:
         try:
@@ -310,7 +318,7 @@ class LanguageModel(Shown):
             return compiled
 
     def _set_weights(self, compiled: CompiledGraph) -> None:
-        sizes = {p.name: p.shape.size_bytes for p in self.graph(1).params}
+        sizes = {p.name: p.shape.size_bytes for p in compiled.params}
         missing, done = compiled.missing_params(), 0
         total = sum(sizes[name] for name in missing)
         for name in sorted(missing, key=lambda n: -sizes[n]):  # largest first: the temporary memory of packing is reused

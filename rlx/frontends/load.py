@@ -21,8 +21,9 @@ def load(path: str | PathLike[str], **how: Any) -> Any:
     """Load what is at `path`:
 
     - an artifact file (rlx.save, compiled.save, model.save): the CompiledGraph, a mapping of several by name, StoredBuckets, or
-      the model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact. The file
-      holds machine code: one that another user could have written is an UntrustedFileError, unless `trust` is True.
+      the model, ready to run, without the compiler. `device`, `threads`, `verify`, `trust`: see rlx.runtime.artifact. `model`:
+      where the weights are, for a model saved without them. The file holds machine code: one that another user could have
+      written is an UntrustedFileError, unless `trust` is True.
     - a Hugging Face folder or a .gguf file, or the name of one on the Hub (ORG/NAME, ORG/NAME/FILE.gguf): an EmbeddingModel for
       encoders of BERT type, else a LanguageModel. They compile when they first run. `how`: arguments of the class.
 
@@ -67,7 +68,9 @@ def load_decoder(path: str | PathLike[str], **how: Any) -> LanguageModel:
     return _stored(place, "decoder", **how) if begins_with(place) else LanguageModel(place, **how)
 
 
-def _stored(path: Any, kind: str = "", session: Any = None, options: Any = None, progress: object = None, **how: Any) -> Any:
+def _stored(
+    path: Any, kind: str = "", session: Any = None, options: Any = None, progress: object = None, model: Any = None, **how: Any
+) -> Any:
     """The contents of an artifact file, of this kind if it is given. `session` and `options` set device and threads. What was
     fixed when the file was saved can be given again, but not otherwise (OptionError)."""
     of_file = {name: how.pop(name) for name in FROM_FILE if name in how}
@@ -83,12 +86,15 @@ def _stored(path: Any, kind: str = "", session: Any = None, options: Any = None,
     if kind and file.kind != kind:
         raise ModelError(f"{path} holds {file.kind!r}, and {kind!r} is needed here")
     if file.kind == "encoder":
-        from rlx.frontends.artifact import StoredEncoder as Found
+        from rlx.frontends.artifact import StoredEncoder
+
+        found: Any = StoredEncoder(file, model)
     elif file.kind == "decoder":
-        from rlx.frontends.artifact import StoredDecoder as Found
+        from rlx.frontends.artifact import StoredDecoder
+
+        found = StoredDecoder(file, model)
     else:
-        Found = graphs_of
-    found = Found(file)
+        found = graphs_of(file)
     for name, value in how.items():
         if value is not None and getattr(found, name, None) != value:
             raise OptionError(f"{path}: {name}={value!r} is not as in the artifact file; save the model with this value")

@@ -7,9 +7,10 @@ Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,40 @@ def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
         f"{folder} has no model.safetensors (nor model.safetensors.index.json); found: {known(found)}. "
         "rlx reads safetensors only: save the model with save_pretrained(…, safe_serialization=True)"
     )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that a model's weights are read from: `path` itself, or those in that folder."""
+    index = path / "model.safetensors.index.json"
+    if path.is_file() or (path / "model.safetensors").is_file() or not index.is_file():
+        return [path if path.is_file() else path / "model.safetensors"]
+    return [index, *(path / name for name in sorted(set(read_json(index).get("weight_map", {}).values())))]
+
+
+def reference(path: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """A description of the files of a model, for an artifact file without weights: where they are, and their checksums."""
+    return {"path": str(path.resolve()), "files": {file.name: _sha256(file) for file in files}}
+
+
+def referenced(about: Mapping[str, Any], path: Any, source: str) -> Path:
+    """The model that `about` (as from `reference`) describes, at `path`, or where it was. `source`: the artifact file.
+
+    ModelError: a file is missing, or is not the one that was there when the artifact file was saved."""
+    found = Path(about["path"] if path is None else path)
+    folder = found if found.is_dir() else found.parent
+    for name, digest in about["files"].items():
+        if Path(str(name)).name != name:
+            raise CorruptFileError(f"{source}: the weight file {name!r} must be a plain file name")
+        if not (folder / name).is_file():
+            raise ModelError(f"{source} has no weights, and reads them from {folder / name}, which is missing: give model=…")
+        if _sha256(folder / name) != digest:
+            raise ModelError(f"{folder / name} is not the file that {source} was saved with: its checksum differs; save it again")
+    return found
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _read_shards(index: Path) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ from rlx.host.container import Container, begins_with
 from rlx.host.disk import source_digest
 from rlx.ir.handle import BufferHandle
 from rlx.ir.program import BufferDecl, Program
-from rlx.ir.shown import Shown, sized, some
+from rlx.ir.shown import Shown, counted, sized, some
 from rlx.ir.target import Target
 from rlx.runtime.cache import Buckets
 from rlx.runtime.compiled import CompiledGraph
@@ -85,7 +85,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
             raise self._damaged(f"the manifest is incomplete: {e!r:.100}") from None
         self.device = Device.parse(device or rows[0].device)
         self._threads = threads
-        self._rows = self._usable(rows)
+        self._all, self._rows = rows, self._usable(rows)
         self._loaded: dict[str, CompiledGraph] = {}
         self._params: dict[int, ParamStore] = {}
         self._tables: dict[int, dict[str, np.ndarray]] = {}  # number of weights -> their bytes by name
@@ -93,6 +93,18 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
 
     def _line(self) -> str:
         return f"{self.path.name!r} on {self.device}: {self.kind}, {some(self._rows)}; {sized(self._file.nbytes)}"
+
+    def __str__(self) -> str:
+        """What is in the file; no program is loaded."""
+        lines = [f"{self.path}: {self.kind}, {sized(self._file.nbytes)}, written by rlx {self.manifest.get('rlx')}"]
+        sizes = {name: sized(section.nbytes) for name, section in self._file.sections.items()}
+        for r in self._all:
+            used = "" if self._rows.get(r.name) is r else " (not used here)"
+            needs = " ".join(f for f in r.features if "=" not in f) or "nothing"
+            size = sizes.get(f"programs/{r.at}", "missing")
+            lines.append(f"  {r.name} on {r.device}, {counted(r.threads, 'thread')}: {size}; needs {needs}{used}")
+        lines += [f"  {name}: {size}" for name, size in sizes.items() if not name.startswith("programs/")]
+        return "\n".join(lines)
 
     def __getitem__(self, name: str) -> CompiledGraph:
         if name not in self._loaded:

@@ -302,7 +302,7 @@ def _ids(given: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _whole(x: Any) -> int:
-    if type(x) is not int or x < 0:
+    if type(x) is not int or not 0 <= x < 1 << 62:
         raise ValueError(f"{str(x)[:40]!r} is not a number of bytes or elements")
     return x
 

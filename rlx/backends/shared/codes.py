@@ -42,7 +42,7 @@ class Codes(Generic[Code]):
 
 
 def whole(numbers: Sequence[Any]) -> list[int]:
-    """Check numbers read from a file. ValueError: one is not an integer, or is negative."""
-    if not all(type(n) is int and n >= 0 for n in numbers):
+    """Check numbers read from a file. ValueError: one is not an integer, is negative, or does not fit machine code's."""
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
         raise ValueError(f"{str(numbers)[:80]} are not whole numbers")
     return list(numbers)
