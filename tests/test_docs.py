@@ -9,6 +9,7 @@ import os
 import pydoc
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,26 @@ def test_the_picture_of_memory_has_a_box_for_each_value(tmp_path: Path) -> None:
     boxes = [e for e in ElementTree.fromstring(drawn).iter() if e.tag.endswith("rect") and e.get("class") != "page"]
     assert len(boxes) == len(compiled.memory_plan().slots) >= 3
     assert "&lt;net&gt;" in drawn and f"{compiled.memory_plan().arena_bytes / 1e6:.2f} MB" in drawn
+
+
+def command_lines() -> list[str]:
+    """Every call of the command `rlx` in the README and the pages."""
+    texts = [p.read_text(encoding="utf-8") for p in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    return sorted({line for block in blocks for line in block.splitlines() if line.startswith("rlx ")})
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_of_the_pages_parse(line: str) -> None:
+    """The command and its options are those that rlx has; models and files of the examples need not be there."""
+    import typer
+
+    from rlx.cli.main import app
+
+    name, *given = shlex.split(line, comments=True)[1:]
+    group = typer.main.get_command(app)
+    command = group.commands[name]  # type: ignore[attr-defined]
+    command.make_context(name, given, resilient_parsing=False)
 
 
 def test_every_page_is_in_the_site() -> None:
