@@ -104,7 +104,8 @@ class Profile(Shown):
         rows = [HEADS, *self._rows()]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(c.ljust(w) if at in (0, 7) else c.rjust(w) for at, (c, w) in enumerate(zip(r, widths))) for r in rows]
-        note = f"{self!r}; without measuring {timed(self.unmeasured_seconds)}; {counted(self.threads, 'thread')}"
+        threads = f"; {counted(self.threads, 'thread')}" if self.device == "CPU" else ""
+        note = f"{self!r}; without measuring {timed(self.unmeasured_seconds)}{threads}"
         return "\n".join([note, *("  " + line.rstrip() for line in lines)])
 
     def _repr_html_(self) -> str:

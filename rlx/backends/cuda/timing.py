@@ -34,7 +34,7 @@ class TimedReplay(Replay):
         own = self.owner
         for event, (code, steps) in zip(self._events, self.launches):
             self._record(event)
-            own.launch(code, steps, given=self._given, early=False)
+            own.launch(code, steps, given=self._given, early=False, written=())
         self._record(self._events[-1])
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1)
