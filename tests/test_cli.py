@@ -91,9 +91,29 @@ def test_one_text_gets_the_first_numbers_of_its_vector(vectors, kept):
     assert done.stdout.splitlines()[0] == f"[{first}, ...]  384 numbers" and "similarity" not in done.stdout
 
 
-def test_shells_complete_commands():
-    done = rlx_command(_RLX_COMPLETE="complete_bash", COMP_WORDS="rlx em", COMP_CWORD="1")
-    assert done.stdout.split() == ["embed"], done.stderr
+@pytest.mark.parametrize(
+    "words, found",
+    [("rlx em", "embed"), ("rlx ch", "chat"), ("rlx sea", "search"), ("rlx b", "bench"), ("rlx i", "inspect"),
+     ("rlx v", "verify"), ("rlx chat --sy", "--system"), ("rlx search --gl", "--glob")],
+)  # fmt: skip
+def test_shells_complete_commands(words, found):
+    done = rlx_command(_RLX_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    assert done.stdout.split() == [found], done.stderr
+
+
+COMMANDS = "embed generate chat search inspect explain verify bench launch devices cache knobs".split()
+
+
+def test_help_lists_every_command_and_each_has_examples(capsys):
+    assert exit_code("--help") == 0
+    text = capsys.readouterr().out
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("│ ") and line.split()[1] in COMMANDS] == COMMANDS
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for command in COMMANDS:
+        assert exit_code(command, "--help") == 0
+        shown = capsys.readouterr().out
+        assert f"`rlx {command}" in readme
+        assert "Examples:" in shown or command in ("devices", "cache", "knobs"), command
 
 
 def test_numbers_fit_a_narrow_terminal_and_markup_is_shown_as_text(vectors, kept):

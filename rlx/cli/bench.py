@@ -226,12 +226,11 @@ def _print(facts: dict[str, Any], roofline: Roofline | None) -> None:
     print("memory: " + ", ".join(f"{name} {sized(n)}" for name, n in facts["memory_bytes"].items() if n))
     rows = []
     for r in facts["results"]:
-        limit = r["limit_seconds"]
-        share = (timed(limit), f"{limit / r['median_seconds']:.0%}", r["bound"]) if limit else ("not known", "", "")
-        rows.append(
-            (r["what"], r["runs"], timed(r["median_seconds"]), timed(r["p90_seconds"]), f"{r['tokens_per_second']:,.1f}", *share)
-        )  # fmt: skip
-    show.table("", ("run", "runs", "median", "p90", "tokens/s", "limit", "reached", "bound by"), rows)
+        limit, rate = r["limit_seconds"], r["tokens_per_second"]
+        share = (timed(limit), f"{limit / r['median_seconds']:.0%}", r["bound"]) if limit else ("?", "", "")
+        rate = f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+        rows.append((r["what"], timed(r["median_seconds"]), timed(r["p90_seconds"]), rate, *share))
+    show.table("", ("run", "median", "p90", "tokens/s", "limit", "reached", "bound by"), rows)
     if roofline is not None:
         rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in roofline.operations.items())
         print(f"this machine: reads {roofline.reading[-1][1] / 1e9:.1f} GB/s from memory, {rates}")

@@ -40,7 +40,14 @@ def launch(
     prefix: Annotated[bool, typer.Option(help="Prefix each line of output with its rank.")] = True,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds that other ranks get to end after one has failed.")] = 10.0,
 ) -> None:
-    """Start a script as several ranks on this machine that work together (rlx.driver.connect)."""
+    """Start a script as several ranks on this machine that work together (rlx.driver.connect).
+
+    Examples:
+
+        rlx launch -n 4 train.py --steps 100
+
+        rlx launch -n 2 -m rlx generate path/to/folder "Once upon a time"
+    """
     script, *args = command
     if module and PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
         raise RlxError(f"there is no module {script}")

@@ -32,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="rlx: compile a model once, run it many times.",
 )
+USE, LOOK, MACHINE = "Use a model", "Look at a model", "This machine"  # groups of commands in the help
 TABLE_TEXTS = 12  # up to this many texts, a table of similarities is printed
 PROGRESS_TEXTS = 200  # from this many texts on, they have a progress bar
 
@@ -63,7 +64,7 @@ def main(
 ) -> None: ...
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.", show_default=False)] = None,
     model: o.Encoder = None,
@@ -147,17 +148,14 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
     return sorted(passes)[2]
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(search)
-app.command()(verify)
-app.command()(explain)
-app.command()(inspect)
-app.command()(bench)
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+for command in (generate, chat, search):
+    app.command(rich_help_panel=USE)(command)
+for command in (inspect, explain, verify, bench):
+    app.command(rich_help_panel=LOOK)(command)
+app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=MACHINE)(launch)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def devices() -> None:
     """List the devices of every backend, with the reason if one is not usable here."""
     from rlx.cli import show
@@ -165,7 +163,7 @@ def devices() -> None:
     show.devices()
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def cache(
     action: Annotated[str, typer.Argument(help="show, or clear: remove all entries.", metavar="[show|clear]")] = "show",
 ) -> None:
@@ -177,7 +175,7 @@ def cache(
     show.cache(clear=action == "clear")
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def knobs() -> None:
     """List the environment variables that rlx reads."""
     from rlx.cli import show
