@@ -6,6 +6,7 @@ import io
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,21 @@ def test_ctrl_c_stops_the_answer_only(folder, monkeypatch, capfdbinary):
     assert command(monkeypatch, "Hello\nGo on\n", str(folder[0]), "--capacity", "256", "--stats", "--max-new-tokens", "9") == 0
     err = capfdbinary.readouterr().err.decode()
     assert re.findall("ended by: (\\w+);", err) == ["interrupted", "length"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_between_messages_ends_a_pipe_without_a_traceback(folder):
+    args = [sys.executable, "-m", "rlx", "chat", str(folder[0]), "--max-new-tokens", "4", "--stats"]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(b"Hello\n")
+        process.stdin.flush()
+        shown = b""
+        while b"memory:" not in shown:  # the statistics after the answer end with it
+            shown += process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        shown += process.stderr.read()
+        assert process.wait(60) == 130 and b"Traceback" not in shown and b"Aborted" not in shown
 
 
 def test_a_full_context_is_said(folder, monkeypatch, capfd):

@@ -155,6 +155,14 @@ def test_models_are_verified(models, name, capsys):
     assert all("the memory plan is sound" in line and "of its tolerance" in line for line in lines)
 
 
+def test_a_text_instead_of_random_tokens(tmp_path, capsys):
+    small_models.talker(tmp_path)
+    assert exit_code(str(tmp_path), "--text", "Hello world") == 0
+    assert "qwen3_1x11 on CPU" in capsys.readouterr().out  # a token for each byte
+    assert exit_code(str(rlx.models.default_folder()), "--text", "Hello world") == 0
+    assert "bert_2x4 on CPU" in capsys.readouterr().out
+
+
 def test_a_wrong_model_ends_with_code_1(models, wrong, capsys):
     wrong("exp", 1.01)
     assert exit_code(str(models / "qwen3")) == 1

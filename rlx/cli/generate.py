@@ -129,16 +129,24 @@ def chat(
     terminal = sys.stdin.isatty()
     if terminal:
         print("/exit or Ctrl-D ends, /new begins a new conversation, Ctrl-C stops an answer", file=sys.stderr)
-    while (text := _message(terminal)) not in (None, "/exit"):
+    text = ""
+    while text not in (None, "/exit"):
         try:
             if text == "/new":
                 talk.reset()
             elif text:
                 _answer(talk, text, bars, stats)
+            text = _message(terminal)
         except OptionError as e:  # no room for the message
             if not terminal:
                 raise
             print(f"rlx: {e}; /new begins a new conversation", file=sys.stderr)
+            text = ""
+        except KeyboardInterrupt:  # while no answer is under way
+            if not terminal:
+                raise typer.Exit(ETX) from None
+            print("\n/exit or Ctrl-D ends", file=sys.stderr)
+            text = ""
 
 
 def _answer(talk: Any, text: str, bars: Bars, stats: bool) -> None:
@@ -160,23 +168,18 @@ def _answer(talk: Any, text: str, bars: Bars, stats: bool) -> None:
 
 def _message(terminal: bool) -> str | None:
     """The next line of standard input, or None at its end."""
-    while True:
+    if terminal and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            import_module("readline")  # input() then has a history
         try:
-            if terminal and sys.stdout.isatty():
-                with contextlib.suppress(ImportError):
-                    import_module("readline")  # input() then has a history
-                return input("> ").strip()
-            if terminal:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.buffer.readline()
-            return _text(line).strip() if line else None
+            return input("> ").strip()
         except EOFError:
             print()
             return None
-        except KeyboardInterrupt:
-            if not terminal:
-                raise typer.Exit(ETX) from None
-            print("\n/exit or Ctrl-D ends", file=sys.stderr)
+    if terminal:
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.buffer.readline()
+    return _text(line).strip() if line else None
 
 
 def open_model(

@@ -26,13 +26,15 @@ def verify(
     model: o.Model,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the network that is verified.")] = 16,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, of an encoder.")] = 2,
+    text: Annotated[str | None, typer.Option(help="Text to run on.", show_default="random tokens")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
 ) -> None:
     """Verify that a model is compiled right on this machine.
 
-    Its network runs on random tokens. Every value that a kernel stores is compared with the references of the ops in float64.
+    Its network runs on random tokens, or on a text. Every value that a kernel stores is compared with the references of the
+    ops in float64.
     The memory plan is checked twice: by the checker, and by comparing bits with a run in which no buffer shares memory. It ends
     at the first difference, and names node, source line and kernel. Of an artifact file, checksums and plans are checked.
 
@@ -53,7 +55,7 @@ def verify(
         return _stored(path)
     with Bars() as bars:
         session, options = Session(device, threads, progress=bars.step), CompileOptions()
-        for case in _cases(path, session, options, batch, length, np.random.default_rng(seed)):
+        for case in _cases(path, session, options, batch, length, text, np.random.default_rng(seed)):
             found = verify(
                 case.graph, case.weights, case.inputs, session=session, options=options, states=case.states,
                 progress=lambda done, total: bars.show("verifying", done, total),
@@ -75,7 +77,11 @@ class _Case(NamedTuple):
     states: dict[str, np.ndarray]
 
 
-def _cases(path: Path, session: Any, options: Any, batch: int, length: int, rng: np.random.Generator) -> Iterator[_Case]:
+def _cases(
+    path: Path, session: Any, options: Any, batch: int, length: int, text: str | None, rng: np.random.Generator
+) -> Iterator[_Case]:
+    import numpy as np
+
     from rlx.errors import OptionError
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.load import load
@@ -84,29 +90,35 @@ def _cases(path: Path, session: Any, options: Any, batch: int, length: int, rng:
     if isinstance(model, EmbeddingModel):
         if length > model.max_length:
             raise OptionError(f"--length {length}: the model takes at most {model.max_length} tokens")
-        yield _encoder(model, batch, length, rng)
+        ids = None if text is None else np.tile(model._tokenizer([text])[0], (batch, 1)).astype(np.int32)
+        yield _encoder(model, batch, length, ids, rng)
     else:
+        ids = None if text is None else np.array([model.codec.encode(text)], np.int32)
+        length = length if ids is None else ids.shape[1]
         room = model.config.max_position_embeddings
         if length + HELD > room:
             raise OptionError(f"--length {length}: the model has {room} positions, and {HELD} hold earlier tokens")
         model = load(path, session=session, options=options, capacity=min(room, length + 2 * HELD))
         for tokens in dict.fromkeys((length, 1)):
-            yield _decoder(model, tokens, rng)
+            yield _decoder(model, tokens, ids, rng)
 
 
-def _encoder(model: EmbeddingModel, batch: int, length: int, rng: np.random.Generator) -> _Case:
+def _encoder(model: EmbeddingModel, batch: int, length: int, ids: np.ndarray | None, rng: np.random.Generator) -> _Case:
     import numpy as np
 
     from rlx.frontends.models import bert
 
-    ids = rng.integers(0, model.config.vocab_size, (batch, length), np.int32)
-    mask = np.arange(length) < rng.integers(1, length + 1, (batch, 1))
     weights = model.weights
-    graph = bert.build(model.config, batch, length)
+    if ids is None:
+        ids = rng.integers(0, model.config.vocab_size, (batch, length), np.int32)
+        mask = np.arange(length) < rng.integers(1, length + 1, (batch, 1))
+    else:
+        mask = np.ones(ids.shape, np.bool_)
+    graph = bert.build(model.config, *ids.shape)
     return _Case(graph, lambda name: np.asarray(weights[name], np.float32), {"input_ids": ids, "attention_mask": mask}, {})
 
 
-def _decoder(model: LanguageModel, tokens: int, rng: np.random.Generator) -> _Case:
+def _decoder(model: LanguageModel, tokens: int, ids: np.ndarray | None, rng: np.random.Generator) -> _Case:
     """A chunk behind some earlier tokens; one token is a step of decoding, which also chooses the next."""
     import numpy as np
 
@@ -116,8 +128,9 @@ def _decoder(model: LanguageModel, tokens: int, rng: np.random.Generator) -> _Ca
         dims, dtype, name = handle.shape.static, handle.dtype.numpy, str(handle.name)
         values = {"position": HELD, "token": rng.integers(0, vocab)}
         states[name] = np.full(dims, values[name], dtype) if name in values else rng.standard_normal(dims).astype(dtype)
-    named = {"tokens": lambda: rng.integers(0, vocab, (1, tokens), np.int32), "count": lambda: np.array(tokens, np.int32)}
-    inputs = {str(v.name): named[str(v.name)]() for v in graph.inputs}
+    ids = rng.integers(0, vocab, (1, tokens), np.int32) if ids is None else ids[:, :tokens]
+    named = {"tokens": ids, "count": np.array(tokens, np.int32)}
+    inputs = {str(v.name): named[str(v.name)] for v in graph.inputs}
     return _Case(graph, model.checkpoint.read, inputs, states)
 
 
