@@ -95,7 +95,12 @@ def test_live_buffers_do_not_overlap_but_in_place(report):
             bytes_meet = a["offset"] < b["offset"] + b["bytes"] and b["offset"] < a["offset"] + a["bytes"]
             shared = min(a["last"], b["last"]) - max(a["first"], b["first"])
             assert not bytes_meet or shared <= 0, (a, b)
+    live = {}
+    for moment in range(-1, max(b["last"] for b in boxes) + 1):
+        taken = [range(b["offset"], b["offset"] + b["bytes"]) for b in boxes if b["first"] <= moment <= b["last"]]
+        live[moment] = len(set().union(*taken))
     peak = report["memory"]["arena"]["peak"]
+    assert peak["bytes"] == max(live.values()) == live[peak["moment"]]
     assert 0 < peak["bytes"] <= report["memory"]["arena"]["bytes"] and peak["bytes"] <= report["memory"]["arena"]["lower_bound"]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "rlx report", 1
 LONGEST = 200  # characters of an attribute
 LAYER = re.compile(r"([^.]+\.)*?[^.]*\d+(?=\.|$)|[^.]+(?=\.)")  # a param's name up to its first number, else its first part
-FEW = 8  # steps of a block without a name
+FEW, MOST_BLOCKS = 8, 50  # steps of a block without a name, at least; number of those
 Data = dict[str, Any]
 
 
@@ -141,14 +141,17 @@ def _buffers(made: Compiled, program: Program, origins: Origins) -> Iterator[Dat
 
 def _peak(buffers: Sequence[Data]) -> Data:
     """The moment at which most bytes of the arena are live, and how many."""
-    planned = [b for b in buffers if b["offset"] is not None and b["first"] <= b["last"]]
-    found = {"moment": 0, "bytes": 0}
-    for moment in sorted({b["first"] for b in planned}):
-        live = sorted((b["offset"], b["offset"] + b["bytes"]) for b in planned if b["first"] <= moment <= b["last"])
-        total = end = 0
-        for low, high in live:  # a buffer may be written over another, in place
-            total += max(0, high - max(low, end))
-            end = max(end, high)
+    change: Counter[int] = Counter()
+    written: dict[tuple[int, int], int] = {}  # slot -> the last moment of the buffer in it
+    for b in sorted((b for b in buffers if b["offset"] is not None and b["first"] <= b["last"]), key=lambda b: b["first"]):
+        slot, size = (b["offset"], b["bytes"]), b["bytes"]
+        begin = b["first"] + (written.get(slot) == b["first"])  # written over another in place: counted once in that moment
+        written[slot] = b["last"]
+        change[begin] += size
+        change[b["last"] + 1] -= size
+    total, found = 0, {"moment": 0, "bytes": 0}
+    for moment in sorted(change):
+        total += change[moment]
         if total > found["bytes"]:
             found = {"moment": moment, "bytes": total}
     return found
@@ -184,7 +187,8 @@ def _blocks(program: Program) -> list[Data]:
         layers = Counter(m[0] for name in names if (m := LAYER.match(name)))
         found.append(layers.most_common(1)[0][0] if layers else found[-1] if found else "")
     if not any(found):
-        found = [f"steps {n} to {min(n + FEW, len(steps)) - 1}" for n in range(0, len(steps), FEW) for _ in steps[n : n + FEW]]
+        few = max(FEW, -(-len(steps) // MOST_BLOCKS))
+        found = [f"steps {n} to {min(n + few, len(steps)) - 1}" for n in range(0, len(steps), few) for _ in steps[n : n + few]]
     first = next(filter(None, found), "")
     blocks: list[Data] = []
     for n, name in enumerate(found):
