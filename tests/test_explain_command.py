@@ -67,6 +67,24 @@ def test_traces_of_embed_and_generate(folder, tmp_path, capsys):
         assert {e["pid"] for e in events} == {1, 2}
 
 
+def test_artifacts_have_times_and_no_page(folder, tmp_path, capsys):
+    from rlx.frontends.embedding import default_folder, load
+    from rlx.frontends.language import LanguageModel
+
+    encoder, decoder, trace = (tmp_path / name for name in ("encoder.rlx", "decoder.rlx", "trace.json"))
+    model = load(default_folder())
+    model.embed(["Hello"])
+    model.save(encoder)
+    LanguageModel(folder, capacity=40).save(decoder)
+    for args, programs in ((("embed", "Hello", "--model", encoder), 1), (("generate", decoder, "cat", "--max-new-tokens", 3), 2)):
+        assert command(*args, "--trace", trace) == 0, capsys.readouterr().err
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert sum(e["name"] == "process_name" for e in events) == programs
+    for path in (encoder, decoder):
+        assert command("explain", path, "--output", tmp_path / "page.html") == 1
+        assert "is an artifact, which has programs and no graph" in capsys.readouterr().err
+
+
 def test_a_device_without_times_has_a_page(tmp_path):
     page = tmp_path / "page.html"
     assert command("explain", "--device", "null", "--length", 8, "--output", page) == 0

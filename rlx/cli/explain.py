@@ -52,13 +52,17 @@ def explain(
     for path in (output, report, trace):
         o.check_writable(path)
     from rlx.cli.generate import open_model
+    from rlx.errors import Unsupported
     from rlx.explain.profile import timed, write_trace
     from rlx.frontends.embedding import default_folder, is_encoder, load
     from rlx.frontends.hub import model_path
     from rlx.ir.shown import counted, sized
     from rlx.runtime import CompileOptions, Session
+    from rlx.runtime.artifact import begins_with
 
     place = default_folder() if model is None else model_path(model)
+    if begins_with(place):
+        raise Unsupported(f"{place} is an artifact, which has programs and no graph: explain the model that it was saved from")
     with Bars() as bars:
         if is_encoder(place):
             session = Session(device, progress=bars.step)

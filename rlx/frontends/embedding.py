@@ -139,7 +139,8 @@ class EmbeddingModel(Shown):
     @property
     def executables(self) -> list[CompiledGraph]:
         """Those of `shapes`, in the same order."""
-        return [compiled for compiled, _ in self._compiled.values()]
+        with self._lock:
+            return [self._compile(*shape)[0] for shape in self.shapes]
 
     def executable(self, batch: int, length: int) -> CompiledGraph:
         """The executable for a run of `batch` texts of up to `length` tokens, which are rounded up, cached or compiled now."""
