@@ -24,11 +24,11 @@ from rlx.backends.cuda.fma import SIZES, FmaLaunch, by_fma
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.groups import may_join
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.render import CudaWriter, arguments_of
 from rlx.backends.cuda.scatter import ScatterLaunch
 from rlx.backends.cuda.schedule import COLUMN_BYTES, Launch
 from rlx.backends.cuda.sorts import SortLaunch
-from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, on_tensor_cores
+from rlx.backends.cuda.tensor import TILINGS, TensorLaunch, Tiling, on_tensor_cores
 from rlx.backends.cuda.transpose import TileLaunch
 from rlx.compiler import lower
 from rlx.compiler.compilation import Compilation
@@ -109,6 +109,23 @@ def test_tilings_fill_the_gpu():
     assert large and large.blocks == 132 and large.tiling.columns >= 128
     odd = on_tensor_cores(product(1001, 1005, 1003))  # strides that bulk copies cannot take
     assert odd and odd.by_threads and odd.copying == 2 and odd.tiling.parts == 2
+
+
+def test_tiles_that_are_left_over_are_shared():
+    """448 tiles are three for each multiprocessor and 52, each of which two blocks share."""
+    found = on_tensor_cores(product(512, 28672, 4096))
+    assert found and found.rounds == (132, 3, 52) and found.tiling.parts == 2 and found.blocks == 132
+    text = text_of(found, "kernel")
+    assert "round < 3 + (blockIdx.x / 2 < 52)" in text and "shared ? 396 + blockIdx.x / 2 : round * 132 + blockIdx.x" in text
+
+
+def test_only_weights_are_copied_before_the_kernel_in_front_ends():
+    """Not where threads copy, or where the number of rows is in memory that another kernel writes."""
+    found = on_tensor_cores(product(512, 1024, 2048))
+    assert found and found.early == 1 and arguments_of(found)[-1] == "early"
+    assert "if (early && threadIdx.x == 0)" in text_of(found, "kernel")
+    odd = on_tensor_cores(product(1001, 1005, 1003))
+    assert odd and odd.early is None and "early" not in text_of(odd, "kernel")
 
 
 @pytest.mark.parametrize(("m", "n", "depth"), [(16, 384, 384), (16, 768, 3072), (128, 1536, 384), (1024, 1024, 1024)])
@@ -492,6 +509,14 @@ def test_every_size_of_f32_tiles_agrees_with_f64(monkeypatch, size, m, n, depth)
     """Tiles larger than the matrices, and those at an edge, which begin earlier than their neighbours end."""
     fixed(monkeypatch, "by_fma", lambda kernel: by_fma(kernel, size=size))
     test_products_agree_with_f64(m, n, depth, "f32")
+
+
+@on_gpu
+def test_tiles_that_two_blocks_share_agree_with_f64(monkeypatch):
+    """Of 192 tiles, 132 are of one block."""
+    tiling = Tiling(128, 256, parts=2)
+    fixed(monkeypatch, "on_tensor_cores", lambda kernel: on_tensor_cores(kernel, tiling=tiling))
+    test_products_agree_with_f64(1536, 4096, 328, "bf16")
 
 
 @on_gpu

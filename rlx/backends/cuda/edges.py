@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from rlx.backends.shared.nest import changed, operands, postorder, substitute
@@ -14,19 +15,25 @@ MOST = 4  # parts of a loop
 EVEN = 32  # of which parts are multiples, so that they keep their vectors
 
 
-def cut_at_edges(kernel: Kernel) -> Kernel:
-    body = changed(kernel.body, _parts)
+def cut_at_edges(kernel: Kernel, apart: bool = True) -> Kernel:
+    """Parts of equal extents are one loop, in which what several of them read is loaded once. `apart`: others are loops too."""
+    body = changed(kernel.body, partial(_parts, apart=apart))
     return kernel if body is kernel.body else replace(kernel, body=body)
 
 
-def _parts(s: Stmt) -> Sequence[Stmt] | None:
+def _parts(s: Stmt, apart: bool) -> Sequence[Stmt] | None:
     if not isinstance(s, Loop) or s.reduces or s.carries or not all(isinstance(x, Let | Store | Check) for x in s.body):
         return None
     edges = {e for x in walk(s.body) if isinstance(x, Alu) and x.op in ("lt", "le") for e in _edge(x, s.var) if 0 < e < s.extent}
     if not edges or len(edges) >= MOST or any(e % EVEN for e in (*edges, s.extent)):
         return None
     ends = sorted({0, *edges, s.extent})
-    return [_Part(s.var, low, high - low).loop(s) for low, high in zip(ends, ends[1:])]
+    spans = [(low, high - low) for low, high in zip(ends, ends[1:])]
+    if len({extent for _, extent in spans}) == 1 and all(isinstance(x, Store) for x in s.body):
+        own = Var(s.var.name)
+        loops = [_Part(s.var, *span, own).loop(s) for span in spans]
+        return [replace(loops[0], body=tuple(x for loop in loops for x in loop.body))]
+    return [_Part(s.var, *span, Var(s.var.name)).loop(s) for span in spans] if apart else None
 
 
 def _edge(e: Alu, var: Var) -> tuple[int, ...]:
@@ -44,9 +51,9 @@ def _edge(e: Alu, var: Var) -> tuple[int, ...]:
 class _Part:
     """`extent` iterations from `first` on, with the conditions that are known for all of them decided."""
 
-    def __init__(self, var: Var, first: int, extent: int) -> None:
-        self.var, self.extent = Var(var.name), extent
-        self.to, self.memo = {var: k.add(self.var, first)}, dict[int, Expr]()
+    def __init__(self, var: Var, first: int, extent: int, own: Var) -> None:
+        self.var, self.extent = own, extent
+        self.to, self.memo = {var: k.add(own, first)}, dict[int, Expr]()
 
     def loop(self, s: Loop) -> Loop:
         return replace(s, var=self.var, extent=self.extent, body=tuple(map(self.statement, s.body)))

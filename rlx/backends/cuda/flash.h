@@ -35,11 +35,14 @@ RLX_FN int rlx_nth(int round) {
   const int n = round * gridDim.x + blockIdx.x;
   return n < TILES ? n : -1;
 }
-template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_status* status) {
+RLX_FN rlx_queries rlx_tile_at(int n) {
   const int band = n / (HEAD_BAND * DOWN) * HEAD_BAND, rest = n - band * DOWN;
   const int heads = BATCH * HEADS - band < HEAD_BAND ? BATCH * HEADS - band : HEAD_BAND, down = rest / heads;
   const int head = band + rest % heads;
-  rlx_queries out = {head / HEADS, head % HEADS, (ORDERED ? DOWN - 1 - down : down) * TILE_ROWS, 0, KEYS, KEYS - QUERIES};
+  return {head / HEADS, head % HEADS, (ORDERED ? DOWN - 1 - down : down) * TILE_ROWS, 0, KEYS, KEYS - QUERIES};
+}
+template <class S> RLX_FN rlx_queries rlx_tile_of(int n, const S& start, rlx_status* status) {
+  rlx_queries out = rlx_tile_at(n);
   if (POSITIONED) {
     const int64_t given = start(out.b);
     if ((given < 0 || given > KEYS - QUERIES) && status) rlx_fail(status, 1);
@@ -58,16 +61,23 @@ template <class S> RLX_FN void rlx_flash_copies(
     const rlx_ring& r, const rlx_map* map_q, const rlx_map* map_k, const rlx_map* map_v, const S& start, rlx_status* status) {
   int turn = 0;
   for (int round = 0, n; (n = rlx_nth(round)) >= 0; round++) {
-    const rlx_queries t = rlx_tile_of(n, start, status);
+    rlx_queries t = rlx_tile_at(n);
     if (round > 0) rlx_await(r.q_empty, (round - 1) & 1);
     rlx_expect(r.q_full, Q_BYTES);
     for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.q + p * Q_PART, map_q, r.q_full, p * 64, t.row0, t.h, t.b);
-    for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
-      const int s = turn % STAGES, parity = (turn / STAGES - 1) & 1;
-      if (turn >= STAGES) rlx_await(r.k_empty + s, parity);
+    const auto keys = [&](int n0) {
+      const int s = turn % STAGES;
+      if (turn >= STAGES) rlx_await(r.k_empty + s, (turn / STAGES - 1) & 1);
       rlx_expect(r.k_full + s, K_BYTES);
       for (int p = 0; p < SIZE_PARTS; p++) rlx_load_box(r.k + s * K_BYTES + p * KV_PART, map_k, r.k_full + s, p * 64, n0, t.h / GROUP, t.b);
-      if (turn >= STAGES) rlx_await(r.v_empty + s, parity);
+    };
+    constexpr bool AHEAD = POSITIONED && !WINDOW; /* the first keys are seen wherever the queries are: no wait for the position */
+    if (AHEAD) keys(0);
+    t = rlx_tile_of(n, start, status);
+    for (int n0 = t.low; n0 < t.end; n0 += BLOCK, turn++) {
+      const int s = turn % STAGES;
+      if (!AHEAD || n0 > 0) keys(n0);
+      if (turn >= STAGES) rlx_await(r.v_empty + s, (turn / STAGES - 1) & 1);
       rlx_expect(r.v_full + s, V_BYTES);
       for (int p = 0; p < WIDTH_PARTS; p++) rlx_load_box(r.v + s * V_BYTES + p * KV_PART, map_v, r.v_full + s, p * 64, n0, t.h / GROUP, t.b);
     }

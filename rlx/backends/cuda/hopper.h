@@ -26,6 +26,8 @@ RLX_FN void rlx_group_next(int group) { asm volatile("bar.arrive %0, 256;" ::"r"
 RLX_FN void rlx_sync_cluster() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
+/* The same without order of what they write. */
+RLX_FN void rlx_meet_cluster() { asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory"); }
 template <int N> RLX_FN void rlx_keep() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> RLX_FN void rlx_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 

@@ -130,7 +130,7 @@ def apart(at: Launch, multiprocessors: int, most: int) -> int:
 
 def launch(kernel: Kernel) -> Launch:
     """The mapping of a kernel as loops."""
-    kernel = _flattened(in_loops(without_contract(kernel), extremes=False))
+    kernel = _flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False))
     if found := _running(kernel):
         return found
     if kernel.locals and _serial(kernel):
@@ -289,7 +289,8 @@ def _vector(kernel: Kernel) -> int:
     (var, extent), points = kernel.grid[-1], math.prod(n for _, n in kernel.grid)
     size = width(kernel.body, (), var, extent)
     moves = not any(isinstance(e, Alu) and e.dtype.is_float for e in walk(kernel.body))
-    while size > 1 and points // size < (MOVING_THREADS if moves else BUSY_THREADS):
+    stored = max(1, sum(isinstance(s, Store) for s in kernel.body))  # elements of a point
+    while size > 1 and points * stored // size < (MOVING_THREADS if moves else BUSY_THREADS):
         size //= 2
     return size
 

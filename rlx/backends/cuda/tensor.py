@@ -3,8 +3,9 @@ capability 9.0.
 
 A block is one warp group that copies and two that multiply. The copying one keeps a ring of tiles in shared memory full with bulk
 tensor copies. The others multiply half of the rows of a tile each, or take whole tiles in turns, so that one runs the epilogue
-while the other multiplies (`Tiling.turns`). Blocks take tile after tile, or those of a cluster share the summed axis of one tile
-and add their sums in a fixed order. Multicast to clusters with the same columns was slower by half.
+while the other multiplies (`Tiling.turns`). Blocks take tile after tile; tiles that are left over are shared: the blocks of a
+cluster have parts of the summed axis, and add their sums in a fixed order. Multicast to pairs of blocks with the same columns
+made few products faster, by 3% at most, and others slower.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ STAGING = 8 * 16 * CHUNK * 4  # bytes: 16 rows for each of 8 warps
 SHARED = 227 << 10
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 43 products in 5 to 16 tilings each on an H200: the choice
-# takes 0.5% longer than the best on average.
+# Costs in clock cycles of a multiprocessor, fitted to the times of 36 products in 2 to 8 good tilings each on an H200: the choice
+# takes 0.7% longer than the best on average.
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
-BYTES, LOADED = 80, 8  # by bulk copies and by threads, while all multiprocessors fetch
-PASSED = 136  # bytes to and from shared memory
-EPILOGUE = 6.3, 4.7  # elements, of both multiplying groups and of one
-COSTLY = 2.3  # times as long with an exponential or the like
-START = 1720  # of a block, before the first product
-NEXT = 190  # from tile to tile
-EXCHANGE = 3040  # of sums between blocks
+BYTES, LOADED = 64, 8  # by bulk copies and by threads, while all multiprocessors fetch
+PASSED = 139  # bytes to and from shared memory
+EPILOGUE = 8.4, 2.9  # elements, of both multiplying groups and of one
+COSTLY = 2.1  # times as long with an exponential or the like
+START = 2230  # of a block, before the first product
+NEXT = 490  # from tile to tile
+EXCHANGE, GIVEN = 2250, 10  # of sums between blocks: at least, and bytes
+CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,33 @@ class Tiling:
 
     def cost(self, c: Contract, points: int, multiprocessors: int, by_threads: bool = False) -> float:
         """An estimate in cycles: rounds of tiles on all multiprocessors, and what is not overlapped with them."""
-        rounds = -(-points * math.prod(self.tiles(c)) * self.parts // multiprocessors)
+        _, rounds, shared = self.rounds(points * math.prod(self.tiles(c)), multiprocessors)
         fetched = (self.rows + self.columns) * LINE
         read = (self.rows + self.columns * self.rows // 64) * LINE  # 64 rows at once
         copied = fetched / (LOADED if by_threads else BYTES)
         # as many cycles for any size of elements
         step = max(self.rows * self.columns * LINE / FLOPS, copied, (fetched + read) / PASSED)
-        main, end = step * -(-c.k // (depth(c) * self.parts)), self.end(c)
+        steps, end = -(-c.k // depth(c)), self.end(c)
+        main = step * steps
+        if shared:  # by all parts, at the end
+            return START + rounds * (main + end + NEXT) + step * -(-steps // self.parts) + end / self.parts + self.exchange
         if not self.turns:
-            return START + rounds * (main + end + NEXT) + EXCHANGE * (self.parts > 1)
-        if rounds == 1:
-            return START + main + end
-        return START + rounds * NEXT + max(rounds * main, -(-rounds // 2) * (main + end)) + end * (main >= end)
+            return START + rounds * (main + end + NEXT)
+        both = main + end  # of one group; the other one begins when the first products are done
+        return START + rounds * NEXT + max(rounds * main + end, -(-rounds // 2) * both, main + rounds // 2 * both)
+
+    def rounds(self, tiles: int, multiprocessors: int) -> tuple[int, int, int]:
+        """Blocks at once, rounds in which each of them has a tile of its own, and tiles that clusters share then."""
+        if self.parts == 1:
+            return multiprocessors, -(-tiles // multiprocessors), 0
+        most = multiprocessors if self.parts == 2 else int(multiprocessors * CLUSTERED)
+        blocks = most - most % self.parts
+        return blocks, *divmod(tiles, blocks)
+
+    @property
+    def exchange(self) -> float:
+        """Cycles in which blocks give each other the sums of their shares."""
+        return EXCHANGE + 4 * self.rows * self.columns * (self.parts - 1) / self.parts / GIVEN
 
     def end(self, c: Contract) -> float:
         """Cycles of the epilogue of a tile."""
@@ -141,7 +158,7 @@ TILINGS = tuple(
     for rows, columns, turns, parts in product((64, 128), (64, 96, 128, 192, 256), (False, True), (1, 2, 4, 8))
     if rows >= (64 if turns else 128)
     and rows * columns <= (128 * 128 if turns else 128 * 256)
-    and (parts == 1 or (columns in (64, 128) and not turns))
+    and (parts == 1 or (columns in (64, 128) and not turns) or (columns == 256 and parts == 2))
 )
 
 
@@ -169,13 +186,25 @@ class TensorLaunch(Launch):
         return 1 if all(side.tensor for side in self.sides) else 2
 
     @property
+    def early(self) -> int | None:
+        """The buffer whose first tiles are copied before earlier kernels end, if no kernel of a run writes it."""
+        assert isinstance(self.contract.b, Operand)
+        ready = not self.by_threads and not self.kernel.limits
+        return self.kernel.buffers.index(self.contract.b.buffer) if ready else None
+
+    @property
     def count(self) -> int:
         """Tiles of all grid points."""
         return math.prod(n for _, n in self.kernel.grid) * math.prod(self.tiling.tiles(self.contract))
 
     @property
     def blocks(self) -> int:
-        return min(self.multiprocessors, self.count * self.tiling.parts)
+        most, rounds, shared = self.rounds
+        return min(most, self.count) if rounds else shared * self.tiling.parts
+
+    @property
+    def rounds(self) -> tuple[int, int, int]:
+        return self.tiling.rounds(self.count, self.multiprocessors)
 
 
 def _contract(kernel: Kernel) -> Contract | None:
@@ -229,7 +258,7 @@ def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
 
 
 def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
-    """The cheapest tiling. The summed axis is shared only if every block then has one tile."""
+    """The cheapest tiling. The summed axis is shared only by the last tile of each block."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
     points = math.prod(n for _, n in kernel.grid)
     a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64)
@@ -238,9 +267,10 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
     most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
 
     def fits(t: Tiling) -> bool:
-        if t.parts > 1 and (points * math.prod(t.tiles(c)) * t.parts > multiprocessors or -(-c.k // depth(c)) < 2 * t.parts):
+        blocks, _, shared = t.rounds(points * math.prod(t.tiles(c)), multiprocessors)
+        if t.parts > 1 and (not 0 < shared * t.parts <= blocks or -(-c.k // depth(c)) < 2 * t.parts):
             return False
-        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and (t.parts > 1 or t.columns % CHUNK)):
+        if (t.parts > 1 and c.acc.dtype != f32) or (c.also is not None and t.columns // t.parts % CHUNK):
             return False
         if t.columns % CHUNK and not (copied and b.along):  # copies of columns are 64 wide
             return False

@@ -41,7 +41,7 @@ class TensorWriter(PackedCopies):
 
     def arguments(self) -> list[str]:
         maps = [f"const __grid_constant__ rlx_map map_{name}" for name, side in zip("ab", self.launch.sides) if side.tensor]
-        return [*maps, *super().arguments()]
+        return [*maps, *super().arguments(), *["long long early"] * (self.launch.early is not None)]
 
     @property
     def attributes(self) -> str:  # type: ignore[override]
@@ -76,7 +76,10 @@ class TensorWriter(PackedCopies):
             for name, side in zip("ab", at.sides):
                 if side.tensor:
                     self.line(f"rlx_prefetch(&map_{name});")
-        self.line("rlx_sync_cluster();" if t.parts > 1 else "__syncthreads();")
+        self.line("rlx_meet_cluster();" if t.parts > 1 else "__syncthreads();")
+        if at.early is not None:
+            self.line("early = early && !halt;  // what is copied arrives before the block ends")
+            self.first_copies(at.contract)
         super().begin()
 
     def product(self, c: Contract) -> None:
@@ -90,7 +93,7 @@ class TensorWriter(PackedCopies):
             with self.scope([f"if (threadIdx.x < {producers}) {{", *self.tile_loop()], 2):
                 self.copies(c)
             if t.parts > 1:
-                self.line("rlx_sync_cluster();")
+                self.line(f"if ({self.sharing}) rlx_sync_cluster();")
         with self.scope(["else {"]), self.alone():
             self.line(f"rlx_take<{taken}>();")
             self.line(f"const int group = warp / 4 - {at.copying};")
@@ -100,18 +103,29 @@ class TensorWriter(PackedCopies):
             with self.scope(self.tile_loop()):
                 self.multiply(c)
                 if t.parts > 1:
-                    self.exchange()
+                    with self.scope(["if (shared) {"]):
+                        self.exchange()
                 self.epilogue(c)
         if t.parts > 1:  # no block leaves while another one still reads its memory
-            self.line("rlx_sync_cluster();")
+            self.line("rlx_meet_cluster();")
 
     # -- tiles
 
-    def tile_loop(self) -> list[str]:
-        at = self.launch
-        if at.tiling.parts > 1:  # one tile for each cluster
-            return [f"const int tile = blockIdx.x / {at.tiling.parts};", "{"]
-        return [f"for (int tile = blockIdx.x; tile < {at.count}; tile += gridDim.x) {{"]
+    @property
+    def sharing(self) -> str:
+        """Whether the blocks of this cluster share a tile."""
+        return f"blockIdx.x / {self.launch.tiling.parts} < {self.launch.rounds[2]}"
+
+    def tile_loop(self, first: bool = False) -> list[str]:
+        """The loop over the tiles of a block. `first`: only its first one."""
+        at, blocks, rounds, parts = self.launch, self.launch.blocks, self.launch.rounds[1], self.launch.tiling.parts
+        if parts == 1:
+            end = "gridDim.x" if first else str(at.count)
+            return [f"for (int tile = blockIdx.x; tile < {end}; tile += {blocks}) {{"]
+        heads = [f"for (int round = 0; round < {1 if first else f'{rounds} + ({self.sharing})'}; round++) {{"]
+        heads.append(f"const bool shared = round == {rounds};" if rounds else "constexpr bool shared = true;")
+        heads.append(f"const int tile = shared ? {rounds * blocks} + blockIdx.x / {parts} : round * {blocks} + blockIdx.x;")
+        return heads
 
     def place(self, c: Contract) -> None:
         """Names for the tile's grid point, first row and first column."""
@@ -127,12 +141,12 @@ class TensorWriter(PackedCopies):
             self.line(f"point /= {extent};")
         m = self.limit(c.i, c.m)
         self.most = m or str(c.m)
-        if m and t.parts == 1:
-            self.line(f"if (row0 >= {m}) continue;")
+        if m:
+            self.line(f"if ({'!shared && ' * (t.parts > 1)}row0 >= {m}) continue;")
         steps = -(-c.k // depth(c))
         if t.parts > 1:
-            self.line(f"const int begin = {steps} * rank / {t.parts} * {depth(c)};")
-            self.line(f"const int end = {steps} * (rank + 1) / {t.parts} * {depth(c)};")
+            self.line(f"const int begin = shared ? {steps} * rank / {t.parts} * {depth(c)} : 0;")
+            self.line(f"const int end = (shared ? {steps} * (rank + 1) / {t.parts} : {steps}) * {depth(c)};")
         else:
             self.line(f"constexpr int begin = 0, end = {steps * depth(c)};")
 
@@ -150,11 +164,13 @@ class TensorWriter(PackedCopies):
             self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
             self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
             sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
+            begun = f"!early || turn >= {min(t.stages, -(-c.k // depth(c)))}" if at.early is not None else "true"
             if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
                 with self.scope(["if (threadIdx.x == 0) {"]):
-                    self.line(f"rlx_expect(full + s, {copied});")
-                    for side, name, first, size, start in zip(at.sides, "ab", ("row0", "column0"), sizes, starts):
-                        self.bulk_copies(side, name, first, size, start, c.n if side is at.sides[1] and c.also is not None else 0)
+                    with self.scope([f"if ({begun}) {{"]):
+                        self.line(f"rlx_expect(full + s, {copied});")
+                        self.right_copies(c)
+                    self.bulk_copies(at.sides[0], "a", "row0", t.rows, 0, 0)
             if copied < t.stage:
                 for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
                     if side.tensor is None and self.turn and o is c.b:
@@ -168,6 +184,20 @@ class TensorWriter(PackedCopies):
                         load(side, o, c, first, size, start)  # type: ignore[arg-type]
                 self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
                 self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
+
+    def first_copies(self, c: Contract) -> None:
+        """The right operand's part of the first stages, before the kernel in front ends."""
+        t = self.launch.tiling
+        with self.scope(["if (early && threadIdx.x == 0) {", *self.tile_loop(first=True)], 2), self.alone():
+            self.place(c)
+            with self.scope([f"for (int s = 0, k0 = begin; s < {t.stages} && k0 < end; s++, k0 += {depth(c)}) {{"]):
+                self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
+                self.line(f"rlx_expect(full + s, {t.stage});")
+                self.right_copies(c)
+
+    def right_copies(self, c: Contract) -> None:
+        t = self.launch.tiling
+        self.bulk_copies(self.launch.sides[1], "b", "column0", t.columns, t.rows * LINE, c.n if c.also is not None else 0)
 
     def bulk_copies(self, side: Side, name: str, first: str, size: int, start: int, half: int) -> None:
         """`half`: columns between those of a pair of sums, which are half a chunk apart in the tile; 0: no pairs."""
@@ -286,28 +316,34 @@ class TensorWriter(PackedCopies):
         self.line(f"if ({condition} && lane == 0) rlx_arrive(empty + {turn} % {self.launch.tiling.stages});")
 
     def exchange(self) -> None:
-        """The sums of the whole axis, in the order of the blocks: each block adds up its share of the columns."""
+        """The sums of the whole axis: each block adds up its share of the columns, in an order of its own."""
         t = self.launch.tiling
         count, share = t.columns // 2, t.columns // 2 // t.parts
         self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
         self.line(f"float4* const mine = (float4*)rlx_ring + threadIdx.x - {self.launch.copying * GROUP};")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
+            self.line(f"if (n / {share} == rank) continue;")
             self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
         self.line("rlx_sync_cluster();")
+        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n++) {{"]):
+            self.line(f"if (n >= {share} && n / {share} == rank) sum[0][n % {share}] = sum[0][n];")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
             self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
-            self.line(f"float4 all[{t.parts}];")
+            self.line(f"float4 other[{t.parts - 1}];")
             self.line("#pragma unroll")
-            self.line(f"for (int p = 0; p < {t.parts}; p++) all[p] = rlx_from_block(from, p);")
+            self.line(f"for (int p = 1; p < {t.parts}; p++) other[p - 1] = rlx_from_block(from, (rank + p) % {t.parts});")
             for v, name in enumerate("xyzw"):
-                self.line(f"sum[0][n + {v}] = {' + '.join(f'all[{p}].{name}' for p in range(t.parts))};")
+                self.line(f"sum[0][n + {v}] += {' + '.join(f'other[{p}].{name}' for p in range(t.parts - 1))};")
 
     # -- the epilogue
 
     def epilogue(self, c: Contract) -> None:
         """Piece after piece, in a loop: the code for all of them would not stay in the instruction cache."""
         pieces = self.pieces(c)
-        with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {pieces.count}; piece++) {{"]):
+        parts, count = self.launch.tiling.parts, str(pieces.count)
+        if self.launch.rounds[1] and parts > 1:
+            count = f"(shared ? {pieces.count // parts} : {pieces.count})"
+        with self.scope(["#pragma unroll 1", f"for (int piece = 0; piece < {count}; piece++) {{"]):
             self.place_piece(c, pieces)
             self.line(f"if (first_column >= {c.n}) continue;")
             if pieces.count > 1:
@@ -323,13 +359,14 @@ class TensorWriter(PackedCopies):
 
     def pieces(self, c: Contract) -> Pieces:
         t, size = self.launch.tiling, width(c.epilogue, (), c.j, c.n)
-        each = t.columns // t.parts // t.chunk
+        each = t.columns // t.chunk // (1 if self.launch.rounds[1] else t.parts)
         return Pieces(t.slabs * each, each, size, t.chunk if c.also is None else t.chunk // 2)
 
     def place_piece(self, c: Contract, pieces: Pieces) -> None:
         t = self.launch.tiling
         group = "" if t.turns else f"group * {t.slabs * 64} + "
-        first = "column0 / 2" if c.also is not None else f"column0 + rank * {t.columns // t.parts}" if t.parts > 1 else "column0"
+        first = "column0" + (f" + (shared ? rank * {t.columns // t.parts} : 0)" if t.parts > 1 else "")
+        first = f"({first}) / 2" if c.also is not None else first
         self.line(f"const int first_row = row0 + {group}piece / {pieces.each} * 64 + warp % 4 * 16;")
         self.line(f"const int first_column = {first} + piece % {pieces.each} * {pieces.wide};")
 
