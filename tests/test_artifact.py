@@ -176,6 +176,26 @@ def test_buckets(tmp_path):
         buckets.save(tmp_path / "other.rlx", sizes=(5,))
 
 
+def test_a_graph_with_an_open_dim(tmp_path):
+    g = rlx.Graph("rows")
+    g.set_outputs([rlx.softmax(g.input("x", ("batch", 8), rlx.f32) @ g.param("w", (8, 5), rlx.f32))])
+    made = rlx.compile(g, dims={"batch": "auto"})
+    made.set_param("w", np.random.default_rng(1).standard_normal((8, 5)).astype(np.float32))
+    want = made.run({"x": X})
+    made.save(tmp_path / "rows.rlx")
+    found = rlx.load(tmp_path / "rows.rlx")
+    assert found.ladder == (1, 4) and same(found.run_padded({"x": X}), want)
+    made.save(tmp_path / "rows.rlx", sizes=[2, 16])
+    assert rlx.load(tmp_path / "rows.rlx").ladder == (2, 16)
+
+
+def test_any_number_of_threads(made):
+    (want,) = made[1][0].run({"x": X})
+    for threads in (1, 2, 5):
+        found = rlx.load(made[0], threads=threads)["layers"]
+        assert same(found.run({"x": X}), [want]) and found.program().target.threads == threads
+
+
 def test_it_loads_without_the_compiler_and_without_llvm(made):
     """In a process without a cache, in which llvmlite cannot be imported."""
     code = (
@@ -385,6 +405,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a number of threads": (lambda m: m["programs"][0].update(threads=1 << 40), "manifest is incomplete"),
     "an option without meaning": (lambda m: m["programs"][0]["options"].update(precision="f128"), "options of program .* wrong"),
     "an extent of nothing": (lambda m: m["programs"][0]["options"].update(extent=["x", 9]), "extent that its options"),
+    "a device without a name": (lambda m: m["programs"][0].update(device="a\0b"), "is for no device"),
     "no programs": (lambda m: m.update(programs=[]), "no programs"),
 }
 

@@ -60,6 +60,7 @@ def test_an_encoder_gives_the_same_bits_in_the_same_shapes(encoder):
         assert (found.embed([text]) == want).all()
     assert np.abs(found.embed(TEXTS) - model.embed(TEXTS)).max() < 1e-6  # other shapes, so other sums
     assert set(found.shapes) <= {(1, 16), (1, 24), (2, 24), (1, 32)} and "'bert.rlx' on CPU: 16 numbers" in repr(found)
+    assert found.executable(5, 20) is found._file["2x24"] and len(found.executables) == len(found.shapes)
     assert found.memory(1, 16)["params"] > 0 and found.embed([]).shape == (0, 16)
 
 

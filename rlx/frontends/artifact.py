@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
@@ -33,7 +34,7 @@ class StoredEncoder(EmbeddingModel):
         self.transport, self.ranks, self.rank, self.seconds = None, 1, 0, Seconds()
         with self.seconds.spent("read tokenizer"):
             self.config, self._rows, self._tokenizer = read(file, self._described)
-        self._used: dict[tuple[int, int], None] = {}
+        self._compiled = OrderedDict()
         self.weights = {}
         if (about := file.manifest["model"]).get("files") is not None:
             with self.seconds.spent("read model"):
@@ -53,17 +54,16 @@ class StoredEncoder(EmbeddingModel):
             raise ValueError("the tokenizer has more tokens than the network")
         return config, dict(sorted(rows.items())), tokenizer
 
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens) of every program that was loaded."""
-        return list(self._used)
+    def executable(self, batch: int, length: int) -> CompiledGraph:
+        """The executable for up to `batch` texts of up to `length` tokens: the saved shape that runs the first of them."""
+        tokens = min(whole("length", length, 1), self.max_length)
+        with self._lock:
+            planned = self._plan([tokens] * whole("batch", batch, 1), batch)[0]
+            return self._compile(planned.rows, planned.length)[0]
 
     def memory(self, batch: int = 1, length: int | None = None) -> dict[str, int]:
         """As EmbeddingModel.memory, for the smallest saved shape that holds this one, or part of it."""
-        tokens = self.max_length if length is None else min(whole("length", length, 1), self.max_length)
-        with self._lock:
-            planned = self._plan([tokens] * whole("batch", batch, 1), batch)[0]
-            return dict(self._compile(planned.rows, planned.length)[0].memory_plan().regions)
+        return dict(self.executable(batch, self.max_length if length is None else length).memory_plan().regions)
 
     def save(self, path: Any, shapes: Any = None) -> NoReturn:
         raise Unsupported(f"{self.folder} is a saved model already: copy the file, or save other shapes from the model's folder")
@@ -89,11 +89,11 @@ class StoredEncoder(EmbeddingModel):
 
     def _compile(self, rows: int, length: int) -> tuple[CompiledGraph, Partitioned | None]:
         with self.seconds.spent("load programs"):
-            self._used[rows, length] = None
             found = self._file[f"{rows}x{length}"]
         if self.weights:
             with self.seconds.spent("set weights"):
                 set_weights(found, self.weights)
+        self._compiled[rows, length] = found, None
         return found, None
 
 

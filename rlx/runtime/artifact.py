@@ -39,7 +39,7 @@ from rlx.runtime.stored import FORMAT, unpack
 
 from rlx.errors import (  # isort: skip
     BindingError, CompileError, CorruptFileError, DeviceUnavailableError, FormatError, ModelError, OutOfMemoryError, RlxError,
-    UnknownNameError, Unsupported, known,
+    UnknownDeviceError, UnknownNameError, Unsupported, known,
 )  # fmt: skip
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
                 raise ValueError("no programs")
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise self._damaged(f"the manifest is incomplete: {e!r:.100}") from None
-        self.device = Device.parse(device or rows[0].device)
+        self.device = self._own_device(rows[0].device) if device is None else Device.parse(device)
         self._threads = threads
         self._all, self._rows = rows, self._usable(rows)
         self._loaded: dict[str, CompiledGraph] = {}
@@ -145,6 +145,12 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
             raise ValueError(f"{threads} threads")
         features = tuple(map(_text, r["features"]))
         return _Row(at, _text(r["name"]), _text(r["device"]), features, dict(r["options"]), threads, *numbers)
+
+    def _own_device(self, name: str) -> Device:
+        try:
+            return Device(name)
+        except UnknownDeviceError as e:
+            raise self._damaged(f"a program is for no device: {e}") from None
 
     def _usable(self, rows: Sequence[_Row]) -> dict[str, _Row]:
         """The first program of each name that runs on the device. DeviceUnavailableError: there is none for a name."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,11 @@ class BucketedGraph(Shown):
             raise InputShapeError(f"input {declared.name!r} is {declared.shape}; got dims {list(found)}")
         open_dim = Dim(self.dim)
         return Shape([n if d == open_dim else d for n, d in zip(found, dims)], declared.dtype).bind(self.options.binding)
+
+    def save(self, path: str | PathLike[str], sizes: Sequence[int] | None = None, weights: bool = True) -> int:
+        """Write buckets to an artifact file; rlx.load gives StoredBuckets. `sizes`: powers of two, which are compiled if need be;
+        None: those compiled so far. Otherwise as rlx.save."""
+        return self._buckets.save(path, sorted(self._reports) if sizes is None else sizes, weights)
 
     def report(self) -> BucketReport:
         """The buckets that were compiled, and the report of each."""
