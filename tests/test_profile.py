@@ -69,7 +69,7 @@ def test_every_task_of_a_step_has_its_span():
 
 
 def test_disturbances_of_different_steps_add_up_too():
-    """Each run is disturbed in another step. The quickest quarter counts, at least three runs."""
+    """Each run is disturbed in another step. The quickest eighth counts, at least three runs."""
     made = compiled(two_layers(), "ref")
     program, steps = made.program(), len(made.program().steps)
 

@@ -107,7 +107,7 @@ def _time_note(report: Data) -> str:
         why = report["unmeasured"] or "call compiled.explain(path) with the weights set"
         return f"Not measured: {why}."
     return (
-        f"Means over the quickest quarter of {counted(profile['runs'], 'run')}. Steps and overhead (starting steps, waiting for "
+        f"Means over the quickest eighth of {counted(profile['runs'], 'run')}. Steps and overhead (starting steps, waiting for "
         "threads and for other programs) add up to the measured run. Of roofline: the least time that the machine's rates of "
         "arithmetic and memory allow, divided by the time taken."
     )  # fmt: skip

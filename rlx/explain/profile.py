@@ -49,7 +49,7 @@ class StepTime:
 
 @dataclass(frozen=True, repr=False)
 class Profile(Shown):
-    """The times of the steps of one compiled graph: means over the quickest quarter of `runs`, since other programs on the
+    """The times of the steps of one compiled graph: means over the quickest eighth of `runs`, since other programs on the
     machine only take from it. `seconds`: of a measured run; `unmeasured_seconds`: of runs without clocks, between those.
     `timeline`: the one of those of median time."""
 
@@ -216,8 +216,8 @@ def spent(timeline: Timeline, steps: int) -> np.ndarray:
 
 
 def _quickest(runs: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
-    """The quickest quarter, at least three if there are so many."""
-    return sorted(runs, key=seconds)[: max(-(-len(runs) // 4), 3)]
+    """The quickest eighth, at least three if there are so many."""
+    return sorted(runs, key=seconds)[: max(-(-len(runs) // 8), 3)]
 
 
 def profile_of(

@@ -533,7 +533,7 @@ class CompiledGraph(Shown):
 
         return replace(self._report, describe=partial(described, self))
 
-    def profile(self, *inputs: Any, runs: int = 20, **named: Any) -> Profile:
+    def profile(self, *inputs: Any, runs: int = 40, **named: Any) -> Profile:
         """The time of each step: `runs` measured runs, on inputs given as in a call (or as one mapping); without any, on those of
         the last run, or on typical ones before the first. States are as before afterwards.
 
