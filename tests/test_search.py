@@ -31,8 +31,12 @@ class Words:
     def __init__(self, shift: int = 0) -> None:
         self.seen: list[str] = []
         self.shift = shift
+        self.calls: list[int] = []
 
-    def embed(self, texts) -> np.ndarray:
+    def embed(self, texts, *, progress=None) -> np.ndarray:
+        self.calls.append(len(texts))
+        for n in range(len(texts) + 1) if progress else ():
+            progress(n, len(texts))
         self.seen += [t for t in texts if t not in module.PROBES]
         counts = [[t.lower().count(w) for w in WORDS] + [1e-3, *(len(t) % n / n for n in (7, 11))] for t in texts]
         return np.roll(np.array(counts, np.float32), self.shift, axis=1)
@@ -113,6 +117,19 @@ def test_only_what_changed_is_embedded(folder):
     assert updated(folder)[1].seen == ["house"]
 
 
+def test_small_files_are_embedded_together_and_progress_rises(folder):
+    for n in range(300):
+        (folder / f"{n}.txt").write_text(f"apple {n}" if n % 3 else "")
+    model, seen = Words(), []
+    index = TextIndex(folder, model)
+    index.update(progress=lambda done, total: seen.append((done, total)))
+    assert model.calls == [2, len(index)] and len(index) > 200  # the probes, and all files
+    done, totals = zip(*seen)
+    assert list(done) == sorted(done) and set(totals) == {done[-1]} and len(set(done)) > 100
+    found = {f.path for f in index.search("apple", top=999) if f.score > 0.5}
+    assert {f"{n}.txt" for n in range(300) if n % 3} <= found
+
+
 def test_the_same_results_from_the_file(folder):
     made, kept = updated(folder)[0], updated(folder)[0]
     assert made.search("dog", 10) == kept.search("dog", 10)
@@ -149,15 +166,16 @@ def test_what_cannot_be_read_is_skipped(folder):
     assert updated(folder)[2].skipped == {"a.txt": "Permission denied"}
 
 
-def test_an_interrupted_update_keeps_what_it_finished(folder):
+def test_an_interrupted_update_keeps_what_it_finished(folder, monkeypatch):
     model = Words()
     embed, index = model.embed, TextIndex(folder, model)
 
-    def interrupted(texts):
+    def interrupted(texts, **how):
         if "engine" in texts[0]:
             raise KeyboardInterrupt
-        return embed(texts)
+        return embed(texts, **how)
 
+    monkeypatch.setattr(module, "AT_ONCE", 1)  # files one by one
     model.embed = interrupted
     with pytest.raises(KeyboardInterrupt):
         index.update()

@@ -53,6 +53,10 @@ class Bars:
         """Texts embedded."""
         self.show("embedding", done, total)
 
+    def files(self, done: int, total: int) -> None:
+        """Bytes of files embedded."""
+        self.show("embedding", done, total, f"{sized(done)} of {sized(total)}")
+
 
 def _started() -> Any:
     from rich.console import Console

@@ -45,7 +45,7 @@ def search(
     with Bars() as bars:
         index = TextIndex(folder, o.open_encoder(model, bars, device, threads, tune))
         try:
-            changes = index.update(glob or (), bars.texts)
+            changes = index.update(glob or (), bars.files)
         except OSError as e:  # only what it writes: files that cannot be read are skipped
             raise RlxError(f"cannot write {index.path}: {e.strerror}") from e
         found = index.search(query, top, glob or ())

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -27,7 +27,7 @@ INDEX = ".rlx-search"  # the file's name, in the folder
 VERSION = 1  # of its format, and of how files are divided
 LARGEST = 4 << 20  # bytes of a file; larger ones are no text that someone has written
 TOKEN_BYTES, MOST_BYTES = 3, 1200  # bytes of a token, at the least; of a passage, at the most
-AT_ONCE = 256  # passages embedded before the next are read
+AT_ONCE = 256  # passages of several files that are embedded together, at the least
 PROBES = ("The quick brown fox jumps over the lazy dog.", "Wie hoch ist der Berg?")  # their vectors tell models apart
 SAME = 0.999  # cosine of a probe's vectors by the same model, on any device
 
@@ -37,7 +37,7 @@ class Embedder(Protocol):
 
     @property
     def max_length(self) -> int: ...
-    def embed(self, texts: Sequence[str]) -> np.ndarray: ...
+    def embed(self, texts: Sequence[str], *, progress: Callable[[int, int], None] | None = None) -> np.ndarray: ...
 
 
 class Found(NamedTuple):
@@ -61,6 +61,14 @@ class _File:
     stat: Stat
     spans: np.ndarray
     vectors: np.ndarray
+
+
+class _Text(NamedTuple):
+    """A file that has been read."""
+
+    stat: Stat
+    spans: np.ndarray
+    passages: list[str]
 
 
 @dataclass
@@ -99,9 +107,9 @@ class TextIndex(Shown):
 
     def update(self, patterns: Iterable[str] = (), progress: Callable[[int, int], None] | None = None) -> Changes:
         """Embed new and changed files, forget removed ones, and write the index file. `patterns` (such as "*.md", of names or
-        paths): only files that match one are looked at. `progress(done, total)` counts passages.
+        paths): only files that match one are looked at. `progress(done, total)` counts bytes of files.
 
-        An update that is interrupted keeps the files that it has finished. OSError: the index file cannot be written."""
+        An update that is interrupted keeps what it has finished. OSError: the index file cannot be written."""
         present, skipped = _walk(self.folder)
         changes = Changes(skipped=skipped, why=self.why)
         gone = self._files.keys() - present.keys()
@@ -109,25 +117,35 @@ class TextIndex(Shown):
         for path in gone:
             del self._files[path]
         todo = [p for p in present if _matches(p, patterns) and (p not in self._files or self._files[p].stat != present[p])]
-        texts = {p: text for p in todo if (text := self._text(p, changes)) is not None}
-        done = 0
+        total, done = sum(size for p in todo if (size := present[p].size) <= LARGEST), 0
+        say = progress or (lambda done, total: None)
         try:
-            total = sum(len(spans) for _, spans, _ in texts.values())
-            for path, (stat, spans, passages) in texts.items():
-                parts = [np.zeros((0, self._probes.shape[1]), np.float16)]
-                for at in range(0, len(passages), AT_ONCE):
-                    if progress is not None:
-                        progress(done, total)
-                    parts.append(_unit(self.model.embed(some := passages[at : at + AT_ONCE])).astype(np.float16))
-                    done += len(some)
-                changes.changed, changes.new = changes.changed + (path in self._files), changes.new + (path not in self._files)
-                self._files[path] = _File(stat, spans, np.concatenate(parts))
-            if progress is not None:
-                progress(total, total)
+            group: dict[str, _Text] = {}
+            for path in todo:
+                say(done, total)
+                if (text := self._text(path, changes)) is not None:
+                    group[path] = text
+                if sum(len(t.passages) for t in group.values()) >= AT_ONCE or path == todo[-1]:
+                    self._embed(group, changes, lambda n, begun=done: say(min(begun + n, total), total))
+                    done, group = done + sum(t.stat.size for t in group.values()), {}
+            say(total, total)
         finally:
             if changes.new or changes.changed or changes.removed:
                 _write(self.path, self._files, self._probes)
         return changes
+
+    def _embed(self, texts: Mapping[str, _Text], changes: Changes, say: Callable[[int], None]) -> None:
+        """The files with these texts. `say(bytes)`: how much of them is done."""
+        every, size = [p for t in texts.values() for p in t.passages], sum(t.stat.size for t in texts.values())
+        vectors = np.zeros((0, self._probes.shape[1]), np.float16)
+        if every:
+            made = self.model.embed(every, progress=lambda n, of: say(size * n // of))
+            vectors = _unit(made).astype(np.float16)
+        at = 0
+        for path, text in texts.items():
+            changes.changed, changes.new = changes.changed + (path in self._files), changes.new + (path not in self._files)
+            self._files[path] = _File(text.stat, text.spans, vectors[at : at + len(text.spans)])
+            at += len(text.spans)
 
     def search(self, query: str, top: int = 5, patterns: Iterable[str] = ()) -> list[Found]:
         """The passages that are closest to the query, best first."""
@@ -157,8 +175,8 @@ class TextIndex(Shown):
             return f.read(end - begin).decode("utf-8", "replace")
         return None
 
-    def _text(self, path: str, changes: Changes) -> tuple[Stat, np.ndarray, list[str]] | None:
-        """(stat, spans, passages) of a file. None: it is no text."""
+    def _text(self, path: str, changes: Changes) -> _Text | None:
+        """None: the file is no text."""
         try:
             with (self.folder / path).open("rb") as f:
                 stat = _stat(os.fstat(f.fileno()))
@@ -176,7 +194,8 @@ class TextIndex(Shown):
             changes.removed += self._files.pop(path, None) is not None  # it was text once
             return None
         spans = passages(data, min(TOKEN_BYTES * self.model.max_length, MOST_BYTES))
-        return stat, np.array(spans, np.int64).reshape(-1, 3), [data[b:e].decode("utf-8", "replace") for _, b, e in spans]
+        found = [data[b:e].decode("utf-8", "replace") for _, b, e in spans]
+        return _Text(stat, np.array(spans, np.int64).reshape(-1, 3), found)
 
 
 def passages(data: bytes, most: int) -> list[tuple[int, int, int]]:
