@@ -16,6 +16,7 @@ import rlx
 from rlx.errors import CorruptFileError, InputShapeError, ModelError, OptionError, Unsupported
 from rlx.frontends.generate import Generator
 from rlx.frontends.sampling import Sampling
+from rlx.ir.shown import sized
 from tests import small_models
 from tests.artifact_mutations import rewritten
 
@@ -187,6 +188,7 @@ def test_commands_take_files_without_the_compiler(encoder, decoder, tmp_path):
     wrong = rlx_command("generate", str(encoder[1]), "the cat")
     assert wrong.returncode == 1 and "'decoder' is needed here" in wrong.stderr
     assert "Traceback" not in wrong.stderr and json.dumps(wrong.stderr).count("\\n") == 1
+    assert rlx_command("inspect", str(encoder[1])).returncode == 0 and rlx_command("verify", str(encoder[1])).returncode == 0
     Path(decoder[1]).chmod(0o666)
     refused = rlx_command("generate", str(decoder[1]), "x")
     Path(decoder[1]).chmod(0o600)
@@ -196,3 +198,23 @@ def test_commands_take_files_without_the_compiler(encoder, decoder, tmp_path):
 def test_answers_can_be_followed_token_by_token(decoder):
     answer = Generator(rlx.load(decoder[1]), "the cat", max_new_tokens=5)
     assert [t.id for t in answer] == answer.tokens or answer.finish == "end"
+
+
+def test_the_command_that_saves(encoder, decoder, tmp_path):
+    def saved(*args: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "rlx", "save", *map(str, args)], capture_output=True, text=True, check=False)
+
+    done = saved(encoder[0].folder, tmp_path / "bert.rlx", "--shape", "1x16", "--shape", "2x24")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'bert.rlx'}: {sized((tmp_path / 'bert.rlx').stat().st_size)}\n"
+    assert (rlx.load(tmp_path / "bert.rlx").embed(TEXTS[2:3]) == rlx.load(encoder[1]).embed(TEXTS[2:3])).all()
+    done = saved(decoder[0], tmp_path / "qwen3.rlx", "--capacity", 8, "--no-weights")
+    assert done.returncode == 0, done.stderr
+    assert rlx.load(tmp_path / "qwen3.rlx").capacity == 8
+    refused = {
+        ("--shape", "8"): "--shape is texts x tokens, as 8x64; got '8'", ("--shape", "1x16"): "--shape is for encoders",
+    }  # fmt: skip
+    for options, message in refused.items():
+        done = saved(decoder[0], tmp_path / "x.rlx", *options)
+        assert done.returncode == 1 and message in done.stderr and not (tmp_path / "x.rlx").exists()
+    done = saved(decoder[1], tmp_path / "x.rlx")
+    assert done.returncode == 1 and "is an artifact file already" in done.stderr

@@ -19,6 +19,7 @@ from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.inspect import inspect
 from rlx.cli.launch import launch
 from rlx.cli.progress import Bars
+from rlx.cli.save import save
 from rlx.cli.search import search
 from rlx.cli.verify import verify
 from rlx.errors import RlxError
@@ -150,7 +151,7 @@ def _warm(model: EmbeddingModel, lines: list[str]) -> float:
 
 for command in (generate, chat, search):
     app.command(rich_help_panel=USE)(command)
-for command in (inspect, explain, verify, bench):
+for command in (inspect, explain, verify, bench, save):
     app.command(rich_help_panel=LOOK)(command)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=MACHINE)(launch)
 

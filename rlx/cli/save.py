@@ -1,0 +1,65 @@
+"""`rlx save MODEL FILE`: compiles a model ahead of time, into an artifact file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlx.cli import options as o
+from rlx.cli.progress import Bars
+from rlx.errors import OptionError, Unsupported
+
+
+def save(
+    model: o.Model,
+    file: Annotated[Path, typer.Argument(help="The artifact file to write.", metavar="FILE", show_default=False)],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Encoders: texts x tokens, as 8x64; several times.", show_default="1 and 8 texts, all lengths"),
+    ] = None,
+    capacity: o.Capacity = None,
+    cache: o.CacheDType = "f32",
+    weights: Annotated[bool, typer.Option(help="Store the weights; without, their files and checksums.")] = True,
+    device: o.DeviceName = "cpu",
+    threads: o.Threads = None,
+    tune: o.Tune = 0.0,
+) -> None:
+    """Compile a model, and save it as one file that runs without the compiler.
+
+    The other commands take the file in place of the model. It holds machine code: see docs/artifacts.md.
+
+    Examples:
+
+        rlx save Qwen/Qwen3-0.6B qwen3.rlx --capacity 2048
+
+        rlx save path/to/folder encoder.rlx --shape 1x16 --shape 8x64 && rlx embed --model encoder.rlx "Hello"
+    """
+    o.check_writable(file)
+    from rlx.cli.generate import open_model
+    from rlx.frontends.embedding import is_encoder
+    from rlx.frontends.hub import model_path
+    from rlx.ir.shown import sized
+    from rlx.runtime.artifact import begins_with
+
+    if begins_with(place := model_path(model)):
+        raise Unsupported(f"{place} is an artifact file already: copy it, or save the model that it was made from")
+    shapes = [_shape(text) for text in shape] if shape else None
+    with Bars() as bars:
+        if is_encoder(place):
+            if capacity is not None:
+                raise OptionError(f"--capacity is for language models, and {place} is an encoder")
+            nbytes = o.open_encoder(place, bars, device, threads, tune).save(file, shapes=shapes, weights=weights)
+        else:
+            if shapes:
+                raise OptionError(f"--shape is for encoders, and {place} is none")
+            nbytes = open_model(place, bars, capacity, cache, device, threads, tune).save(file, weights=weights)
+    print(f"{file}: {sized(nbytes)}")
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal()):
+        raise OptionError(f"--shape is texts x tokens, as 8x64; got {text!r}")
+    return int(rows), int(tokens)
