@@ -138,6 +138,27 @@ COLUMNS: dict[str, tuple[Callable[[Graph], list[Value]], int]] = {
 }
 
 
+def gated(g: Graph, rows: int) -> list[Value]:
+    y = x(g, rows, 16)
+    y = y * rlx.rsqrt(rlx.mean(y * y, axis=1, keepdims=True) + 1e-3) * param(g, "s", 16)
+    both = y @ rlx.transpose(x(g, 24, 16, name="w"), (1, 0))
+    gate, up = both[:, :12], both[:, 12:]
+    return [gate / (1.0 + rlx.exp(-gate)) * up]
+
+
+def test_halves_of_a_product_meet_in_the_kernel_that_computes_its_left_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, plain = get("ref"), get("ref").target
+    how = {"pairs": lambda node: True, "computes": lambda producer: producer.side == 0}
+    monkeypatch.setattr(ref, "target", lambda *a, **k: replace(plain(*a, **k), **how))
+    for rows in (1, 3):
+        g, program = compiled(lambda g, rows=rows: gated(g, rows))
+        (step,) = program.steps
+        (contract,) = step.kernel.body
+        assert isinstance(contract, K.Contract) and isinstance(contract.a, K.Computed)
+        assert contract.also and (contract.n, contract.width) == (12, 24)
+        run_and_compare(g, ("ref", "ref:1"))
+
+
 @pytest.mark.parametrize(("size", "index", "kernels"), [(1, 1, 1), (4, 1, 1), (5, 1, 2), (1, 0, 2)])
 def test_a_few_elements_are_computed_where_they_are_read(size: int, index: int, kernels: int) -> None:
     """On devices where a kernel costs more than that. Sums are not: every reader would add them up."""

@@ -20,7 +20,8 @@ THREADS = 128
 FEW_ROWS, FEW_THREADS = 16, 256  # queries of all heads of a key head that one block takes without tensor cores
 FEW_KEYS = 256  # up to which tensor cores take the larger half of these rows, one block for all keys
 MOST_PARTS = 16
-TILE, WARPS = 8, 8  # rows of a tile of tensor cores; warps of its block
+TILE, WARPS, LANES = 8, 8, 32  # rows of a tile of tensor cores; warps of its block
+PAIR, LONG = 2, 2048  # blocks of a cluster where keys are as many
 CLUSTER = 8  # blocks, at most: as many as every GPU with clusters has
 EACH = 3  # times that a block loads keys before further ones go to other blocks, whose sums have to be added
 FEW_BYTES = 96 << 10  # of keys and values on their way to such a block
@@ -123,19 +124,24 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
-    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor."""
+    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor. Clusters of more than two
+    blocks, each of which fills a multiprocessor, do not fill the GPU: with more of them some would run after the others."""
     native = native_of(kernel)
     assert native is not None
-    size, width = native.inputs[0].dims[3], native.inputs[2].dims[3]
+    size, (*_, keys, width) = native.inputs[0].dims[3], native.inputs[2].dims
     parts = CLUSTER
-    while parts > 1 and tiles * parts > multiprocessors:
+    while parts > 1 and tiles * parts > (multiprocessors if parts == PAIR else multiprocessors * 3 // 4):
         parts //= 2
+    shares = max(1, multiprocessors // (tiles * PAIR)) if keys >= LONG else 1
+    if shares > 1:
+        parts = PAIR
     warps = WARPS if tiles * parts <= multiprocessors else WARPS // 2
     slots = warps // (2 if width > 128 else 1)
     nbytes = 32 * size + 4 * slots * rows * (width + 4 * parts)
     return AttentionLaunch(
-        kernel, 32 * warps, 32 * warps, shared=nbytes, tall=rows, tensor=False, tiles=tiles, parts=parts, cluster=parts
-    )
+        kernel, LANES * warps, LANES * warps, shared=nbytes, scratch=8 * rows * width // parts if shares > 1 else 0,
+        counters=tiles * parts if shares > 1 else 0, tall=rows, tensor=False, tiles=tiles, parts=parts * shares, cluster=parts,
+    )  # fmt: skip
 
 
 def tensor_bytes(size: int, width: int, tall: int) -> int:
@@ -173,9 +179,8 @@ def header(name: str) -> str:
 class AttentionWriter(CudaWriter):
     launch: AttentionLaunch
 
-    def function(self, name: str, parameters: Sequence[str] = (), fronts: Sequence[str] = (), first: Sequence[str] = ()) -> str:
-        """`parameters` and `fronts`: of the kernels in front that the blocks run, and the statements that do so. `first`: other
-        statements, which run before earlier launches end."""
+    def function(self, name: str, parameters: Sequence[str] = (), fronts: Sequence[str] = ()) -> str:
+        """`parameters` and `fronts`: of the kernels in front that the blocks run, and the statements that do so."""
         native, at = native_of(self.kernel), self.launch
         assert native is not None
         self.alone_in_launch = not fronts
@@ -186,9 +191,10 @@ class AttentionWriter(CudaWriter):
         lines = [*self.constants(native), f"#define VECTOR {vector}", f"#define FRONTS {int(bool(fronts))}", header("softmax.h")]
         lines += [header(f"{file}.h") for file in (["attention"], ["attention", "warps", "decode"])[at.cluster > 0]]
         lines += [] if at.lanes or at.cluster else [header(f"{way}.h")]
+        few = at.cluster > 0 and at.threads < LANES * WARPS  # blocks that share a multiprocessor
         cluster = f"__cluster_dims__({at.cluster}) " if at.cluster > 1 else ""
-        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads})', f"{name}({arguments}) {{"]
-        lines += [f"  {line}" for line in first] if at.cluster else [BEGIN]
+        lines += [f'extern "C" __global__ void {cluster}__launch_bounds__({at.threads}{", 2" * few})', f"{name}({arguments}) {{"]
+        lines += [] if at.cluster else [BEGIN]
         lines += ["  extern __shared__ __align__(16) unsigned char shared[];", f"  int tile = blockIdx.x / {at.parts};"]
         lines += [f"  const int part = blockIdx.x % {at.parts};"]
         lines += self.ready(fronts) if at.cluster else []
@@ -204,6 +210,7 @@ class AttentionWriter(CudaWriter):
         operands = [*map(self.pointer, native.inputs[:3]), self.mask(native), "put", "tile", "g"]
         if at.cluster:
             operands += ["part", "span_of", "ready", "early", status, "shared"]
+            operands += ["(float4*)rlx_scratch", "rlx_counters"] if at.counters else ["(float4*)0", "(unsigned*)0"]
         elif at.lanes:
             parted = ["(float*)rlx_scratch", "rlx_counters"] if at.counters else ["(float*)0", "(unsigned*)0"]
             operands += ["part", "span", "(float*)shared", *parted]
@@ -269,7 +276,7 @@ class AttentionWriter(CudaWriter):
             f"#define {name} {value}"
             for name, value in {
                 "BATCH": batch, "HEADS": heads, "SHARED": shared, "QUERIES": queries, "KEYS": keys, "SIZE": size, "WIDTH": width,
-                "PARTS": self.launch.parts, "GROUP": heads // shared, "TALL": self.launch.tall,
+                "PARTS": self.launch.cluster or self.launch.parts, "GROUP": heads // shared, "TALL": self.launch.tall,
                 "ORDERED": int(attrs.mask in ("causal", "sliding_window")), "WINDOW": window,
                 "POSITIONED": int(attrs.positioned), "MASKED": masked,
                 "SCALE": f"{attrs.scale or size**-0.5:.9e}f", "CAP": f"{attrs.cap:.9e}f",
@@ -279,7 +286,7 @@ class AttentionWriter(CudaWriter):
             yield f"#define FEW\n#define LANES {self.launch.lanes}\n#define AHEAD {self.launch.ahead}\n#define EACH {EACH}"
             yield f"#define STAGES {self.launch.stages}\n#define AREA {self.launch.area}"
         if self.launch.cluster:
-            yield f"#define WARPS {self.launch.threads // 32}"
+            yield f"#define WARPS {self.launch.threads // LANES}\n#define SHARES {self.launch.parts // self.launch.cluster}"
         if self.launch.block:
             yield f"#define BLOCK {self.launch.block}"
             for name, view in (("K", native.inputs[1]), ("V", native.inputs[2])):

@@ -173,7 +173,7 @@ def compile_kernels(
         group = (Fronted if isinstance(launches[-1][0], attention.AttentionLaunch) else Group)(keys, launches)
         text = prologue(any(map(is_wide, group.members))) + group.function(name)
         more = tuple(tuple(arguments_of(at)) for at in group.members)
-        sizes = (group.blocks, group.threads, group.shared, 0, 0)
+        sizes = (group.blocks, group.threads, group.shared, group.scratch, group.counters)
         early, counts = early_of(group.members[-1]), tuple(map(len, stages))
         return CudaCode(name, text, cubin(text, arch), *sizes, more, early=early, stages=counts)
 

@@ -1,12 +1,14 @@
 
 /* -- few rows from narrow keys and values on tensor cores: a decoding step -------------------------------------------- */
 
-/* WARPS warps, 16 keys of each at a time, in registers; those of the next 16 are on their way meanwhile. The PARTS blocks of a cluster share the keys of a key head; every warp that had some sends its
-   sums to the block that adds up their columns. Rows 0 to 7 of a tile are rounded, rows 8 to 15 the same rows' remainders: q and
-   weights keep 16 bits. A lane (row = lane / 4, t = lane % 4) loads 16 bytes of a key at a time, which are what it multiplies: the
-   summed axis in the order in which they are in memory. */
-constexpr int ROWS = GROUP * QUERIES, THREADS = WARPS * 32, UNIT = 16, SLICE = WIDTH / PARTS;
-constexpr int SIDES = WIDTH > 128 ? 2 : 1, SLOTS = WARPS / SIDES, RECORDS = PARTS * SLOTS; /* SIDES warps have the same keys, and columns of their own */
+/* WARPS warps, 16 keys of each at a time, in registers; those of the next 16 are on their way meanwhile. The PARTS blocks of a cluster
+   share the keys of a key head; every warp that had some sends its sums to the block that adds up their columns. Of a long cache
+   SHARES clusters have the keys: the last one to finish adds up what they left in `scratch`, in their order, and leaves the counter
+   zero. Rows 0 to 7 of a tile are rounded, rows 8 to 15 the same rows' remainders: q and weights keep 16 bits. A lane (row = lane / 4,
+   t = lane % 4) loads 16 bytes of a key at a time, which are what it multiplies: the summed axis in the order in which they are in
+   memory. With values of more than 128 columns, SIDES warps have the same keys, and columns of their own. */
+constexpr int ROWS = GROUP * QUERIES, THREADS = WARPS * 32, UNIT = 16, SLICE = WIDTH / PARTS, ENDS = ROWS * SLICE / 4;
+constexpr int SIDES = WIDTH > 128 ? 2 : 1, SLOTS = WARPS / SIDES, RECORDS = PARTS * SLOTS;
 constexpr int STEPS = SIZE / 16, WIDE_STEPS = WIDTH / SIDES / 64;
 
 RLX_FN uint32_t rlx_pair(rlx_bf16, float low, float high) {
@@ -40,17 +42,17 @@ RLX_FN void rlx_send(uint32_t at, int block, float4 x) {
 
 /* `early`: keys and values may be loaded before `ready`, but for the rows that it writes where FRONTS. */
 template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_attention_decode(
-    const Q* q, const K* k, const K* v, const M* mask, const F& put, int b, int g, int part, const S& span_of, const R& ready, bool early,
-    rlx_status* status, unsigned char* shared) {
+    const Q* q, const K* k, const K* v, const M* mask, const F& put, int b, int g, int part, const S& span_of, const R& ready,
+    bool early, rlx_status* status, unsigned char* shared, float4* scratch, unsigned* counters) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
   uint4* const queries = (uint4*)shared; /* [STEPS][32 lanes] */
   float* const records = (float*)(queries + STEPS * 32); /* [RECORDS][ROWS][SLICE]; then [RECORDS][ROWS] greatest scores, totals */
   float* const tops = records + RECORDS * ROWS * SLICE;
   if (PARTS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); /* the others' memory is there from their start on */
-  const int first = warp % SLOTS * PARTS + part, column = warp / SLOTS * (WIDTH / SIDES);
+  const int record = warp % SLOTS * PARTS + part % PARTS, share = part / PARTS, column = warp / SLOTS * (WIDTH / SIDES);
   rlx_span span;
-  int units;
-  constexpr int AHEAD = SIZE > 128 ? 1 : 2; /* as registers allow */
+  int units, active, first, step; /* of the clusters, those that have keys; of the warp, its first unit and the way to the next */
+  constexpr int AHEAD = SIDES > 1 ? 1 : 2; /* as registers allow */
   uint32_t held[AHEAD][STEPS / 2][2][4], values[WIDE_STEPS][4][4];
   const auto load_keys = [&](int unit, uint32_t (&keys)[STEPS / 2][2][4]) {
     if (unit >= units) return;
@@ -74,7 +76,9 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
   };
   const auto find = [&]() {
     span = span_of(0);
-    units = (span.end - span.low + UNIT - 1) / UNIT;
+    units = (span.end - span.low + UNIT - 1) / UNIT, active = (units + RECORDS - 1) / RECORDS;
+    active = active < 1 ? 1 : active < SHARES ? active : SHARES;
+    first = share < active ? record * active + share : units, step = RECORDS * active;
   };
   if (early) find(), load_keys(first, held[0]), load_values(first);
   const bool stopped = ready();
@@ -104,7 +108,7 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
         for (int h = 0; h < 2; h++) rlx_product(K{}, s[h][half], a, keys[i][h][2 * half], keys[i][h][2 * half + 1]);
       }
     }
-    if (AHEAD == 1) load_keys(unit + RECORDS, held[0]);
+    if (AHEAD == 1) load_keys(unit + step, held[0]);
     float x[2][2], best = top;
     #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -125,7 +129,9 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
       rlx_two<K>(p0, p1, a[2 * h], a[2 * h + 1]);
     }
     if (unit != first)
+      #pragma unroll
       for (int j = 0; j < WIDE_STEPS * 8; j++)
+        #pragma unroll
         for (int c = 0; c < 4; c++) sums[j][c] *= keep;
     #pragma unroll
     for (int i = 0; i < WIDE_STEPS; i++) {
@@ -136,37 +142,45 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
         rlx_product(K{}, sums[i * 8 + j], a, __byte_perm(rows[0][word], rows[1][word], halves), __byte_perm(rows[2][word], rows[3][word], halves));
       }
     }
-    load_values(unit + RECORDS);
+    load_values(unit + step);
   };
-  for (int unit = first; unit < units; unit += AHEAD * RECORDS) {
-    if (AHEAD > 1) load_keys(unit + RECORDS, held[AHEAD - 1]);
+  for (int unit = first; unit < units; unit += AHEAD * step) {
+    if (AHEAD > 1) load_keys(unit + step, held[AHEAD - 1]);
     add(unit, held[0]);
-    if (AHEAD == 1 || unit + RECORDS >= units) continue;
-    load_keys(unit + 2 * RECORDS, held[0]);
-    add(unit + RECORDS, held[AHEAD - 1]);
+    if (AHEAD == 1 || unit + step >= units) continue;
+    load_keys(unit + 2 * step, held[0]);
+    add(unit + step, held[AHEAD - 1]);
   }
   total += rlx_from(total, 32, 1), total += rlx_from(total, 32, 2);
   if (PARTS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (SHARES > 1 && share >= active) return;
   if (first < units && row < ROWS) {
     #pragma unroll
     for (int e = 0; e < WIDE_STEPS * 4; e++) { /* 4 columns each */
       const int j = e / 4 * 8 + e % 2 * 4, c = e / 2 % 2, d = column + e / 4 * 64 + 16 * t + 8 * c + e % 2 * 4;
       const float4 sum = {sums[j][c] + sums[j][c + 2], sums[j + 1][c] + sums[j + 1][c + 2], sums[j + 2][c] + sums[j + 2][c + 2],
                           sums[j + 3][c] + sums[j + 3][c + 2]};
-      rlx_send(rlx_at(records + (first * ROWS + row) * SLICE + d % SLICE), d / SLICE, sum);
+      rlx_send(rlx_at(records + (record * ROWS + row) * SLICE + d % SLICE), d / SLICE, sum);
     }
     #pragma unroll
     for (int to = t; to < PARTS; to += 4)
-      if (warp < SLOTS) rlx_send(rlx_at(tops + (first * ROWS + row) * 4), to, make_float4(top, total, 0, 0));
+      if (warp < SLOTS) rlx_send(rlx_at(tops + (record * ROWS + row) * 4), to, make_float4(top, total, 0, 0));
   }
   if (PARTS > 1) rlx_cluster_barrier();
   else __syncthreads();
   /* 8 lanes add up 4 columns of a row */
-  const int count = units < RECORDS ? units : RECORDS, own = lane % 8;
-  for (int e0 = warp * 4; e0 < ROWS * SLICE / 4; e0 += WARPS * 4) {
-    const bool there = e0 + lane / 8 < ROWS * SLICE / 4;
-    const int e = there ? e0 + lane / 8 : e0;
-    const int r = e / (SLICE / 4), d = e % (SLICE / 4) * 4;
+  const auto finish = [&](int e, int lane, float4 sum, float all) { /* lane < 0: one has all 4 */
+    const int r = e / (SLICE / 4), d = part % PARTS * SLICE + e % (SLICE / 4) * 4;
+    const float scale = all == 0 ? 0 : 1 / all, out[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
+    #pragma unroll
+    for (int i = 0; i < 4; i += VECTOR)
+      if ((lane < 0 || lane == i) && !stopped) put(b, g * GROUP + r / QUERIES, r % QUERIES, d + i, out + i);
+  };
+  const int of_share = (units - share + active - 1) / active, count = of_share < RECORDS ? of_share : RECORDS, own = lane % 8;
+  float4* const left = scratch + ((blockIdx.x / (PARTS * SHARES) * PARTS + part % PARTS) * SHARES) * ENDS * 2; /* by every share */
+  for (int e0 = warp * 4; e0 < ENDS; e0 += WARPS * 4) {
+    const bool there = e0 + lane / 8 < ENDS;
+    const int e = there ? e0 + lane / 8 : e0, r = e / (SLICE / 4), d = e % (SLICE / 4) * 4;
     float best = NEVER, all = 0;
     float4 sum = {0, 0, 0, 0};
     #pragma unroll
@@ -187,9 +201,29 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
       all += rlx_from(all, 32, by);
       sum.x += rlx_from(sum.x, 32, by), sum.y += rlx_from(sum.y, 32, by), sum.z += rlx_from(sum.z, 32, by), sum.w += rlx_from(sum.w, 32, by);
     }
-    const float scale = all == 0 ? 0 : 1 / all, out[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
-    #pragma unroll
-    for (int i = 0; i < 4; i += VECTOR)
-      if (own == i && there && !stopped) put(b, g * GROUP + r / QUERIES, r % QUERIES, part * SLICE + d + i, out + i);
+    if (there && (SHARES == 1 || active == 1)) finish(e, own, sum, all);
+    else if (there && own < 2) left[(share * ENDS + e) * 2 + own] = own ? make_float4(best, all, 0, 0) : sum;
+  }
+  if (SHARES == 1 || active == 1) return;
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* const counter = counters + blockIdx.x / (PARTS * SHARES) * PARTS + part % PARTS;
+    last = atomicAdd(counter, 1) == active - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int e = threadIdx.x; e < ENDS; e += THREADS) {
+    float4 sum = __ldcg(left + e * 2), known = __ldcg(left + e * 2 + 1);
+    for (int n = 1; n < active; n++) {
+      const float4 x = __ldcg(left + (n * ENDS + e) * 2), more = __ldcg(left + (n * ENDS + e) * 2 + 1);
+      const float best = fmaxf(known.x, more.x), base = best == NEVER ? 0 : best, keep = exp2f(known.x - base), part = exp2f(more.x - base);
+      sum = make_float4(fmaf(x.x, part, sum.x * keep), fmaf(x.y, part, sum.y * keep), fmaf(x.z, part, sum.z * keep), fmaf(x.w, part, sum.w * keep));
+      known = make_float4(best, fmaf(more.y, part, known.y * keep), 0, 0);
+    }
+    finish(e, -1, sum, known.y);
   }
 }

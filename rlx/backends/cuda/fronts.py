@@ -24,7 +24,6 @@ from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Let, Load, Local, Loo
 from rlx.ir.program import Program, Step
 
 ELEMENTS = 4  # of a vector
-LINE = 128  # bytes, of the cache
 MOST = 1 << 20  # iterations of a kernel whose indices are computed
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.minimum, "max": np.maximum, "cast": lambda a: a,
@@ -111,6 +110,7 @@ class Fronted(Group):
         assert isinstance(self.last, AttentionLaunch)
         at = self.last
         self.threads, self.shared, self.blocks, self.tiles = at.threads, at.shared, at.blocks, at.tiles
+        self.scratch, self.counters = at.scratch, at.counters
 
     def function(self, name: str) -> str:
         texts, parameters, count = list[str](), list[str](), len(self.members) - 1
@@ -118,7 +118,6 @@ class Fronted(Group):
             texts.append(FrontWriter(m, self.tiles).function(f"{name}_{n}", member=True))
             parameters += self.parameters(n)
         lines = ["const int warp = threadIdx.x / 32;"]
-        before = list(self.asked_for())
         halts = [f"m{n}_{len(list(self.parameters(n))) - 1}" for n in range(count)]
         lines += [f"const int* const watch = {''.join(f'{h} ? {h} : ' for h in halts)}(const int*)0;"]
         lines += ["const bool stopped = watch && *(const volatile int*)watch;"]
@@ -134,16 +133,7 @@ class Fronted(Group):
                 lines.append("  }")
             lines += ["}", "__syncthreads();"]
             first += len(stage)
-        return "\n".join([*texts, AttentionWriter(self.last).function(name, parameters, lines, before)])
-
-
-    def asked_for(self) -> Iterator[str]:
-        """Small operands, as the weights of a norm, are brought near before the kernels in front end."""
-        for n, m in enumerate(self.members[:-1]):
-            for text, b in zip(self.parameters(n), m.kernel.buffers):
-                if not b.writable and LINE <= (nbytes := b.size * b.dtype.itemsize) <= LINE * WARP:
-                    place = f"{text.rsplit(' ', 1)[1]} + threadIdx.x * {LINE // b.dtype.itemsize}"
-                    yield f"if (threadIdx.x < {-(-nbytes // LINE)}) rlx_ask({place});"
+        return "\n".join([*texts, AttentionWriter(self.last).function(name, parameters, lines)])
 
 
 class FrontWriter(CudaWriter):

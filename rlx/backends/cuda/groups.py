@@ -31,6 +31,7 @@ class Group:
         self.keys, self.stages = keys, stages
         self.members = [m for stage in stages for m in stage]
         self.threads, self.shared = max(m.threads for m in self.members), max(m.shared for m in self.members)
+        self.scratch = self.counters = 0
         self.blocks = CLUSTER if len(stages) > 1 else sum(m.blocks for m in self.members)
 
     def function(self, name: str) -> str:

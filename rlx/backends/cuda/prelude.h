@@ -146,9 +146,6 @@ RLX_FN void rlx_cluster_barrier() {
 #endif
 }
 
-/* Brings a line to the second-level cache. */
-RLX_FN void rlx_ask(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
 /* The first statement of every kernel: waits until all earlier kernels of the run have ended, then lets the next one be placed on
    multiprocessors that become free, so that only its work is left to start. */
 RLX_FN void rlx_begin() {
