@@ -125,6 +125,28 @@ def test_a_wrong_memory_plan_is_found_by_its_bits(monkeypatch):
     assert found.difference and "shared memory (a wrong memory plan)" in str(found.difference)
 
 
+def test_a_state_that_is_not_what_was_assigned_is_found(monkeypatch):
+    from rlx.runtime import CompiledGraph
+
+    read = CompiledGraph.read_handle
+
+    def spoiled(compiled, name):
+        array = read(compiled, name)
+        array[2, 3] += np.float32(1e-6)
+        return array
+
+    g = rlx.Graph("counter")
+    x, total = g.input("x", (6, 40), rlx.f32), g.handle(rlx.BufferHandle("total", (6, 40), rlx.f32))
+    g.param("w", (40, 40), rlx.f32)
+    after = rlx.tanh(total + x, name="after")
+    g.assign(total, after)
+    g.set_outputs([after])
+    assert checked(g).difference is None
+    monkeypatch.setattr(CompiledGraph, "read_handle", spoiled)
+    found = checked(g).difference
+    assert found is not None and found.what.startswith("'after' = tanh") and found.index == (2, 3)
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2, "f8e4m3": 0
 # Kernels of these ops round the rows of x to 8 bits for each block, as the op's contract allows
 COARSE = {"dequant_matmul": 3e-2}
 APART = ("reuse", "inplace")  # what is left out so that no buffer is overwritten
+LEAVES = (INPUT, PARAM, HANDLE, CONSTANT)
 Weights = Callable[[str], np.ndarray]  # a param by name
 
 
@@ -111,29 +112,31 @@ class _Comparison:
         coarse = compiled.options.precision != "f32"
         self.least = TOLERANCE["bf16"] if coarse else 0.0
         self.left = Counter(v for node in graph.nodes() for v in node.inputs)
-        self.assigned: dict[Value, str] = {}
+        self.assigned: dict[Value, list[str]] = {}
         for handle, value in graph.assigns:
-            self.assigned.setdefault(value, str(handle.name))
+            self.assigned.setdefault(value, []).append(str(handle.name))
         self.left.update(self.assigned.keys())
 
     def run(self, progress: Callable[[int, int], None] | None) -> Verified:
         nodes, compared, unsure, worst = self.graph.nodes(), 0, 0, 0.0
-        mine = dict(zip(nodes, self.origins.nodes))  # the compile has a copy of the graph
+        own = dict(zip(nodes, self.origins.nodes))  # the compile has a copy of the graph
         difference = None
         for at, node in enumerate(nodes):
             if progress is not None:
                 progress(at, len(nodes))
-            results = self._leaf(node) if node.op in (INPUT, PARAM, HANDLE, CONSTANT) else self._computed(node)
-            for value, array in zip(node.results, results):
-                self.values[value], found = array, None
-                if node.op not in (INPUT, PARAM, HANDLE, CONSTANT):
-                    found = self._stored(mine[node].results[value.index], value)
-                if found is not None and not value.dtype.is_float and self.loose[value]:
-                    unsure, found = unsure + 1, found if np.array_equal(found, array) else None
-                if found is not None:
-                    error, difference = self._compare(node, value, found, array)
-                    compared, worst = compared + 1, max(worst, error)
-                    self.values[value], self.loose[value] = _wide(found), 0.0
+            if node.op in LEAVES:
+                self.loose[node.results[0]] = 0.0
+                continue
+            self.values.update(zip(node.results, self._computed(node)))
+            for value, found in self._stored(node, own[node]):
+                if not value.dtype.is_float and self.loose[value] and not np.array_equal(found, self.values[value]):
+                    unsure += 1
+                    continue
+                error, difference = self._compare(node, value, found, self.values[value])
+                compared, worst = compared + 1, max(worst, error)
+                if difference is not None:
+                    break
+                self.values[value], self.loose[value] = _wide(found), 0.0  # a state that is a copy of it has the same bits
             if difference is not None:
                 break
             self._forget(node)
@@ -141,18 +144,17 @@ class _Comparison:
             progress(len(nodes), len(nodes))
         return Verified(self.graph.name, compared, len(nodes), unsure, worst, difference)
 
-    def _leaf(self, node: Node) -> tuple[np.ndarray, ...]:
-        (value,), name = node.results, str(node.name)
-        self.loose[value] = 0.0
-        if node.op is CONSTANT:
-            return evaluate_node(node, ())
-        if node.op is HANDLE:
-            zeros = np.zeros(value.shape.static, value.dtype.numpy)
-            return (np.asarray(self.states.get(name, zeros)),)
-        return (np.asarray(self.inputs[name] if node.op is INPUT else self.weights(name)),)
+    def _value(self, value: Value) -> np.ndarray:
+        """Leaves are read where they are used: all weights together could be too large."""
+        name, op = str(value.name), value.node.op
+        if op is CONSTANT:
+            return evaluate_node(value.node, ())[0]
+        if op is HANDLE:
+            return np.asarray(self.states[name]) if name in self.states else np.zeros(value.shape.static, value.dtype.numpy)
+        return self.values[value] if op not in LEAVES else np.asarray(self.inputs[name] if op is INPUT else self.weights(name))
 
     def _computed(self, node: Node) -> tuple[np.ndarray, ...]:
-        operands = [self.values[v] for v in node.inputs]
+        operands = [self._value(v) for v in node.inputs]
         try:
             results = evaluate_node(node, tuple(map(_wide, operands)))
         except GraphError:  # an op of one dtype alone
@@ -166,17 +168,17 @@ class _Comparison:
                 self.loose[value] = 0.0  # exact: all that it reads is known to the bit
         return results
 
-    def _stored(self, own: Value, value: Value) -> np.ndarray | None:
-        """What the run stored of a value; None: nothing, or not in its own buffer."""
-        read, dims = self.compiled._executable.read, value.shape.static
-        if value in self.assigned and own not in self.origins.offsets:
-            return self.compiled.read_handle(self.assigned[value])
-        offset = self.origins.offsets.get(own)
-        if offset is None or not value.shape.num_elements or value.dtype.kind == "c":
-            return None
-        start, id = self.starts[bisect_right(self.starts, (offset, 1 << 62)) - 1]
-        raw = read(id).reshape(-1).view(np.uint8)[offset - start :]
-        return raw[: value.shape.size_bytes].view(value.dtype.numpy).reshape(dims)
+    def _stored(self, node: Node, own: Node) -> Iterator[tuple[Value, np.ndarray]]:
+        """What the run stored of a node's results (`own`: the node in the compile's copy of the graph), then the states that they
+        became. Complex numbers are stored as parts, and left out."""
+        for mine, value in zip(own.results, node.results):
+            offset = self.origins.offsets.get(mine)
+            if offset is not None and value.shape.num_elements and value.dtype.kind != "c":
+                start, id = self.starts[bisect_right(self.starts, (offset, 1 << 62)) - 1]
+                raw = self.compiled._executable.read(id).reshape(-1).view(np.uint8)[offset - start :]
+                yield value, raw[: value.shape.size_bytes].view(value.dtype.numpy).reshape(value.shape.static)
+            for name in self.assigned.get(value, ()) if value.dtype.kind != "c" else ():
+                yield value, np.asarray(self.compiled.read_handle(name))
 
     def _compare(self, node: Node, value: Value, found: np.ndarray, want: np.ndarray) -> tuple[float, Difference | None]:
         """(error as a part of the tolerance, the difference)."""
@@ -212,7 +214,7 @@ class _Comparison:
         for v in node.inputs:
             self.left[v] -= 1
             if not self.left[v]:
-                del self.values[v]
+                self.values.pop(v, None)
 
 
 def _other_bits(
