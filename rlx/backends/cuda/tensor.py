@@ -35,16 +35,16 @@ STAGING = 8 * 16 * CHUNK * 4  # bytes: 16 rows for each of 8 warps
 SHARED = 227 << 10
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
-# Costs in clock cycles of a multiprocessor, fitted to the times of 36 products in 2 to 8 good tilings each on an H200: the choice
-# takes 0.7% longer than the best on average.
+# Costs in clock cycles of a multiprocessor, fitted to the times of 51 products in 2 to 9 good tilings each on an H200: the choice
+# takes 0.6% longer than the best on average.
 FLOPS = 4096  # multiply-adds of 16-bit floats count as two
-BYTES, LOADED = 64, 8  # by bulk copies and by threads, while all multiprocessors fetch
-PASSED = 139  # bytes to and from shared memory
-EPILOGUE = 8.4, 2.9  # elements, of both multiplying groups and of one
-COSTLY = 2.1  # times as long with an exponential or the like
-START = 2230  # of a block, before the first product
-NEXT = 490  # from tile to tile
-EXCHANGE, GIVEN = 2250, 10  # of sums between blocks: at least, and bytes
+BYTES, LOADED = 87, 8  # by bulk copies and by threads, while all multiprocessors fetch
+PASSED = 131  # bytes to and from shared memory
+EPILOGUE = 5.8, 2.8  # elements, of both multiplying groups and of one
+COSTLY = 1.7  # times as long with an exponential or the like
+START = 1240  # of a block, before the first product
+NEXT = 780  # from tile to tile
+EXCHANGE, GIVEN = 1720, 8.6  # of sums between blocks: at least, and bytes
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
@@ -276,9 +276,10 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
             return False
         if promoted(c) and (t.turns or t.slabs * t.columns > PROMOTED):  # one group adds while the other multiplies
             return False
-        return (copied and not b.raw) or (t.columns <= most and not t.turns)
+        return (copied and not b.raw) or (t.columns <= most and not t.turns and t.parts <= 4)  # for want of registers
 
-    return min(filter(fits, TILINGS), key=lambda t: t.cost(c, points, multiprocessors, not copied))
+    # of tiles that cost the same, the taller ones
+    return min(filter(fits, TILINGS), key=lambda t: (t.cost(c, points, multiprocessors, not copied), -t.rows))
 
 
 def _side(kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step: int, tile: int) -> Side:

@@ -322,18 +322,16 @@ class TensorWriter(PackedCopies):
         self.line('asm volatile("bar.sync 1, 256;" ::: "memory");  // both groups are done with the ring')
         self.line(f"float4* const mine = (float4*)rlx_ring + threadIdx.x - {self.launch.copying * GROUP};")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
-            self.line(f"if (n / {share} == rank) continue;")
             self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
         self.line("rlx_sync_cluster();")
-        with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n++) {{"]):
-            self.line(f"if (n >= {share} && n / {share} == rank) sum[0][n % {share}] = sum[0][n];")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
             self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
-            self.line(f"float4 other[{t.parts - 1}];")
-            self.line("#pragma unroll")
-            self.line(f"for (int p = 1; p < {t.parts}; p++) other[p - 1] = rlx_from_block(from, (rank + p) % {t.parts});")
+            self.line("float4 all = *from;")
+            with self.scope(["#pragma unroll", f"for (int p = 1; p < {t.parts}; p++) {{"]):
+                self.line(f"const float4 other = rlx_from_block(from, (rank + p) % {t.parts});")
+                self.line("all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;")
             for v, name in enumerate("xyzw"):
-                self.line(f"sum[0][n + {v}] += {' + '.join(f'other[{p}].{name}' for p in range(t.parts - 1))};")
+                self.line(f"sum[0][n + {v}] = all.{name};")
 
     # -- the epilogue
 
