@@ -10,9 +10,10 @@ from rlx.frontends.embedding import EmbeddingModel, default_folder
 from rlx.frontends.generate import Generator
 from rlx.frontends.language import LanguageModel
 from rlx.frontends.load import load
+from rlx.frontends.sampling import Sampling
 
 __all__ = [
     "BindingError", "Chat", "CorruptFileError", "DownloadError", "EmbeddingModel", "Generator", "IndexRangeError",
-    "InputDTypeError", "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError",
+    "InputDTypeError", "InputShapeError", "LanguageModel", "ModelError", "NumericsError", "OptionError", "RlxError", "Sampling",
     "Unsupported", "beam_search", "default_folder", "load",
 ]  # fmt: skip

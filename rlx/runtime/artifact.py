@@ -87,6 +87,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         self._threads = threads
         self._all, self._rows = rows, self._usable(rows)
         self._loaded: dict[str, CompiledGraph] = {}
+        self._lock = Lock()
         self._params: dict[int, ParamStore] = {}
         self._tables: dict[int, dict[str, np.ndarray]] = {}  # number of weights -> their bytes by name
         self._handles: dict[int, HandleStore] = {}
@@ -107,11 +108,12 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         return "\n".join(lines)
 
     def __getitem__(self, name: str) -> CompiledGraph:
-        if name not in self._loaded:
-            if name not in self._rows:
-                raise UnknownNameError(f"{self.path} has no program {name!r}; there are {known(self._rows)}")
-            self._loaded[name] = self._load(self._rows[name])
-        return self._loaded[name]
+        if name not in self._rows:
+            raise UnknownNameError(f"{self.path} has no program {name!r}; there are {known(self._rows)}")
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = self._load(self._rows[name])
+            return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
