@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlx.compiler.memory import lifetimes, moments
 from rlx.compiler.options import CompileOptions
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "rlx report", 1
 LONGEST = 200  # characters of an attribute
-LAYER = re.compile(r"([^.]+\.)*?[^.]*\d+(?=\.|$)|[^.]+(?=\.)")  # a param's name up to its first number, else its first part
 FEW, MOST_BLOCKS = 8, 50  # steps of a block without a name, at least; number of those
 Data = dict[str, Any]
 
@@ -184,7 +180,7 @@ def _blocks(program: Program) -> list[Data]:
     found: list[str] = []
     for step in steps:
         names = sorted(name for id in step.args for name in (own.get(id) or made.get(id) or ()))
-        layers = Counter(m[0] for name in names if (m := LAYER.match(name)))
+        layers = Counter(layer for name in names if (layer := layer_of(name)))
         found.append(layers.most_common(1)[0][0] if layers else found[-1] if found else "")
     if not any(found):
         few = max(FEW, -(-len(steps) // MOST_BLOCKS))
@@ -198,16 +194,16 @@ def _blocks(program: Program) -> list[Data]:
     return blocks
 
 
+def layer_of(param: str) -> str:
+    """A param's name up to its first number, else its first part: "blk.3" of "blk.3.attn.w", "head" of "head.w", "" of "w"."""
+    parts = param.split(".")
+    at = next((i for i, part in enumerate(parts) if part[-1:].isdigit()), None)
+    return ".".join(parts[: at + 1]) if at is not None else parts[0] if len(parts) > 1 else ""
+
+
 def _member(m: Member) -> Data:
     shapes = [str(s) for s in m.shapes]
     return {"op": m.op, "shapes": shapes, "form": m.form, "node": m.origin, "why": m.why, "inputs": list(m.inputs)}
 
 
-def plain(value: Any) -> Any:
-    """`value` in the types of JSON: for numbers of numpy."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a report holds no {type(value).__name__}")
-
-
-__all__ = ["FORMAT", "VERSION", "Compiled", "Data", "plain", "report_data"]
+__all__ = ["FORMAT", "VERSION", "Compiled", "Data", "layer_of", "report_data"]
