@@ -113,55 +113,77 @@ template <int TILES> RLX_FN void rlx_multiply_turn(
 /* -- one row, as integers: 8-bit products --------------------------------------------------------------------------------
 
    An element of the left operand is a multiple X of a power of two, with |X| < 2^22, and X three signed digits to the base 256:
-   three columns, of the C = 8 / SPREAD columns of a unit, which is what has a scale of its own. The columns of the product are
-   those of SPREAD units, with zeros in all turns of the others, so that the sums of all units are scaled at once. */
+   three of the four columns of a unit, which is what has a scale of its own. The columns of the product are those of two units, with
+   zeros in the other's turns, so that the sums of both are scaled at once. */
 RLX_FN void rlx_multiply_bytes(int (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
     : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
-/* sum += the products of SPREAD units. The first is in turn n of `block`, whose numbers are `by` unless each turn has its own.
-   x_own: the digit of lane / 4 among the C, from that turn on; zeros: 32 bytes; totals: the sums of X in units from that turn on. */
-template <int SPREAD, bool OWN> RLX_FN void rlx_multiply_units(
-  const unsigned char* block, int n, const rlx_numbers& by, int lane, const unsigned char* x_own, const unsigned char* zeros,
-  const float* totals, float (&sum)[2][1][4]
-) {
-  constexpr int C = 8 / SPREAD, TURNS = SPREAD / RLX_GROUPS;
-  const int t = lane % 4, own = lane / 4 / C, unit = 2 * t / C;
-  int parts[2][4] = {};
+/* parts: the products of SPREAD units, whose turns begin at `at`. Lanes with t < 2 have weights of the first unit, the others those of
+   the second one, so that few lanes read a bank of shared memory at once. x: the lane's digits, zeros if its column is of the other
+   unit. */
+template <int PART> RLX_FN void rlx_multiply_part(const unsigned char* at, int lane, const unsigned char* x, int (&parts)[2][4]) {
+  uint32_t words[2][4];
+  rlx_unit_words<PART>(words, at, lane);
+  const uint2 digits = *(const uint2*)(x + PART * 16);
   #pragma unroll
-  for (int v = 0; v < TURNS; v++) {
-    rlx_turn turn;
-    rlx_load_integers<rlx_near>(turn, rlx_turn_at(block, n + v), lane);
-    uint2 x;
-    if constexpr (RLX_GROUPS == 1) {
-      x = *(const uint2*)((own == v ? x_own + v * 32 : zeros) + t * 8);
-    } else {
-      const uint32_t four = *(const uint32_t*)(x_own + v * 32 + own % 2 * 16 + t * 4);
-      x = make_uint2(own == 2 * v ? four : 0, own == 2 * v + 1 ? four : 0);
-    }
-    #pragma unroll
-    for (int j = 0; j < 2; j++)
-      rlx_multiply_bytes(parts[j], rlx_word<0>(turn, 2 * j, t), rlx_word<0>(turn, 2 * j + 1, t),
-        rlx_word<1>(turn, 2 * j, t), rlx_word<1>(turn, 2 * j + 1, t), x);
-  }
-  float scale[4], less[4];
-  rlx_unit_factors<OWN>(block, n + unit / RLX_GROUPS, unit % RLX_GROUPS, lane, by, scale, less);
-  const float total = 2 * t % C == 0 ? totals[unit] : 0;
-  #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float& all = sum[i / 4][0][i % 4];
-    all = fmaf(scale[i / 2], (float)parts[i / 4][i % 4], all);
-    if (i % 2 == 0 && RLX_HAS_LESS) all = fmaf(less[i / 2], total, all);
-  }
+  for (int j = 0; j < 2; j++)
+    rlx_multiply_bytes(parts[j], words[0][2 * j], words[0][2 * j + 1], words[1][2 * j], words[1][2 * j + 1], digits);
 }
-/* The sums of both units, in the lanes of the first one. */
-template <int SPREAD> RLX_FN void rlx_add_units(float (&sum)[2][1][4]) {
-  constexpr int C = 8 / SPREAD;
+template <int SPREAD> RLX_FN void rlx_multiply_units(const unsigned char* at, int lane, const unsigned char* x, int (&parts)[2][4]) {
+  if constexpr (SPREAD == 2 && RLX_GROUPS == 1) at += lane % 4 / 2 * RLX_TURN_BYTES;
+  rlx_multiply_part<0>(at, lane, x, parts);
+  if constexpr (RLX_GROUPS == 1) rlx_multiply_part<2 - RLX_GROUPS>(at, lane, x, parts);
+}
+/* What lanes add to the sums of a panel: `sum` of their columns and four rows; of the multiples of the sums of X, which go to the
+   first column, `less` of rows 2 * (t % 2) and the next. */
+struct rlx_digit_sums { float sum[2][1][4] = {}, less[2] = {}; };
+
+/* TURNS turns from `at` on, in `block` (the first one, if each turn is a block). `totals`: the sums of X in their units. The units of
+   a block are scaled as integers. */
+template <int SPREAD, int TURNS> RLX_FN void rlx_add_turns(
+  rlx_digit_sums& all, const unsigned char* block, const unsigned char* at, int lane, const unsigned char* x, const float* totals
+) {
+  constexpr int STEP = SPREAD < RLX_GROUPS ? 1 : SPREAD / RLX_GROUPS;
+  const int unit = lane % 4 * SPREAD / 4;
+  int sums[2][4] = {};
+  float less[2] = {}, scale[4], least[2];
+  const auto add = [&](const unsigned char* numbers, const int (&by)[2][4]) {
+    rlx_block_factors(numbers, lane, scale, least);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) all.sum[i / 4][0][i % 4] = fmaf(scale[i / 2], (float)by[i / 4][i % 4], all.sum[i / 4][0][i % 4]);
+    if constexpr (RLX_HAS_LESS)
+      for (int r = 0; r < 2; r++) all.less[r] = fmaf(least[r], less[r], all.less[r]);
+  };
   #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float& all = sum[i / 4][0][i % 4];
-    if (C == 4) all += rlx_from(all, 32, 2);
+  for (int v = 0; v < TURNS; v += STEP) {
+    int parts[2][4] = {};
+    rlx_multiply_units<SPREAD>(at + v * RLX_TURN_BYTES, lane, x + v * 32, parts);
+    const float total = totals[v * RLX_GROUPS + unit];
+    if constexpr (RLX_SCALED) {
+      int scales[4];
+      rlx_unit_factors(at + (v + unit / RLX_GROUPS) * RLX_TURN_BYTES + unit % RLX_GROUPS * 32, lane, scales, least);
+      #pragma unroll
+      for (int i = 0; i < 8; i++) sums[i / 4][i % 4] += scales[i / 2] * parts[i / 4][i % 4];
+      for (int r = 0; r < 2; r++) less[r] = fmaf(least[r], total, less[r]);
+    } else {
+      less[0] = less[1] = total;
+      add(block + (v + unit) * RLX_TURN_BYTES, parts);
+    }
   }
+  if constexpr (RLX_SCALED) add(block, sums);
+}
+/* The sums of both units, with `less`, in the lanes of the first one. */
+template <int SPREAD> RLX_FN void rlx_add_units(rlx_digit_sums& all, int lane) {
+  if constexpr (RLX_HAS_LESS)
+    #pragma unroll
+    for (int row = 0; row < 4; row++) {
+      const float other = rlx_from(all.less[row % 2], 32, 1);
+      if (lane % 2 == 0) all.sum[row / 2][0][row % 2 * 2] += row < 2 ? all.less[row % 2] : other;
+    }
+  if constexpr (SPREAD == 2)
+    #pragma unroll
+    for (int i = 0; i < 8; i++) all.sum[i / 4][0][i % 4] += rlx_from(all.sum[i / 4][0][i % 4], 32, 2);
 }
 
 /* The power of two of which elements with a magnitude of at most `most` are multiples below 2^22, and its inverse. */
@@ -173,19 +195,19 @@ RLX_FN float rlx_unit(float most, float& inverse) {
 /* The digits of four adjacent elements, each digit `pitch` bytes from the one before; the sum of their unit, which 8 / RLX_GROUPS
    lanes hold. */
 RLX_FN void rlx_digits_4(unsigned char* to, int pitch, float* total, const float (&x)[4], float inverse, int lane) {
-  int all = 0;
-  uint32_t digits[4];
+  uint32_t all = 0, shifted[4];  // digits with 128 added
   #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const int one = __float2int_rn(x[e] * inverse);
-    all += one, digits[e] = (uint32_t)(one + 0x808080) ^ 0x808080u;
+  for (int e = 0; e < 4; e++) {  // rounded by the addition of 1.5 * 2^23, whose bits are 0x4b400000
+    shifted[e] = __float_as_uint(fmaf(x[e], inverse, 12582912.0f)) + (0x808080u - 0x4b400000u);
+    all += shifted[e];
   }
-  const uint32_t a = __byte_perm(digits[0], digits[1], 0x5140), b = __byte_perm(digits[2], digits[3], 0x5140);
-  *(uint32_t*)to = __byte_perm(a, b, 0x5410);
-  *(uint32_t*)(to + pitch) = __byte_perm(a, b, 0x7632);
-  *(uint32_t*)(to + 2 * pitch) = __byte_perm(__byte_perm(digits[0], digits[1], 0x0062), __byte_perm(digits[2], digits[3], 0x0062), 0x5410);
+  const uint32_t a = __byte_perm(shifted[0], shifted[1], 0x5140), b = __byte_perm(shifted[2], shifted[3], 0x5140);
+  *(uint32_t*)to = __byte_perm(a, b, 0x5410) ^ 0x80808080u;
+  *(uint32_t*)(to + pitch) = __byte_perm(a, b, 0x7632) ^ 0x80808080u;
+  const uint32_t high = __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
+  *(uint32_t*)(to + 2 * pitch) = high ^ 0x80808080u;
   for (int by = 4 / RLX_GROUPS; by > 0; by /= 2) all += rlx_from(all, 32, by);
-  if (lane % (8 / RLX_GROUPS) == 0) *total = (float)all;
+  if (lane % (8 / RLX_GROUPS) == 0) *total = (float)(int)(all - 32u / RLX_GROUPS * 0x808080u);
 }
 
 /* The weights of a turn, rounded to f16 or bf16, in lines of 128 bytes for each row of the panel: chunk n of 16 bytes of line r is at

@@ -21,18 +21,20 @@ HALVES = (0, 1)  # runs of a lane
 def of_lane(values: Sequence[int]) -> str:
     """The number of lane t of 4, as an expression."""
     a, b, c, d = values
-    if a == b == c == d:
-        return str(a)
-    if a == b and c == d:
-        return f"({a} + t / 2 * {c - a})"
-    return f"({a} + t * {b - a})" if [a + n * (b - a) for n in range(4)] == [a, b, c, d] else f"({a} + t % 2 * {b - a})"
+    assert d - c == b - a
+    if c - a == 2 * (b - a):
+        return f"({a} + t * {b - a})" if b - a else str(a)
+    steps = [f"{name} * {by}" for name, by in (("t / 2", c - a), ("t % 2", b - a)) if by]
+    return f"({' + '.join([str(a), *steps])})"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """How a warp reads a turn. `half`: the first or the second run of each lane."""
+    """How a warp reads a turn. `half`: the first or the second run of each lane. `part`: for products of digits, of which half of
+    the lanes have weights of one unit and half those of another; it is the first or the second part of both."""
 
     panel: Panel
+    part: int | None = None
 
     @property
     def bits(self) -> int:
@@ -50,7 +52,9 @@ class Turn:
 
     def runs(self, half: int) -> list[int]:
         """The number of a lane's run of four elements, for t = 0 to 3. All lanes of a half have elements of one scale."""
-        return [4 * half + t if self.groups == 2 else 2 * t + half for t in range(4)]
+        if self.part is None:
+            return [4 * half + t if self.groups == 2 else 2 * t + half for t in range(4)]
+        return [2 * t + half if self.groups == 2 else 4 * self.part + 2 * (t % 2) + half for t in range(4)]
 
     def dwords(self, part: int, half: int) -> tuple[int, ...]:
         """The number of the dword with the bits of part `part`."""
@@ -90,12 +94,14 @@ class Turn:
         `of_mins`. rlx_factors: scales and mins of the lane's rows."""
         p, f = self.panel, self.panel.packed
         count, each = len(f.numbers), p.each(f.scales)
-        smalls, inner = each + p.each(f.mins), f.block // p.step
+        smalls, inner, loads = each + p.each(f.mins), f.block // p.step, max(len(self.loads), len(Turn(p, 0).loads))
         lines = [
             f"constexpr int RLX_BITS = {self.bits}, RLX_ZERO = {f.zero}, RLX_GROUPS = {self.groups};",
             f"constexpr bool RLX_MINS = {str(f.mins is not None).lower()};",
             f"constexpr int RLX_LESS = {128 + f.zero if self.bits < 8 else 0};",
-            f"struct rlx_turn {{ uint32_t q[{len(self.loads)}][4]; uint2 number[{count}]; uint32_t small[{max(1, smalls)}]; }};",
+            "struct rlx_turn {",
+            f"  uint32_t q[{loads}][4]; uint2 number[{count}]; uint32_t small[{max(1, smalls)}];",
+            "};",
             "template <class From> RLX_FN void rlx_load_numbers(rlx_turn& a, const unsigned char* block, unsigned lane) {",
             *(f"  From::halves(a.number[{n}], block + {at} + lane / 4 * 8);" for n, at in enumerate(f.numbers)),
             "}",
@@ -105,8 +111,7 @@ class Turn:
             "template <class From> RLX_FN void rlx_load_integers(rlx_turn& a, const unsigned char* at, unsigned lane) {",
             "  const unsigned g = lane / 4, t = lane % 4;",
         ]
-        for n, (_, dwords) in enumerate(self.loads):
-            lines.append(f"  From::dwords(a.q[{n}], at + {p.dwords_at} + {of_lane(dwords)} * {4 * PANEL} + g * 16);")
+        lines += self.reading("From")
         lines += [
             "}",
             "template <class From>",
@@ -138,32 +143,66 @@ class Turn:
         for n in range(self.groups):
             lines.append(f"    scale[{n}][row] = {self.small(f.scales, n, 'by.of[0]') if f.scales else 'by.of[0][row]'};")
         lines += [f"    least[row] = {self.small(f.mins, each, 'by.of[1]') if f.mins else '0.0f'};", "  }", "}"]
-        return "\n".join([*lines, *self.unit_factors(), ""])
+        return "\n".join([*lines, *self.unit_words(), *self.unit_factors(), ""])
+
+    def reading(self, source: str) -> list[str]:
+        """The loads of a lane, of the turn at `at`."""
+        first = f"at + {self.panel.dwords_at} + {{}} * {4 * PANEL} + g * 16"
+        return [f"  {source}::dwords(a.q[{n}], {first.format(of_lane(at))});" for n, (_, at) in enumerate(self.loads)]
+
+    def unit_words(self) -> list[str]:
+        """rlx_unit_words: of part PART of the units of digits, four rows of both halves."""
+        lines = [
+            "template <int PART> RLX_FN void rlx_unit_words(uint32_t (&to)[2][4], const unsigned char* at, unsigned lane) {",
+            "  const unsigned g = lane / 4, t = lane % 4;",
+            "  rlx_turn a;",
+        ]
+        for part in range(2 // self.groups):
+            own = Turn(self.panel, part)
+            words = f"to[0][row] = {own.word(0)}, to[1][row] = {own.word(1)}"
+            lines += [f"  if constexpr (PART == {part}) {{", *own.reading("rlx_near")]
+            lines += ["    #pragma unroll", f"    for (int row = 0; row < 4; row++) {words};", "  }"]
+        return [*lines, "}"]
 
     def unit_factors(self) -> list[str]:
-        """rlx_unit_factors: of the lane's rows in group `group` of turn `turn`, the scale, and the factor of the sum of the left
-        operand. OWN: the turn has numbers of its own."""
+        """For a row of integers. rlx_unit_factors: the scales at `at`, of the lane's four rows, and of its two rows the factors
+        of the sum of the left operand, both without those of the block. rlx_block_factors: those."""
         p, f = self.panel, self.panel.packed
-        each = p.each(f.scales)
-        least = f" - {self.small(f.mins, each, 'now.of[1]')}" if f.mins else ""
-        return [
+        lines = [
             f"constexpr bool RLX_HAS_LESS = {str(bool(f.zero or f.mins)).lower()};",
-            "template <bool OWN> RLX_FN void rlx_unit_factors(const unsigned char* block, unsigned turn, unsigned group,",
-            "  unsigned lane, const rlx_numbers& by, float (&scale)[4], float (&less)[4]) {",
-            "  rlx_turn a;",
-            "  const unsigned char* const at = rlx_turn_at(block, turn) + lane / 4 * 4;",
-            "  rlx_numbers now = by;",
-            f"  if (OWN) rlx_load_numbers<rlx_near>(a, block + turn / {f.block // p.step} * {f.nbytes}, lane), "
-            "now = rlx_wide_numbers(a, 1.0f);",
-            *[f"  rlx_near::bytes(a.small[0], at + group * {PANEL});"] * bool(each),
-            *[f"  rlx_near::bytes(a.small[{each}], at + {each * PANEL});"] * bool(f.mins),
-            "  #pragma unroll",
-            "  for (int row = 0; row < 4; row++) {",
-            f"    scale[row] = {self.small(f.scales, 0, 'now.of[0]') if f.scales else 'now.of[0][row]'};",
-            f"    less[row] = {f'scale[row] * -{f.zero}.0f' if f.zero else '0'}{least};",
-            "  }",
-            "}",
+            f"constexpr bool RLX_SCALED = {str(f.scales is not None).lower()};",
+            f"constexpr int RLX_TURN_BYTES = {p.turn_bytes if f.scales else f.nbytes};",
         ]
+        if f.scales:
+            each, least = p.each(f.scales), self.small(f.mins or f.scales, 0, "").replace("[row] * ", "").replace("row", "r")
+            byte = "(int)__byte_perm(a.small[0], 0, 0x4440 + row)"
+            byte = "(int)(a.small[0] << 24 - 8 * row) >> 24" if f.scales.signed else byte
+            lines += [
+                "RLX_FN void rlx_unit_factors(const unsigned char* at, unsigned lane, int (&scale)[4], float (&less)[2]) {",
+                "  rlx_turn a;",
+                "  rlx_near::bytes(a.small[0], at + lane / 4 * 4);",
+                "  #pragma unroll",
+                f"  for (int row = 0; row < 4; row++) scale[row] = {byte};",
+                *[f"  rlx_near::bytes(a.small[0], at + {each * PANEL} + lane / 4 * 4);"] * bool(f.mins),
+                f"  for (int r = 0; r < 2; r++) less[r] = {least.replace('0x7440', '0x7440 + lane % 2 * 2')};",
+                "}",
+            ]
+        else:
+            lines += ["RLX_FN void rlx_unit_factors(const unsigned char*, unsigned, int (&)[4], float (&)[2]) {}"]
+        lines += [
+            "RLX_FN void rlx_block_factors(const unsigned char* block, unsigned lane, float (&scale)[4], float (&less)[2]) {",
+            "  uint2 number;",
+            f"  rlx_near::halves(number, block + {f.numbers[0]} + lane / 4 * 8);",
+            "  rlx_wide_4(scale, number);",
+        ]
+        if f.mins:
+            lines += [
+                f"  rlx_near::bytes(number.x, block + {f.numbers[1]} + lane / 4 * 8 + lane % 2 * 4);",
+                "  less[0] = -rlx_wide_f16((uint16_t)number.x), less[1] = -rlx_wide_f16((uint16_t)(number.x >> 16));",
+            ]
+        else:
+            lines += [f"  for (int r = 0; r < 2; r++) less[r] = (lane % 2 ? scale[2 + r] : scale[r]) * -{f.zero}.0f;"]
+        return [*lines, "}"]
 
 
 def turn_of(form: str) -> Turn:

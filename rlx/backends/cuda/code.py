@@ -90,7 +90,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     if attention.native_of(kernel):
         few = attention.launch(kernel, most=most, clusters=capability >= 90)
         return (flash.launch(kernel) if arch == "sm_90a" else None) or few
-    blocks = of_blocks(kernel, clusters=capability >= 90, most=most, boxes=arch == "sm_90a")
+    blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
     if found := (blocks if blocks and blocks.passes == 1 else None) or few_rows(kernel, most=most):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):

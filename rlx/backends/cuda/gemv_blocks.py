@@ -1,12 +1,14 @@
 """Products with quantised weights (rlx.ir.blocks.Panel) and few rows, bound by reading the weights once.
 
-A block takes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis, and so do the blocks of
-a cluster, which add their sums through shared memory in a fixed order. Every warp has a ring of pieces of panels, which it fills
-by bulk copies ahead of their use, also before earlier kernels have ended, and from one panel to the next. Weights become bf16
-without rounding: they are integers of at most 8 bits, those of fewer bits with 128 added, whose products with sums of the left
-operand are then subtracted. The left operand lies in shared memory as bf16 numbers that add up to it exactly, each in its own
-column of a tensor-core product, so products and sums are those of f32; many rows of f32 are rounded to bf16, unless that is
-forbidden. Sums of a turn are scaled in f32.
+A block takes panels of 32 columns, one after the other, for some rows. Its warps share the summed axis. So do several blocks, if
+panels are few and long: they tell one of them their sums in words of global memory, and it adds them in a fixed order. A block
+has a ring of stages: a bulk copy brings the pieces of several warps, ahead of their use, also before earlier kernels have ended,
+and from one panel to the next; the last warp that has used a stage starts the next copy to it.
+
+Weights become bf16 without rounding: they are integers of at most 8 bits, those of fewer bits with 128 added, whose products with
+sums of the left operand are then subtracted. The left operand lies in shared memory as bf16 numbers that add up to it exactly,
+each in its own column of a tensor-core product, so products and sums are those of f32; many rows of f32 are rounded to bf16,
+unless that is forbidden. Sums of a turn are scaled in f32. One row is multiplied as integers (blocks.h).
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from rlx.ir.dtype import f32
 from rlx.ir.kernel import Const, Contract, Kernel, Operand
 
 WARPS = 8
-ZEROS = 64  # bytes
-DIGITS, MOST_QUADS = 3, 8  # columns of a row as integers; runs of four elements that a thread keeps
+ZEROS = 256  # bytes: of the most turns that a warp takes at a time
+DIGITS, MOST_QUADS = 3, 14  # columns of a row as integers; runs of four elements that a thread keeps
 LINE, LINES_AT = 128, 1024  # bytes of a row of plain weights that a copy fetches; a multiple of which its place is
 PLAIN_ROWS, MOST_PLAIN, ROUNDED_ROWS = 4, 8, 32  # rows of plain weights that are multiplied here; of f32 that is rounded
 THREADS = 32 * WARPS
@@ -32,24 +34,29 @@ PIECES = {"bf16": 1, "f16": 2, "f32": 3}  # bf16 numbers that add up to one
 WHOLE_ROWS = 2  # of f32 that are not rounded: they fit into one tile of a product
 MOST_PIECES = 32  # of all rows of a block: four tiles of a product
 SHARED_BYTES, RESERVED = 228 << 10, 2 << 10  # of the blocks on a multiprocessor; of these, for other purposes in each
-RESIDENT, CLUSTERS = (2, 1), (1, 2, 4, 8)  # blocks of a multiprocessor, and of a cluster
-AT_ONCE = (8, 4, 2, 1)  # turns of a piece
-RING_BYTES, MOST_SLOTS = 100 << 10, 8  # of the rings on a multiprocessor; of a ring
+RESIDENT, SHARES = (2, 1), (1, 2, 4, 8)  # blocks of a multiprocessor; blocks that share the summed axis of a panel
+AT_ONCE, TEAMS = (8, 4, 2, 1), (1, 2)  # turns of a warp's piece of a stage; teams of warps that take stages by turns
+RING_BYTES, SLOTS, MOST_SLOTS = 96 << 10, 4, 8  # of a ring; its stages, from which copies do not wait for each other, and at most
+EARLY_BYTES = 40 << 10  # copied before the left operand is there, which more would delay
 UNROLLED = 4  # turns, with one tile
-PANEL_TURNS, COPY_TURNS = 2, 1.25  # the time of a panel besides its turns, and that of a bulk copy, in turns of a warp
+# Times in turns of a warp: of a panel and of a stage besides their turns, of sums that blocks tell each other (at all, and for
+# each panel), of four elements of the left operand as digits.
+PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, QUAD_TURNS = 1, 0.5, (15, 1), 2
 
 
 @dataclass(frozen=True)
 class BlocksLaunch(Launch):
-    """`rows` of a block; `cluster`: its blocks; `turns` of each; `at_once`: those of a piece; `slots` of a warp's ring.
-    `each`: clusters that share the panels of some rows. `resident`: blocks of a multiprocessor."""
+    """`rows` of a block. `shares`: blocks that share the summed axis of a panel, `turns` of it each. `at_once`: turns of a warp's
+    piece of a stage; `teams` of warps take stages by turns. `slots`: stages of the ring. `each`: blocks, or groups of them that
+    share panels, for the panels of some rows. `resident`: blocks of a multiprocessor."""
 
     rows: int = 1
-    cluster: int = 1
+    shares: int = 1
     turns: int = 1
     at_once: int = 1
-    each: int = 1
+    teams: int = 1
     slots: int = 2
+    each: int = 1
     resident: int = 2
 
     @property
@@ -66,12 +73,22 @@ class BlocksLaunch(Launch):
         return -(-self.contract.n // PANEL)
 
     @property
+    def first_slots(self) -> int:
+        """Stages that are copied before the left operand is there."""
+        return min(self.slots, max(1, EARLY_BYTES // self.stage))
+
+    @property
+    def stages(self) -> int:
+        """Of a panel, in a block."""
+        return -(-self.turns // self.whole)
+
+    @property
     def passes(self) -> int:
         return -(-self.contract.m // self.rows)
 
     @property
     def blocks(self) -> int:
-        return math.prod(n for _, n in self.kernel.grid) * self.passes * self.each * self.cluster
+        return math.prod(n for _, n in self.kernel.grid) * self.passes * self.each * self.shares
 
     @property
     def columns(self) -> int:
@@ -101,8 +118,8 @@ class BlocksLaunch(Launch):
 
     @property
     def at_once_added(self) -> bool:
-        """Whether the epilogue adds the sums of warps: it is in one block, which has room for those of two panels."""
-        return self.cluster == 1 and self.columns <= 8
+        """Whether the epilogue adds the sums of warps: there is room for those of two panels."""
+        return self.columns <= 8
 
     @property
     def plain(self) -> bool:
@@ -111,18 +128,18 @@ class BlocksLaunch(Launch):
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        found = _lines(self.kernel, self.contract) if self.plain else None
+        found = _lines(self.kernel, self.contract, self.whole) if self.plain else None
         return (found,) if found else ()
 
     @property
-    def item(self) -> int:
-        """Bytes of a piece of a panel: blocks, or the numbers of one and some of its turns."""
-        if self.plain:
-            return PANEL * self.at_once * STEP * 2
-        panel = self.panel
-        inner = panel.plain.block // STEP
-        blocks = panel.packed.nbytes * self.at_once // inner
-        return blocks if self.at_once % inner == 0 else panel.turns_at + self.at_once * panel.turn_bytes
+    def whole(self) -> int:
+        """Turns of a stage."""
+        return WARPS // self.teams * self.at_once
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage: whole blocks, or lines."""
+        return self.whole // self.inner * (PANEL * LINE if self.plain else self.panel.packed.nbytes)
 
     @property
     def panel(self) -> Panel:
@@ -146,9 +163,9 @@ class BlocksLaunch(Launch):
 
     @property
     def bytes(self) -> int:
-        """The left operand, sums of each warp, those of a panel and the one before it, the rings and their barriers."""
+        """The left operand, sums of each warp, those of a panel and the one before it, the ring, its barriers and counters."""
         locals_ = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
-        return locals_ + self.held + WARPS * self.slots * (self.item + 8) + LINES_AT * self.plain
+        return locals_ + self.held + self.slots * (self.stage + 16) + LINES_AT * self.plain
 
     @property
     def held(self) -> int:
@@ -172,11 +189,17 @@ class BlocksLaunch(Launch):
         return turn_of(weights(self.contract).blocks).groups
 
     @property
+    def told(self) -> int:
+        """Words for sums that blocks tell each other."""
+        return self.blocks // self.each * self.panels * self.rows * PANEL if self.shares > 1 else 0
+
+    @property
     def cost(self) -> float:
         """Turns of a warp, one after the other."""
-        copies = self.at_once // self.inner if self.plain else 1 if self.at_once % self.inner == 0 else 2
-        own = -(-self.turns // (WARPS * self.at_once)) * (self.at_once + COPY_TURNS * copies)
-        return -(-self.panels // self.each) * (own + (1 if self.at_once_added else PANEL_TURNS))
+        own = self.at_once + STAGE_TURNS * (SLOTS / min(SLOTS, self.slots)) ** 2
+        start = QUAD_TURNS * self.quads * self.digits + TOLD_TURNS[0] * (self.told > 0)
+        panel = -(-self.stages // self.teams) * own + PANEL_TURNS + TOLD_TURNS[1] * (self.shares > 1)
+        return start + -(-self.panels // self.each) * panel
 
 
 def weights(c: Contract) -> Operand:
@@ -190,22 +213,24 @@ def _pieces(c: Contract) -> int:
     return 1 if rounded or not b.blocks else PIECES[c.a.dtype.name]
 
 
-def _lines(kernel: Kernel, c: Contract) -> TensorMap | None:
-    """The rows of plain weights, for bulk copies of 64 elements of 32 of them; None: these cannot fetch them."""
+def _lines(kernel: Kernel, c: Contract, whole: int = WARPS) -> TensorMap | None:
+    """Lines of 64 elements of plain weights, for bulk copies of the lines of 32 rows in `whole` turns; None: these cannot fetch
+    them."""
     b = weights(c)
     if b.panel or b.row_stride != 1 or c.a.dtype != b.dtype or b.dtype.name not in ("f16", "bf16") or c.k % (LINE // 2):
         return None
     if b.col_stride % 8 or c.n < PANEL or not isinstance(b.offset, Const) or b.offset.value % 8 or len(kernel.grid):
         return None
-    dims, box = (c.k, c.n), (LINE // 2, PANEL)
-    return TensorMap(kernel.buffers.index(b.buffer), 2 * int(b.offset.value), b.dtype.name, dims, (2 * b.col_stride,), box)
+    dims, box = (LINE // 2, c.n, c.k // (LINE // 2)), (LINE // 2, PANEL, whole // (LINE // 2 // STEP))
+    first = 2 * int(b.offset.value)
+    return TensorMap(kernel.buffers.index(b.buffer), first, b.dtype.name, dims, (2 * b.col_stride, LINE), box)
 
 
 def of_blocks(
-    kernel: Kernel, multiprocessors: int = 132, clusters: bool = True, most: int = SHARED_BYTES - RESERVED, boxes: bool = True
+    kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES - RESERVED, boxes: bool = True
 ) -> BlocksLaunch | None:
-    """The launch of a product with quantised weights, or of a few rows with plain ones; None: it is none. `clusters`: the GPU has
-    clusters of blocks. `most`: bytes of shared memory of a block. `boxes`: it has bulk copies of tensors."""
+    """The launch of a product with quantised weights, or of a few rows with plain ones; None: it is none. `most`: bytes of shared
+    memory of a block. `boxes`: the GPU has bulk copies of tensors."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if c is None or c.rows or c.also or not isinstance(c.b, Operand) or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
         return None
@@ -216,32 +241,32 @@ def of_blocks(
     rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
     while rows:
         for resident in RESIDENT:
-            found = [_shared_out(kernel, rows, *how, resident, multiprocessors) for how in product(CLUSTERS, AT_ONCE)]
+            ways = (BlocksLaunch(kernel, THREADS, THREADS, rows=rows, resident=resident), multiprocessors)
+            found = [_shared_out(*ways, *how) for how in product(SHARES, AT_ONCE, TEAMS)]
             room = min(most, SHARED_BYTES // resident - RESERVED)
-            fits = [x for x in found if x and x.bytes <= room and (clusters or x.cluster == 1)]
+            fits = [x for x in found if x and x.bytes <= room]
             if fits and (resident == 1 or fits[0].tiles == 1):
                 best = min(fits, key=lambda x: x.cost)
-                return replace(best, shared=best.bytes)
+                return replace(best, shared=best.bytes, counters=2 * best.told)
         rows //= 2
     return None
 
 
-def _shared_out(
-    kernel: Kernel, rows: int, cluster: int, at_once: int, resident: int, multiprocessors: int
-) -> BlocksLaunch | None:
-    """The launch with at most `resident` blocks on a multiprocessor, if turns can be divided in this way."""
-    at = BlocksLaunch(kernel, THREADS, THREADS, rows=rows, cluster=cluster, at_once=at_once, resident=resident)
+def _shared_out(at: BlocksLaunch, multiprocessors: int, shares: int, at_once: int, teams: int) -> BlocksLaunch | None:
+    """The launch with as many blocks as may be at once, if turns can be divided in this way."""
+    at = replace(at, shares=shares, at_once=at_once, teams=teams)
     turns, inner = at.contract.k // STEP, at.inner
-    if at.plain and at_once % inner:
+    if turns % at_once or at.whole % inner:
         return None
-    if turns % at_once or (at_once % inner and inner % at_once):
-        return None
-    usable = multiprocessors if cluster <= 2 else multiprocessors * 10 // 11  # 15 clusters of 8, or 30 of 4, are there at once
-    each = max(1, resident * usable // at.blocks)
+    each = max(1, at.resident * multiprocessors // at.blocks)
     each = -(-at.panels // -(-at.panels // each))  # as few as take the panels in as many rounds
-    at = replace(at, turns=-(-turns // (cluster * at_once)) * at_once, each=each, slots=0)
-    left = min(RING_BYTES // resident, SHARED_BYTES // resident - RESERVED - at.bytes)
-    return replace(at, slots=min(MOST_SLOTS, max(2, left // (WARPS * (at.item + 8)))))
+    whole = at.whole if at.plain else max(at_once, inner)
+    at = replace(at, turns=-(-turns // (shares * whole)) * whole, each=each, slots=0)
+    if at.turns * (shares - 1) >= turns:  # a block would have no part
+        return None
+    left = min(RING_BYTES, SHARED_BYTES // at.resident - RESERVED - at.bytes)
+    slots = min(MOST_SLOTS, max(2, left // (at.stage + 16)))
+    return replace(at, slots=slots // teams * teams)  # a stage of the ring is of one team
 
 
 __all__ = ["BlocksLaunch", "of_blocks", "weights"]

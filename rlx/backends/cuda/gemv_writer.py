@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlx.backends.cuda.blocks import FOLDER, turn_of
+from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv_blocks import LINE, LINES_AT, THREADS, UNROLLED, WARPS, ZEROS, BlocksLaunch, weights
 from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.rows import Key, key_of
+from rlx.backends.cuda.vectors import loads
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.dtype import f16, f32, index_
-from rlx.ir.kernel import Computed, Contract, Expr, Load, Stmt, Var, const, k
+from rlx.ir.kernel import Computed, Contract, Expr, Load, Stmt, Var, const, k, walk
+
+FETCHED = 64  # elements that a thread loads before it uses the first
 
 
 class BlocksWriter(CudaWriter):
@@ -28,8 +33,8 @@ class BlocksWriter(CudaWriter):
     def coordinates(self) -> Iterator[str]:
         at = self.launch
         yield "const int me = threadIdx.x, warp = me / 32, lane = me % 32, g = lane / 4, t = lane % 4;"
-        yield f"const int part = blockIdx.x % {at.cluster}, slot = blockIdx.x / {at.cluster} % {at.each};"
-        yield f"rlx_index point = blockIdx.x / {at.cluster * at.each};"
+        yield f"const int part = blockIdx.x % {at.shares}, slot = blockIdx.x / {at.shares} % {at.each};"
+        yield f"rlx_index point = blockIdx.x / {at.shares * at.each};"
         yield f"const int row0 = point % {at.passes} * {at.rows};"
         yield f"point /= {at.passes};"
         for var, extent in reversed(self.kernel.grid):
@@ -49,61 +54,56 @@ class BlocksWriter(CudaWriter):
         self.line(f"float* const of_panel = of_warps + {WARPS * at.columns * at.sum_pitch};")
         held = used + at.held
         pad = f" + (-(rlx_ring_at(rlx_shared) + {held}) & {LINES_AT - 1})" if at.plain else ""
-        self.line(f"unsigned char* const rings = rlx_shared + {held}{pad}, *const ring = rings + warp * {at.slots * at.item};")
-        self.line(f"uint64_t* const filled = (uint64_t*)(rings + {WARPS * at.slots * at.item}) + warp * {at.slots};")
+        self.line(f"unsigned char* const ring = rlx_shared + {held}{pad};")
+        self.line(f"uint64_t* const filled = (uint64_t*)(ring + {at.slots * at.stage});")
+        self.line(f"uint64_t* const used = filled + {at.slots};")
 
     def begin(self) -> None:
         """The first copies may be in flight before earlier kernels have ended."""
         at, turns = self.launch, self.contract.k // STEP
         self.line(f"const int first = part * {at.turns}, last = {turns} - first < {at.turns} ? {turns} : first + {at.turns};")
-        self.line(f"const int own = first + warp * {at.at_once};")
         if not at.plain:
             start = f"{self.names[self.weights.buffer]} + {self.value(self.weights.offset)}"
             self.line(f"const unsigned char* const weights = {start};")
-        self.line("int coming = slot, next = own;  // panel and turn of the next copy")
-        with self.scope(["const auto fetch = [&](int place) {"]):
+        self.line(f"const int stages = (last - first + {at.whole - 1}) / {at.whole};  // of a panel")
+        for name, of in (("begin", "slot"), ("end", "slot + 1")):
+            self.line(f"const int {name} = ({of}) * {at.panels} / {at.each} * stages;")
+        with self.scope(["const auto fetch = [&](int number) {  // starts the copy of that stage"]):
             self.fetch(turns)
         self.lines[-1] += ";"
-        self.line("const auto start = [&]() {")
-        self.line(f"  for (int place = 0; place < {at.slots}; place++) fetch(place);")
-        self.line("};")
-        self.line(f"rlx_ring_begin(filled, {at.slots}, lane);")
-        self.line("if (early) start();")
-        self.line("rlx_begin();")
-        self.line("// copies end before the block does")
+        self.line(f"if (warp == 0) rlx_ring_begin(filled, {at.slots}, {WARPS // at.teams}, lane);")
+        self.line("if (!early) rlx_begin();")
+        self.line("#pragma unroll 1")
+        self.line(f"for (int place = 0; warp == 0 && place < {at.first_slots}; place++) fetch(begin + place);")
+        self.line("if (early) rlx_begin();")
+        with self.scope(["const auto leave = [&]() {  // copies end before the block does"]):
+            self.line("__syncthreads();")
+            self.line(f"for (int place = 0; place < {at.first_slots} && begin + place < end; place++)")
+            self.line("  rlx_ring_await(filled + place, 0);")
+        self.lines[-1] += ";"
         with self.scope(["if (rlx_halted(halt)) {"]):
-            own = f"first + (warp + {WARPS} * place) * {at.at_once} < last || coming > slot"
-            self.line(f"for (int place = 0; early && place < {at.slots} && ({own}); place++)")
-            self.line("  rlx_ring_await<1>(filled + place, 0);")
+            self.line("leave();")
             self.line("return;")
-        self.line("if (!early) start();")
 
     def fetch(self, turns: int) -> None:
-        """Start the copy of a piece to place `place` of the ring."""
         at, inner = self.launch, self.launch.inner
-        with self.scope([f"if (next < last && coming < {at.panels}) {{"]):
-            self.line(f"unsigned char* const to = ring + place * {at.item};")
-            self.line(f"rlx_ring_expect(filled + place, {at.item}, lane);")
-            if at.plain:
-                self.line(f"for (int n = 0; n < {at.at_once // inner}; n++)")
-                box = f"next * {STEP} + n * {LINE // 2}, coming * {PANEL}, lane"
-                self.line(f"  rlx_ring_box(to + n * {PANEL * LINE}, &lines, filled + place, {box});")
-            elif at.at_once % inner == 0:
-                self.line(f"rlx_ring_copy(to, {self.block_at(turns)}, {at.item}, filled + place, lane);")
-            else:
-                p = at.panel
-                self.line(f"const unsigned char* const block = {self.block_at(turns)};")
-                self.line(f"rlx_ring_copy(to, block, {p.turns_at}, filled + place, lane);")
-                source = f"block + {p.turns_at} + next % {inner} * {p.turn_bytes}"
-                self.line(f"rlx_ring_copy(to + {p.turns_at}, {source}, {at.item - p.turns_at}, filled + place, lane);")
-            self.line(f"next += {WARPS * at.at_once};")
-            self.line(f"if (next >= last) next = own, coming += {at.each};")
-        self.line("rlx_ring_end();")
+        self.line("if (number >= end) return;")
+        self.line(f"const int panel = number / stages, turn = first + number % stages * {at.whole};")
+        self.line(f"const int place = (number - begin) % {at.slots};")
+        self.line(f"unsigned char* const to = ring + place * {at.stage};")
+        if at.plain:
+            self.line(f"rlx_ring_expect(filled + place, {at.stage}, lane);")
+            self.line(f"rlx_ring_box(to, &lines, filled + place, panel * {PANEL}, turn / {inner}, lane);")
+            return
+        size = f"(last - turn < {at.whole} ? last - turn : {at.whole}) / {inner} * {at.panel.packed.nbytes}"
+        self.line(f"const int size = {size};")
+        self.line("rlx_ring_expect(filled + place, size, lane);")
+        self.line(f"rlx_ring_copy(to, {self.block_at(turns)}, size, filled + place, lane);")
 
     def block_at(self, turns: int) -> str:
-        """Where the block of the next piece begins."""
+        """Where the block with turn `turn` of panel `panel` begins."""
         inner = self.launch.inner
-        return f"weights + ((size_t)coming * {turns // inner} + next / {inner}) * {self.launch.panel.packed.nbytes}"
+        return f"weights + ((size_t)panel * {turns // inner} + turn / {inner}) * {self.launch.panel.packed.nbytes}"
 
     def statement(self, s: Stmt) -> None:
         if not isinstance(s, Contract):
@@ -111,24 +111,33 @@ class BlocksWriter(CudaWriter):
         at = self.launch
         most = self.limit(s.i, s.m) or str(s.m)
         self.line(f"const int rows = {most} - row0 < {at.rows} ? {most} - row0 : {at.rows};")
-        self.line("if (rows <= 0) return;")
+        if at.passes > 1 or most != str(s.m):
+            with self.scope(["if (rows <= 0) {"]):
+                self.line("leave();")
+                self.line("return;")
         self.stage(s)
         self.line(f"if (me < {ZEROS // 4}) ((uint32_t*)zeros)[me] = 0;")
         self.line("__syncthreads();")
         with self.alone():
-            self.line(f"const unsigned char* x_at[{at.tiles}];")
-            self.line("#pragma unroll")
-            self.line(f"for (int n = 0; n < {at.tiles}; n++)")
-            column = f"(g + 8 * n) % {8 // at.spread}" if at.spread > 1 else "g + 8 * n"
-            self.line(f"  x_at[n] = rlx_x + ({column} < {at.columns} ? {column} : 0) * {at.pitch};")
-            self.line("int place = 0, phase = 0;")
-            head = f"for (int panel = slot, round = 0; panel < {at.panels}; panel += {at.each}, round++) {{"
+            self.line("#pragma unroll 1")
+            self.line(f"for (int place = {at.first_slots}; warp == 0 && place < {at.slots}; place++) fetch(begin + place);")
+            self.line(f"const int within = warp % {WARPS // at.teams} * {at.at_once};  // turns of a stage before the warp's")
+            if not at.plain:
+                self.line(f"const unsigned char* const own = ring + within / {at.inner} * {at.panel.packed.nbytes};")
+            if at.digits:
+                self.digits_at()
+            else:
+                self.line(f"const unsigned char* x_at[{at.tiles}];")
+                self.line("#pragma unroll")
+                self.line(f"for (int n = 0; n < {at.tiles}; n++)")
+                self.line(f"  x_at[n] = rlx_x + (g + 8 * n < {at.columns} ? g + 8 * n : 0) * {at.pitch};")
+            self.line(f"int number = begin + warp / {WARPS // at.teams}, place = number - begin, phase = 0;")
+            head = "for (int panel = begin / stages, round = 0; panel * stages < end; panel++, round++) {"
             with self.scope(["#pragma unroll 1", head]):
+                self.line("const int from = panel * stages;")
                 self.products()
                 self.add_up()
                 self.finish()
-            if at.cluster > 1:
-                self.line("rlx_cluster_sync();  // the other blocks have read this one's memory")
         return None
 
     # -- the left operand
@@ -163,17 +172,21 @@ class BlocksWriter(CudaWriter):
         at, row, column = self.launch, Var("row", index_), Var("column", index_)
         self.names[row] = "(rlx_index)row0"
         body: tuple[Stmt, ...] = ()
+        head = ["#pragma unroll", f"for (int q = 0; q < {at.quads}; q++) {{"]
+        fetched: dict[Key, str] = {}
         if isinstance(c.a, Computed):
             self.names[c.a.row] = self.names[c.i] = self.names[row]
-            self.block(c.a.before)
             column, body, value = c.a.column, tuple(c.a.body), k.cast(k.cast(c.a.value, c.a.dtype), f32)
+            self.alive.append(value)
+            fetched = self.fetched_ahead(c, head)
+            self.block(c.a.before)
         else:
             index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
             value = k.cast(Load(c.a.buffer, index), f32)
-        self.alive.append(value)
+            self.alive.append(value)
+        self.registers, self.loaded, self.round = fetched, set(fetched), "q"
         name = self.name(column, "i")
         self.line(f"float four[{at.quads}][4] = {{}}, most = 0;")
-        head = ["#pragma unroll", f"for (int q = 0; q < {at.quads}; q++) {{"]
         with self.scope(head), self.alone():
             self.line(f"const rlx_index {name}_0 = first * {STEP} + (me + q * {THREADS}) * 4;")
             with self.scope([f"if ({name}_0 < last * {STEP}) {{"]):
@@ -186,6 +199,26 @@ class BlocksWriter(CudaWriter):
             self.line(f"const int quad = me + q * {THREADS};")
             self.line(f"if (quad < {-(-at.turns * STEP // 128) * 32})")
             self.line(f"  rlx_digits_4(rlx_x + quad * 4, {at.pitch}, totals + quad / {8 // at.groups}, four[q], inverse, lane);")
+
+    def fetched_ahead(self, c: Contract, head: list[str]) -> dict[Key, str]:
+        """Arrays of what a thread loads to compute its elements, in front of the sums that they wait for."""
+        at, a, found = self.launch, c.a, dict[Key, Load]()
+        assert isinstance(a, Computed)
+        known = {a.column, a.row, c.i, *(v for v, _ in self.kernel.grid)}
+        for x in loads(a.body, [a.value], a.column, 4):
+            if x.guard is None and not any(isinstance(e, Load) or (isinstance(e, Var) and e not in known) for e in walk(x.index)):
+                found[key_of(x, a.column)] = x
+        if len(found) * at.quads * 4 > FETCHED:
+            return {}
+        names = {key: self.fresh("q") for key in found}
+        for key, x in found.items():
+            self.line(f"{CUDA.element(x.buffer.dtype)} {names[key]}[{at.quads}][4];")
+        with self.scope(head):
+            self.line(f"const rlx_index d = first * {STEP} + (me + q * {THREADS}) * 4;")
+            self.line(f"if (d >= last * {STEP}) continue;")
+            for key, x in found.items():
+                self.line(f"rlx_fetch<4>({names[key]}[q], {self.names[x.buffer]} + {self.at_first(x.index, a.column, 'd')});")
+        return names
 
     def split(self, body: tuple[Stmt, ...], value: Expr, column: Var, first: str) -> None:
         """Store four elements as bf16 (or f16) numbers that add up to them."""
@@ -201,58 +234,65 @@ class BlocksWriter(CudaWriter):
     # -- the products
 
     def products(self) -> None:
-        """A piece is replaced by a later one, of this panel or another, as soon as it is used."""
+        """The last warp that has used a stage fills it again, with a later one of this panel or another."""
         at = self.launch
-        self.line(f"float sum[2][{at.tiles}][4] = {{}};")
-        with self.scope(["#pragma unroll 1", f"for (int u = own; u < last; u += {WARPS * at.at_once}) {{"]):
-            self.line(f"rlx_ring_await<{at.slots}>(filled + place, phase);")
-            self.plain_turns() if at.plain else self.block_turns()
-            self.line("__syncwarp();")
-            self.line("fetch(place);")
-            self.line(f"if (++place == {at.slots}) place = 0, phase ^= 1;")
+        self.line("rlx_digit_sums sums;" if at.digits else f"float sum[2][{at.tiles}][4] = {{}};")
+        with self.scope(["#pragma unroll 1", f"for (; number < from + stages; number += {at.teams}) {{"]):
+            self.line("rlx_ring_await(filled + place, phase);")
+            self.line(f"const int u = (number - from) * {at.whole} + within;")
+            with self.scope(["if (first + u < last) {"]):
+                self.plain_turns() if at.plain else self.block_turns()
+            self.line(f"if (rlx_ring_used(used + place, lane)) fetch(number + {at.slots});")
+            self.line(f"if ((place += {at.teams}) >= {at.slots}) place -= {at.slots}, phase ^= 1;")
+
+    def digits_at(self) -> None:
+        """Where the lane finds its digits, or zeros."""
+        at = self.launch
+        self.line("// the lane's weights and its column are of one unit")
+        self.line(f"const bool mine = g / 4 == t / 2 && g % 4 < {at.columns};")
+        place = f"g % 4 * {at.pitch} + t / 2 * {STEP // at.groups} + t % 2 * 8"
+        self.line(f"const unsigned char* const digits = mine ? rlx_x + {place} : zeros;")
+        self.line("const int moves = mine ? ~0 : 0;")
 
     def plain_turns(self) -> None:
         at, inner = self.launch, self.launch.inner
+        how = f"{str(self.contract.a.dtype == f16).lower()}, {min(inner, at.at_once)}"
         with self.scope(["#pragma unroll", f"for (int v = 0; v < {at.at_once}; v += {inner}) {{"]):
-            self.line(f"const unsigned char* const block = ring + place * {at.item} + v / {inner} * {PANEL * LINE};")
-            f16s = str(self.contract.a.dtype == f16).lower()
-            self.line(f"rlx_multiply_lines<{f16s}>(block, g, t, x_at, (u - first + v) * {2 * STEP}, sum);")
+            line = f"(within + v) / {inner} * {PANEL * LINE}"
+            half, place = f"within % {inner}", f"(u + v) / {inner} * {LINE}"
+            self.line(f"rlx_multiply_lines<{how}>(ring + place * {at.stage} + {line}, {half}, g, t, x_at, {place}, sum);")
 
     def block_turns(self) -> None:
         at, inner, p = self.launch, self.launch.inner, self.launch.panel
-        self.line("rlx_numbers numbers;")
+        self.line(f"const unsigned char* const piece = own + place * {at.stage};")
         if at.digits:
             return self.digit_turns()
+        self.line("rlx_numbers numbers;")
         with self.scope([f"#pragma unroll {UNROLLED // at.tiles or 1}", f"for (int v = 0; v < {at.at_once}; v++) {{"]):
-            self.line(f"const unsigned char* const block = ring + place * {at.item} + v / {inner} * {p.packed.nbytes};")
+            self.line(f"const unsigned char* const block = piece + v / {inner} * {p.packed.nbytes};")
             self.line("rlx_turn turn;")
-            with self.scope([f"if (v % {inner} == 0) {{"]):
+            with self.scope([f"if (v % {min(inner, at.at_once)} == 0) {{"]):
                 self.line("rlx_load_numbers<rlx_near>(turn, block, lane);")
                 self.line(f"numbers = rlx_wide_numbers(turn, {1 / (128 + p.packed.zero)!r}f);")
-            self.line(f"rlx_load_turn<rlx_near>(turn, block, v % {inner}, lane);")
-            self.line(f"rlx_multiply_turn(turn, numbers, t, x_at, (u - first + v) * {2 * STEP}, sum);")
+            self.line(f"rlx_load_turn<rlx_near>(turn, block, within % {inner} + v % {inner}, lane);")
+            self.line(f"rlx_multiply_turn(turn, numbers, t, x_at, (u + v) * {2 * STEP}, sum);")
+        return None
 
     def digit_turns(self) -> None:
-        at, inner = self.launch, self.launch.inner
-        self.line(f"const unsigned char* const block = ring + place * {at.item};")
-        own = inner == 1
-        if not own:
-            self.line("rlx_turn head;")
-            self.line("rlx_load_numbers<rlx_near>(head, block, lane);")
-            self.line("numbers = rlx_wide_numbers(head, 1.0f);")
-        with self.scope(["#pragma unroll", f"for (int v = 0; v < {at.at_once}; v += {max(1, at.spread // at.groups)}) {{"]):
-            place = f"x_at[0] + (u - first + v) * {STEP}, zeros, totals + (u - first + v) * {at.groups}, sum"
-            self.line(f"rlx_multiply_units<{at.spread}, {str(own).lower()}>(block, v, numbers, lane, {place});")
+        at = self.launch
+        how = f"{at.spread}, {at.at_once}"
+        turns = f"piece + {at.panel.turns_at} + within % {at.inner} * {at.panel.turn_bytes}"
+        self.line(f"rlx_add_turns<{how}>(sums, piece, {turns}, lane, digits + (u & moves) * {STEP}, totals + u * {at.groups});")
 
     # -- sums of warps and blocks
 
     def add_up(self) -> None:
         """all[column][row of the panel]: the sums of the warps."""
         columns, sums, added = self.launch.columns, self.launch.columns * PANEL, self.launch.at_once_added
-        if self.launch.spread > 1:
-            self.line(f"rlx_add_units<{self.launch.spread}>(sum);")
         scaled = ""
         if self.launch.digits:
+            self.line(f"rlx_add_units<{self.launch.spread}>(sums, lane);")
+            self.line("auto& sum = sums.sum;")
             self.line("const float by_digit[2] = {t ? unit * 65536 : unit, unit * 256};")
             scaled = " * by_digit[e % 2]"
         self.line(f"float* const all = of_{'warps' if added else 'panel'} + round % 2 * {sums * (WARPS if added else 1)};")
@@ -271,15 +311,14 @@ class BlocksWriter(CudaWriter):
             self.line("#pragma unroll")
             self.line(f"for (int w = 1; w < {WARPS}; w++) sum += one[w * {columns * pitch}];")
             self.line("all[e] = sum;")
-        self.line("rlx_cluster_sync();" if self.launch.cluster > 1 else "__syncthreads();")
+        self.line("__syncthreads();")
 
     def finish(self) -> None:
-        """The epilogue of a panel, in one block of the cluster."""
+        """The epilogue of a panel, in one of the blocks that share it."""
         at, c = self.launch, self.contract
         pieces = at.pieces
-        # another warp of another block begins with each panel
-        first = f"(me + {PANEL} * round) % {THREADS} + (part + round) % {at.cluster} * {THREADS}"
-        with self.scope([f"for (int e = {first}; e < {at.rows * PANEL}; e += {THREADS * at.cluster}) {{"]):
+        first = f"(me + {PANEL} * round) % {THREADS}"  # another warp begins with each panel
+        with self.scope([f"for (int e = {first}; e < {at.rows * PANEL}; e += {THREADS}) {{"]):
             self.line(f"const int r = e / {PANEL}, j = panel * {PANEL} + e % {PANEL};")
             self.line(f"if (r >= rows || j >= {c.n}) continue;")
             self.line("float result = 0;")
@@ -288,19 +327,23 @@ class BlocksWriter(CudaWriter):
                 self.line("#pragma unroll")
                 self.line(f"for (int w = 0; w < {WARPS}; w++)")
                 self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += ({place})[w * {at.columns * PANEL}];")
-            elif at.cluster > 1:
-                self.line("#pragma unroll")
-                self.line(f"for (int other = 0; other < {at.cluster}; other++)")
-                self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += rlx_of_block({place}, other);")
             else:
                 self.line(f"for (int piece = 0; piece < {pieces}; piece++) result += *({place});")
+            if at.told:
+                self.exchange()
             self.names[c.i], self.names[c.j] = self.fix("i", index_, "row0 + r"), self.fix("j", index_, "j")
             self.names[c.acc] = "result"
             self.block(c.epilogue)
 
-    @property
-    def attributes(self) -> str:  # type: ignore[override]
-        return f"__cluster_dims__({self.launch.cluster}) " if self.launch.cluster > 1 else ""
+    def exchange(self) -> None:
+        """The first of the blocks that share a panel adds the sums that the others tell it."""
+        at, own = self.launch, self.launch.rows * PANEL
+        place = f"(blockIdx.x / {at.shares * at.each} * {at.panels} + panel) * {at.shares} + part"
+        self.line(f"uint64_t* const word = (uint64_t*)rlx_counters + (size_t)({place}) * {own} + e;")
+        with self.scope(["if (part) {"]):
+            self.line("rlx_tell(word, result);")
+            self.line("continue;")
+        self.line(f"rlx_hear<{at.shares - 1}>(result, word + {own}, {own});")
 
     def function(self, name: str, member: bool = False) -> str:
         plain = (FOLDER / "ring.h").read_text() if self.launch.plain else ""

@@ -1,14 +1,10 @@
 /* Products of a few rows with weights that pass through rings in shared memory (gemv_blocks.py). */
-/* A warp's ring in shared memory. From 9.0 on one lane starts bulk copies, which complete on a barrier of their slot; before, all
-   lanes copy 16 bytes at a time, and a slot is a group of copies. */
+/* A block's ring in shared memory. From 9.0 on one lane starts a bulk copy of a stage, which completes on the stage's barrier;
+   before, a warp copies 16 bytes with each lane at a time. */
 struct __align__(64) rlx_ring_map { unsigned long long opaque[16]; };
-#if __CUDA_ARCH__ >= 900
 RLX_FN uint32_t rlx_ring_at(const void* shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
-RLX_FN void rlx_ring_begin(uint64_t* filled, int slots, int lane) {
-  if (lane < slots) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(rlx_ring_at(filled + lane)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-}
+#if __CUDA_ARCH__ >= 900
+constexpr int RLX_RING_ARRIVALS = 1;
 RLX_FN void rlx_ring_expect(uint64_t* filled, int bytes, int lane) {
   if (lane == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(rlx_ring_at(filled)), "r"(bytes) : "memory");
@@ -20,34 +16,53 @@ RLX_FN void rlx_ring_copy(void* to, const void* from, int bytes, uint64_t* fille
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
     ::"r"(rlx_ring_at(to)), "l"(from), "r"(bytes), "r"(rlx_ring_at(filled)), "l"(once) : "memory");
 }
-RLX_FN void rlx_ring_box(void* to, const rlx_ring_map* map, uint64_t* filled, int element, int row, int lane) {
+RLX_FN void rlx_ring_box(void* to, const rlx_ring_map* map, uint64_t* filled, int row, int line, int lane) {
   if (lane) return;
   uint64_t once;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   asm volatile(
-    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-    ::"r"(rlx_ring_at(to)), "l"(map), "r"(rlx_ring_at(filled)), "r"(element), "r"(row), "l"(once) : "memory");
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;"
+    ::"r"(rlx_ring_at(to)), "l"(map), "r"(rlx_ring_at(filled)), "r"(0), "r"(row), "r"(line), "l"(once) : "memory");
 }
-RLX_FN void rlx_ring_end() {}
-template <int SLOTS> RLX_FN void rlx_ring_await(uint64_t* filled, int phase) {
-  asm volatile(
-    "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra out; bra again; out: }"
-    ::"r"(rlx_ring_at(filled)), "r"(phase) : "memory");
-}
+#define RLX_RING_TRY "mbarrier.try_wait"
 #else
-RLX_FN void rlx_ring_begin(uint64_t*, int, int) {}
+constexpr int RLX_RING_ARRIVALS = 32;
 RLX_FN void rlx_ring_expect(uint64_t*, int, int) {}
-RLX_FN void rlx_ring_copy(void* to, const void* from, int bytes, uint64_t*, int lane) {
+RLX_FN void rlx_ring_copy(void* to, const void* from, int bytes, uint64_t* filled, int lane) {
   for (int at = lane * 16; at < bytes; at += 512)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-      ::"r"((uint32_t)__cvta_generic_to_shared((char*)to + at)), "l"((const char*)from + at) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(rlx_ring_at((char*)to + at)), "l"((const char*)from + at) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(rlx_ring_at(filled)) : "memory");
 }
-RLX_FN void rlx_ring_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int SLOTS> RLX_FN void rlx_ring_await(uint64_t*, int) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+#define RLX_RING_TRY "mbarrier.test_wait"
+#endif
+RLX_FN void rlx_ring_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(rlx_ring_at(barrier)), "r"(arrivals) : "memory");
+}
+/* Barriers of the stages: behind those of copies those of their uses, by some warps each. */
+RLX_FN void rlx_ring_begin(uint64_t* filled, int slots, int users, int lane) {
+  if (lane < slots) rlx_ring_init(filled + lane, RLX_RING_ARRIVALS), rlx_ring_init(filled + slots + lane, users);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   __syncwarp();
 }
+RLX_FN void rlx_ring_await(uint64_t* filled, int phase) {
+  asm volatile(
+    "{ .reg .pred done; again: " RLX_RING_TRY ".parity.shared.b64 done, [%0], %1; @done bra out; bra again; out: }"
+    ::"r"(rlx_ring_at(filled)), "r"(phase) : "memory");
+}
+/* A warp has used a stage. True if all others have. */
+RLX_FN bool rlx_ring_used(uint64_t* used, int lane) {
+  int left = 0;
+  __syncwarp();
+  if (lane == 0)
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%1]; mbarrier.pending_count.b64 %0, state; }"
+      : "=r"(left) : "r"(rlx_ring_at(used)) : "memory");
+#if __CUDA_ARCH__ < 900
+  left = __shfl_sync(0xffffffffu, left, 0);
 #endif
+  return left == 1;
+}
 
 /* sum += a @ b: 16 rows by 8 columns, 16 deep, of bf16 or f16. */
 template <bool F16 = false> RLX_FN void rlx_multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
@@ -59,12 +74,13 @@ template <bool F16 = false> RLX_FN void rlx_multiply(float (&sum)[4], uint32_t a
 }
 
 /* 64 elements of the 32 rows of a panel, as a bulk copy brings them: lines of 128 bytes, chunk n of line r at n ^ (r % 8).
-   Lane 4 * g + t has rows g + 8 * r, and of each two adjacent chunks. sum += the products. */
-template <bool F16, int TILES> RLX_FN void rlx_multiply_lines(
-  const unsigned char* lines, int g, int t, const unsigned char* const (&x_at)[TILES], int at, float (&sum)[2][TILES][4]
+   Lane 4 * g + t has rows g + 8 * r, and of each two adjacent chunks, HALVES from the first-th. sum += the
+   products. */
+template <bool F16, int HALVES, int TILES> RLX_FN void rlx_multiply_lines(
+  const unsigned char* lines, int first, int g, int t, const unsigned char* const (&x_at)[TILES], int at, float (&sum)[2][TILES][4]
 ) {
   #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int half = first; half < first + HALVES; half++) {
     uint4 x[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; n++) x[n] = *(const uint4*)(x_at[n] + at + t * 32 + half * 16);
@@ -107,14 +123,24 @@ template <int PIECES, bool F16, bool SWAPPED> RLX_FN void rlx_split_4(unsigned c
   }
 }
 
-/* Blocks of a cluster. */
-RLX_FN void rlx_cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+/* A sum for another block, with a mark. Words are zero between launches. */
+RLX_FN void rlx_tell(uint64_t* word, float sum) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"((uint64_t)1 << 32 | __float_as_uint(sum)) : "memory");
 }
-RLX_FN float rlx_of_block(const float* shared, int block) {
-  uint32_t at = (uint32_t)__cvta_generic_to_shared(shared), there;
-  float out;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(out) : "r"(there) : "memory");
-  return out;
+/* result += the sums in COUNT words, which are `step` words apart, in their order. */
+template <int COUNT> RLX_FN void rlx_hear(float& result, uint64_t* word, int step) {
+  uint64_t got[COUNT];
+  bool all;
+  do {
+    all = true;
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(got[n]) : "l"(word + n * step) : "memory");
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) all = all && got[n] >> 32;
+  } while (!all);
+  #pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word + n * step), "l"((uint64_t)0) : "memory");
+    result += __uint_as_float((uint32_t)got[n]);
+  }
 }
