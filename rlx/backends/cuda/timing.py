@@ -1,7 +1,7 @@
 """A run with times: a CUDA graph of its launches with events of the GPU between them.
 
 Launches then wait for each other completely, where those of a run may begin while the one before them ends. So a measured run
-takes longer than others, by a microsecond or so for each launch.
+takes longer than others, by 2.5 to 4 microseconds for each launch on an H200; these are in the times of the steps.
 """
 
 from __future__ import annotations
