@@ -230,8 +230,10 @@ def test_blocks_share_the_places_of_sums_by_index(dims, chosen, axis):
         return rlx.scatter_add(g.input("x", dims, "bf16"), g.input("i", count, "i64"), more, axis=axis)
 
     found = launch_of(one(build), "sm_90a")
-    assert isinstance(found, ScatterLaunch) and found.rows * found.columns * 4 == found.shared
-    assert found.blocks == -(-dims[axis] // found.rows) * -(-math.prod(dims) // dims[axis] // found.columns)
+    assert isinstance(found, ScatterLaunch) and found.rows % found.at_once == 0
+    groups = math.prod(dims) // dims[axis] // found.vector
+    assert found.vector == math.gcd(8, *dims[1:][-1:]) ** (len(dims) > 1)
+    assert found.blocks == -(-dims[axis] // found.rows) * -(-groups // found.groups)
     assert cubin(text_of(found, "kernel"), "sm_80")
     # as many updates as places: their memory may be that of the results, and another block would read it too late
     assert type(launch_of(one(lambda g: build(g, (dims[axis],))), "sm_90a")) is Launch
@@ -248,7 +250,7 @@ def test_long_rows_are_divided():
 PARTED = {  # build, dims, parts, whether they wait for each other
     "a running total": (lambda x: rlx.cumsum(x, axis=1), (3, 100_003), 25, False),
     "of columns": (lambda x: rlx.cumsum(x, axis=0, reverse=True), (65_536, 1024), 256, False),
-    "a row to keep": (rlx.softmax, (1000, 100_003), 16, True),
+    "a row to keep": (rlx.softmax, (1000, 100_003), 8, True),
     "few long rows": (rlx.softmax, (4, 151_936), 30, True),
     "a row to reduce": (lambda x: rlx.argmax(x, axis=1), (2, 151_936), 25, True),
 }
@@ -257,12 +259,14 @@ PARTED = {  # build, dims, parts, whether they wait for each other
 @pytest.mark.parametrize("name", PARTED)
 def test_lines_are_divided_among_blocks(name):
     build, dims, parts, adjacent = PARTED[name]
-    found = launch_of(one(lambda g: build(g.input("x", dims, "f32"))), "sm_90a")
+    kernel = one(lambda g: build(g.input("x", dims, "f32")))
+    found, older = launch_of(kernel, "sm_90a"), launch_of(kernel, "sm_80")
     assert (found.parts, found.adjacent, found.blocks) == (parts, adjacent, found.lines * parts)
-    assert found.part * parts >= max(dims) > found.part * (parts - 1)
-    assert found.counters == 2 * found.words * found.lines and not may_join(found)
-    for arch in ("sm_80", "sm_90a"):
-        assert cubin(text_of(found, "kernel"), arch)
+    assert found.clustered == (found.lines >= 17 and adjacent) and not older.clustered  # a block for every multiprocessor
+    for at, arch in ((found, "sm_90a"), (older, "sm_80")):
+        assert at.part * at.parts >= max(dims) > at.part * (at.parts - 1)
+        assert at.counters == (0 if at.clustered else 2 * at.words * at.lines) and not may_join(at)
+        assert cubin(text_of(at, "kernel"), arch)
 
 
 @pytest.mark.parametrize("dims, axis, parts", [((4096, 512), 0, 8), ((8, 70, 50), 1, 1), ((3, 2000, 70), 1, 4)])
@@ -571,6 +575,8 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "softmax between axes": (lambda x: rlx.softmax(x, axis=1) * 64.0, (3, 70, 50)),
     "softmax of long columns": (lambda x: rlx.softmax(x, axis=0) * 17000.0, (17_000, 33)),
     "softmax of long rows": (lambda x: rlx.softmax(x) * 50_001.0, (3, 50_001)),
+    "softmax of many long rows": (lambda x: rlx.softmax(x) * 50_001.0, (150, 50_001)),
+    "softmax of many columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 600)),
     "norm of long rows": (lambda x: x - rlx.mean(x * x, axis=1, keepdims=True), (2, 200_000)),
     "greatest of long rows": (lambda x: rlx.argmax(x * 1.0, axis=1), (3, 50_001)),
     "sort of short rows": (lambda x: rlx.sort(x, descending=True)[1], (70, 77)),
@@ -621,6 +627,17 @@ def test_sorts_keep_values_and_the_order_of_equal_ones(dtype, descending):
         found, wanted = found.astype(np.float64), wanted.astype(np.float64)
         np.testing.assert_array_equal(found, wanted)
         assert (np.signbit(found) == np.signbit(wanted))[found == found].all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dims", [(150, 3003), (37, 20_001), (40, 100_003), (150, 50_007)])
+def test_rows_that_begin_anywhere_leave_others_alone(dtype, dims):
+    build = lambda g: (x := g.input("x", dims, dtype)) - rlx.max(x, axis=1, keepdims=True)  # noqa: E731
+    g = graph(build)
+    x = np.random.default_rng(0).integers(-100, 100, dims).astype(rlx.as_dtype(dtype).numpy)
+    (found,) = rlx.Session("cuda").compile(g).run({"x": x})
+    np.testing.assert_array_equal(found.astype(np.float32), x.astype(np.float32) - x.astype(np.float32).max(1, keepdims=True))
 
 
 @on_gpu

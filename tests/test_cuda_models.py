@@ -93,6 +93,7 @@ def test_answers_are_those_of_transformers_and_of_the_seed(tmp_path):
 
 @pytest.mark.parametrize("given", [
     {"repetition_penalty": 1.4}, {"temperature": 1.5, "top_p": 0.8}, {"temperature": 2.0, "min_p": 0.02},
+    {"temperature": 1.5, "top_k": 7},
     {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
 ], ids=str)  # fmt: skip
 def test_tokens_chosen_on_the_gpu_are_those_chosen_from_its_logits(given, tmp_path):

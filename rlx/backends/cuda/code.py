@@ -99,7 +99,8 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
     other = packed or on_warps(kernel, capability=capability)
     if found := other or by_fma(kernel, clusters=capability >= 90, most=most):
         return found
-    return tiled(kernel) if has_tiles(kernel) else sorted_rows(kernel, most) or scattered(kernel) or in_tiles(launch(kernel))
+    loops = sorted_rows(kernel, most) or scattered(kernel)
+    return tiled(kernel) if has_tiles(kernel) else loops or in_tiles(launch(kernel, clusters=capability >= 90))
 
 
 def text_of(at: Launch, name: str) -> str:

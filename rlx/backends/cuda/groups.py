@@ -72,7 +72,7 @@ class Group:
 
 
 def may_join(launch: Launch) -> bool:
-    return type(launch) is Launch and not launch.scratch and not launch.counters and launch.blocks <= SMALL
+    return type(launch) is Launch and not (launch.scratch or launch.counters or launch.clustered) and launch.blocks <= SMALL
 
 
 def grouped(program: Program, small: Sequence[Launch | None], clusters: bool) -> Sequence[Stages]:

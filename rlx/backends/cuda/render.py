@@ -89,7 +89,8 @@ class CudaWriter(Writer):
     def function(self, name: str, member: bool = False) -> str:
         """`member`: as a function of the device, whose last argument is the number of the block among its own."""
         k, at = self.kernel, self.launch
-        how = f'extern "C" __global__ void {self.attributes}__launch_bounds__({at.threads}{self.occupancy})'
+        cluster = f"__cluster_dims__({at.parts}) " * at.clustered
+        how = f'extern "C" __global__ void {cluster}{self.attributes}__launch_bounds__({at.threads}{self.occupancy})'
         if member:
             how, self.block_number, self.alone_in_launch = "RLX_FN void", "rlx_block", False
         arguments = self.arguments()
@@ -129,7 +130,9 @@ class CudaWriter(Writer):
         """Declare `all`, by which the blocks of a line tell each other totals."""
         at = self.launch
         words = f"(unsigned long long*)rlx_counters + (size_t)line * {at.words}, {at.words}, (int)part"
-        if at.part:
+        if at.clustered:
+            self.line(f"rlx_cluster<{at.team}, {at.lanes}, {at.parts}, {at.words}> all = {{(int)part}}; all.start();")
+        elif at.part:
             self.line(f"rlx_line<{at.team}, {at.lanes}, {at.parts}> all = {{{words if at.parts > 1 else '0, 0, 0'}}};")
 
     def begin(self) -> None:
@@ -149,8 +152,15 @@ class CudaWriter(Writer):
             texts = (f"{number} {text.format(at.parts, at.lines)}" for text in (each, other))
             yield "const rlx_index line = {}, part = {};".format(*texts)
             number = "line"
-        yield f"rlx_uindex point = {self.first_point(f'(rlx_uindex){number}{mine}')};"
-        yield f"if (point >= {at.points}) return;"
+        # every lane of a cluster counts: those that are left over do what the last one does
+        stop = f"point = {at.points - 1}" if at.clustered else "return"
+        yield from self.of_point(self.first_point(f"(rlx_uindex){number}{mine}"), f"if (point >= {at.points}) {stop};")
+
+    def of_point(self, number: str, *stop: str) -> Iterator[str]:
+        """The coordinates of a point."""
+        at = self.launch
+        yield f"rlx_uindex point = {number};"
+        yield from stop
         left = at.points
         for n, (var, extent) in enumerate(reversed(self.kernel.grid)):
             name, size = self.name(var, "g"), at.vector if n == 0 else 1
@@ -373,7 +383,7 @@ class CudaWriter(Writer):
             function = f"[]({p.type} a, {p.type} b) -> {p.type} {{ return {p.combine('a', 'b')}; }}"
             text = f"rlx_reduce{self.down}<{team}>({p.name}, {function})"
             if at.adjacent:
-                text = f"all.all({self.told}, {text}, {p.type}({p.init}), {function})"
+                text = f"all.all({self.told}, {p.name if at.clustered else text}, {p.type}({p.init}), {function})"
                 self.told += 4 * at.lanes * at.parts
             self.names[r.result] = self.search(s, r, text, size) if searched else self.fix("r", r.result.dtype, p.result(text))
         if at.adjacent and s.reduces and self.told == at.words - 1:

@@ -1,45 +1,114 @@
 
-/* Sums of the places from `first` on, ROWS of them at most, and of COLUMNS points, by T threads in shared memory: begin(i), then add(pick,
-   sum) for each of `count` picks that place(pick) puts there, in order, then end(i, sum). The threads of a column share its places. */
-template <int T, int COLUMNS, int ROWS, class V, class B, class P, class A, class E>
-RLX_FN void rlx_scatter(rlx_index first, rlx_index places, int count, bool own, B begin, P place, A add, E end) {
-  extern __shared__ __align__(16) unsigned char rlx_shared[];
-  V* const sums = (V*)rlx_shared + threadIdx.x % COLUMNS;
-  constexpr int CHUNK = 1024, SHARE = T / COLUMNS;
-  __shared__ int picks[CHUNK], rows[CHUNK], counts[T / 32], found;
-  const int me = threadIdx.x / COLUMNS;
-  if (own) {
-    #pragma unroll 8
-    for (int r = me; r < ROWS && first + r < places; r += SHARE) sums[r * COLUMNS] = begin(first + r);
-  }
-  for (int from = 0; from < count; from += CHUNK) {
-    if (threadIdx.x == 0) found = 0;
-    for (int n = from; n < count && n < from + CHUNK; n += T) {
-      const int pick = n + threadIdx.x;
-      const rlx_index row = pick < count ? place(pick) : -1;
-      const bool here = row >= 0 && row < ROWS;
-      const unsigned all = __ballot_sync(0xffffffffu, here);
-      if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = __popc(all);
-      __syncthreads();
-      int at = found + __popc(all & ((1u << threadIdx.x % 32) - 1)), sum = found;
-      for (int w = 0; w < T / 32; w++) {
-        if (w < threadIdx.x / 32) at += counts[w];
-        sum += counts[w];
+/* Sums of the places from `first` to `end`, MOST at most, of V adjacent columns for each thread: a block of T threads has C groups of
+   columns, and R places at once. begin(i, sum), then op(sum, values) of added(pick, values) for each of `count` picks that place(pick,
+   look(pick)) puts there, in order, then finish(i, sum). The picks of all places are found first; if there is no room for them, those of R
+   places at a time. */
+template <int T, int C, int R, int V, int MOST, class S, class B, class L, class P, class A, class O, class E>
+RLX_FN void rlx_scatter(int first, int end, int count, bool own, B begin, L look, P place, A added, O op, E finish) {
+  constexpr int ROOM = 2048, EACH = 8, ROWS = T / C, U = R / ROWS;
+  static_assert(T * EACH <= ROOM, "the picks that are read at once");
+  __shared__ int picks[ROOM], counts[T / 32];
+  __shared__ short rows[ROOM], next[ROOM], head[MOST], last[MOST];  /* next: of the same row; head, last: of each row, -1: none */
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  /* Finds the picks of places from `low` to `high`, from pick number `from` on, until there is no more room. Returns where it ended. */
+  const auto find = [&](int low, int high, int from) {
+    int found = 0;
+    __syncthreads();
+    for (int r = threadIdx.x; r < high - low; r += T) head[r] = last[r] = -1;
+    for (; from < count; from += T * EACH) {
+      const int own = from + warp * EACH * 32 + lane;
+      decltype(look(0)) seen[EACH]; /* all of them, before a check of the first divides the program */
+      #pragma unroll
+      for (int n = 0; n < EACH; n++) seen[n] = look(own + n * 32 < count ? own + n * 32 : 0);
+      unsigned here[EACH];
+      int row[EACH], sum = 0;
+      #pragma unroll
+      for (int n = 0; n < EACH; n++) {
+        const int pick = own + n * 32;
+        const rlx_index at = pick < count ? place(pick, seen[n]) : -1;
+        row[n] = at >= low && at < high ? (int)at - low : -1;
       }
-      if (here) picks[at] = pick, rows[at] = (int)row;
+      #pragma unroll
+      for (int n = 0; n < EACH; n++) here[n] = __ballot_sync(0xffffffffu, row[n] >= 0), sum += __popc(here[n]);
+      if (lane == 0) counts[warp] = sum;
       __syncthreads();
-      if (threadIdx.x == 0) found = sum;
+      int at = found, all = 0;
+      #pragma unroll 2
+      for (int w = 0; w < T / 32; w++) {
+        if (w < warp) at += counts[w];
+        all += counts[w];
+      }
+      __syncthreads();
+      if (found + all > ROOM) break;
+      #pragma unroll
+      for (int n = 0; n < EACH; n++) {
+        const int to = at + __popc(here[n] & ((1u << lane) - 1));
+        if (row[n] >= 0) picks[to] = own + n * 32, rows[to] = (short)row[n];
+        at += __popc(here[n]);
+      }
+      found += all;
     }
     __syncthreads();
-    if (own) {
-      #pragma unroll 4
-      for (int m = 0; m < found; m++)
-        if (rows[m] % SHARE == me) sums[rows[m] * COLUMNS] = add(picks[m], sums[rows[m] * COLUMNS]);
+    if (warp == 0) {
+      for (int m = lane; m - lane < found; m += 32) {
+        const int row = m < found ? rows[m] : -1 - lane;
+        const unsigned same = __match_any_sync(0xffffffffu, row), below = same & ((1u << lane) - 1);
+        if (m < found) {
+          const int before = below ? m - lane + 31 - __clz(below) : last[row];
+          if (before < 0) head[row] = (short)m;
+          else next[before] = (short)m;
+        }
+        __syncwarp();
+        if (m < found && same >> lane == 1) last[row] = (short)m, next[m] = -1;
+        __syncwarp();
+      }
     }
     __syncthreads();
-  }
-  if (own) {
-    #pragma unroll 8
-    for (int r = me; r < ROWS && first + r < places; r += SHARE) end(first + r, sums[r * COLUMNS]);
+    return from < count ? from : count;
+  };
+  bool whole = end - first > R;
+  for (int low = first; low < end; low += R) {
+    const int high = low + R < end ? low + R : end;
+    S sum[U][V], more[U][V];
+    int m[U], seen = 0;
+    #pragma unroll
+    for (int u = 0; u < U; u++) {
+      const int row = low + u * ROWS + threadIdx.x / C;
+      if (own && row < high) begin(row, sum[u]);
+    }
+    while (true) {
+      if (!whole || low == first) {
+        seen = find(low, whole ? end : high, seen);
+        if (whole && seen < count) {
+          whole = false, seen = 0;
+          continue;
+        }
+      }
+      bool left = false;
+      #pragma unroll
+      for (int u = 0; u < U; u++) {
+        const int row = low + u * ROWS + threadIdx.x / C;
+        m[u] = own && row < high ? head[row - (whole ? first : low)] : -1;
+        left |= m[u] >= 0;
+      }
+      while (left) {
+        left = false;
+        #pragma unroll
+        for (int u = 0; u < U; u++) if (m[u] >= 0) added(picks[m[u]], more[u]);
+        #pragma unroll
+        for (int u = 0; u < U; u++) {
+          if (m[u] < 0) continue;
+          for (int v = 0; v < V; v++) sum[u][v] = op(sum[u][v], more[u][v]);
+          m[u] = next[m[u]];
+          left |= m[u] >= 0;
+        }
+      }
+      if (whole || seen == count) break;
+    }
+    #pragma unroll
+    for (int u = 0; u < U; u++) {
+      const int row = low + u * ROWS + threadIdx.x / C;
+      if (own && row < high) finish(row, sum[u]);
+    }
   }
 }

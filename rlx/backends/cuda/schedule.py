@@ -23,7 +23,7 @@ from rlx.ir.overlap import may_overlap
 THREADS = 256  # of a block of small teams
 WARP = 32
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
-PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many where points are not few
+PER_THREAD = 8  # elements of a row for each thread of its team, at least; 4 times as many, or 16 narrow ones, of many points
 FEW_POINTS = 2048  # with fewer points than this, a point gets a larger team: not every multiprocessor is busy otherwise
 MANY_POINTS = 8192  # with as many points, adjacent ones in adjacent threads read columns at full rate
 REGISTERS, MORE_REGISTERS = 32, 64  # of a thread for elements of its row; the latter where a row has no room otherwise
@@ -31,11 +31,12 @@ FEW_REGISTERS = 16  # where points are few: then more threads share a row
 BUSY_THREADS = 132 * 512  # threads that keep a large GPU busy
 MOVING_THREADS = 132 * 128  # threads that do so where they compute nothing
 PART_BYTES = 64  # of what a running total reads, for a thread of a block of so many threads, or warps down columns, at most
-PART_THREADS, PART_WARPS = 256, 16
+PART_THREADS, PART_TEAMS, PART_WARPS = 256, (256, 512), 16
 PARTS = (2, 4, 8, 16, 32)  # of a row: a GPU runs many more blocks at once, so that all parts of a row run
 PART_LEAST = 4096  # elements of a row
 COLUMN_BYTES = 4 * PARTS[-1] * PART_WARPS * REGISTERS  # of a column that all parts keep
 FEW_LINES = 132  # rows: with as many, each block has one
+CLUSTER = 8  # blocks: as many as every GPU with clusters has
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each block
 RESIDENT = 4  # blocks of a multiprocessor from which on their number does not matter
 SHARED_BYTES = 96 << 10  # Locals of a block that still let two blocks share a multiprocessor; larger ones go to global memory
@@ -63,7 +64,8 @@ class Launch:
     `counters`: 32-bit words of global memory that are zero before and after the launch.
     `parts`: blocks that share each line of a running total or of reductions, `part` elements of it each; they tell each other
     totals in `words` of 64 bits for each line, of which the last one is a counter. `adjacent`: they all wait for each other, and
-    start together; else for those of earlier parts only."""
+    start together; else for those of earlier parts only. `clustered`: they are a cluster, whose blocks read each other's shared
+    memory in place of words."""
 
     kernel: Kernel
     team: int
@@ -78,6 +80,7 @@ class Launch:
     part: int = 0
     words: int = 0
     adjacent: bool = False
+    clustered: bool = False
 
     @property
     def points(self) -> int:
@@ -128,14 +131,14 @@ def apart(at: Launch, multiprocessors: int, most: int) -> int:
     return max(at.shared, (most + RESERVED) // (each + 1) if each < RESIDENT else 0)
 
 
-def launch(kernel: Kernel) -> Launch:
-    """The mapping of a kernel as loops."""
+def launch(kernel: Kernel, clusters: bool = True) -> Launch:
+    """The mapping of a kernel as loops. `clusters`: the GPU has clusters of blocks."""
     kernel = _flattened(cut_at_edges(in_loops(without_contract(kernel), extremes=False), apart=False))
     if found := _running(kernel):
         return found
     if kernel.locals and _serial(kernel):
         return _with_memory(Launch(kernel, 1, WARP, lanes=WARP))
-    if (loops := row_loops(kernel)) and _down(kernel, loops) and (found := _in_parts(kernel)):
+    if (loops := row_loops(kernel)) and _down(kernel, loops) and (found := _in_parts(kernel, clusters)):
         return found
     if (warps := _warps(kernel)) > 1:
         return _with_memory(Launch(kernel, warps, warps * WARP, lanes=WARP))
@@ -145,7 +148,7 @@ def launch(kernel: Kernel) -> Launch:
     found = next(filter(None, (row_of(kernel, (WARP, *BLOCK_SIZES), n) for n in budgets)), None) if team > 1 else None
     if found:
         return Launch(kernel, found[0], THREADS if found[0] == WARP else found[0], row=found[1])
-    if team > WARP and (parted := _in_parts(kernel)) and parted.parts > 1:
+    if team > WARP and (parted := _in_parts(kernel, clusters)) and parted.parts > 1:
         return parted
     threads = THREADS if team <= WARP else team
     if team == 1:
@@ -174,7 +177,7 @@ def _running(kernel: Kernel) -> Launch | None:
     return _counted(Launch(kernel, team, threads, lanes=lanes, parts=parts, part=team * each, words=words))
 
 
-def _in_parts(kernel: Kernel) -> Launch | None:
+def _in_parts(kernel: Kernel, clusters: bool) -> Launch | None:
     """Rows, or columns, that registers of one block or of several keep; and rows that are too few to keep the GPU busy."""
     loops, points = row_loops(kernel), math.prod(n for _, n in kernel.grid)
     inside = list(walk(kernel.body))
@@ -188,7 +191,9 @@ def _in_parts(kernel: Kernel) -> Launch | None:
     if down:
         found = row_of(kernel, (4, 8, PART_WARPS), REGISTERS) or row_of(kernel, (PART_WARPS,), REGISTERS, PARTS)
     else:
-        found = row_of(kernel, (PART_THREADS,), REGISTERS, PARTS) or row_of(kernel, (PART_THREADS,), MORE_REGISTERS, PARTS)
+        near = PARTS[: PARTS.index(CLUSTER) + 1] if clusters and points * CLUSTER >= FEW_LINES else ()
+        found = row_of(kernel, PART_TEAMS, REGISTERS, near) or row_of(kernel, (PART_THREADS,), REGISTERS, PARTS)
+        found = found or row_of(kernel, (PART_THREADS,), MORE_REGISTERS, PARTS)
     team, row = found or (PART_THREADS, None)
     if row:
         part = row.rounds * row.size * team
@@ -200,7 +205,8 @@ def _in_parts(kernel: Kernel) -> Launch | None:
     parts, lanes = -(-extent // part), WARP if down else 1
     words = 4 * lanes * parts * sum(len(s.reduces) for s in loops) + 1
     at = Launch(kernel, team, team * lanes, lanes=lanes, row=row, parts=parts, part=part, words=words)
-    return _counted(replace(at, adjacent=parts > 1))
+    together = clusters and 1 < parts <= CLUSTER and at.lines * CLUSTER >= FEW_LINES
+    return replace(at, adjacent=True, clustered=True) if together else _counted(replace(at, adjacent=parts > 1))
 
 
 def _counted(at: Launch) -> Launch:
@@ -269,11 +275,12 @@ def _team(kernel: Kernel) -> int:
     if not shared:
         return 1 if not kernel.locals else WARP
     points, longest, work = math.prod(n for _, n in kernel.grid), max(s.extent for s in shared), max(map(_work, shared))
+    narrow = all(x.buffer.dtype.itemsize <= 2 for s in shared for x in _memory_loads(s))
     if not kernel.locals and points >= MANY_POINTS and kernel.grid and not any(_contiguous(s) for s in shared):
         return 1
-    if work <= WARP * PER_THREAD * (4 if points >= FEW_POINTS else 1):
+    each = PER_THREAD * (1 if points < FEW_POINTS else 16 if narrow else 4)
+    if work <= WARP * each:
         return WARP
-    each = PER_THREAD if points < FEW_POINTS else 4 * PER_THREAD
     return next((n for n in BLOCK_SIZES if n * each >= work or n >= longest), BLOCK_SIZES[-1])
 
 

@@ -8,13 +8,13 @@ import numpy as np
 
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
-from rlx.backends.cuda.schedule import COLUMN_BYTES
+from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, PART_WARPS, REGISTERS
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 
 LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that no kernel keeps, or one may, is divided
-SHORT = 1024  # rows, for each byte of an element
+SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
@@ -25,8 +25,8 @@ def softmax(node: Node) -> Value | None:
     (x,), axis = node.inputs, axis_of(node.attrs.axis, node.inputs[0].rank)  # type: ignore[union-attr]
     dims = x.shape.static
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
-    # blocks that keep long columns have few at once, and read rows in short pieces: to read whole ones twice is faster
-    kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT * x.dtype.itemsize or math.prod(dims) < LARGE)
+    # more blocks than a cluster wait for each other so long that to read whole rows twice is faster
+    kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
     if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)

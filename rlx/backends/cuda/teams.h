@@ -156,6 +156,73 @@ template <int T, int LANES, int PARTS> struct rlx_line {
   }
 };
 
+/* The same where the PARTS blocks are a cluster: each writes its totals into the shared memory of the others, whose barriers count the
+   bytes. (A barrier of the cluster that orders memory would wait for all memory of the GPU.) SIZE: words of a line. */
+template <int T, int LANES, int PARTS, int SIZE> struct rlx_cluster {
+  static constexpr int EACH = 4 * LANES * PARTS, SITES = SIZE / EACH; /* words of a total, as of rlx_line; totals */
+  int part;
+  uint32_t ready = 0; /* barriers, of 8 bytes */
+
+  /* Before the others write here; `join` before this block writes there, at its first totals. */
+  __device__ void start() {
+    __shared__ __align__(8) uint64_t barriers[SITES];
+    ready = (uint32_t)__cvta_generic_to_shared(barriers);
+    if (threadIdx.x == 0) {
+      for (int n = 0; n < SITES; n++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ready + 8 * n) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  }
+  __device__ void join() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+  /* op over the values of all threads of the line, in an order that is the same in all of them. */
+  template <class V, class F> __device__ V all(int first, V own, V none, F op) {
+    const int site = first / EACH;
+    constexpr int WARPS = LANES > 1 ? T : T / 32, WORDS = (sizeof(V) + 3) / 4;
+    __shared__ V totals[WARPS][LANES];
+    __shared__ uint32_t told[PARTS][LANES][WORDS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = LANES > 1 ? lane : 0;
+    const uint32_t mine = ready + 8 * site;
+    if constexpr (LANES == 1) own = rlx_reduce<32>(own, op);
+    totals[warp][column] = own;
+    if (site == 0) join();
+    if (threadIdx.x == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mine), "r"(PARTS * LANES * WORDS * 4) : "memory");
+    __syncthreads();
+    if constexpr (LANES == 1) {
+      if (warp == 0) {
+        own = rlx_reduce<WARPS>(totals[lane % WARPS][0], op);
+        if (lane < PARTS) tell(own, told[part][0], mine, lane);
+      }
+    } else {
+      for (int block = warp; block < PARTS; block += WARPS) {
+        V sum = totals[0][lane];
+        for (int w = 1; w < WARPS; w++) sum = op(sum, totals[w][lane]);
+        tell(sum, told[part][lane], mine, block);
+      }
+    }
+    for (uint32_t done = 0; !done;)
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(mine), "r"(0) : "memory");
+    V sum = none;
+    #pragma unroll
+    for (int block = 0; block < PARTS; block++) {
+      V value;
+      memcpy(&value, told[block][column], sizeof(V));
+      sum = op(sum, value);
+    }
+    return sum;
+  }
+  template <class V> static __device__ void tell(V value, const uint32_t* at, uint32_t barrier, int block) {
+    uint32_t bits[(sizeof(V) + 3) / 4] = {}, there, then;
+    memcpy(bits, &value, sizeof(V));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((uint32_t)__cvta_generic_to_shared(at)), "r"(block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(then) : "r"(barrier), "r"(block));
+    for (int n = 0; n < (sizeof(V) + 3) / 4; n++)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there + 4 * n), "r"(bits[n]), "r"(then) : "memory");
+  }
+  __device__ void leave() {}
+  __device__ void forget() {}
+};
+
 /* Memory of a point whose neighbours are those of the lanes of a warp. */
 template <class E> struct rlx_spaced {
   E* at;
