@@ -2,11 +2,11 @@
 
     python tests/known_programs.py            # say which texts differ from the stored ones
     python tests/known_programs.py --accept   # store the texts as they are now
-    python tests/known_programs.py --ir DIR   # also write the generated LLVM IR, to compare it between two checkouts
+    python tests/known_programs.py --ir DIR   # also write the generated code, to compare it between two checkouts
 
 Nothing here depends on the processor: targets are written out. Float constants are left out, since numpy computes some of
 them and rounds by the processor's vector instructions. A kernel equal to an earlier one of its file is printed once. Of the
-generated LLVM IR only a hash is stored; --ir shows what changed.
+generated LLVM IR, or of CUDA C++ without the common functions, only a hash is stored; --ir shows what changed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ import rlx
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
+from rlx.backends.cuda.backend import target as cuda_target
+from rlx.backends.cuda.code import is_wide, launch_of, prologue
+from rlx.backends.cuda.code import text_of as cuda_text
 from rlx.compiler import lower
 from rlx.frontends.models import bert, decoder, families
 from rlx.frontends.parallel import decoder_marks
@@ -56,7 +59,9 @@ TARGETS = {
     ),
     "neon x 4": with_natives(target_for("aarch64-linux-gnu", "generic", ("neon",), threads=4)),
 }
-WIDE, NARROW, AMX, NEON = TARGETS
+WIDE, NARROW, AMX, NEON = CPUS = tuple(TARGETS)
+HOPPER = "sm_90a"
+TARGETS[HOPPER] = cuda_target(HOPPER)
 
 # -- graphs: (what it shows, graph, options, target) ----------------------------------------------------------------
 
@@ -95,7 +100,7 @@ def large_ops() -> Iterator[Known]:
     yield unary("argmax", lambda x: rlx.argmax(x, axis=-1), 3, 100_000)
     yield unary("argmax down", lambda x: rlx.argmax(x, axis=0), 301, 4096)
     yield unary("sort", lambda x: rlx.top_k(x, k=40)[0], 3, 50_000)
-    for target in TARGETS:
+    for target in CPUS:
         for dtype in ("f32", "bf16"):
             yield product(f"product {dtype} {target}", 130, 768, 3072, dtype, target)
     yield product("product of one row", 1, 768, 3072)
@@ -112,7 +117,7 @@ def minilm() -> Iterator[Known]:
 def small_encoder() -> Iterator[Known]:
     """The encoder under every option that changes the arithmetic or leaves a pass out, and on every target."""
     config = bert.BertConfig(211, 48, 2, 4, 96, 64, pooling="cls")
-    for target in TARGETS:
+    for target in CPUS:
         for precision in ("f32", "bf16", "int8"):
             graph = bert.build(config, 3, 24)
             yield f"encoder {precision} on {target}", graph, PLAIN.replace(precision=precision), target
@@ -175,10 +180,31 @@ def ranks() -> Iterator[Known]:
         yield f"decoder of two ranks, {form}", part.graph, PLAIN, WIDE
 
 
+def cuda() -> Iterator[Known]:
+    """A kernel of each kind, and steps of a network with plain and with packed weights."""
+
+    def unary(name: str, op: Callable[[Any], Any], *dims: int) -> Known:
+        g = Graph(name)
+        g.set_outputs([op(g.input("x", dims, "bf16"))])
+        return name, g, PLAIN, HOPPER
+
+    yield unary("gelu", rlx.gelu, 512, 1024)
+    yield unary("transpose", lambda x: rlx.copy(x.T), 512, 1024)
+    yield unary("softmax of rows", rlx.softmax, 1000, 50_257)
+    yield unary("softmax of columns", lambda x: rlx.softmax(x, axis=0), 4096, 4096)
+    yield unary("running totals", lambda x: rlx.cumsum(x, axis=0), 4096, 1024)
+    yield unary("greatest", lambda x: rlx.argmax(x, axis=1), 4096, 4096)
+    yield unary("sort", lambda x: rlx.sort(x)[0], 100, 3000)
+    config = two_layers()
+    for weights in ("bf16", "q8_0"):
+        yield f"qwen3, {weights}", decoder.build(config, 1, 1, 512, weights, cache="bf16"), PLAIN, HOPPER
+    yield "qwen3, 128 tokens", decoder.build(config, 1, 128, 512, "bf16", cache="bf16"), PLAIN, HOPPER
+
+
 SETS: dict[str, Callable[[], Iterator[Known]]] = {
     **{f"ops-{d}": lambda d=d: op_table(d) for d in ("f32", "bf16", "i32", "u8", "bool")},
     "large-ops": large_ops, "minilm": minilm, "small-encoder": small_encoder, "decoders": decoders, "quantised": quantised,
-    "extents": extents, "ranks": ranks,
+    "extents": extents, "ranks": ranks, "cuda": cuda,
 }  # fmt: skip
 
 
@@ -206,13 +232,23 @@ def text_of(name: str) -> str:
             if known not in codes:
                 codes[known] = hashlib.sha256(code_of(kernel, program.target).encode()).hexdigest()[:16]
             text = print_kernel(kernel) if first == here else f"{print_kernel(kernel).splitlines()[0]}\nas {first}"
-            parts.append(f"{text}\nllvm ir {codes[known]}")
+            parts.append(f"{text}\n{launched(kernel) if target == HOPPER else 'llvm ir'} {codes[known]}")
     return "\n\n".join(parts) + "\n"
 
 
 def code_of(kernel: Kernel, target: Target) -> str:
-    """The LLVM IR generated for `kernel`; "" where every rank runs a function of the package in its place."""
-    return "" if kernel.collective else render(kernel, target, "kernel").text
+    """The LLVM IR, or CUDA C++, generated for `kernel`; "" where every rank runs a function of the package in its place."""
+    if kernel.collective:
+        return ""
+    if target.name != "cuda":
+        return render(kernel, target, "kernel").text
+    at = launch_of(kernel, HOPPER)
+    return cuda_text(at, "kernel").removeprefix(prologue(is_wide(at)))
+
+
+def launched(kernel: Kernel) -> str:
+    at = launch_of(kernel, HOPPER)
+    return f"{type(at).__name__}, {at.blocks} x {at.threads} threads, {at.shared} bytes:"
 
 
 def program_text(program: Program) -> str:
@@ -258,14 +294,15 @@ def accept() -> list[str]:
 
 
 def write_ir(folder: Path) -> None:
-    """LLVM IR of every kernel of every set, a file for each distinct one."""
+    """LLVM IR, or CUDA C++, of every kernel of every set, a file for each distinct one."""
     for name in SETS:
         for what, target, program in programs(name):
             kernels = {kernel_key(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
             for kernel in (k for k in kernels.values() if not k.collective):
                 place = folder / re.sub(r"\W+", "-", f"{name} {what} {target}")
                 place.mkdir(parents=True, exist_ok=True)
-                (place / f"{kernel.name}.ll").write_text(code_of(kernel, program.target))
+                ending = "cu" if target == HOPPER else "ll"
+                (place / f"{kernel.name}.{ending}").write_text(code_of(kernel, program.target))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ class CudaWriter(Writer):
         var: Var,
         size: int,
         first: str,
-        each: Callable[[list[str]], None] | None = None,
+        each: Callable[[list[str]], object] | None = None,
     ) -> None:
         """The statements for `size` values of `var` from `first` on, loads and stores of adjacent elements as vectors. `each`
         gets the values of `ends` of every iteration."""
