@@ -55,6 +55,7 @@ class FakeDriver:
         self.devices, self.free, self.kernels = list(devices), memory, dict[str, Sequence[Kernel]]()
         self.answers: dict[str, Status] = {}
         self.calls: Counter[str] = Counter()
+        self.attributes: dict[tuple[str, str], int] = {}  # by function and name
         self.waited: list[int] = []  # streams
         self.order: list[tuple[str, Any]] = []  # of events on streams
         self.passed: dict[int, int] = {}  # by event with a time: when it was last reached, in nanoseconds
@@ -292,6 +293,10 @@ class FakeDriver:
     def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
         return OK, name.decode()
 
+    def cuFuncSetAttribute(self, function: str, attribute: str, value: int) -> tuple[Any, ...]:
+        self.attributes[function, attribute] = value
+        return (OK,)
+
     def CUlaunchConfig(self) -> SimpleNamespace:
         return SimpleNamespace()
 
@@ -358,7 +363,7 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
     if driver is not None:
         bindings.driver = driver  # type: ignore[attr-defined]
 
-    def compiled(launches: Sequence[tuple[str, Kernels]], arch: str) -> list[CudaCode]:
+    def compiled(launches: Sequence[tuple[str, Kernels]], arch: str, count: int) -> list[CudaCode]:
         made = []
         for n, (_, stages) in enumerate(launches, len(driver.kernels) if driver else 0):
             kernels = [kernel for stage in stages for kernel in stage]

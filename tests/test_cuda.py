@@ -381,17 +381,6 @@ def test_vectors_need_aligned_accesses_of_all_elements_or_none():
     assert vectors.width((), (load(at),), v, 64) == 8 and vectors.width((), (load(at),), v, 63) == 1
 
 
-def test_products_of_one_row_keep_loads_in_flight_on_every_multiprocessor():
-    """Weights [n, k] as a linear layer has them."""
-    for k_, n in ((1024, 1024), (1024, 4096), (3072, 1024), (1024, 151936), (14336, 4096)):
-        product = lambda g: g.input("x", (1, k_), "bf16") @ rlx.transpose(g.input("y", (n, k_), "bf16"), (1, 0))  # noqa: B023, E731
-        found = launch_of(one(product))
-        assert isinstance(found, GemvLaunch) and found.along and found.size == 8 and found.early is not None
-        assert 4 <= found.columns * found.ahead <= 16 and 128 <= found.blocks <= 264
-        assert found.batches * found.ahead * 32 * found.size == k_, "no load is wasted"
-        assert found.kernel.buffers[found.early].size == n * k_
-
-
 def test_few_rows_of_attention_are_one_launch_with_the_keys_in_parts():
     q, kv = (2, 16, 1, 128), (2, 8, 4096, 128)
     build = lambda g: rlx.attention(  # noqa: E731

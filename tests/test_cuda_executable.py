@@ -23,7 +23,9 @@ from rlx.backends import available
 from rlx.backends.cuda import backend, staging
 from rlx.backends.cuda.backend import memory_of
 from rlx.backends.cuda.dlpack import from_capsule, to_capsule
+from rlx.backends.cuda.schedule import ALONE
 from rlx.cli import show
+from rlx.compiler import lower
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.stream import Pending
 from rlx.errors import (
@@ -59,6 +61,19 @@ def test_functions_compiled_for_it_return_fresh_arrays(driver: FakeDriver) -> No
     x, y = np.arange(16, dtype=F), np.full(16, 2, F)
     found = [f(x + F(i), y) for i in range(3)]
     assert [float(a[0]) for a, _ in found] == [2, 3, 4] and all((b == (x + F(i)) * y).all() for i, (_, b) in enumerate(found))
+
+
+@pytest.mark.parametrize("shared", [0, ALONE])
+def test_all_kernels_divide_a_multiprocessor_alike_where_blocks_share_it(shared: int, driver: FakeDriver) -> None:
+    g = rlx.Graph("two")
+    x = g.input("x", (8,), "f32")
+    g.set_outputs([rlx.exp(rlx.cumsum(x))])
+    made = backend.CudaBackend()
+    artifact = made.compile(lower(g, made.target(), rlx.CompileOptions()))
+    steps = [replace(code, shared=shared) for code in artifact.coded["steps"]]
+    made.load(replace(artifact, coded={**artifact.coded, "steps": steps}))
+    carved = {name for name, what in driver.attributes if what.endswith("CARVEOUT")}
+    assert carved == ({*backend.SUPPORT, *(code.name for code in steps)} if shared else set())
 
 
 def picker(store: rlx.runtime.HandleStore | None = None) -> rlx.CompiledGraph:

@@ -17,6 +17,7 @@ from rlx.backends.cuda.backend import target
 from rlx.backends.cuda.code import cubin, launch_of, text_of
 from rlx.backends.cuda.fma import FmaLaunch
 from rlx.backends.cuda.gemv import GemvLaunch
+from rlx.backends.cuda.gemv_ring import RingLaunch
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
 from rlx.compiler import lower
@@ -133,7 +134,7 @@ def scaled(rows: int, cast: str, left: str = "bf16", result: str = "bf16") -> rl
     return g
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(1, GemvLaunch), (8, GemvLaunch), (64, TensorLaunch)])
+@pytest.mark.parametrize(("rows", "kind"), [(1, RingLaunch), (8, GemvLaunch), (64, TensorLaunch)])
 def test_converted_weights_are_read_in_8_bits(rows, kind):
     program = lower(scaled(rows, "bf16"), target("sm_90a"), rlx.CompileOptions())
     assert not program.phases["prepare"], "no converted copy is kept"
@@ -149,11 +150,6 @@ def test_a_conversion_stays_where_the_product_would_change():
         assert lower(g, target("sm_90a"), rlx.CompileOptions()).phases["prepare"]
     off = rlx.CompileOptions(disable=("quantised",))
     assert lower(scaled(8, "bf16"), target("sm_90a"), off).phases["prepare"]
-
-
-def test_one_row_loads_16_weights_at_once():
-    found = launch_of(kernel(matmul(1, 4096, 4096, "bf16", E4M3), "sm_90a"))
-    assert isinstance(found, GemvLaunch) and found.size == 16 and 4 <= found.columns * found.ahead <= 16
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------

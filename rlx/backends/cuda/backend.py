@@ -17,7 +17,7 @@ from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, 
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
 from rlx.backends.cuda.gpu import CudaMemory, Functions, count, gpu, refusal
-from rlx.backends.cuda.schedule import COLUMN_BYTES
+from rlx.backends.cuda.schedule import ALONE, COLUMN_BYTES, LONG, MULTIPROCESSORS
 from rlx.backends.shared import packed
 from rlx.backends.shared.codes import Codes, whole
 from rlx.driver.handles import HandleStore
@@ -44,7 +44,7 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(self) -> None:
-        self._codes: dict[str, Codes[CudaCode]] = {}
+        self._codes: dict[tuple[str, int], Codes[CudaCode]] = {}  # by architecture and multiprocessors
 
     def probe(self) -> dict[str, str | None]:
         if (why := refusal()) is not None:
@@ -77,8 +77,9 @@ class CudaBackend:
     def compile(self, program: Program, progress: Callable[[int, int], None] | None = None) -> CudaArtifact:
         """CompileError: NVRTC rejects a kernel, which is a fault of the renderer."""
         (arch,) = program.target.features
-        codes = self._codes.setdefault(arch, Codes(lambda kernels, *say: compile_kernels(kernels, arch, *say)))
-        launches = launches_of(program, arch)
+        count = program.target.threads // THREADS_EACH
+        codes = self._codes.setdefault((arch, count), Codes(lambda kernels, *say: compile_kernels(kernels, arch, count, *say)))
+        launches = launches_of(program, arch, count)
         wanted = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
         wanted["steps"] = [[[program.steps[n].kernel for n in stage] for stage in stages] for stages in launches]
         found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
@@ -124,12 +125,13 @@ class CudaBackend:
     ) -> CudaExecutable:  # fmt: skip
         memory, functions = memory_of(index), Functions()
         images = [(c.cubin, c.name, c.shared) for c in artifact.codes if c.cubin]
+        carved = any(shared in (ALONE, LONG) for _, _, shared in images)
         for image, name, shared in (*images, *((artifact.support, name, 0) for name in SUPPORT)):
-            functions[name] = memory.gpu.function(image, name, shared, functions)
+            functions[name] = memory.gpu.function(image, name, shared, functions, carved)
         return CudaExecutable(artifact, memory, functions, params, handles, transport)
 
 
-def target(arch: str, multiprocessors: int = 132) -> Target:
+def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
     """Facts of a GPU architecture ("sm_90a"), which need not be in this machine."""
     return Target(
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,

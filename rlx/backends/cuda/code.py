@@ -21,11 +21,12 @@ from rlx.backends.cuda.fma import FmaLaunch, FmaWriter, by_fma
 from rlx.backends.cuda.fronts import Fronted, fronted
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, few_rows
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch, of_blocks
+from rlx.backends.cuda.gemv_ring import RingLaunch, RingWriter, ring_of
 from rlx.backends.cuda.gemv_writer import BlocksWriter
 from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
-from rlx.backends.cuda.schedule import Launch, TensorMap, launch
+from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch, TensorMap, launch
 from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
@@ -84,14 +85,15 @@ SMALL, MIDDLE, LARGEST = 99 << 10, 163 << 10, 227 << 10
 SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: SMALL}  # of a block, by compute capability
 
 
-def launch_of(kernel: Kernel, arch: str = "sm_90a") -> Launch:
+def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTIPROCESSORS) -> Launch:
     capability = int(arch[3:].rstrip("af"))
     most = SHARED_BYTES.get(capability, LARGEST)
     if attention.native_of(kernel):
         few = attention.launch(kernel, most=most, clusters=capability >= 90)
         return (flash.launch(kernel) if arch == "sm_90a" else None) or few
     blocks = of_blocks(kernel, most=most, boxes=arch == "sm_90a")
-    if found := (blocks if blocks and blocks.passes == 1 else None) or few_rows(kernel, most=most):
+    ring = ring_of(kernel, multiprocessors, most) if capability >= 90 else None
+    if found := (blocks if blocks and blocks.passes == 1 else None) or ring or few_rows(kernel, most=most):
         return found
     if arch == "sm_90a" and (found := on_tensor_cores(kernel)):
         return found
@@ -125,13 +127,13 @@ WRITERS: dict[type[Launch], type[CudaWriter]] = {
     Launch: CudaWriter, TileLaunch: TileTransposer, FmaLaunch: FmaWriter,
     TensorLaunch: TensorWriter, WarpLaunch: WarpWriter, Tile: TileWriter,
     SortLaunch: SortWriter, ScatterLaunch: ScatterWriter, GemvLaunch: GemvWriter, BlocksLaunch: BlocksWriter,
-    attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
+    RingLaunch: RingWriter, attention.AttentionLaunch: attention.AttentionWriter, flash.FlashLaunch: flash.FlashWriter,
 }  # fmt: skip
 
 
-def launches_of(program: Program, arch: str) -> Sequence[Stages]:
+def launches_of(program: Program, arch: str, multiprocessors: int = MULTIPROCESSORS) -> Sequence[Stages]:
     """The launches of a run."""
-    found = [None if s.kernel.collective else launch_of(s.kernel, arch) for s in program.steps]
+    found = [None if s.kernel.collective else launch_of(s.kernel, arch, multiprocessors) for s in program.steps]
     small = [at if at and may_join(at) else None for at in found]
     return fronted(program, grouped(program, small, clusters=int(arch[3:].rstrip("a")) >= 90), found)
 
@@ -149,10 +151,10 @@ def key_of(stages: Kernels) -> str:
 
 
 def compile_kernels(
-    launches: Sequence[tuple[str, Kernels]], arch: str, progress: Callable[[int, int], None] = lambda done, total: None
+    launches: Sequence[tuple[str, Kernels]], arch: str, count: int, progress: Callable[[int, int], Any] = lambda done, total: None
 ) -> list[CudaCode]:
     """The code of each launch (by the key_of its kernels), compiled in threads. CompileError: a fault of the renderer.
-    `progress(done, total)` counts launches."""
+    `count`: multiprocessors. `progress(done, total)` counts launches."""
 
     def one(keyed: tuple[str, Kernels]) -> CudaCode:
         key, stages = keyed
@@ -162,7 +164,7 @@ def compile_kernels(
             return CudaCode(name, f"// {kernel.collective.attrs}\n", b"", 0, 0, 0, 0, 0, ())
         if others or later:
             return together(name, stages)
-        at = launch_of(kernel, arch)
+        at = launch_of(kernel, arch, count)
         text = text_of(at, name)
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,

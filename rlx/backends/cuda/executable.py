@@ -7,8 +7,8 @@ the run when it waits for it, and clears the flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from rlx.backends.cuda.arrays import Export, adopt
 from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions
 from rlx.backends.cuda.runs import CODE, FED, STATUS, CudaRun, Exchange, Launch, Numbered, Replay, Ring, Watch, guarded
+from rlx.backends.cuda.schedule import ALONE, BESIDE, LONG
 from rlx.backends.cuda.staging import SMALL
 from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
@@ -67,6 +68,18 @@ class CudaArtifact:
             for group, code in zip(groups, self.coded[name], strict=True):
                 texts |= {labels[steps[n].kernel]: code.text for n in group}
         return {label: texts[label] for label in labels.values()}
+
+
+def spaced(codes: Sequence[CudaCode], multiprocessors: int) -> Iterator[CudaCode]:
+    """The launches of a run, with shared memory by which every multiprocessor gets one block of each product (gemv_ring.py). No
+    two blocks ALONE (or LONG) fit, so they spread, whatever is there already. The next launch may have less where every
+    multiprocessor has such a block: then one block fits beside each, and starts before the one in front ends. It only takes
+    bandwidth from a LONG one."""
+    full = False
+    for code in codes:
+        beside = full and code.shared in (ALONE, LONG)
+        full = not beside and code.shared == ALONE and code.blocks >= multiprocessors
+        yield replace(code, shared=BESIDE) if beside else code
 
 
 class CudaExecutable(Transacted):
@@ -279,7 +292,8 @@ class CudaExecutable(Transacted):
 
     @cached_property
     def step_launches(self) -> list[Launch]:
-        launches = zip(self.artifact.coded["steps"], self.artifact.launches, strict=True)
+        codes = spaced(self.artifact.coded["steps"], self.gpu.facts["multiprocessors"])
+        launches = zip(codes, self.artifact.launches, strict=True)
         return [(code, [(n, self.program.steps[n]) for n in group]) for code, group in launches]
 
     @cached_property

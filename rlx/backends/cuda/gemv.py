@@ -2,9 +2,8 @@
 
 A block first puts its rows of the left operand into shared memory; they may be computed there (a norm in front of the product).
 Where columns of the right operand are contiguous, each warp takes some of them at a time and its lanes share the summed axis: a
-lane has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. The first batch is loaded before the
-kernels in front end, if no kernel of a run writes it (`early`). Where rows are contiguous, each lane has adjacent columns and the
-warps share the summed axis. Sums are in a fixed order.
+lane has a batch of 16-byte loads in flight, and replaces each as soon as it has used it. Where rows are contiguous, each lane has
+adjacent columns and the warps share the summed axis. Sums are in a fixed order. (gemv_ring.py is faster where it can be used.)
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import f8e4m3, f8e5m2, f32, index_
-from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Operand, Stmt, Var, coefficient, const, k
+from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Loop, Operand, Reduce, Stmt, Var, const, k
 
 MOST_ROWS = 8
 THREADS, WARPS = 256, 8
@@ -52,29 +53,40 @@ class GemvLaunch(Launch):
         """Elements of a row in shared memory; behind the row are zeros."""
         return self.batches * self.ahead * 32 * self.size if self.along else self.contract.k
 
-    @property
-    def early(self) -> int | None:
-        """The buffer that is read before earlier kernels end, if no kernel of a run writes it."""
-        assert isinstance(self.contract.b, Operand)
-        return self.kernel.buffers.index(self.contract.b.buffer) if self.along else None
+
+def contract_of(kernel: Kernel, most_rows: int) -> Contract | None:
+    """The contraction of a kernel that has few rows, the right operand as it is; None: it has none."""
+    c = next((s for s in kernel.body if isinstance(s, Contract)), None)
+    if c is None or c.rows or c.also or c.acc.dtype != f32 or not 0 < c.m <= most_rows or 0 in (c.n, c.k):
+        return None
+    plain = not any(isinstance(x, Operand) and (x.panel or x.blocks) for x in (c.a, c.b)) and isinstance(c.b, Operand)
+    return c if plain and all(x.var is c.i for x in kernel.limits) else None
+
+
+def loops_of(c: Contract) -> list[Loop]:
+    """Over the elements of a row of the left operand: those in front, and one whose "result" are the elements."""
+    none = Var("none", f32)
+    if isinstance(c.a, Computed):
+        value = k.cast(k.cast(c.a.value, c.a.dtype), f32)
+        own = Loop(c.a.column, c.k, tuple(c.a.body), True, (Reduce(none, "add", value),))
+        return [*(s for s in c.a.before if isinstance(s, Loop)), own]
+    column = Var("column", index_)
+    index = k.add(c.a.offset, k.add(k.mul(c.i, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
+    return [Loop(column, c.k, (), True, (Reduce(none, "add", k.cast(Load(c.a.buffer, index), f32)),))]
 
 
 def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES) -> GemvLaunch | None:
     """The launch of a contraction with few rows; None: it is none. `most`: bytes of shared memory of a block."""
-    c = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if c is None or c.rows or c.also or c.acc.dtype != f32 or not 0 < c.m <= MOST_ROWS or 0 in (c.n, c.k):
-        return None
-    if not isinstance(c.b, Operand) or c.b.panel or c.b.blocks or (isinstance(c.a, Operand) and (c.a.panel or c.a.blocks)):
+    c = contract_of(kernel, MOST_ROWS)
+    if c is None or not isinstance(c.b, Operand):
         return None
     along = c.b.row_stride == 1 or c.k == 1
     if not along and c.b.col_stride != 1 and c.n > 1:
         return None
-    if any(x.var is not c.i for x in kernel.limits):
-        return None
     item = c.b.dtype.itemsize
     stride, extent = (c.b.col_stride, c.k) if along else (c.b.row_stride, c.n)
     size = BYTES // item if along else max(1, 4 // item)
-    while size > 1 and (extent % size or stride % size or not multiple(c.b.offset, kernel, size)):
+    while size > 1 and (extent % size or stride % size or not aligned(c.b.offset, None, size)):
         size //= 2
     points = math.prod(n for _, n in kernel.grid)
     blocks = max(1, RESIDENT * multiprocessors // points)
@@ -91,62 +103,52 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTE
     return replace(found, shared=held) if held <= min(most, SHARED_BYTES) else None
 
 
-def multiple(offset: Expr, kernel: Kernel, size: int) -> bool:
-    """True if the offset is a multiple of `size` elements at every grid point, and affine."""
-    steps = [coefficient(offset, v) for v, _ in kernel.grid]
-    if any(s is None or s % size for s in steps):
-        return False
-    rest = offset
-    while not isinstance(rest, Var) and hasattr(rest, "value") is False and hasattr(rest, "args"):
-        parts = [a for a in rest.args if not any(coefficient(a, v) for v, _ in kernel.grid)]  # type: ignore[union-attr]
-        if rest.op != "add" or len(parts) != 1:  # type: ignore[union-attr]
-            return rest.op == "mul" and any(coefficient(rest, v) for v, _ in kernel.grid)  # type: ignore[union-attr]
-        rest = parts[0]
-    return int(getattr(rest, "value", 0)) % size == 0
-
-
 class GemvWriter(CudaWriter):
     launch: GemvLaunch
 
     def coordinates(self) -> Iterator[str]:
-        yield "const int me = threadIdx.x, warp = me / 32, lane = me % 32;"
+        yield f"const int me = threadIdx.x % {self.launch.team}, warp = threadIdx.x / 32, lane = threadIdx.x % 32;"
         yield f"rlx_index point = blockIdx.x / {self.launch.each};"
         yield f"const int slot = blockIdx.x % {self.launch.each};"
-        for var, extent in reversed(self.kernel.grid):
-            yield f"const rlx_index {self.name(var, 'g')} = point % {extent};"
-            yield f"point /= {extent};"
+        yield from self.divided()
 
     def declare_locals(self) -> None:
-        c = self.launch.contract
         super().declare_locals()
         used = sum(-(-max(1, x.size) * x.dtype.itemsize // 16) * 16 for x in self.kernel.locals)
         if not self.kernel.locals:
             self.line("extern __shared__ __align__(16) unsigned char rlx_shared[];")
-        self.line(f"float* const rows = (float*)(rlx_shared + {used});  // {c.m} rows of the left operand")
+        self.line(f"float* const rows = (float*)(rlx_shared + {used});  // of the left operand")
 
     occupancy = f", {RESIDENT}"
-
-    def arguments(self) -> list[str]:
-        return super().arguments() + ["long long early"] * self.launch.along
-
-    def begin(self) -> None:
-        """The launch's first loads may be of weights."""
-        if self.launch.along:
-            self.declare_batch()
-            self.line("if (early) first();")
-        super().begin()
-        if self.launch.along:
-            self.line("if (!early) first();")
+    headers = ("gemv.h",)
 
     def statement(self, s: Stmt) -> None:
         if not isinstance(s, Contract):
             return super().statement(s)
-        m = self.limit(s.i, s.m) or str(s.m)
+        at, o, m = self.launch, s.b, self.limit(s.i, s.m) or str(s.m)
+        assert isinstance(o, Operand)
         self.stage(s)
         self.line("__syncthreads();")
         with self.alone():
-            (self.by_columns if self.launch.along else self.by_rows)(s, m)
+            with self.lambda_("const auto from = [&](int d, int column) {"):
+                self.line(f"return {self.address(o, 'd', 'column')};")
+            self.declare_wide(o, min(4, at.size))
+            with self.lambda_("const auto put = [&](int row, int column, float all) {"):
+                self.line(f"if (row >= {m}) return;")
+                self.names[s.i], self.names[s.j] = self.fix("i", index_, "row"), self.fix("j", index_, "column")
+                self.names[s.acc] = "all"
+                self.block(s.epilogue)
+        how = f"{s.m}, {s.n}, {s.k}, {at.pitch}, {at.size}, {CUDA.element(o.dtype)}"
+        if at.along:
+            start, step = f"(slot * {WARPS} + warp) * {at.columns}", at.each * WARPS * at.columns
+            how += f", {at.columns}, {at.ahead}, {at.batches}"
+            self.line(f"rlx_columns<{how}>(rows, from, wide, put, {start}, {step}, lane);")
+        else:
+            self.line(f"rlx_rows<{how}>(rows, from, wide, put, slot, warp, lane);")
         return None
+
+    def function(self, name: str, member: bool = False) -> str:
+        return "".join((Path(__file__).parent / x).read_text() for x in self.headers) + super().function(name, member)
 
     def at(self, step: str) -> str:
         """Where element `step` of a row is staged: the first 4 of every load, then the next, so that lanes read adjacent ones."""
@@ -157,39 +159,27 @@ class GemvWriter(CudaWriter):
 
     def stage(self, c: Contract) -> None:
         with self.scope([f"for (int r = 0; r < {c.m}; r++) {{"]):
-            row, column = Var("row", index_), Var("column", index_)
-            self.names[row] = "(rlx_index)r"
+            self.names[c.i], last = "(rlx_index)r", loops_of(c)[-1]
+            self.alive.append(last.reduces[0].value)
             if isinstance(c.a, Computed):
-                self.names[c.a.row] = self.names[c.i] = "(rlx_index)r"
+                self.names[c.a.row] = "(rlx_index)r"
                 self.block(c.a.before)
-                column, body, value = c.a.column, c.a.body, k.cast(k.cast(c.a.value, c.a.dtype), f32)
-            else:
-                index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
-                body, value = (), k.cast(Load(c.a.buffer, index), f32)
-            self.alive.append(value)
-            self.stage_row(body, value, column)
+            self.stage_row(last.body, last.reduces[0].value, last.var)
             if self.launch.pitch > c.k:
                 name = self.fresh("i")
                 with self.scope([f"for (int {name} = {c.k} + me; {name} < {self.launch.pitch}; {name} += {THREADS}) {{"]):
                     self.line(f"rows[r * {self.launch.pitch} + {self.at(name)}] = 0;")
-            self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *body)
+            self.exchanged(*(c.a.before if isinstance(c.a, Computed) else ()), *last.body)
 
     def stage_row(self, body: Sequence[Stmt], value: Expr, column: Var) -> None:
         """Elements of row r, as many adjacent ones by a thread as lets all threads work and their loads start together."""
         c, pitch = self.launch.contract, self.launch.pitch
-        name, size = self.name(column, "i"), 1
-        if c.k % (4 * THREADS) == 0 and pitch % 4 == 0:
-            size = 4
+        name, size = self.name(column, "i"), 4 if c.k % (4 * THREADS) == 0 and pitch % 4 == 0 else 1
         loop = f"for (int {name}_0 = me * {size}; {name}_0 < {c.k}; {name}_0 += {size * THREADS}) {{"
         with self.scope(["#pragma unroll 8", loop]), self.alone():
-            if size == 1:
-                self.names[column] = f"{name}_0"
-                (text,) = self.block(body, [value])
-                self.line(f"rows[r * {pitch} + {self.at(f'{name}_0')}] = {text};")
-            else:
-                self.line("float staged[4];")
-                self.in_vectors(body, [value], column, 4, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
-                self.line(f"rlx_put<4>(rows + r * {pitch} + {self.at(f'{name}_0')}, staged);")
+            self.line(f"float staged[{size}];")
+            self.in_vectors(body, [value], column, size, f"{name}_0", lambda v: self.line(f"staged[v] = {v[0]};"))
+            self.line(f"rlx_put<{size}>(rows + r * {pitch} + {self.at(f'{name}_0')}, staged);")
 
     def address(self, o: Operand, row: str, column: str) -> str:
         """The address of an element of the right operand."""
@@ -198,32 +188,14 @@ class GemvWriter(CudaWriter):
         index = self.value(k.add(o.offset, k.add(k.mul(r, const(o.row_stride)), k.mul(c, const(o.col_stride)))))
         return f"{self.names[o.buffer]} + {index}"
 
-    def widened(self, o: Operand, size: int, held: str, name: str) -> None:
-        """float NAME[size] from the elements HELD[size]."""
-        if o.dtype in EIGHT:
-            self.line(f"float {name}[{size}];")
-            self.line(f"rlx_wide_{o.dtype}({name}, {held});")
-            return
-        wide = CUDA.loads.get(o.dtype.name, "{0}[{1}]").format(held, "v")
-        self.line(f"float {name}[{size}];")
-        self.line(f"for (int v = 0; v < {size}; v++) {name}[v] = {wide};")
-
-    def declare_batch(self) -> None:
-        """A batch of loads in flight; `fetch(u, column, batch)` starts number u, `first()` all of the first batch."""
-        at, c = self.launch, self.launch.contract
-        assert isinstance(c.b, Operand)
-        self.line(f"{CUDA.element(c.b.dtype)} held[{at.ahead}][{at.columns}][{at.size}];")
-        with self.lambda_("const auto fetch = [&](int u, int column0, int batch) {"):
-            self.line(f"const int d = ((batch * {at.ahead} + u) * 32 + lane) * {at.size};")
-            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
-                if at.pitch > c.k:  # zeros, since infinity times the zeros behind a row is NaN
-                    self.line(f"for (int v = 0; v < {at.size}; v++) held[u][n][v] = 0;")
-                    self.line(f"if (d >= {c.k}) continue;")
-                column = f"column0 + n < {c.n} ? column0 + n : {c.n - 1}"
-                self.line(f"rlx_stream<{at.size}>(held[u][n], {self.address(c.b, 'd', column)});")
-        with self.lambda_("const auto first = [&]() {"):
-            self.line("#pragma unroll")
-            self.line(f"for (int u = 0; u < {at.ahead}; u++) fetch(u, (slot * {WARPS} + warp) * {at.columns}, 0);")
+    def declare_wide(self, o: Operand, size: int) -> None:
+        """`wide(w, raw)` makes f32 of elements."""
+        with self.lambda_(f"const auto wide = [](float (&w)[{size}], const {CUDA.element(o.dtype)} (&raw)[{size}]) {{"):
+            if o.dtype in EIGHT:
+                self.line(f"rlx_wide_{o.dtype}(w, raw);")
+            else:
+                one = CUDA.loads.get(o.dtype.name, "{0}[{1}]").format("raw", "v")
+                self.line(f"for (int v = 0; v < {size}; v++) w[v] = {one};")
 
     @contextmanager
     def lambda_(self, opening: str) -> Iterator[None]:
@@ -231,77 +203,5 @@ class GemvWriter(CudaWriter):
             yield
         self.lines[-1] += ";"
 
-    def by_columns(self, c: Contract, m: str) -> None:
-        """Lanes share the summed axis; the last lanes of a warp write the columns."""
-        at, many = self.launch, self.launch.columns
-        step = at.each * WARPS * many
-        with self.scope([f"for (int column0 = (slot * {WARPS} + warp) * {many}; column0 < {c.n}; column0 += {step}) {{"]):
-            self.line(f"float sum[{many}][{c.m}] = {{}};")
-            with self.scope(["#pragma unroll 1", f"for (int batch = 0; batch < {at.batches}; batch++) {{"]):
-                self.line(f"const bool last = batch == {at.batches - 1};")
-                self.line(f"const int column1 = last ? column0 + {step} : column0;")
-                with self.scope(["#pragma unroll", f"for (int u = 0; u < {at.ahead}; u++) {{"]):
-                    self.products(c)
-            self.line("float mine = 0;")
-            with self.scope(["#pragma unroll", f"for (int e = 0; e < {many * c.m}; e++) {{"]):
-                self.line(f"float all = sum[e / {c.m}][e % {c.m}];")
-                self.line("for (int by = 16; by > 0; by /= 2) all += rlx_from(all, 32, by);")
-                self.line("if (lane == e) mine = all;")
-            with self.scope([f"if (lane < {many * c.m} && column0 + lane / {c.m} < {c.n} && lane % {c.m} < {m}) {{"]):
-                self.finish(c, f"lane % {c.m}", f"column0 + lane / {c.m}", "mine")
 
-    def products(self, c: Contract) -> None:
-        """Uses load number u of the batch, and puts the one `ahead` loads later in its place. 4 elements are widened at a
-        time: 16 of several columns take too many registers."""
-        at, size, o = self.launch, self.launch.size, self.launch.contract.b
-        assert isinstance(o, Operand)
-        element, part = CUDA.element(o.dtype), min(4, size)
-        self.line(f"{element} raw[{at.columns}][{size}];")
-        self.line(f"for (int n = 0; n < {at.columns}; n++) memcpy(raw[n], held[u][n], {size * o.dtype.itemsize});")
-        self.line(f"if (column1 < {c.n}) fetch(u, column1, last ? 0 : batch + 1);")
-        with self.scope(["#pragma unroll", f"for (int part = 0; part < {size // part}; part++) {{"]):
-            self.line(f"float w[{at.columns}][{part}];")
-            with self.scope(["#pragma unroll", f"for (int n = 0; n < {at.columns}; n++) {{"]):
-                self.widened(o, part, f"(*(const {element}(*)[{part}])(raw[n] + part * {part}))", "wide")
-                self.line(f"for (int v = 0; v < {part}; v++) w[n][v] = wide[v];")
-            with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
-                self.line(f"float x[{part}];")
-                place = f"((batch * {at.ahead} + u) * 32 + lane) * {part} + part * {at.pitch * part // size}"
-                self.line(f"rlx_fetch<{part}>(x, rows + r * {at.pitch} + {place});")
-                self.line(f"for (int n = 0; n < {at.columns}; n++)")
-                self.line(f"  for (int v = 0; v < {part}; v++) sum[n][r] = fmaf(x[v], w[n][v], sum[n][r]);")
-
-    def by_rows(self, c: Contract, m: str) -> None:
-        """A lane has adjacent columns; the warps share the summed axis and add their sums in shared memory."""
-        size = self.launch.size
-        assert isinstance(c.b, Operand)
-        self.line(f"const int column0 = (slot * 32 + lane) * {size};")
-        self.line(f"float sum[{c.m}][{size}] = {{}};")
-        with (
-            self.scope([f"if (column0 < {c.n}) {{"]),
-            self.scope(["#pragma unroll 8", f"for (int d = warp; d < {c.k}; d += {WARPS}) {{"]),
-        ):
-            self.line(f"{CUDA.element(c.b.dtype)} held[{size}];")
-            self.line(f"rlx_fetch<{size}>(held, {self.address(c.b, 'd', 'column0')});")
-            self.widened(c.b, size, "held", "w")
-            with self.scope(["#pragma unroll", f"for (int r = 0; r < {c.m}; r++) {{"]):
-                self.line(f"const float x = rows[r * {self.launch.pitch} + {self.at('d')}];")
-                self.line(f"for (int v = 0; v < {size}; v++) sum[r][v] = fmaf(x, w[v], sum[r][v]);")
-        self.line(f"__shared__ float parts[{WARPS}][{c.m}][{32 * size}];")
-        self.line(f"for (int r = 0; r < {c.m}; r++)")
-        self.line(f"  for (int v = 0; v < {size}; v++) parts[warp][r][lane * {size} + v] = sum[r][v];")
-        self.line("__syncthreads();")
-        with self.scope([f"for (int e = me; e < {c.m * 32 * size}; e += {THREADS}) {{"]):
-            self.line(f"const int r = e / {32 * size}, at = e % {32 * size}, j = slot * {32 * size} + at;")
-            self.line(f"if (j >= {c.n} || r >= {m}) break;" if c.m == 1 else f"if (j >= {c.n} || r >= {m}) continue;")
-            self.line("float all = 0;")
-            self.line(f"for (int w = 0; w < {WARPS}; w++) all += parts[w][r][at];")
-            self.finish(c, "r", "j", "all")
-
-    def finish(self, c: Contract, i: str, j: str, acc: str) -> None:
-        self.names[c.i], self.names[c.j] = self.fix("i", index_, i), self.fix("j", index_, j)
-        self.names[c.acc] = acc
-        self.block(c.epilogue)
-
-
-__all__ = ["GemvLaunch", "GemvWriter", "few_rows", "multiple"]
+__all__ = ["GemvLaunch", "GemvWriter", "contract_of", "few_rows", "loops_of"]

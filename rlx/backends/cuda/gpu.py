@@ -326,15 +326,20 @@ class Gpu:
 
     # -- code
 
-    def function(self, image: bytes, name: str, shared: int, owner: Functions) -> Any:
-        """A kernel of a cubin, loaded for as long as `owner` exists. `shared`: bytes of dynamic shared memory of its launches."""
+    def function(self, image: bytes, name: str, shared: int, owner: Functions, carved: bool = False) -> Any:
+        """A kernel of a cubin, loaded for as long as `owner` exists. `shared`: bytes of dynamic shared memory of its launches.
+        `carved`: a multiprocessor keeps as much as it can for shared memory. That does not change while it has blocks, so those
+        of the next kernel can only be beside them if it is the same for both."""
         self.use()
         module = check(self.driver.cuModuleLoadData(image), f"loading {name}")
         weakref.finalize(owner, self._unload, module).atexit = False
         found = check(self.driver.cuModuleGetFunction(module, name.encode()), f"loading {name}")
+        names = self.driver.CUfunction_attribute
+        wanted = {names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100} if carved else {}
         if shared:  # with what the kernel declares, even less than 48 KB may be more than a launch has by default
-            attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(self.driver.cuFuncSetAttribute(found, attribute, shared), f"loading {name}")
+            wanted[names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = shared
+        for attribute, value in wanted.items():
+            check(self.driver.cuFuncSetAttribute(found, attribute, value), f"loading {name}")
         return found
 
     def _unload(self, module: Any) -> None:

@@ -146,11 +146,17 @@ RLX_FN void rlx_cluster_barrier() {
 #endif
 }
 
-/* The first statement of every kernel: waits until all earlier kernels of the run have ended, then lets the next one be placed on
-   multiprocessors that become free, so that only its work is left to start. */
+/* Lets the blocks of the next kernel be placed where this one's leave room, once all blocks of this kernel have said so. */
+RLX_FN void rlx_start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+/* The first statement of every kernel: waits until all earlier kernels of the run have ended. The next kernel may be placed before,
+   since it waits for this one. */
 RLX_FN void rlx_begin() {
+  rlx_start_next();
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -47,8 +47,8 @@ def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[
     wide = max((x.buffer.dtype.itemsize for s in loops for x in [*_loads(s, most), *stores(s.body, s.var, most)]), default=1)
     while most > SMALL and most * wide > BYTES:  # threads that are more than 16 bytes apart read a bank of the cache in turn
         most //= 2
-    kept = _repeated(loops, most)
-    own = _own_locals(kernel, loops)
+    kept = repeated(loops, most)
+    own = own_locals(kernel, loops)
     if len(own) < len(kernel.locals) or not (own or kept):
         return None
     held = [[x.dtype.bits for x in own], [k[0].dtype.bits for k in kept]]  # type: ignore[attr-defined]
@@ -63,11 +63,11 @@ def row_of(kernel: Kernel, teams: tuple[int, ...], registers: int, parts: tuple[
             size //= 2
         rounds = -(-extent // (count * team * size))
         if rounds * size * taken(sum(max(least, bits) for bits in kind) for kind in held) <= 32 * registers:
-            return team, Row(extent, size, rounds, frozenset(own), _repeated(loops, size))
+            return team, Row(extent, size, rounds, frozenset(own), repeated(loops, size))
     return None
 
 
-def _repeated(loops: list[Loop], size: int) -> frozenset[Key]:
+def repeated(loops: list[Loop], size: int) -> frozenset[Key]:
     """The loads that several loops do, in vectors of `size`."""
     found = Counter(k for s in loops for k in {key_of(x, s.var) for x in _loads(s, size)})
     return frozenset(k for k, n in found.items() if n > 1)
@@ -81,7 +81,7 @@ def _flat(loop: Loop) -> bool:
     return all(isinstance(s, Let | Store | Check) for s in loop.body)
 
 
-def _own_locals(kernel: Kernel, loops: list[Loop]) -> list[Local]:
+def own_locals(kernel: Kernel, loops: list[Loop]) -> list[Local]:
     """The Locals of which a thread uses only its own elements."""
     shared = {x.buffer for s in kernel.body if not isinstance(s, Loop) for x in walk((s,)) if _touches(x)}
     for s in loops:
@@ -110,4 +110,4 @@ def _key(e: Expr, var: Var, known: dict[int, Key]) -> Key:
     return ("load", e.buffer, *parts) if isinstance(e, Load) else (e.op, *parts) if isinstance(e, Alu) else (e,)
 
 
-__all__ = ["Row", "key_of", "row_loops", "row_of"]
+__all__ = ["Row", "key_of", "own_locals", "repeated", "row_loops", "row_of"]

@@ -20,6 +20,12 @@ template <class V> RLX_FN V rlx_max(V a, V b) { return a != a ? a : b > a || b !
 RLX_FN float rlx_min(float a, float b) { float out; asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b)); return out; }
 RLX_FN float rlx_max(float a, float b) { float out; asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b)); return out; }
 
+/* A barrier of the T threads of a team, which may be fewer than those of the block. */
+template <int T> RLX_FN void rlx_sync() {
+  if constexpr (T <= 32) __syncwarp();
+  else asm volatile("bar.sync 0, %0;" ::"n"(T) : "memory");
+}
+
 /* op over the values of the team, in an order that depends on T alone; every thread gets the result. */
 template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
   constexpr int lanes = T < 32 ? T : 32;
@@ -28,9 +34,9 @@ template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
   if constexpr (T > 32) {
     constexpr int warps = T / 32;
     __shared__ V parts[warps];
-    __syncthreads();
+    rlx_sync<T>();
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = a;
-    __syncthreads();
+    rlx_sync<T>();
     a = parts[threadIdx.x % warps];
     #pragma unroll
     for (int by = warps / 2; by > 0; by /= 2) a = op(a, rlx_from(a, 32, by));

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
-from rlx.backends.cuda.gemv import multiple
 from rlx.backends.cuda.schedule import Launch, TensorMap
+from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, walk
 
@@ -254,7 +254,7 @@ def is_widened(c: Contract) -> bool:
 
 def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
     """Whether a product with quantised weights is one of narrow floats: both operands are rounded to them."""
-    wide = a.dtype == f32 and a.row_stride % 4 == 0 and multiple(a.offset, kernel, 4)
+    wide = a.dtype == f32 and a.row_stride % 4 == 0 and aligned(a.offset, None, 4)
     return not b.exact and a.col_stride == 1 and turn_of(b.blocks).exact and (wide or a.dtype != f32)
 
 

@@ -1,0 +1,106 @@
+/* A block's ring of weights that one warp fills and all others use (gemv_ring.py). */
+/* A warp has read what it needs of a slot. */
+RLX_FN void rlx_ring_leave(uint64_t* used, int lane) {
+  __syncwarp();
+  if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(rlx_ring_at(used)) : "memory");
+}
+
+/* The first statement of a block: its last warp copies `count` columns of K bytes, PITCH bytes apart, in pieces of COLUMNS columns and
+   RUN bytes of each, with WINDOW pieces in flight. True for that warp, when all copies have started. Only `early` ones do so before
+   earlier kernels have ended. */
+template <int SLOTS, int WINDOW, int COLUMNS, int RUN, int K, long long PITCH> RLX_FN bool rlx_ring_copies(
+  unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* from, int count, bool early
+) {
+  constexpr int PARTS = (K + RUN - 1) / RUN, LAST = K - (PARTS - 1) * RUN;
+  constexpr bool WHOLE = K == RUN && K == PITCH; /* the columns of a piece are adjacent in memory */
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  rlx_start_next();
+  if (warp == 8) rlx_ring_begin(filled, SLOTS, 8, lane);
+  __syncthreads();
+  if (warp != 8) return false;
+  if (!early) rlx_begin();
+  const int pieces = (count + COLUMNS - 1) / COLUMNS * PARTS;
+  #pragma unroll 1
+  for (int i = 0, place = 0, round = 0; i < pieces; i++) {
+    const int at = i / PARTS * COLUMNS, part = i % PARTS, many = count - at < COLUMNS ? count - at : COLUMNS;
+    const int bytes = part == PARTS - 1 ? LAST : RUN;
+    if (round) rlx_ring_await(used + place, (round - 1) & 1);
+    if (WINDOW < SLOTS && i >= WINDOW) rlx_ring_await(filled + (i - WINDOW) % SLOTS, (i - WINDOW) / SLOTS & 1);
+    unsigned char* const to = ring + place * COLUMNS * RUN;
+    rlx_ring_expect(filled + place, many * bytes, lane);
+    __syncwarp();
+    if (WHOLE) rlx_ring_copy(to, from + at * PITCH, many * bytes, filled + place, lane);
+    else if (lane < many) rlx_ring_copy(to + lane * RUN, from + (at + lane) * PITCH + part * RUN, bytes, filled + place, 0);
+    if (++place == SLOTS) place = 0, round++;
+  }
+  return true;
+}
+
+static __device__ constexpr int rlx_ring_power(int n) { return n <= 1 ? 1 : 2 * rlx_ring_power((n + 1) / 2); }
+/* The sums of N numbers over the lanes of a warp, N a power of two: lane n * (32 / N) gets number n. */
+template <int BY = 16, int N> RLX_FN float rlx_sum_lanes(const float (&a)[N], int lane) {
+  if constexpr (N > 1) {
+    float half[N / 2];
+    #pragma unroll
+    for (int n = 0; n < N / 2; n++) {
+      const float kept = lane & BY ? a[n + N / 2] : a[n], given = lane & BY ? a[n] : a[n + N / 2];
+      half[n] = kept + rlx_from(given, 32, BY);
+    }
+    return rlx_sum_lanes<BY / 2>(half, lane);
+  } else {
+    float all = a[0];
+    #pragma unroll
+    for (int by = BY; by > 0; by /= 2) all += rlx_from(all, 32, by);
+    return all;
+  }
+}
+
+/* sums[warp][column][row]: over the elements x[row][q] of this thread by those of `count` columns, in pieces of COLUMNS of them for
+   each team of WARPS warps. The columns of TOGETHER pieces are added over the lanes together. SPAN: columns of `sums`. */
+template <int SLOTS, int COLUMNS, int TOGETHER, int WARPS, int K, int SPAN, class E, int M, int AHEAD, int SIZE, class F>
+RLX_FN void rlx_ring_sums(
+  const unsigned char* ring, uint64_t* filled, uint64_t* used, int& place, int& phase, const float (&x)[M][AHEAD][SIZE],
+  const F& wide, int count, float* sums, int me
+) {
+  constexpr int RUN = WARPS * 32 * SIZE, WIDE = COLUMNS * (8 / WARPS), EACH = COLUMNS * M, ALL = rlx_ring_power(EACH * TOGETHER);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp / WARPS * COLUMNS;
+  #pragma unroll 1
+  for (int column = 0; column < count; column += WIDE * TOGETHER) {
+    float sum[ALL] = {};
+    #pragma unroll
+    for (int p = 0; p < TOGETHER; p++) {
+      if (column + p * WIDE >= count) continue;
+      #pragma unroll
+      for (int q = 0; q < AHEAD; q++) {
+        rlx_ring_await(filled + place, phase);
+        const E* const run = (const E*)ring + (place * WIDE + own) * RUN + me * SIZE;
+        if (K == RUN * AHEAD || q < AHEAD - 1 || q * RUN + me * SIZE < K) {
+          E raw[COLUMNS][SIZE];
+          #pragma unroll
+          for (int n = 0; n < COLUMNS; n++) rlx_fetch<SIZE>(raw[n], run + n * RUN);
+          #pragma unroll
+          for (int n = 0; n < COLUMNS; n++) {
+            float w[SIZE];
+            wide(w, raw[n]);
+            #pragma unroll
+            for (int r = 0; r < M; r++)
+              #pragma unroll
+              for (int v = 0; v < SIZE; v++) sum[p * EACH + n * M + r] = fmaf(x[r][q][v], w[v], sum[p * EACH + n * M + r]);
+          }
+        }
+        rlx_ring_leave(used + place, lane);
+        if (++place == SLOTS) place = 0, phase ^= 1;
+      }
+    }
+    const float all = rlx_sum_lanes(sum, lane);
+    const int e = lane / (32 / ALL), of = column + e / EACH * WIDE + own;
+    if (lane % (32 / ALL) == 0 && e < EACH * TOGETHER) sums[(warp % WARPS * SPAN + of) * M + e % EACH] = all;
+  }
+}
+/* A sum of WARPS warps, whose parts are PITCH numbers apart. */
+template <int WARPS, int PITCH> RLX_FN float rlx_ring_total(const float* sums) {
+  float all = *sums;
+  #pragma unroll
+  for (int w = 1; w < WARPS; w++) all += sums[w * PITCH];
+  return all;
+}
