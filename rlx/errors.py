@@ -43,6 +43,7 @@ A class that also derives from a built-in exception can be caught as either.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -110,6 +111,17 @@ def known(names) -> str:
     names = sorted(str(n) for n in names)
     shown = ", ".join(repr(n) for n in names[:12])
     return (shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")) or "none"
+
+
+def as_path(path: Any) -> str:
+    """The path as text. OptionError: it is none."""
+    try:
+        found = os.fspath(path)
+    except TypeError:
+        found = None
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise OptionError(f"a path is text or a pathlib.Path, got {path!r:.60}")
+    return found
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

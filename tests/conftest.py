@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ["RLX_CACHE"] = "0"  # also of the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test uses the network
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that other processes of the tests use
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # Shells ignore SIGINT in the background jobs of a script, and every process started from there would: tests send it to some.
     signal.signal(signal.SIGINT, signal.default_int_handler)

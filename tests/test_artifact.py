@@ -254,7 +254,7 @@ def test_what_cannot_be_saved_is_said(made, tmp_path):
         rlx.save(path, [layers, layers])
     with pytest.raises(Unsupported, match="REF generates no code"):
         Session("ref").compile(_layers_graph()).save(path)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(OptionError, match="nowhere"):
         layers.save(tmp_path / "nowhere" / "x.rlx")
     assert list(tmp_path.iterdir()) == []
 
@@ -268,7 +268,7 @@ def test_a_write_that_fails_leaves_the_old_file(made, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(container.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OptionError, match="No space"):
         made[1][1].save(path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["x.rlx"]
 

@@ -47,7 +47,7 @@ def compiled(graph: rlx.Graph, device: str = "cpu", **options) -> rlx.CompiledGr
 def test_steps_and_overhead_add_up_to_the_run(device, threads):
     made = compiled(two_layers(), device, threads=threads)
     p = made.profile(np.ones((64, 96), F), runs=4)
-    assert len(p.steps) == len(made.program().steps) and p.runs == 4 and p.threads == made.program().target.threads
+    assert len(p.steps) == len(made.program().steps) and 1 < p.runs <= 4 and p.threads == made.program().target.threads
     assert sum(s.seconds for s in p.steps) + p.overhead_seconds == pytest.approx(p.seconds) and p.overhead_seconds >= 0
     assert all(s.seconds > 0 for s in p.steps) and p.unmeasured_seconds > 0
     begin, end, spans = p.timeline

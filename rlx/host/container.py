@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import CorruptFileError, FormatError, ModelError, UntrustedFileError
+from rlx.errors import CorruptFileError, FormatError, ModelError, OptionError, UntrustedFileError
 from rlx.host.disk import foreign
 
 MAGIC, FORMAT = b"\x93rlxart\n", 1
@@ -47,7 +47,7 @@ class Section:
 
 
 class Writer:
-    """Writes a container under a temporary name, and renames it when it is complete."""
+    """Writes a container under a temporary name, and renames it when it is complete. OptionError: it cannot be written there."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -78,7 +78,10 @@ class Writer:
         text += b" " * (-(HEADER.size + len(text)) % PAGE)
         if len(text) > MAX_MANIFEST:
             raise ModelError(f"{self.path}: the manifest takes {len(text)} bytes, at most {MAX_MANIFEST} are allowed")
-        self._replace(text, starts, ends)
+        try:
+            self._replace(text, starts, ends)
+        except (OSError, ValueError) as e:  # ValueError: a path without a name
+            raise OptionError(f"cannot write {str(self.path)!r}: {getattr(e, 'strerror', None) or e}") from e
         return HEADER.size + len(text) + at
 
     def _replace(self, text: bytes, starts: list[int], ends: list[int]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx.backends import backend_of
 from rlx.driver.backend import Assembling, Storable, Tunable
-from rlx.errors import MissingParamError, Unsupported
+from rlx.errors import MissingParamError, OptionError, Unsupported, as_path
 from rlx.explain.profile import Profile, write
 
 
@@ -19,6 +19,8 @@ def described(compiled: Any, profile: Profile | None = None, unmeasured: str = "
     """The report of a CompiledGraph as data."""
     from rlx.explain.report import Compiled, report_data  # on first use: it needs the passes
 
+    if not isinstance(profile, (Profile, type(None))):
+        raise OptionError(f"a profile is what CompiledGraph.profile returns, got {type(profile).__name__}")
     report, program, backend = compiled._report, compiled.program(), backend_of(compiled.device)
     read = backend.assembly if isinstance(backend, Assembling) else lambda text, target: ""
     made: dict[str, str] = {}  # text -> assembly: labels share texts
@@ -47,6 +49,7 @@ def explained(compiled: Any, path: str | PathLike[str], profile: Profile | None)
     """Write the page of a CompiledGraph, with times if they can be measured."""
     from rlx.explain.page import page
 
+    path = as_path(path)  # before runs are measured
     unmeasured = ""
     if profile is None:
         try:

@@ -17,7 +17,7 @@ from rlx.driver.backend import Artifact, Executable, Exporting, Storable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import bytes_of
-from rlx.errors import BindingError, DuplicateNameError, MissingParamError, Unsupported, known
+from rlx.errors import BindingError, DuplicateNameError, MissingParamError, Unsupported, as_path, known
 from rlx.host import calls, jit
 from rlx.host.container import Writer
 from rlx.host.disk import source_digest
@@ -68,7 +68,7 @@ def save(
     programs = _named(graphs)
     stores: dict[int, _Weights] = {}
     states: dict[int, int] = {}
-    writer, rows = Writer(path), []
+    writer, rows = Writer(as_path(path)), []
     for i, (name, graph) in enumerate(programs):
         backend, program = get(graph.device.name), graph.program()
         if not isinstance(backend, Storable):
@@ -142,7 +142,7 @@ class _Weights:
 
 def export_c(graph: Savable, folder: str | PathLike[str]) -> Path:
     """See CompiledGraph.export_c."""
-    backend, program, folder = get(graph.device.name), graph.program(), Path(folder)
+    backend, program, folder = get(graph.device.name), graph.program(), Path(as_path(folder))
     if not isinstance(backend, Exporting):
         raise Unsupported(f"{program.name}: C libraries are for programs of the CPU; this one is for {graph.device}")
     if graph.options.checked:
