@@ -6,6 +6,7 @@ import inspect
 import os
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -533,8 +534,11 @@ def everything(session: rlx.Session) -> rlx.CompiledGraph:
     return compiled
 
 
-def test_arguments_of_any_type_are_taken_or_refused_by_an_error_of_ours(session: rlx.Session) -> None:
-    """Every public method, called with each kind of junk for each of its arguments."""
+def test_arguments_of_any_type_are_taken_or_refused_by_an_error_of_ours(
+    session: rlx.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every public method, called with each kind of junk for each of its arguments; some of it is the name of a file."""
+    monkeypatch.chdir(tmp_path)
     compiled = everything(session)
     fine = {"inputs": {"x": np.ones(2, F)}, "name": "h", "handle": "h", "output_index": 0, "output": 0, "row": 0, "row_inner": 1}
     fine |= {"data": bytes(8), "dtype": "f32", "array": np.zeros(2, F), "indices": [0], "k": 1, "store": compiled.handles}

@@ -256,10 +256,10 @@ def test_arrays_that_do_not_fit_are_refused_with_advice() -> None:
     torch, compiled = _torch(), scaled()
     for given, error, match in (
         (torch.zeros(2 * N, device="cuda")[::2], TransferError, "contiguous"),
-        (torch.zeros(N, device="cuda", requires_grad=True), TransferError, "detach"),
         (torch.zeros(N, device="cuda", dtype=torch.float64), InputDTypeError, "float32"),
         (torch.zeros(N // 2, 2, device="cuda"), InputShapeError, "dims"),
     ):
         with pytest.raises(error, match=match):
             compiled.run({"x": given})
     compiled.run({"x": torch.zeros(N)})  # type: ignore[dict-item]  one of the host is copied
+    compiled.run({"x": torch.zeros(N, device="cuda", requires_grad=True)})  # a Parameter is read as it is
