@@ -85,6 +85,8 @@ def groups() -> Iterator[tuple[str, list[Bar]]]:
     found = rows(starts)
     yield "the same, overhead", [
         timed("a call of a jitted function", perceptron, "median, ns", "rlx.jit", ("jax.jit",)),
+        timed("first result of MiniLM, from a file", found, "first result after it, ms", "rlx, from an artifact file",
+              ("ONNX Runtime, optimised before", "OpenVINO, from its cache")),
         timed("first result of MiniLM, from caches", found, "first result after it, ms", "rlx, from its cache",
               ("ONNX Runtime, optimised before", "OpenVINO, from its cache")),
         timed("first result of MiniLM, cold", found, "first result after it, ms", "rlx", ("ONNX Runtime", "OpenVINO")),
