@@ -60,3 +60,13 @@ def pytest_xdist_setupnodes() -> None:
 def pytest_unconfigure() -> None:
     if _made:
         shutil.rmtree(_made, ignore_errors=True)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA driver without a GPU, as that of this process."""
+    from fake_cuda import FakeDriver, installed  # which needs the bindings
+
+    made = FakeDriver()
+    with installed(made, monkeypatch):
+        yield made

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,6 @@ from rlx.explain.page import report_in
 from rlx.host import disk
 
 F = np.float32
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    with installed(made, monkeypatch):
-        yield made
 
 
 @pytest.mark.parametrize("name", [n for n, _ in conformance.checks("cuda") if not n.startswith(("op ", "ranks"))])
@@ -771,34 +763,3 @@ def test_a_page_of_a_gpu_has_times_and_no_threads(driver: FakeDriver, tmp_path: 
     assert found["profile"]["roofline"] is None and found["profile"]["steps"][0]["share"] is None
     assert found["machine"].startswith("a GPU") or "compute capability" in found["machine"]
     assert f"on {found['device']}, {found['machine']}</p>" in text
-
-
-def test_an_artifact_file_brings_cubins_and_weights(driver: FakeDriver, tmp_path: Path) -> None:
-    g = rlx.Graph("net")
-    x, total = g.input("x", (3, 5), rlx.f32), g.handle(rlx.BufferHandle("total", (3, 4), rlx.f32))
-    y = rlx.relu(x @ g.param("w", (5, 4), rlx.f32)) + total
-    g.assign(total, y)
-    g.set_outputs([y])
-    w, given = np.linspace(-1, 1, 20, dtype=F).reshape(5, 4), np.arange(15, dtype=F).reshape(3, 5)
-    both = [rlx.Session(device).compile(g) for device in ("cuda", "cpu")]
-    for compiled in both:
-        compiled.set_param("w", w)
-    rlx.save(tmp_path / "net.rlx", both)
-    found = rlx.load(tmp_path / "net.rlx")
-    assert found.device.name == "cuda" and found.missing_params() == []
-    for _ in range(2):
-        assert (found.run({"x": given})[0] == both[0].run({"x": given})[0]).all()
-    found.set_param("w", -w)
-    both[0].set_param("w", -w)
-    assert (found.run({"x": given})[0] == both[0].run({"x": given})[0]).all()
-    here = rlx.load(tmp_path / "net.rlx", device="cpu")
-    assert (here.run({"x": given})[0] == both[1].run({"x": given})[0]).all()
-
-
-def test_code_for_another_gpu_is_refused(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rlx.Session("cuda").compile(plus()).save(tmp_path / "plus.rlx", weights=False)
-    real = backend.CudaBackend.target
-    newer = lambda self, *how: replace(real(self, *how), features=("sm_100a",))  # noqa: E731
-    monkeypatch.setattr(backend.CudaBackend, "target", newer)
-    with pytest.raises(DeviceUnavailableError, match=r"program 'plus' needs sm_\w+, which CUDA of this machine lacks"):
-        rlx.load(tmp_path / "plus.rlx")

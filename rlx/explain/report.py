@@ -31,7 +31,7 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a report is made of, besides the origins. `regions`: bytes by purpose, as of the executable. `present`: names of the
+    """The parts of a report besides the origins. `regions`: bytes by purpose, as of the executable. `present`: names of the
     params that are in memory. `texts`, `assembly`: label of a kernel -> generated code, machine code as text. `versions`: of what
     made the code; `machine`: the processor."""
 

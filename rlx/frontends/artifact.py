@@ -159,16 +159,7 @@ class StoredDecoder(LanguageModel):
 
     def memory(self, prompt: int = 1, steps: Steps = None) -> dict[str, int]:
         """As LanguageModel.memory; loads the programs, and maps their weights."""
-        sizes, left = {1}, whole("prompt", prompt, 0)
-        while left > 0:
-            sizes.add(size := self.chunk_size(left, self.capacity))
-            left -= size
-        total: dict[str, int] = {}
-        for size in sorted(sizes):
-            for purpose, n in self.executable(size, steps).memory_plan().regions.items():
-                shared = purpose in ("params", "prepared", "handles")
-                total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
-        return total
+        return self._added_up(prompt, lambda size: self.executable(size, steps).memory_plan().regions)
 
     def _no_graph(self, *_: object, **__: object) -> NoReturn:
         raise Unsupported(f"{self.path} is a saved model, which has programs and no graphs: load the model's folder or GGUF file")

@@ -7,7 +7,7 @@ overwritten by the tokens that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -332,16 +332,21 @@ class LanguageModel(Shown):
         """Bytes by purpose for a prompt of `prompt` tokens and the decoding after it; `steps`: includes sampling. The sum is the
         peak memory of the process; `process` is its memory without the model, plus that of compiling. Nothing is allocated
         for this estimate."""
+        total = self._added_up(prompt, lambda size: self._session.plan(self.graph(size, steps=steps), self._options).regions)
+        return total | {"process": self._session.process_bytes()}
+
+    def _added_up(self, prompt: int, regions: Callable[[int], Mapping[str, int]]) -> dict[str, int]:
+        """Bytes by purpose of the programs of all sizes of chunk that a prompt needs. `regions`: those of one size."""
         sizes, left = {1}, whole("prompt", prompt, 0)
         while left > 0:
             sizes.add(size := self.chunk_size(left, self.capacity))
             left -= size
         total: dict[str, int] = {}
         for size in sorted(sizes):
-            for purpose, n in self._session.plan(self.graph(size, steps=steps), self._options).regions.items():
+            for purpose, n in regions(size).items():
                 shared = purpose in ("params", "prepared", "handles")  # among all sizes
                 total[purpose] = max(total.get(purpose, 0), n) if shared else total.get(purpose, 0) + n
-        return total | {"process": self._session.process_bytes()}
+        return total
 
     # -- inside
 

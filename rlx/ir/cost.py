@@ -78,7 +78,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a device does at most, as measured. `operations`: floating-point or integer operations per second, by `arithmetic`.
+    """The measured limits of a device. `operations`: floating-point or integer operations per second, by `arithmetic`.
     `reading`: rising (bytes, bytes per second): the rate at which all threads together read that many bytes again and again."""
 
     operations: Mapping[str, float]

@@ -35,7 +35,7 @@ from rlx.runtime.cache import Buckets
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CacheNote, CompileReport, Texts
 from rlx.runtime.saving import ENTRY, GRAPHS, OPTIONS, weights_of
-from rlx.runtime.stored import FORMAT, unpack
+from rlx.runtime.stored import FORMAT, as_text, unpack
 
 from rlx.errors import (  # isort: skip
     BindingError, CompileError, CorruptFileError, DeviceUnavailableError, FormatError, ModelError, OutOfMemoryError, RlxError,
@@ -76,9 +76,9 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
             self._file.verify()
         self.manifest = self._file.manifest
         try:
-            self.kind, rows = _text(self.manifest["kind"]), [self._row(i, r) for i, r in enumerate(self.manifest["programs"])]
-            self._weights = [(_text(w["device"]), w["entries"]) for w in self.manifest["weights"]]
-            self._host = [_text(key) for key in self.manifest["host"]]
+            self.kind, rows = as_text(self.manifest["kind"]), [self._row(i, r) for i, r in enumerate(self.manifest["programs"])]
+            self._weights = [(as_text(w["device"]), w["entries"]) for w in self.manifest["weights"]]
+            self._host = [as_text(key) for key in self.manifest["host"]]
             if not rows:
                 raise ValueError("no programs")
         except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -96,7 +96,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         return f"{self.path.name!r} on {self.device}: {self.kind}, {some(self._rows)}; {sized(self._file.nbytes)}"
 
     def __str__(self) -> str:
-        """What is in the file; no program is loaded."""
+        """The contents of the file; no program is loaded."""
         lines = [f"{self.path}: {self.kind}, {sized(self._file.nbytes)}, written by rlx {self.manifest.get('rlx')}"]
         sizes = {name: sized(section.nbytes) for name, section in self._file.sections.items()}
         for r in self._all:
@@ -145,8 +145,8 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         threads, *numbers = (_whole(r[k]) for k in ("threads", "vector_bytes", "weights", "states"))
         if not 1 <= threads < 1 << 31:
             raise ValueError(f"{threads} threads")
-        features = tuple(map(_text, r["features"]))
-        return _Row(at, _text(r["name"]), _text(r["device"]), features, dict(r["options"]), threads, *numbers)
+        features = tuple(map(as_text, r["features"]))
+        return _Row(at, as_text(r["name"]), as_text(r["device"]), features, dict(r["options"]), threads, *numbers)
 
     def _own_device(self, name: str) -> Device:
         try:
@@ -271,7 +271,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         data, at = self._file.map(f"weights/{row.weights}") if entries else np.zeros(0, np.uint8), 0
         try:
             for name, offset, nbytes in entries:
-                if _text(name) in table or _whole(offset) != at or at + _whole(nbytes) > data.size:
+                if as_text(name) in table or _whole(offset) != at or at + _whole(nbytes) > data.size:
                     raise ValueError(f"{name[:60]!r} at {str(offset)[:20]}, {str(nbytes)[:20]} bytes of {data.size}")
                 table[name] = data[at : at + nbytes]
                 at += nbytes + -nbytes % ENTRY
@@ -335,12 +335,6 @@ def graphs_of(file: ArtifactFile) -> Any:
 def _whole(x: Any) -> int:
     if type(x) is not int or x < 0:
         raise ValueError(f"{str(x)[:40]!r} is not a whole number")
-    return x
-
-
-def _text(x: Any) -> str:
-    if not isinstance(x, str):
-        raise TypeError(f"{str(x)[:40]!r} is not a string")
     return x
 
 

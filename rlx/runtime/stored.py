@@ -223,7 +223,7 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
         layout = tiles and TiledLayout(_ids(tiles[0]), tuple((_whole(a), _whole(s)) for a, s in tiles[1]), _whole(tiles[2]))
         if layout and layout.dims != made.dims:
             raise ValueError(f"the tiles {layout} take {layout.dims}, not {made}")
-        buffers.append(BufferDecl(i, Region(region), made, _text(name), array, layout or None))
+        buffers.append(BufferDecl(i, Region(region), made, as_text(name), array, layout or None))
     kernels = [_kernel(*row) for row in d["kernels"]]
     phases = {
         name: tuple(Step(kernels[_whole(k)], _ids(args), concurrent is True) for k, args, concurrent in d["phases"][name])
@@ -231,7 +231,7 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     }
     size, alignment, unshared, bound = map(_whole, d["plan"])
     plan = ArenaPlan(dict(_ids(pair) for pair in d["offsets"]), size, alignment, unshared, bound)  # type: ignore[arg-type]
-    outputs = [(_text(n), _whole(b), made := _read_shape(s), _actives(made, rows)) for n, b, s, rows in d["outputs"]]
+    outputs = [(as_text(n), _whole(b), made := _read_shape(s), _actives(made, rows)) for n, b, s, rows in d["outputs"]]
     saved = _ids(d["saved"])
     if any(at >= len(phases["steps"]) for at in saved) or len(saved) != len(phases["abort"]):
         raise ValueError("abort undoes steps that do not exist")
@@ -240,9 +240,9 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     if extent is not None and extent not in inputs:
         raise ValueError("the extent is not an input")
     program = Program(
-        _text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
+        as_text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
         _ids(d["params"]), _ids(d["handles"]), tuple(OutputDecl(*o) for o in outputs), plan,
-        tuple(zip(saved, phases["abort"])), extent, nodes=tuple(NodeReport(*map(_text, row)) for row in d["nodes"]),
+        tuple(zip(saved, phases["abort"])), extent, nodes=tuple(NodeReport(*map(as_text, row)) for row in d["nodes"]),
     )  # fmt: skip
     return program, list(data)
 
@@ -259,7 +259,7 @@ _PHASES = ("prepare", "steps", "commit", "abort")
 
 def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], together: Any) -> Kernel:
     """A kernel that is described only by the buffers it loads and stores. A collective is restored completely."""
-    buffers = tuple(Buffer(_text(n), DTYPES[dtype], _whole(size), writable is True) for n, dtype, size, writable, _ in rows)
+    buffers = tuple(Buffer(as_text(n), DTYPES[dtype], _whole(size), writable is True) for n, dtype, size, writable, _ in rows)
     loaded = tuple(View(b, (b.size,), (1,)) for b, row in zip(buffers, rows) if row[4] is True)
     stored = tuple(View(b, (b.size,), (1,)) for b in buffers if b.writable)
     native = Native("compiled", None, loaded, stored)
@@ -268,28 +268,28 @@ def _kernel(name: str, origin: Sequence[str], rows: Sequence[Sequence[Any]], tog
         if op.kind is not Kind.COLLECTIVE or (len(loaded), len(stored)) != (1, 1):
             raise ValueError(f"{together[0]} is not a collective of one operand")
         native = Native(op.name, op.make_attrs(together[1]), loaded, stored)
-    return Kernel(_text(name), buffers, (), (), (native,), tuple(map(_text, origin)))
+    return Kernel(as_text(name), buffers, (), (), (native,), tuple(map(as_text, origin)))
 
 
 def _work(least: Any, rows: Sequence[Sequence[Any]]) -> ProgramWork:
     kernels = []
     for name, read, written, once, flops, received in rows:
         counted = None if flops is None else _whole(flops)
-        kernels.append(KernelWork(_text(name), _whole(read), _whole(written), _whole(once), counted, _whole(received)))
+        kernels.append(KernelWork(as_text(name), _whole(read), _whole(written), _whole(once), counted, _whole(received)))
     return ProgramWork(tuple(kernels), _whole(least))
 
 
 def _tuning(why: Any, rows: Sequence[Sequence[Any]]) -> Tuning:
     steps = []
     for key, how, *pairs, default_ns, tiling_ns, tried in rows:
-        tiling, default = (tuple((_text(name), _whole(value)) for name, value in pair) for pair in pairs)
+        tiling, default = (tuple((as_text(name), _whole(value)) for name, value in pair) for pair in pairs)
         numbers = _ids((default_ns, tiling_ns, tried))
-        steps.append(TunedStep(_text(key), _text(how), tiling, default, *numbers))
-    return Tuning(tuple(steps), _text(why))
+        steps.append(TunedStep(as_text(key), as_text(how), tiling, default, *numbers))
+    return Tuning(tuple(steps), as_text(why))
 
 
 def _read_shape(given: Sequence[Any]) -> Shape:
-    return _shape_of(_text(given[0]), _ids(given[1:]))
+    return _shape_of(as_text(given[0]), _ids(given[1:]))
 
 
 @lru_cache(256)
@@ -307,7 +307,7 @@ def _whole(x: Any) -> int:
     return x
 
 
-def _text(x: Any) -> str:
+def as_text(x: Any) -> str:
     if not isinstance(x, str):
         raise TypeError(f"{str(x)[:40]!r} is not a string")
     return x

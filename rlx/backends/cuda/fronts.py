@@ -38,7 +38,7 @@ class Unknown(Exception):
 
 
 class Footprint:
-    """What the points of each of `tiles` tiles read and write if every integer that they load is `position`."""
+    """The reads and writes of the points of each of `tiles` tiles, if every integer that they load is `position`."""
 
     def __init__(self, launch: Launch, tiles: int, position: int) -> None:
         self.position, self.found = position, list[Access]()
