@@ -347,6 +347,37 @@ def threshold(case: Any, attrs: Any, x: np.ndarray, amount: np.ndarray) -> np.nd
     return np.array(rows).reshape(x.shape[:-1])
 
 
+def route(attrs: Any, scores: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Whole tensors, as in the routers of DeepSeek-V3: masks made by scatter."""
+    is_sigmoid = attrs.scoring == "sigmoid"
+    p = torch.sigmoid(scores) if is_sigmoid else torch.softmax(scores, -1)
+    choice = scores if bias is None and not (is_sigmoid and attrs.groups > 1) else p if bias is None else p + bias
+    tokens, experts = scores.shape
+    if attrs.groups > 1:
+        members = ordered(choice.view(tokens, attrs.groups, -1), True)[0]
+        best = ordered(members[..., :2].sum(-1) if is_sigmoid else members[..., 0], True)[1][:, : attrs.top_groups]
+        mask = torch.zeros(tokens, attrs.groups).scatter(1, best, 1).repeat_interleave(experts // attrs.groups, 1)
+        choice = choice.masked_fill(mask == 0, -math.inf)
+    ids = ordered(choice, True)[1][:, : attrs.k]
+    weights = p.gather(1, ids)
+    if attrs.renormalise or attrs.scoring == "top_k_softmax":
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20 * is_sigmoid)
+    return ids, weights * attrs.scale
+
+
+def group_rows(attrs: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    order = torch.argsort(ids, stable=True)
+    return order, torch.argsort(order), torch.cumsum(torch.bincount(ids, minlength=attrs.groups), 0)
+
+
+def segment_matmul(case: Any, attrs: Any, x: np.ndarray, w: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Row by row, by the number of groups that end before it."""
+    if attrs.format:
+        w = np.stack([dequantize(case, SimpleNamespace(format=attrs.format, columns=x.shape[1]), part).T for part in w])
+    rows = [row @ w[min(int(np.sum(ends <= r)), len(w) - 1)] for r, row in enumerate(x)]
+    return np.array(rows).reshape(len(x), w.shape[2])
+
+
 def alone(case: Any, attrs: Any, x: np.ndarray) -> np.ndarray:
     """A collective among one rank."""
     return x
@@ -387,6 +418,9 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "valid_rows": numbers_of_rows,
     "view_as_real": plain(torch.view_as_real), "view_as_complex": plain(lambda x: torch.complex(x[..., 0], x[..., 1])),
     "complex": plain(torch.complex), "real": plain(torch.real), "imag": plain(torch.imag), "conj": plain(torch.conj_physical),
+    "route": torch_(route), "router": plain(torch.clone), "group_rows": torch_(group_rows), "segment_matmul": segment_matmul,
+    "group_ends": plain(lambda sizes: torch.cumsum(sizes, 0)),
+    "grouped_matmul": lambda c, a, x, w, sizes: segment_matmul(c, a, x, w, np.cumsum(sizes)),
     "gather": torch_(gather), "embedding": plain(lambda table, ids: F.embedding(ids, table)), "scatter_add": torch_(scatter_add),
     "copy": plain(torch.clone), "concat": torch_(lambda a, *xs: torch.cat(xs, a.axis)), "pad": torch_(padded),
     "iota": lambda c, a: np.fromfunction(lambda *at: at[a.axis], a.dims, dtype=np.int64),

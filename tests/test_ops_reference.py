@@ -34,8 +34,8 @@ def test_reference_agrees_with_an_outside_source(name):
             want = ORACLES[name](case, node.attrs, *(a.astype(wide[d.kind]) for a, d in zip(case.inputs.values(), case.dtypes)))
             want = want if isinstance(want, tuple) else (want,)
             rounded = [w.astype(s.dtype.compute.numpy).astype(s.dtype.numpy) for w, s in zip(want, node.shapes, strict=True)]
-        for found, w in zip(case.expected, rounded, strict=True):
-            assert_same(found, w, ROUNDING.get(node.shapes[0].dtype.name, 0.0), repr(case))
+        for found, w, shape in zip(case.expected, rounded, node.shapes, strict=True):
+            assert_same(found, w, ROUNDING.get(shape.dtype.name, 0.0), repr(case))
 
 
 @pytest.mark.parametrize("name", CASES)

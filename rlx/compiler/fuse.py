@@ -69,7 +69,7 @@ class _Fuser:
                 self.readers.setdefault(value, set()).add(node)
                 if self.places.is_alias(value.node):
                     self.readers.setdefault(self.places.base(value), set()).add(node)
-        self.roots = {self.places.base(v) for v in graph.roots()}
+        self.roots = {self.places.base(v) for v in graph.roots()} | {v for n in self.nodes if n.op.observed for v in n.results}
 
     def run(self) -> list[Group]:
         for node in self.nodes:

@@ -112,7 +112,8 @@ def carried(node: Node, operand: int, active: Active, result: Value) -> Active |
         assert len(own) == batch
         axis = outer.index(active.axis) if active.axis in outer else None
     elif op.rows is not None:
-        axis = op.rows(node.attrs, operand, active.axis, *(v.shape for v in node.inputs))
+        found = op.rows(node.attrs, operand, active.axis, *(v.shape for v in node.inputs))
+        axis = found[result.index] if isinstance(found, tuple) else found
     return None if axis is None else active._replace(axis=axis)
 
 

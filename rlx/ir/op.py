@@ -160,8 +160,9 @@ class OpDef:
     product: Callable[..., Contraction] | None = None  # COMPOSITE: the equivalent contraction, if a backend claims the op
     kernel: Callable[..., Loops] | None = None  # KERNEL: (ctx, node) -> statements over the whole op
     # (attrs, operand, axis, *Shape) -> the result axis where index i depends only on index i of this axis of the operand, or
-    # None if there is no such axis; INDEX and KERNEL. For POINTWISE, VIEW, REDUCE and CONTRACT it follows from other fields
-    rows: Callable[..., int | None] | None = None
+    # None if there is no such axis (a tuple: for each result); INDEX and KERNEL. For POINTWISE, VIEW, REDUCE and CONTRACT it
+    # follows from other fields
+    rows: Callable[..., int | tuple[int | None, ...] | None] | None = None
     # (padding, attrs, *Value) -> Value(s): the op with padding rows excluded (rlx.compiler.padding); None: follow its kind or
     # decomposition; a str: the reason why it is impossible
     padded: Callable[..., Any] | None = None
@@ -172,6 +173,7 @@ class OpDef:
     # (attrs, *Shape) -> TiledLayout of the result, whose value is that of operand 0; `element` and `kernel` get tile coordinates
     tiled: Callable[..., TiledLayout] | None = None
     own_memory: bool = False  # INDEX: the result gets fresh memory in every run: never folded or prepared
+    observed: bool = False  # INDEX: the result stays in memory to the end of a run, where the runtime reads it (Program.routers)
     flops: Callable[..., int] | None = None  # (operand dims, result dims) -> FLOPs of a backend's kernel for the whole op
     decompose: Callable[..., Any] | None = None  # COMPOSITE: (attrs, *Value) -> Value or tuple
     # (node, *Value) -> the op on complex numbers as pairs: each c64 operand is given as f32 [..., 2], and so is a c64 result

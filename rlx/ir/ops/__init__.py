@@ -11,6 +11,7 @@ from rlx.ir.ops.elementwise import (
     is_nan, less, less_equal, log, logical_and, logical_not, logical_or, logical_xor, maximum, minimum, mod, mul, multiply_add,
     neg, not_equal, pow, reciprocal, rem, round, rsqrt, shift_left, shift_right, sign, sin, sqrt, sub, tanh, trunc, where,
 )  # fmt: skip
+from rlx.ir.ops.experts import group_ends, group_rows, grouped_matmul, route, router, segment_matmul
 from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
 from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
@@ -31,14 +32,13 @@ __all__ = [
     "abs", "add", "all", "all_gather", "all_reduce", "all_to_all", "any", "argmax", "argmin", "argsort", "astype",
     "attention", "attention_parts", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "broadcast_rank",
     "broadcast_to", "cast", "ceil", "clip", "complex", "concat", "conj", "copy", "cos", "cumsum", "dequant_matmul",
-    "dequantize", "div",
-    "embedding", "equal", "erf", "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu", "group_norm",
-    "gumbel", "imag", "int8_matmul", "iota", "is_nan", "layer_norm", "less", "less_equal", "linear", "log", "log1p",
-    "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor", "matmul", "max", "maximum", "mean",
-    "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal", "pack", "pack_quant", "pad", "pow",
-    "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real", "reciprocal",
-    "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "rsqrt", "scatter_add", "shift_left",
-    "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax", "softplus", "sort", "split", "sqrt",
-    "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k", "transpose", "trunc", "unsqueeze",
-    "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where",
+    "dequantize", "div", "embedding", "equal", "erf", "exchange", "exp", "expm1", "floor", "floor_div", "gather", "gelu",
+    "group_ends", "group_norm", "group_rows", "grouped_matmul", "gumbel", "imag", "int8_matmul", "iota", "is_nan",
+    "layer_norm", "less", "less_equal", "linear", "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or",
+    "logical_xor", "matmul", "max", "maximum", "mean", "min", "minimum", "mod", "mul", "multiply_add", "neg", "not_equal",
+    "pack", "pack_quant", "pad", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real",
+    "reciprocal", "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt",
+    "scatter_add", "segment_matmul", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax",
+    "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k",
+    "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where",
 ]  # fmt: skip

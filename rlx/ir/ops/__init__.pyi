@@ -165,6 +165,26 @@ def where(condition: Operand, x: Operand, y: Operand, /, *, shape: Any = None, n
 def cast(x: Operand, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
     """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real drops
     the imaginary part."""
+def router(ids: Operand, /, experts: int, *, shape: Any = None, name: str | None = None) -> Value:
+    """Marks the choice of experts, i32 [tokens, k]: the result is ids, in memory of its own, where the runtime finds it after
+    a run. `route` has one inside."""
+def route(scores: Operand, bias: Operand, /, k: int, scoring: Literal['softmax', 'top_k_softmax', 'sigmoid'] = 'softmax', renormalise: bool = False, scale: float = 1.0, groups: int = 1, top_groups: int = 1, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """Chooses k experts for each token by scores [tokens, experts]: (ids i32 [tokens, k], best first; their weights [tokens,
+    k]). A bias [experts] is added to the softmax or sigmoid for the choice, and not to the weights. Ties are ordered by id."""
+def group_rows(ids: Operand, /, groups: int, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value, Value]:
+    """Groups rows by id, i32 [rows]: (order i32 [rows]: the row at each place, stable; place i32 [rows]: its inverse; ends i32
+    [groups]: the end of each group). An id is below `groups`, or 2**31 - 1: a row of no group, which comes last. Other ids
+    are an IndexRangeError."""
+def group_ends(sizes: Operand, /, rows: int, *, shape: Any = None, name: str | None = None) -> Value:
+    """Ends of groups, i32 [groups], from their sizes. Sizes below 0, or that do not sum to `rows`, are an IndexRangeError."""
+def segment_matmul(x: Operand, w: Operand, ends: Operand, /, format: str = '', exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Product of groups of rows with a matrix each: rows ends[g - 1] to ends[g] of x [rows, k] times w[g] of w [groups, k, n];
+    the last group has all rows that are left. `ends`, i32 [groups], must ascend. With a `format`, the weights are quantised
+    blocks, u8 [groups, n, row bytes], as in dequant_matmul."""
+def grouped_matmul(x: Operand, w: Operand, ends: Operand, /, format: str = '', exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    """Product of groups of rows with a matrix each: the first sizes[0] rows of x [rows, k] times w[0], the next sizes[1] times
+    w[1], and so on, with w [groups, k, n] and sizes i32 [groups]; a group may be empty. Sizes that do not sum to the rows
+    are an IndexRangeError. `format`: as in segment_matmul."""
 def gather(x: Operand, indices: Operand, /, axis: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
     """Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0 or
     not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one."""
@@ -316,7 +336,10 @@ __all__ = [
     "floor_div",
     "gather",
     "gelu",
+    "group_ends",
     "group_norm",
+    "group_rows",
+    "grouped_matmul",
     "gumbel",
     "imag",
     "int8_matmul",
@@ -362,8 +385,11 @@ __all__ = [
     "rms_norm",
     "rope",
     "round",
+    "route",
+    "router",
     "rsqrt",
     "scatter_add",
+    "segment_matmul",
     "shift_left",
     "shift_right",
     "sigmoid",

@@ -163,6 +163,11 @@ def _sorted_arrays(x: np.ndarray, descending: bool) -> tuple[np.ndarray, np.ndar
     return np.take_along_axis(x, order, axis=-1), order
 
 
+def best_of(line: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the greatest elements, in order."""
+    return _sorted_arrays(line, True)[1][:count]
+
+
 def _sort_kernel(ctx: Lowering, node: Applied[SortAttrs]) -> Loops:
     x, i, to, origin = node.inputs[0], Var("i"), Var("to"), Var("origin")
     grid, at = lines(ctx.dims(x), x.rank - 1)

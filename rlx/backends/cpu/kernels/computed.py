@@ -24,7 +24,7 @@ BYTE_NS = 0.02  # per byte of the operand, for writing and reading it
 def computes(target: Target, p: Producer) -> bool:
     """Whether the product is faster if it computes this operand."""
     size = p.dtype.itemsize
-    elements = p.batch // p.repeats * p.k * (p.n if p.side else p.m)
+    elements = p.batch // max(1, p.repeats) * p.k * (p.n if p.side else p.m)
     if not elements * p.m * p.n or (not p.side and min(p.m, BLOCK_ROWS) * p.k * max(size, 2) > SCRATCH):
         return False  # blocks would have to be lower, and would read the other operand more often
     tasks = _tasks(target, p)
