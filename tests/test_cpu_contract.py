@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from functools import cache
 from itertools import pairwise
 
@@ -539,12 +540,14 @@ def test_few_rows_read_b_in_place_and_many_copy_it() -> None:
     assert [plan_of(product(m, 70, 33, b="rows"), 1).stage_b for m in (6, 80)] == ["", "rows"]
 
 
-def test_a_few_tiles_of_rows_fetch_the_next_panel() -> None:
+def test_the_tiles_of_a_panel_prefetch_the_next_one_together() -> None:
     target = target_for("x86_64-unknown-linux-gnu", "x86-64-v4")
-    for m, fetched in ((1, 0), (7, 0), (8, 3), (16, 3), (24, 3), (32, 0)):
-        text = contract.render(product(m, 96, 64, panel=48), target, "mm").text
-        assert text.count("call void @llvm.prefetch") == fetched, m
-        assert f"i64 {64 * 48 * 4}" in text or not fetched  # as far on as a panel is long
+    cases = [(1, 96, 0), (7, 96, 0), (8, 96, 3), (12, 96, 0), (16, 96, 2), (24, 96, 1), (128, 96, 1)]
+    for m, n, lines in [*cases, (7, 67200, 3), (3, 67200, 0)]:  # 17 MB are in no cache when the next run begins
+        text = contract.render(product(m, n, 64, panel=48), target, "mm").text
+        assert text.count("call void @llvm.prefetch") == lines, m
+        share = 64 * -(-48 * 4 // -(-m // 8))  # bytes from one tile's part of the panel to that of the next
+        assert not lines or (f"i64 {64 * 48 * 4}" in text and re.search(rf"mul i64 %\w+, {share}\b", text)), m
 
 
 def test_rows_stay_whole() -> None:

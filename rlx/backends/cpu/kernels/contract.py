@@ -120,9 +120,13 @@ class _Contraction(Product):
                 self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
         sums = e.gep(SCRATCH, self.sums_at)
-        ahead = layout.byte(self.steps, 0) if p.ahead and self.panel else 0
+        every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
+        share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
         with e.loop(*tiles) as at:
             row = self._first_row(e, at.index)
+            ahead: list[V] = []
+            if share and not p.matrix:
+                ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
             tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
             for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
                 if p.matrix:
@@ -130,10 +134,13 @@ class _Contraction(Product):
                         self._blocks(e, self.a.at(e, a, row), b, sums, height, vectors)
                     continue
                 shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
-                t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=ahead)
-                body = partial(tile_function, k=self.steps, t=t, from_a=self.a, from_b=layout)
+                t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share)
+
+                def body(e: Emitter, a: V, b: V, sums: V, *ahead: V, t: Tile = t) -> None:
+                    tile_function(e, a, b, sums, self.steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
+
                 with e.when(here):
-                    self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums)
+                    self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums, *ahead)
             count = e.select(tall, e.i64(p.rows), e.i64(p.rows - 1))
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 

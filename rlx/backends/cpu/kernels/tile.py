@@ -14,6 +14,8 @@ from rlx.host import alu
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType, u32
 
+LINE = 64  # bytes of a cache line
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,8 +40,7 @@ class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k have separate sums. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
     gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
-    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: prefetch distance in bytes, from each line of
-    b that is read (0: no prefetch)."""
+    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: bytes to prefetch per step of k."""
 
     rows: int
     vectors: int
@@ -83,10 +84,12 @@ def load_line(e: Emitter, at: V, source: Layout, lanes: int, to: DType, tail: in
 
 
 def tile_function(
-    e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, *, t: Tile, from_a: Layout, from_b: Layout
-) -> None:
+    e: Emitter, a: V, b: V, sums: V, k: int | V, factors: V | None = None, ahead: V | None = None, *,
+    t: Tile, from_a: Layout, from_b: Layout,
+) -> None:  # fmt: skip
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
-    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added."""
+    loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead bytes
+    per step of k are prefetched from."""
     ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
     inner = vector("bfloat" if t.group == 2 else "i8", t.group * t.lanes)
     dot = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}.get(t.group)
@@ -112,8 +115,6 @@ def tile_function(
         tails = [0] * (t.vectors - 1) + [t.tail]
         lines = [from_b.at(e, at_b, u, v * t.lanes) for v in range(t.vectors)]
         columns = [load_line(e, line, from_b, t.lanes, element, tail) for line, tail in zip(lines, tails)]
-        for line in lines if t.ahead else ():  # arguments: read, into L2, data
-            e.intrinsic("prefetch", e.gep(line, t.ahead), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
         out: list[V] = []
         for r in range(t.rows):
             row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, element)
@@ -121,14 +122,21 @@ def tile_function(
             out += [multiply_add(row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
+    fetched = [ahead] if ahead else []
     rest = k % t.unroll if isinstance(k, int) else 0
     whole = k - rest if isinstance(k, int) else k
-    with e.loop(0, whole, t.unroll, carried=[a, b, *totals], nonempty=True) as loop:
+    with e.loop(0, whole, t.unroll, carried=[a, b, *fetched, *totals], nonempty=True) as loop:
         at_a, at_b, *now = loop.carried
         loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
+        if fetched:
+            at, *now = now
+            loop.next.append(e.gep(at, t.unroll * t.ahead))
+            for place in range(0, t.unroll * t.ahead, LINE):  # arguments: read, into L2, data
+                e.intrinsic("prefetch", e.gep(at, place), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
         for u in range(t.unroll):
             loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
     at_a, at_b, *totals = loop.results
+    totals = totals[len(fetched) :]
     while len(totals) > count:
         half = len(totals) // 2
         totals = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(totals[:half], totals[half:])]

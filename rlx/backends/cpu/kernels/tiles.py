@@ -14,19 +14,20 @@ from itertools import pairwise
 from math import prod
 
 from rlx.backends.cpu.kernels import amx
+from rlx.backends.cpu.kernels.tile import LINE
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
 
 MAX_ROWS = 8  # most rows of a tile; with 3 vectors of 16 lanes, 5 of AVX-512's 32 registers are left for operands
 BLOCK_ROWS = 128  # most rows of a task's block: their part of `a` stays in the L2 cache
-LINE = 64  # bytes of a cache line
 FEWEST_ROWS = 4  # fewer rows take about as long, since reading `b` is the bottleneck
 GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (about a microsecond)
 TASKS_PER_THREAD = 4  # enough to balance threads of unequal speed
 SCRATCH = 1 << 20  # most bytes of converted rows of `a` and per-row locals of a task
 COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longer than computing rows of `a` twice
-AHEAD_TILES = 3  # up to this many full row tiles per panel, reading a panel takes about as long as its arithmetic
+AHEAD_ROWS = 4  # lower tiles only wait for memory, and prefetching slows them
+COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the next
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
@@ -44,7 +45,7 @@ class Plan:
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, for groups, unconverted.
     `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there, ""
     reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
-    the matrix unit (amx.py). `ahead`: the tiles of a panel prefetch the next one.
+    the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel.
     """
 
     lanes: int
@@ -119,8 +120,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     else:
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
-    # Short tiles are memory-bound, and prefetching slows them. With many row tiles only the first one waits for memory.
-    ahead = tiling.get("ahead", rows == MAX_ROWS and row_tiles <= AHEAD_TILES * blocks)
+    ahead = tiling.get("ahead", _fetches_ahead(c, rows, -(-row_tiles // blocks) if blocks else 0))
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
         matrix, bool(ahead),
@@ -214,6 +214,12 @@ def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
     if b.col_stride == 1 or c.n == 1:
         return "rows" if tiles > IN_PLACE_TILES else ""
     return "columns" if b.row_stride == 1 or c.k == 1 else "any"
+
+
+def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
+    """Whether prefetching the next panel gains. It costs low tiles up to a third if `b` is in a cache."""
+    cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
+    return rows == MAX_ROWS or rows * tiles >= 2 * MAX_ROWS or (cold and rows >= AHEAD_ROWS)
 
 
 def _wanted_tasks(c: Contract, batch: int, threads: int) -> int:
