@@ -24,6 +24,16 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 14, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 9,
+}  # fmt: skip
+STRETCHED = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.9,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
 # name -> (transformers' class prefix, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 8}),
@@ -44,6 +54,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 9}),
     "phi": ("Phi", {"hidden_size": 32}),
     "gpt2": ("GPT2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 7}),
+    "qwen2_moe": ("Qwen2Moe", {**MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("Qwen3Moe", {**MOE, "head_dim": 10, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "deepseek_v2-greedy": ("DeepseekV2", {**MLA, "q_lora_rank": None, "rope_parameters": STRETCHED}),
+    "deepseek_v3": ("DeepseekV3", {**MLA, "n_group": 2, "topk_group": 1, "rope_parameters": STRETCHED, "n_shared_experts": 1}),
 }
 
 
@@ -65,7 +82,10 @@ def make(name: str, folder: Path, seed: int = 0, gain: float = 1.0, **more: Any)
         for part, p in network.named_parameters():
             p.copy_(p + 0.1 * torch.randn_like(p) if p.ndim == 1 else 0.7 * p.shape[-1] ** -0.5 * torch.randn_like(p))
             if gain != 1 and not any(word in part for word in ("embed", "lm_head", "wte", "wpe")):
-                p.copy_(p * gain if p.ndim == 2 else p + gain if "post_feed" in part else p)
+                p.copy_(p * gain if p.ndim > 1 else p + gain if "post_feed" in part else p)
+        for part, p in network.named_buffers():
+            if "correction_bias" in part:
+                p.copy_(0.2 * torch.randn_like(p))
     network.save_pretrained(folder)
     return network
 

@@ -69,11 +69,16 @@ def _encoder(model: EmbeddingModel, params: bool) -> list[Graph]:
 
 
 def _decoder(model: LanguageModel, params: bool) -> list[Graph]:
-    config, skip = model.config, ("ropes", "windows")
+    config, skip = model.config, ("ropes", "windows", "experts", "latent")
     facts = [(f.name, getattr(config, f.name)) for f in fields(config) if f.name not in skip]
     if windows := sum(w > 0 for w in config.windows):
         facts.append(("layers with a sliding window", windows))
     _facts("network", facts)
+    if (m := config.experts) is not None:
+        each = [(f.name, getattr(m, f.name)) for f in fields(m) if f.name != "layers"]
+        _facts("experts", [("layers", len(m.layers)), *each])
+    if config.latent is not None:
+        _facts("latent attention", [(f.name, getattr(config.latent, f.name)) for f in fields(config.latent)])
     try:
         codec = model.codec
         words: list[tuple[str, object]] = [("tokens", codec.vocab_size), ("ends", sorted(codec.ends))]

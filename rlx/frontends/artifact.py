@@ -14,7 +14,7 @@ from rlx.frontends.codec import TextCodec
 from rlx.frontends.embedding import MERGE_TOKENS, Batch, EmbeddingModel, encoder_weights, set_weights
 from rlx.frontends.language import LanguageModel, Steps, program_name
 from rlx.frontends.models.bert import BertConfig
-from rlx.frontends.models.decoder import DecoderConfig, Rope
+from rlx.frontends.models.decoder import DecoderConfig, Experts, Latent, Rope
 from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer, tokenizer_of
 from rlx.frontends.weights import referenced
@@ -116,6 +116,8 @@ class StoredDecoder(LanguageModel):
         given = dict(about["config"])
         given |= {"ropes": tuple(None if r is None else _rope(r) for r in given["ropes"])}
         given |= {name: tuple(given[name]) for name in ("windows", "biases")}
+        for name, kind in (("experts", Experts), ("latent", Latent)):
+            given[name] = None if given.get(name) is None else kind(**given[name])
         config = DecoderConfig(**given)
         for field in fields(config):
             if field.type == "int" and not (type(v := getattr(config, field.name)) is int and 0 < v < 1 << 31):

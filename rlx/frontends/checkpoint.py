@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from rlx.ir.placement import Split
 FLOATS = ("f32", "bf16", "f16")
 CHUNK = 1 << 18  # elements converted at once: bounds the temporary memory
 KEPT = (*FLOATS, "int8", "int4")  # formats that weights can be converted to
-FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+HALVES = ("gate_proj", "up_proj")
+FUSED = (  # params, and the projections that form them if those have one format
+    ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")), ("mlp.gate_up_proj", HALVES),
+    ("mlp.shared_experts.gate_up_proj", HALVES), ("self_attn.qkv_a_proj", ("q_proj", "kv_a_proj_with_mqa")),
+    ("self_attn.qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+)  # fmt: skip
+BY_HEAD = ("k_b_proj", "v_b_proj")  # projections of latents, one matrix for each head
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.attn_rot_embd\.")  # constants in old files
 
 
@@ -51,21 +59,33 @@ class Checkpoint:
         found = self._read_gguf() if self.path.is_file() else self._read_folder()
         if self.config.tied:
             found.pop("lm_head.weight", None)
-        self.tensors = found
         self._mappings = {m for t in found.values() if (m := _mapping(t.data)) is not None}
-        self.formats = {n: weights or _kept_as(t.type) for n, t in found.items() if len(t.shape) == 2 and "positions" not in n}
-        self.parts = {name: [name] for name in found}  # param -> the tensors concatenated along rows to form it
+        self._turned: set[str] = set()  # tensors whose data is that of the transposed matrix
+        self.tensors = {n: t for name, tensor in found.items() for n, t in self._apart(name, tensor)}
+        self.formats = {n: self._format(n, t) for n, t in self.tensors.items() if len(t.shape) == 2 and "positions" not in n}
+        self.parts = {name: [name] for name in self.tensors}  # param -> the tensors concatenated along rows to form it
         alike = self.config.num_key_value_heads % ranks == 0  # else keys and values are split differently from queries
-        for fused, parts in FUSED.items() if alike else list(FUSED.items())[1:]:
-            for i in range(self.config.num_hidden_layers):
+        for i in range(self.config.num_hidden_layers):
+            for fused, parts in FUSED if alike else FUSED[1:]:
                 prefix, _, joined = f"model.layers.{i}.{fused}".rpartition(".")
                 self._fuse(f"{prefix}.{joined}", [f"{prefix}.{p}" for p in parts])
+            self._fuse_many(f"model.layers.{i}")
         self._check()
 
     def read(self, name: str, split: Split | None = None) -> np.ndarray:
         """The param in its declared dims and dtype; with `split`, only this rank's share is read."""
-        form = self.formats.get(name, "f32")
-        pieces = self._pieces(name, split)
+        return self._joined(self._pieces(name, split), self.formats.get(name, "f32"))
+
+    def read_expert(self, name: str, expert: int) -> np.ndarray:
+        """The rows of one expert in a param of all of a layer's experts, as `read` gives them; no other expert is read."""
+        experts, parts = self.config.experts, self.parts[name]
+        if experts is None or ".experts." not in name:
+            raise ModelError(f"{self.path}: {name!r} is not a param of experts")
+        each = len(parts) // experts.count
+        return self._joined([self._tensor(part) for part in parts[expert * each : (expert + 1) * each]], self.formats[name])
+
+    def _joined(self, pieces: list[GgufTensor], form: str) -> np.ndarray:
+        """The pieces, concatenated along rows in one format."""
         packed = FORMATS.get(form)
         if len(pieces) == 1 and pieces[0].type == form:
             self.nbytes += pieces[0].data.nbytes
@@ -89,7 +109,7 @@ class Checkpoint:
 
     def _pieces(self, name: str, split: Split | None) -> list[GgufTensor]:
         """Views of the files that form the param, or this rank's share of it, when concatenated along rows."""
-        tensors = [self.tensors[part] for part in self.parts[name]]
+        tensors = [self._tensor(part) for part in self.parts[name]]
         if split is None:
             return tensors
         if split.axis == 1:
@@ -104,6 +124,13 @@ class Checkpoint:
                 top += t.shape[0]
         return out
 
+    def _tensor(self, part: str) -> GgufTensor:
+        t = self.tensors[part]
+        if part not in self._turned:
+            return t
+        rows = FORMATS[t.type].decode_rows(t.data, t.shape[0]) if t.type in FORMATS else t.data
+        return GgufTensor(t.shape, "f32" if t.type in FORMATS else t.type, rows.T)
+
     def release(self) -> None:
         """Release the pages of the mapped files that reads have loaded into memory."""
         for mapped in self._mappings:
@@ -114,10 +141,12 @@ class Checkpoint:
     def _read_folder(self) -> dict[str, GgufTensor]:
         if not self.path.is_dir():
             raise ModelError(f"{self.path} is neither a folder with config.json and model.safetensors nor a .gguf file")
-        self.config = config_of(read_json(self.path / "config.json"))
+        self.config = config_of(about := read_json(self.path / "config.json"))
+        more = about.get("num_nextn_predict_layers")  # layers that predict further tokens, after the network's own
+        layers = range(self.config.num_hidden_layers, self.config.num_hidden_layers + more if type(more) is int else 0)
         found: dict[str, GgufTensor] = {}
         for name, array in read_weights(self.path).items():
-            if _NO_WEIGHTS.search(name):
+            if _NO_WEIGHTS.search(name) or ((of := _LAYER.match(name)) and int(of[1]) in layers):
                 continue
             if self.config.family == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
                 array = array.T  # GPT-2 alone stores [in, out]
@@ -135,6 +164,54 @@ class Checkpoint:
         return {param_name(n, self.config.family): t for n, t in tensors.items()}
 
     # -- the params of the network
+
+    def _apart(self, name: str, t: GgufTensor) -> Iterable[tuple[str, GgufTensor]]:
+        """A tensor, as the parts of params: the experts and the heads that it has together, each on its own."""
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        if len(t.shape) == 3 and stem.endswith(".experts"):
+            if (count := self.config.experts.count if self.config.experts else 0) != len(t.data):
+                raise CorruptFileError(f"{self.path}: {name!r} has {len(t.data)} experts, the configuration says {count}")
+            return [(f"{stem}.{e}.{part}.weight", GgufTensor(t.shape[1:], t.type, t.data[e])) for e in range(count)]
+        if part == "kv_b_proj":
+            return self._heads(stem, name, t)
+        if len(t.shape) == 3 and part in BY_HEAD:
+            rows = t.shape[0] * t.shape[1]
+            return [(name, GgufTensor((rows, t.shape[2]), t.type, t.data.reshape(rows, t.data.shape[2])))]
+        if part == "shared_expert_gate":
+            return [(name, GgufTensor((math.prod(t.shape),), t.type, t.data.reshape(-1)))]
+        return [(name, t)]
+
+    def _heads(self, stem: str, name: str, t: GgufTensor) -> list[tuple[str, GgufTensor]]:
+        """The projections of latents to the keys of each head, transposed so that queries are projected; and to the values."""
+        m, heads, out = self.config.latent, self.config.num_attention_heads, []
+        if m is None or t.shape != (heads * (m.plain + m.value), m.rank):
+            raise CorruptFileError(f"{self.path}: {name!r} is {t.shape}, the configuration has other sizes of heads and latents")
+        for head in range(heads):
+            own = t.data[head * (m.plain + m.value) : (head + 1) * (m.plain + m.value)]
+            key, value = (f"{stem}.{part}.{head}.weight" for part in BY_HEAD)
+            self._turned.add(key)
+            out += [(key, GgufTensor((m.rank, m.plain), t.type, own[: m.plain]))]
+            out += [(value, GgufTensor((m.value, m.rank), t.type, own[m.plain :]))]
+        return out
+
+    def _format(self, name: str, t: GgufTensor) -> str:
+        """In memory. A router stays as exact as it is: its choice is not to change. So do rows that must be packed again."""
+        if name.endswith(".mlp.gate.weight"):
+            return t.type if t.type in FLOATS else "f32"
+        return self.weights or ("f32" if name in self._turned and t.type in FORMATS else _kept_as(t.type))
+
+    def _fuse_many(self, layer: str) -> None:
+        """The params of all experts, and of all heads, of a layer."""
+        stem, experts = f"{layer}.mlp.experts", self.config.experts
+        if experts is not None and f"{stem}.{experts.count - 1}.down_proj.weight" in self.formats:
+            each = range(experts.count)
+            self._fuse(f"{stem}.gate_up_proj", [f"{stem}.{e}.{half}" for e in each for half in HALVES])
+            for part in ("gate_up_proj", "down_proj", *HALVES):
+                self._fuse(f"{stem}.{part}", [f"{stem}.{e}.{part}" for e in each])
+        if f"{layer}.self_attn.{BY_HEAD[0]}.0.weight" in self.formats:
+            for part in BY_HEAD:
+                heads = range(self.config.num_attention_heads)
+                self._fuse(f"{layer}.self_attn.{part}", [f"{layer}.self_attn.{part}.{head}" for head in heads])
 
     def _fuse(self, fused: str, parts: list[str]) -> None:
         """Fuse several matrices of one format into one."""

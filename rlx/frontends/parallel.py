@@ -25,6 +25,8 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
 
     ModelError: heads, the MLP's width, or the blocks of a quantised row do not divide equally among the ranks.
     """
+    if config.experts is not None or config.latent is not None:
+        raise ModelError(f"{config.family} runs on one rank: experts and latent attention are not split among ranks")
     heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     for label, found in (("num_attention_heads", heads), ("intermediate_size", config.intermediate_size)):
         if found % ranks:

@@ -1,9 +1,11 @@
 """Decoder-only language models: Llama (Touvron et al. 2023), and the families that differ from it in a few options.
 
 Mistral, Qwen2, Qwen3, SmolLM, Phi-3 and Gemma 1–3 share the block of RMS norms, rotary positions and a gated MLP; Phi-1/2
-and GPT-2 have layer norms and a plain MLP. Params have the names of a Hugging Face Llama checkpoint, with the parts of one
-contraction concatenated in `qkv_proj` and `gate_up_proj`; every matrix is [out, in]. State: `position`, and per layer `k.i`
-and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position` rows are filled, in f32 or rounded to 16 bits.
+and GPT-2 have layer norms and a plain MLP; Mixtral, the MoE models of Qwen, OLMoE and DeepSeek have experts in place of the
+MLP, and DeepSeek has latent attention. Params have the names of a Hugging Face Llama checkpoint, with the parts of one
+contraction concatenated in `qkv_proj` and `gate_up_proj`; every matrix is [out, in], those of a layer's experts one below the
+other. State: `position`, and per layer `k.i` and `v.i`, [batch, kv_heads, capacity, head_dim], of which the first `position`
+rows are filled, in f32 or rounded to 16 bits; with latent attention only `k.i`, [batch, 1, capacity, latent and rotated part].
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
+from rlx.ir.ops.experts import Scoring
 
 Formats = Mapping[str, str] | str
 EMBEDDED = "embedded"  # name of the node that looks up the rows of the embedding table
@@ -33,6 +36,41 @@ class Rope:
     scale: float = 1.0
     far: tuple[float, ...] = ()
     trained: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLP of some `layers`: each token goes to the `used` best of `count` gated MLPs of this `width`. `scoring`,
+    `renormalise`, `scale`, `groups` and `top_groups` as in ops.route. `bias`: is added to the scores for the choice alone.
+    `shared`: width of one more MLP, for every token; 0: none; `shared_gate`: its output is weighted by a sigmoid."""
+
+    layers: tuple[int, ...]
+    count: int
+    used: int
+    width: int
+    scoring: Scoring = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024). A position is kept as `rank` elements, from which each head's key and
+    value of `value` elements are projections, and `rotated` elements of the key that all heads share. The other `plain`
+    elements of a query are projected to the latent space, so that keys and values are never expanded. `q_rank`: width of the
+    queries' own latent, 0: none."""
+
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+    q_rank: int = 0
+    eps: float = 1e-6  # of the norms of both latents
 
 
 @dataclass(frozen=True)
@@ -59,7 +97,8 @@ class DecoderConfig:
     gated: bool = True
     parallel: bool = False  # attention and MLP read the same normalised input
     post_norms: bool = False  # also norms after attention and MLP
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head
+    wide_qk_norm: bool = False  # of all heads together
     learned_positions: bool = False
     interleaved: bool = False  # rotated pairs are (2i, 2i+1), otherwise (i, i + half)
     tied: bool = False  # the output projection is the embedding table
@@ -68,6 +107,8 @@ class DecoderConfig:
     attention_scale: float = 0.0
     attention_cap: float = 0.0
     logit_cap: float = 0.0
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -75,9 +116,11 @@ class DecoderConfig:
 
     def states(self, batch: int, capacity: int, cache: str = "f32") -> list[BufferHandle]:
         """All handles of the graphs with this batch and capacity."""
-        dims = (batch, self.num_key_value_heads, capacity, self.head_dim)
+        dims, kinds = (batch, self.num_key_value_heads, capacity, self.head_dim), "kv"
+        if self.latent is not None:
+            dims, kinds = (batch, 1, capacity, self.latent.rank + self.latent.rotated), "k"
         layers = range(self.num_hidden_layers)
-        return [BufferHandle("position", (), "i32"), *(BufferHandle(f"{s}.{i}", dims, cache) for i in layers for s in "kv")]
+        return [BufferHandle("position", (), "i32"), *(BufferHandle(f"{s}.{i}", dims, cache) for i in layers for s in kinds)]
 
 
 def build(
@@ -103,7 +146,7 @@ def build(
         ids, count = token.reshape(batch, 1), g.constant(1, "i32")
     else:
         ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
-    net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats)
+    net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats, count)
     x = net.embed(ids)
     for i in range(config.num_hidden_layers):
         x = net.layer(i, x)
@@ -124,9 +167,10 @@ class _Network:
     """The parts of one graph. Activations are f32 [batch * tokens, width]."""
 
     def __init__(
-        self, g: Graph, config: DecoderConfig, batch: int, tokens: int, states: Sequence[BufferHandle], formats: Formats
-    ) -> None:
-        self.g, self.config, self.batch, self.tokens, self.formats = g, config, batch, tokens, formats
+        self, g: Graph, config: DecoderConfig, batch: int, tokens: int, states: Sequence[BufferHandle], formats: Formats,
+        count: Value,
+    ) -> None:  # fmt: skip
+        self.g, self.config, self.batch, self.tokens, self.formats, self.count = g, config, batch, tokens, formats, count
         self.states = {s.name: g.handle(s) for s in states}
         self.start = self.states["position"]
         self.positions = self.start + ops.iota(dims=(tokens,), dtype=DTYPES["i32"])  # [tokens]
@@ -134,10 +178,12 @@ class _Network:
 
     # -- pieces with weights
 
-    def matrix(self, name: str, rows: int, columns: int) -> tuple[Value, str]:
-        """The param [rows, columns], packed in its format (u8 [rows, bytes per row]) or plain; and the format's name."""
+    def matrix(self, name: str, rows: int, columns: int, packs: bool = True) -> tuple[Value, str]:
+        """The param [rows, columns], packed in its format (u8 [rows, bytes per row]) or plain; and the format's name. `packs`
+        False: one format for all matrices is not for this one if it is packed."""
         name = f"{name}.weight"
         form = self.formats if isinstance(self.formats, str) else self.formats[name]
+        form = form if packs or form not in FORMATS else "f32"
         for p in self.g.params:
             if p.name == name:  # a tied table is read twice
                 return p, form
@@ -145,30 +191,44 @@ class _Network:
             return self.g.param(name, (rows, FORMATS[form].row_bytes(columns)), "u8"), form
         return self.g.param(name, (rows, columns), form), form
 
-    def linear(self, name: str, x: Value, width: int, bias: bool = False, narrow: bool = False) -> Value:
+    def product(self, name: str, x: Value, width: int, ends: Value | None) -> Value:
+        """x [n, k] times a matrix -> [n, width]. `ends`: where the rows of each group end, and each has its own matrix."""
+        groups, depth = 1 if ends is None else ends.shape.static[0], x.shape.static[-1]
+        w, form = self.matrix(name, groups * width, depth)
+        x = x if form in FORMATS else x.astype(form)
+        if ends is None:
+            return ops.dequant_matmul(x, w, format=form) if form in FORMATS else ops.matmul(x, w.T)
+        w = w.reshape(groups, width, w.shape.static[1])
+        if form in FORMATS:
+            return ops.segment_matmul(x, w, ends, format=form)
+        return ops.segment_matmul(x, w.transpose(0, 2, 1), ends)
+
+    def linear(
+        self, name: str, x: Value, width: int, bias: bool = False, narrow: bool = False, ends: Value | None = None
+    ) -> Value:
         """x [n, k] -> [n, width], both f32; a narrow float weight multiplies x rounded to the weight's dtype, and the result is
-        of that dtype too if it may be `narrow`."""
-        w, form = self.matrix(name, width, x.shape.static[-1])
-        y = ops.dequant_matmul(x, w, format=form) if form in FORMATS else ops.matmul(x.astype(form), w.T)
+        of that dtype too if it may be `narrow`. `ends` as in `product`."""
+        y = self.product(name, x, width, ends)
         y = y if narrow and not bias else y.astype("f32")
         return y + self.g.param(f"{name}.bias", (width,), "f32") if bias else y
 
     def parts(
-        self, prefix: str, fused: str, names: Sequence[str], x: Value, widths: Sequence[int], bias: bool
+        self, prefix: str, fused: str, names: Sequence[str], x: Value, widths: Sequence[int], bias: bool,
+        ends: Value | None = None,
     ) -> Sequence[Value]:
         """Several projections of x, as one contraction if their weights have the same format. Whoever reads a part widens it."""
         if isinstance(self.formats, str) or f"{prefix}.{fused}.weight" in self.formats:
-            y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias, narrow=True)
+            y = self.linear(f"{prefix}.{fused}", x, sum(widths), bias, narrow=True, ends=ends)
             return ops.split(y, parts=tuple(widths), axis=1)
-        return [self.linear(f"{prefix}.{n}", x, width, bias) for n, width in zip(names, widths)]
+        return [self.linear(f"{prefix}.{n}", x, width, bias, ends=ends) for n, width in zip(names, widths)]
 
-    def norm(self, name: str, x: Value) -> Value:
+    def norm(self, name: str, x: Value, eps: float | None = None) -> Value:
         """The norm over the last dim."""
-        c = self.config
+        c, eps = self.config, self.config.eps if eps is None else eps
         scale, x = self.g.param(f"{name}.weight", (x.dims[-1],), "f32"), x.astype("f32")
         if c.norm == "layer":
-            return ops.layer_norm(x, scale, self.g.param(f"{name}.bias", (x.dims[-1],), "f32"), eps=c.eps)
-        return ops.rms_norm(x, scale + c.norm_offset if c.norm_offset else scale, eps=c.eps)
+            return ops.layer_norm(x, scale, self.g.param(f"{name}.bias", (x.dims[-1],), "f32"), eps=eps)
+        return ops.rms_norm(x, scale + c.norm_offset if c.norm_offset else scale, eps=eps)
 
     def embed(self, ids: Value) -> Value:
         c, n = self.config, self.batch * self.tokens
@@ -192,25 +252,57 @@ class _Network:
     def layer(self, i: int, x: Value) -> Value:
         c, name = self.config, f"model.layers.{i}"
         normed = self.norm(f"{name}.input_layernorm", x)
-        attended = self.attention(i, f"{name}.self_attn", normed)
+        attended = (self.attention if c.latent is None else self.latent_attention)(i, f"{name}.self_attn", normed)
         if c.parallel:
-            return x + attended + self.mlp(f"{name}.mlp", normed)
+            return x + attended + self.mlp(i, f"{name}.mlp", normed)
         if c.post_norms:
             x = x + self.norm(f"{name}.post_attention_layernorm", attended)
-            out = self.mlp(f"{name}.mlp", self.norm(f"{name}.pre_feedforward_layernorm", x))
+            out = self.mlp(i, f"{name}.mlp", self.norm(f"{name}.pre_feedforward_layernorm", x))
             return x + self.norm(f"{name}.post_feedforward_layernorm", out)
         x = x + attended
-        return x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x))
+        return x + self.mlp(i, f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x))
 
-    def mlp(self, name: str, x: Value) -> Value:
-        c, bias = self.config, "mlp" in self.config.biases
-        act, width = ACTIVATIONS[c.activation], c.intermediate_size
+    def mlp(self, i: int, name: str, x: Value) -> Value:
+        c = self.config
+        if c.experts is not None and i in c.experts.layers:
+            return self.mixture(name, x, c.experts)
+        return self.plain_mlp(name, x, c.intermediate_size, "mlp" in c.biases)
+
+    def plain_mlp(self, name: str, x: Value, width: int, bias: bool = False, ends: Value | None = None) -> Value:
+        """One MLP, or with `ends` one for each group of rows."""
+        c, act = self.config, ACTIVATIONS[self.config.activation]
         if c.gated:
-            gate, up = self.parts(name, "gate_up_proj", ("gate_proj", "up_proj"), x, (width, width), bias)
+            gate, up = self.parts(name, "gate_up_proj", ("gate_proj", "up_proj"), x, (width, width), bias, ends)
             inner = act(gate.astype("f32")) * up.astype("f32")
         else:
             inner = act(self.linear(f"{name}.up_proj", x, width, bias))
-        return self.linear(f"{name}.down_proj", inner, c.hidden_size, bias)
+        return self.linear(f"{name}.down_proj", inner, c.hidden_size, bias, ends=ends)
+
+    def mixture(self, name: str, x: Value, m: Experts) -> Value:
+        """Every token through its experts: their rows are grouped by expert, then weighted and added up by token."""
+        n, width = x.shape.static
+        ids, weights = self.routed(name, x, m)
+        order, place, ends = ops.group_rows(ids.reshape(n * m.used), groups=m.count)
+        out = self.plain_mlp(f"{name}.experts", ops.gather(x, order // m.used, axis=0), m.width, ends=ends)
+        rows = ops.gather(out, place, axis=0).reshape(n, m.used, width)
+        y = ops.sum(rows * weights.reshape(n, m.used, 1), axis=1)
+        if not m.shared:
+            return y
+        shared = self.plain_mlp(f"{name}.shared_experts", x, m.shared)
+        if m.shared_gate:
+            gate = ops.matmul(x, self.g.param(f"{name}.shared_expert_gate.weight", (width,), "f32"))
+            shared = shared * ops.sigmoid(gate).reshape(n, 1)
+        return y + shared
+
+    def routed(self, name: str, x: Value, m: Experts) -> tuple[Value, Value]:
+        """(experts of each token, their weights), i32 and f32 [n, used]. The router is never packed, and reads x as it is."""
+        scores = ops.matmul(x, self.matrix(f"{name}.gate", m.count, x.shape.static[1], packs=False)[0].T).astype("f32")
+        if self.tokens > 1:  # padding goes where the last token goes, and not to experts that no token needs
+            last = ops.minimum(ops.iota(dims=(self.tokens,), dtype=DTYPES["i32"]), self.count - 1)
+            scores = ops.gather(scores.reshape(self.batch, self.tokens, m.count), last, axis=1).reshape(scores.shape.static)
+        bias = (self.g.param(f"{name}.gate.bias", (m.count,), "f32"),) if m.bias else ()
+        how = {"renormalise": m.renormalise, "scale": m.scale, "groups": m.groups, "top_groups": m.top_groups}
+        return ops.route(scores, *bias, k=m.used, scoring=m.scoring, **how)
 
     def attention(self, i: int, name: str, x: Value) -> Value:
         """Append this chunk's keys and values to the cache, then attend to all of them."""
@@ -218,19 +310,54 @@ class _Network:
         heads, shared, size = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         widths = (heads * size, shared * size, shared * size)
         parts = self.parts(name, "qkv_proj", ("q_proj", "k_proj", "v_proj"), x, widths, "qkv_proj" in c.biases)
+        if c.wide_qk_norm:
+            parts = [self.norm(f"{name}.q_norm", parts[0]), self.norm(f"{name}.k_norm", parts[1]), parts[2]]
         q, k, v = (p.reshape(self.batch, self.tokens, n, size) for p, n in zip(parts, (heads, shared, shared)))
         if c.qk_norm:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         if (rope := c.ropes[i]) is not None:
             q, k = self.rotated(q, rope), self.rotated(k, rope)
-        states = []
-        for state, rows in ((self.states[f"k.{i}"], k), (self.states[f"v.{i}"], v)):
-            rows = rows.astype(state.dtype).transpose(0, 2, 1, 3)  # [batch, heads, tokens, size]
-            states.append(ops.update_rows(state, rows, self.start, axis=2))
-            self.g.assign(state, states[-1], in_place=True)
-        out = self.attend(q.astype("f32").transpose(0, 2, 1, 3), states[0], states[1], c.windows[i])
+        held = [self.appended(f"{kind}.{i}", rows) for kind, rows in (("k", k), ("v", v))]
+        out = self.attend(q.astype("f32").transpose(0, 2, 1, 3), held[0], held[1], c.windows[i])
         out = out.transpose(0, 2, 1, 3).reshape(self.batch * self.tokens, heads * size)
         return self.linear(f"{name}.o_proj", out, c.hidden_size, "o_proj" in c.biases)
+
+    def latent_attention(self, i: int, name: str, x: Value) -> Value:
+        """As `attention`, on latents: one key head of `rank` and `rotated` elements, whose first `rank` are the values."""
+        c, m = self.config, self.config.latent
+        assert m is not None
+        heads, n, lead = c.num_attention_heads, self.batch * self.tokens, (self.batch, self.tokens)
+        names = ("q_a_proj" if m.q_rank else "q_proj", "kv_a_proj_with_mqa")
+        q, kv = self.parts(name, "qkv_a_proj", names, x, (m.q_rank or heads * c.head_dim, m.rank + m.rotated), False)
+        if m.q_rank:
+            q = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", q, m.eps), heads * c.head_dim)
+        latent = self.norm(f"{name}.kv_a_layernorm", kv[:, : m.rank], m.eps).reshape(*lead, 1, m.rank)
+        shared, q = kv[:, m.rank :].reshape(*lead, 1, m.rotated), q.astype("f32").reshape(*lead, heads, c.head_dim)
+        turned = q[..., m.plain :]
+        if (rope := c.ropes[i]) is not None:
+            turned, shared = self.rotated(turned, rope), self.rotated(shared, rope)
+        held = self.appended(f"k.{i}", ops.concat(latent, shared.astype("f32"), axis=-1))
+        seen = self.by_head(f"{name}.k_b_proj", q[..., : m.plain].transpose(2, 0, 1, 3).reshape(heads, n, m.plain), m.rank)
+        query = ops.concat(seen.reshape(heads, *lead, m.rank), turned.transpose(2, 0, 1, 3), axis=-1).transpose(1, 0, 2, 3)
+        out = self.attend(query, held, held[..., : m.rank], c.windows[i])  # [batch, heads, tokens, rank]
+        out = self.by_head(f"{name}.v_b_proj", out.transpose(1, 0, 2, 3).reshape(heads, n, m.rank), m.value)
+        return self.linear(f"{name}.o_proj", out.transpose(1, 0, 2).reshape(n, heads * m.value), c.hidden_size)
+
+    def by_head(self, name: str, x: Value, width: int) -> Value:
+        """x [heads, n, k] times each head's own matrix -> f32 [heads, n, width]."""
+        heads, n, depth = x.shape.static
+        w, form = self.matrix(name, heads * width, depth)
+        if form in FORMATS:
+            ends = self.g.constant([n * (head + 1) for head in range(heads)], "i32")
+            return self.product(name, x.reshape(heads * n, depth), width, ends).reshape(heads, n, width)
+        return ops.matmul(x.astype(form), w.reshape(heads, width, depth).transpose(0, 2, 1)).astype("f32")
+
+    def appended(self, state: str, rows: Value) -> Value:
+        """The state with rows [batch, tokens, heads, size] written at this chunk's positions."""
+        held = self.states[state]
+        held = ops.update_rows(held, rows.astype(held.dtype).transpose(0, 2, 1, 3), self.start, axis=2)
+        self.g.assign(self.states[state], held, in_place=True)
+        return held
 
     def attend(self, q: Value, k: Value, v: Value, window: int) -> Value:
         c, mask = self.config, "sliding_window" if window else "causal"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import CorruptFileError, ModelError, known
-from rlx.frontends.models.decoder import DecoderConfig, Rope
+from rlx.frontends.models.decoder import DecoderConfig, Experts, Latent, Rope
 
 LAYER_NORMS = {"norm": "layer", "gated": False}
 GEMMA = {"norm_offset": 1.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
@@ -36,26 +36,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "gemma2": {**GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {**GEMMA_2, "qk_norm": True},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "scoring_func": "top_k_softmax"},
+    "qwen2_moe": {**QWEN, "scoring_func": "softmax", "qkv_bias": True},
+    "qwen3_moe": {**QWEN, "scoring_func": "softmax", "qk_norm": True},
+    "olmoe": {"rms_norm_eps": 1e-5, "scoring_func": "softmax", "wide_qk_norm": True},
+    "deepseek_v2": {"scoring_func": "softmax", "interleaved": True, "topk_method": "greedy"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "interleaved": True, "topk_method": "noaux_tc", "norm_topk_prob": True,
+                    "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
 }  # fmt: skip
+QWEN_MOE, DEEPSEEK = ("qwen2_moe", "qwen3_moe"), ("deepseek_v2", "deepseek_v3")
 # Keys that only these families' networks read; other families ignore them.
 READ_BY: dict[str, tuple[str, ...]] = {
-    "layer_types": ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"), "no_rope_layers": ("smollm3",),
+    "layer_types": ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen2_moe"), "no_rope_layers": ("smollm3",),
     "partial_rotary_factor": ("phi", "phi3"), "original_max_position_embeddings": ("phi3",),
     "hidden_activation": ("gemma2", "gemma3_text"), "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": ("gemma2", "gemma3_text"),
+    **dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), QWEN_MOE), "shared_expert_intermediate_size": ("qwen2_moe",),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq", "routed_scaling_factor", "n_shared_experts", "n_group",
+                     "topk_group", "topk_method", "scoring_func"), DEEPSEEK),
+    "qkv_bias": ("qwen2_moe",), "norm_topk_prob": (*QWEN_MOE, "olmoe", *DEEPSEEK),
+    "moe_intermediate_size": (*QWEN_MOE, *DEEPSEEK),
 }  # fmt: skip
 GPT2_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
 }  # fmt: skip
+MOE_KEYS = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
 # Unsupported switches that change the arithmetic, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (None, False), "use_bidirectional_attention": (None, False), "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True), "add_cross_attention": (None, False), "quantization_config": (None,),
 }  # fmt: skip
+PLAIN = {"attention_bias": (None, False), "mlp_bias": (None, False)}
+REFUSED_OF: dict[str, dict[str, tuple[Any, ...]]] = {  # and those of one family
+    "olmoe": {"clip_qkv": (None,)},
+    # DeepSeek's own code and transformers differ in how V2 renormalises
+    "deepseek_v2": {**PLAIN, "norm_topk_prob": (None, False), "scoring_func": ("softmax",),
+                    "topk_method": ("greedy", "group_limited_greedy")},
+    "deepseek_v3": {**PLAIN, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+}  # fmt: skip
 ROPES = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
-_FACTS = ("norm", "gated", "parallel", "post_norms", "qk_norm", "learned_positions", "norm_offset", "interleaved", "biases")
-_MOST = {"num_hidden_layers": 1000, "head_dim": 1 << 16}  # lists of this length are allocated
+_FACTS = (
+    "norm", "gated", "parallel", "post_norms", "qk_norm", "wide_qk_norm", "learned_positions", "norm_offset", "interleaved",
+    "biases",
+)  # fmt: skip
+_MOST = {"num_hidden_layers": 1000, **dict.fromkeys(("head_dim", "qk_rope_head_dim", "num_experts"), 1 << 16)}  # lengths of lists
 
 
 def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
@@ -66,32 +91,39 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"configuration: model_type {family!r} is not supported; supported: {known(FAMILIES)}")
-    given = {GPT2_KEYS.get(k, k) if family == "gpt2" else k: v for k, v in config.items() if k not in _FACTS}
+    names = GPT2_KEYS if family == "gpt2" else MOE_KEYS
+    given = {names.get(k, k): v for k, v in config.items() if k not in _FACTS}
     given = {k: v for k, v in given.items() if family in READ_BY.get(k, (family,))}
     c: dict[str, Any] = {k: v for k, v in {**FAMILIES[family], **given, **facts}.items() if v is not None}
-    for key, allowed in REFUSED.items():
+    for key, allowed in {**REFUSED, **REFUSED_OF.get(family, {})}.items():
         if c.get(key) not in allowed:
             raise ModelError(f"configuration: {key} = {c[key]!r} is not supported for {family}")
     hidden, layers, heads = (_size(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     shared = _size(c, "num_key_value_heads", heads)
     if heads % shared or ("head_dim" not in c and hidden % heads):
         raise CorruptFileError(f"configuration: {heads} heads fit neither {shared} key heads nor a hidden_size of {hidden}")
-    size = _size(c, "head_dim", hidden // heads)
+    size, latent = _size(c, "head_dim", hidden // heads), _latent(c, family)
     kinds = _layer_types(c, family, layers)
+    ropes = _ropes(c, family, kinds, size if latent is None else latent.rotated)
     scale = 1 / math.sqrt(_size(c, "query_pre_attn_scalar")) if family in ("gemma2", "gemma3_text") else 0.0
+    if latent is not None:
+        shared, size = 1, latent.plain + latent.rotated
+        scale = _latent_gain(c) ** 2 / math.sqrt(size)
+    if family == "deepseek_v3" and c.get("rope_interleave") is False:
+        c["interleaved"] = False
     c["biases"] = (*c.get("biases", ()), *("qkv_proj", "o_proj") * (c.get("attention_bias") is True))
-    c["biases"] += ("mlp",) * (c.get("mlp_bias") is True)
+    c["biases"] += ("mlp",) * (c.get("mlp_bias") is True) + ("qkv_proj",) * (c.get("qkv_bias") is True)
     return DecoderConfig(
         family=family, vocab_size=_size(c, "vocab_size"), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=shared, head_dim=size, intermediate_size=_size(c, "intermediate_size", 4 * hidden),
-        max_position_embeddings=_size(c, "max_position_embeddings", 2048), ropes=_ropes(c, family, kinds, size),
+        max_position_embeddings=_size(c, "max_position_embeddings", 2048), ropes=ropes,
         windows=tuple(_size(c, "sliding_window") if kind == "sliding_attention" else 0 for kind in kinds),
         eps=_number(c, "rms_norm_eps", _number(c, "layer_norm_eps", 1e-5 if c.get("norm") == "layer" else 1e-6)),
         activation=_activation(c, family),
         tied=c.get("tie_word_embeddings") is True, attention_scale=scale, attention_cap=_number(c, "attn_logit_softcapping", 0.0),
         logit_cap=_number(c, "final_logit_softcapping", 0.0),
         embedding_scale=math.sqrt(hidden) if family.startswith("gemma") else 1.0,
-        **{f: c[f] for f in _FACTS if f in c},
+        experts=_experts(c, family, layers), latent=latent, **{f: c[f] for f in _FACTS if f in c},
     )  # fmt: skip
 
 
@@ -100,10 +132,11 @@ def _activation(c: Mapping[str, Any], family: str) -> str:
     return "gelu_pytorch_tanh" if (family, name) == ("gemma", "gelu") else name  # early files say "gelu" but mean this one
 
 
-def _size(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(c: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value, most = c.get(key, default), _MOST.get(key, 2**31 - 1)
-    if type(value) is not int or not 1 <= value <= most:
-        raise CorruptFileError(f"configuration: {key} must be a positive size, at most {most}, got {value!r:.80}")
+    if type(value) is not int or not least <= value <= most:
+        size = "a positive size" if least else "a size or 0"
+        raise CorruptFileError(f"configuration: {key} must be {size}, at most {most}, got {value!r:.80}")
     return value
 
 
@@ -127,13 +160,60 @@ def _layer_types(c: Mapping[str, Any], family: str, layers: int) -> list[str]:
             window = window and c.get("use_sliding_window") is True
             slides = [window and (not rotary[i] if family == "smollm3" else i >= first) for i in range(layers)]
             kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        elif family == "qwen2_moe":
+            most = _number(c, "max_window_layers", 0) if window and c.get("use_sliding_window") is True else 0
+            kinds = ["sliding_attention" if i % 2 == 0 and i < most else "full_attention" for i in range(layers)]
         else:
-            kinds = ["sliding_attention" if window and family in ("mistral", "phi3") else "full_attention"] * layers
+            slides = family in ("mistral", "phi3", "mixtral") or (family == "qwen3_moe" and c.get("use_sliding_window") is True)
+            kinds = ["sliding_attention" if window and slides else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise CorruptFileError(f"configuration: layer_types must name {layers} layers, got {str(kinds)[:80]}")
     if other := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
         raise ModelError(f"configuration: layers of the kind {known(other)} are not supported")
     return kinds
+
+
+# -- experts and latent attention
+
+
+def _experts(c: Mapping[str, Any], family: str, layers: int) -> Experts | None:
+    """The layers with experts, by one rule for all families, and how a token chooses among the experts."""
+    if "scoring_func" not in FAMILIES[family] or (count := _size(c, "num_experts", least=0)) == 0:
+        return None
+    first, period = _size(c, "first_k_dense_replace", 0, least=0), _size(c, "moe_layer_freq", 1)
+    step = _size(c, "decoder_sparse_step", 1)
+    dense = c.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise CorruptFileError(f"configuration: mlp_only_layers must be a list of layers, got {dense!r:.80}")
+    used, grouped = _size(c, "num_experts_per_tok"), c.get("topk_method", "greedy") != "greedy"
+    groups, top_groups = (_size(c, k, 1, least=0) or 1 if grouped else 1 for k in ("n_group", "topk_group"))
+    members = count // groups
+    if count % groups or top_groups > groups or used > top_groups * members or (c["scoring_func"] == "sigmoid" and members < 2):
+        raise CorruptFileError(f"configuration: {used} of {count} experts cannot be chosen from {top_groups} of {groups} groups")
+    width = _size(c, "moe_intermediate_size" if family in READ_BY["moe_intermediate_size"] else "intermediate_size")
+    shared = _size(c, "n_shared_experts", 0, least=0) * width
+    if family == "qwen2_moe":
+        shared = _size(c, "shared_expert_intermediate_size")
+    return Experts(
+        layers=tuple(i for i in range(first, layers) if i % period == 0 and (i + 1) % step == 0 and i not in dense),
+        count=count, used=used, width=width, scoring=c["scoring_func"], renormalise=c.get("norm_topk_prob") is True,
+        scale=_number(c, "routed_scaling_factor", 1.0), groups=groups, top_groups=top_groups, bias=family == "deepseek_v3",
+        shared=shared, shared_gate=family == "qwen2_moe",
+    )  # fmt: skip
+
+
+def _latent(c: Mapping[str, Any], family: str) -> Latent | None:
+    if family not in DEEPSEEK:
+        return None
+    rank, plain, rotated, value = (_size(c, k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return Latent(rank, plain, rotated, value, q_rank=_size(c, "q_lora_rank") if "q_lora_rank" in c else 0)
+
+
+def _latent_gain(c: Mapping[str, Any]) -> float:
+    """DeepSeek's factor of queries and of keys for positions that yarn has stretched."""
+    p = {k: v for k, v in _object(c.get("rope_scaling") or c.get("rope_parameters") or {}).items() if v is not None}
+    scaled = p.get("rope_type", p.get("type", "default")) != "default"
+    return _gain(_number(p, "factor", 1.0), _number(p, "mscale_all_dim", 0.0)) if scaled else 1.0
 
 
 # -- rotary positions
@@ -232,12 +312,13 @@ def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, th
     low, high = max(ends[0], 0), min(ends[1], width - 1)
     ramp = np.clip((np.arange(width // 2) - low) / ((high - low) or 0.001), 0, 1)
 
-    def gain(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-
     both = _number(p, "mscale", 0.0), _number(p, "mscale_all_dim", 0.0)
-    scale = gain(both[0]) / gain(both[1]) if all(both) else gain(1.0)
+    scale = _gain(factor, both[0]) / _gain(factor, both[1]) if all(both) else _gain(factor)
     return f / factor * ramp + f * (1 - ramp), _number(p, "attention_factor", scale)
+
+
+def _gain(factor: float, m: float = 1.0) -> float:
+    return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 # -- GGUF
@@ -245,6 +326,7 @@ def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, th
 ARCHITECTURES = {  # general.architecture -> model_type
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "phi3": "phi3", "phi2": "phi", "gpt2": "gpt2",
     "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "deepseek2": "deepseek_v2",
 }  # fmt: skip
 GGUF_KEYS = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -253,9 +335,17 @@ GGUF_KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_norm": "norm_topk_prob",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace", "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
 }  # fmt: skip
+GGUF_SOFTMAX, GGUF_GATING = 1, {"deepseek_v3": 2}  # expert_gating_func, of all others and by family
+GGUF_DEEPSEEK = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for keys without the architecture's prefix
-    "expert_count": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,), "attention.scale": (0.0,),
+    "attention.causal": (True,), "attention.clamp_kqv": (0.0,), "attention.scale": (0.0,),
     "logit_scale": (1.0, 0.0), "residual_scale": (1.0, 0.0), "embedding_scale": (1.0, 0.0), "rope.scale_linear": (1.0,),
     "rope.scaling.attn_factor": (1.0,),
 }  # fmt: skip
@@ -267,17 +357,19 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelError(f"general.architecture {arch!r} is not supported; supported: {known(ARCHITECTURES)}")
-    c: dict[str, Any] = {new: metadata[f"{arch}.{old}"] for old, new in GGUF_KEYS.items() if f"{arch}.{old}" in metadata}
-    c |= {"model_type": ARCHITECTURES[arch], "vocab_size": vocab, "tie_word_embeddings": "lm_head.weight" not in names}
+    family, c = _family_and_keys(metadata, arch)
+    c |= {"model_type": family, "vocab_size": vocab, "tie_word_embeddings": "lm_head.weight" not in names}
     own = {"qkv_proj": r"self_attn\.q\w*_proj", "o_proj": r"self_attn\.o_proj", "mlp": r"mlp\.down_proj", "lm_head": "lm_head"}
     biases = tuple(b for b, name in own.items() if any(re.search(rf"{name}\.bias$", n) for n in names))
-    if "head_dim" not in c:  # a family's own default is for Hugging Face files
-        c["head_dim"] = _size(c, "hidden_size") // _size(c, "num_attention_heads")
-    facts: dict[str, Any] = {"norm_offset": 0.0, "biases": biases, "rope_factors": factors, "interleaved": arch == "llama"}
-    if (rotary := metadata.get(f"{arch}.rope.dimension_count")) is not None:
-        own_size = _size(c, "head_dim")
-        facts["partial_rotary_factor"] = _number({"rope.dimension_count": rotary}, "rope.dimension_count", 0) / own_size
-    for key, allowed in {**REFUSED_GGUF, "attention.value_length": (c["head_dim"],)}.items():
+    facts: dict[str, Any] = {"norm_offset": 0.0, "biases": biases, "rope_factors": factors}
+    facts["interleaved"] = arch in ("llama", "deepseek2")
+    refused, mixed = dict(REFUSED_GGUF), "scoring_func" in FAMILIES[family]
+    refused |= {"expert_gating_func": (GGUF_GATING.get(family, GGUF_SOFTMAX),)} if mixed else {"expert_count": (0,)}
+    if family not in DEEPSEEK:
+        refused["attention.value_length"] = (c["head_dim"],)
+        if "qk_rope_head_dim" in c:
+            facts["partial_rotary_factor"] = _number(c, "qk_rope_head_dim", 0) / _size(c, "head_dim")
+    for key, allowed in refused.items():
         if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # the value may be an array
             raise ModelError(f"metadata {arch}.{key} = {str(found)[:80]} is not supported")
     scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length")}
@@ -285,11 +377,36 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
         c["rope_scaling"] = {"rope_type": str(scaling["type"]), "factor": scaling["factor"]}
         if scaling["original_context_length"] is not None:
             c["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
+        if family in DEEPSEEK:  # the file has a tenth of mscale_all_dim; cosine and sine are not scaled
+            tenth = _number(metadata, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)
+            c["rope_scaling"] |= {"attention_factor": 1.0, "mscale_all_dim": 10 * tenth}
     if arch in ("gemma2", "gemma3"):
         # 27B models scale scores by hidden_size / heads, which is not in the file; all others by the head size
         large = c.get("num_hidden_layers") == (46 if arch == "gemma2" else 62)
         c["query_pre_attn_scalar"] = _size(c, "hidden_size") // _size(c, "num_attention_heads") if large else c["head_dim"]
     return config_of(c, **facts)
+
+
+def _family_and_keys(metadata: Mapping[str, Any], arch: str) -> tuple[str, dict[str, Any]]:
+    """The model_type that an architecture stands for in this file, and the keys of its config.json."""
+    c: dict[str, Any] = {new: metadata[f"{arch}.{old}"] for old, new in GGUF_KEYS.items() if f"{arch}.{old}" in metadata}
+    family = ARCHITECTURES[arch]
+    if family == "llama" and str(c.get("num_experts", 0)) != "0":
+        family = "mixtral"
+    if family != "deepseek_v2":
+        if "head_dim" not in c:  # a family's own default is for Hugging Face files
+            c["head_dim"] = _size(c, "hidden_size") // _size(c, "num_attention_heads")
+        return family, {"norm_topk_prob": family == "qwen3_moe", "qkv_bias": False, **c}
+    if str(metadata.get(f"{arch}.expert_gating_func")) == str(GGUF_GATING["deepseek_v3"]):
+        family = "deepseek_v3"
+    elif str(c.get("n_group", 1)) not in ("0", "1"):
+        c["topk_method"] = "group_limited_greedy"
+    # Sizes of a head: newer files call them so, and give those of the latent space as key_length, value_length and head_count_kv
+    own = {k: metadata.get(f"{arch}.attention.{k}") for k in ("key_length", "value_length", "key_length_mla", "value_length_mla")}
+    key, value = (own[k] if own[f"{k}_mla"] is None else own[f"{k}_mla"] for k in ("key_length", "value_length"))
+    c |= {"qk_nope_head_dim": _size({"key_length": key}, "key_length") - _size(c, "qk_rope_head_dim"), "v_head_dim": value}
+    c |= {"num_key_value_heads": c.get("num_attention_heads"), "head_dim": c["qk_rope_head_dim"]}
+    return family, {**GGUF_DEEPSEEK, **c}
 
 
 _LAYER = re.compile(r"(?:blk|h|model\.layers)\.(\d+)\.(.+)")
@@ -304,6 +421,13 @@ _NAMES = {  # the part after the layer number; other names are those of Llama
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_attn": "self_attn.qkv_proj",
     "attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
     "wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm",
+    "ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj", "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj",
     "model.final_layernorm": "model.norm",
 }  # fmt: skip
@@ -314,10 +438,21 @@ _OWN_NAMES = {  # by model_type, before _NAMES
 }
 
 
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_PARTS_OF_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
 def param_name(name: str, family: str) -> str:
-    """The param for the tensor `name` in a checkpoint of `family` (a model_type)."""
+    """The param for the tensor `name` in a checkpoint of `family` (a model_type), or the part of a param: one projection of one
+    expert, `….mlp.experts.E.gate_proj.weight`."""
     stem, _, kind = name.removeprefix("transformer.").rpartition(".")
     table = {**_NAMES, **_OWN_NAMES.get(family, {})}
+    if stem.endswith(".experts"):  # all experts in one tensor
+        stem, kind = f"{stem}.{kind}", "weight"
+    kind = kind.replace("e_score_correction_bias", "bias")
     if inner := _LAYER.fullmatch(stem):
-        return f"model.layers.{inner[1]}.{table.get(inner[2], inner[2])}.{kind}"
+        part = table.get(inner[2], inner[2]).replace("block_sparse_moe.", "mlp.").replace("shared_expert.", "shared_experts.")
+        if of := _EXPERT.fullmatch(part):
+            part = f"mlp.experts.{of[1]}.{_PARTS_OF_EXPERTS.get(of[2], of[2])}"
+        return f"model.layers.{inner[1]}.{part}.{kind}"
     return f"{table.get(stem, stem)}.{kind}"
