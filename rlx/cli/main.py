@@ -18,6 +18,7 @@ from rlx.cli.explain import explain
 from rlx.cli.generate import chat, generate, standard_input
 from rlx.cli.inspect import inspect
 from rlx.cli.launch import launch
+from rlx.cli.moe import moe
 from rlx.cli.progress import Bars
 from rlx.cli.save import save
 from rlx.cli.search import search
@@ -153,6 +154,7 @@ for command in (generate, chat, search):
     app.command(rich_help_panel=USE)(command)
 for command in (inspect, explain, verify, bench, save):
     app.command(rich_help_panel=LOOK)(command)
+app.add_typer(moe, name="moe", rich_help_panel=LOOK)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=MACHINE)(launch)
 
 

@@ -58,6 +58,7 @@ Capacity = Annotated[
     int | None,
     typer.Option(min=1, help="Maximum tokens of prompt and answer together.", show_default="4096, or what the model has"),
 ]
+Refresh = Annotated[int, typer.Option(min=1, help="Forwards between changes of the resident experts.")]
 CacheDType = Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")]
 
 

@@ -1,0 +1,262 @@
+"""ExpertPool: keeps the right experts of a model in the fast tier, within a budget, while it runs.
+
+A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. What the
+policy demotes, and what it fetches ahead, is the work of a background thread, in pairs: it makes the tiers equal to what the
+policy wants, releases first. The policy is the simulator's, so that both count the same hits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from rlx.errors import BindingError, OptionError
+from rlx.ir.shown import Shown, counted, sized
+from rlx.runtime.policies import Budget, policy_of, profile_of
+from rlx.runtime.traces import MoELayer, TraceFile
+
+IDLE = 1.0  # seconds after which a thread without work ends; the next work starts another
+Profile = str | PathLike[str] | Sequence[np.ndarray]
+
+
+class Tiers(Protocol):
+    """The fast and the slow tier of a model's experts: rlx.driver.experts.ExpertTiers."""
+
+    advisor: Any
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+    def resident(self, layer: int) -> np.ndarray: ...
+    def promote(self, layer: int, expert: int) -> None: ...
+    def demote(self, layer: int, expert: int) -> None: ...
+    def set(self, masks: Sequence[np.ndarray]) -> None: ...
+
+
+class HasExperts(Protocol):
+    """A CompiledGraph, or a LanguageModel."""
+
+    def expert_tiers(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """`hits` of `uses`: distinct experts that forwards chose in their layers, found in the fast tier. `predicted`: hits that the
+    policy counted, as a simulation of the same forwards does."""
+
+    policy: str
+    budget: Budget
+    quotas: tuple[int, ...]
+    nbytes: int
+    forwards: int
+    uses: int
+    hits: int
+    predicted: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(1, self.uses)
+
+    @property
+    def predicted_rate(self) -> float:
+        return self.predicted / max(1, self.uses)
+
+    def __str__(self) -> str:
+        held = f"{sum(self.quotas)} experts resident, {sized(self.nbytes)}, within {self.budget}"
+        if not self.uses:
+            return f"{held}; policy {self.policy}"
+        rates = f"{self.hit_rate:.1%} of {self.uses} uses were hits, {self.predicted_rate:.1%} predicted"
+        return f"{held}; policy {self.policy}: {rates}, {counted(self.forwards, 'forward')}"
+
+
+class ExpertPool(Shown):
+    """Keeps experts of a model resident within a budget. A context manager; `close` ends it, and what is resident stays so."""
+
+    def __init__(
+        self, of: HasExperts, budget: Budget | int | str, policy: str = "hysteresis", refresh: int = 1,
+        profile: Profile | None = None, tokens: int = 1,
+    ) -> None:  # fmt: skip
+        """`of`: a CompiledGraph or LanguageModel; the pool serves all executables that share its weights. `budget`: "2GB", or a
+        number of experts: those that are resident and those in use. `policy`: "static", "lru", "lfu", "hysteresis" or "predict".
+        `refresh`: forwards between changes. `profile`: a trace, or how often each expert of each layer was used: the experts to
+        begin with. `tokens`: of the largest forward.
+
+        OptionError: a wrong argument, or a budget that does not hold one layer's experts in use. BindingError: there is a pool
+        already. Unsupported: no experts, or a device without a slow tier."""
+        self.tiers: Tiers = of.expert_tiers()
+        if self.tiers.advisor is not None:
+            raise BindingError("these weights have an ExpertPool already: close it first")
+        self.layers = tuple(MoELayer(x.name, x.experts, x.top_k, x.nbytes) for x in self.tiers.layers)
+        self.name, self.budget = policy, Budget.of(budget)
+        start = _counts_of(profile, self.layers)
+        self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, tokens)
+        self._ready = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._demote, self._promote = set[int](), set[int]()  # layers with work
+        self._releasing, self._promoting = False, -1  # what the thread does now; the layer of which it reads an expert
+        self._reading: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and what its run reads and keeps
+        self._error: BaseException | None = None
+        self._uses = self._hits = 0
+        self.tiers.set([mask.copy() for mask in self.policy.resident])
+        self.tiers.advisor = self
+        _pools.add(self)
+
+    def _line(self) -> str:
+        return str(self.report())
+
+    def __enter__(self) -> ExpertPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def report(self) -> PoolReport:
+        """What is resident, and the rates of hits so far."""
+        policy = self.policy
+        nbytes = sum(n * x.nbytes for n, x in zip(policy.quotas, self.layers))
+        forwards = max(policy.clock)
+        return PoolReport(
+            self.name, self.budget, tuple(policy.quotas), nbytes, forwards, self._uses, self._hits, policy.hits
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End it: from now on nothing is promoted or demoted. Raises an error of the background thread that no run has raised."""
+        with self._ready:
+            if self.tiers.advisor is self:
+                self.tiers.advisor = None
+            self._demote.clear()
+            self._promote.clear()
+            while self._releasing or self._promoting >= 0:
+                self._wait()
+            self._raise()
+
+    # -- called by a run, after each router
+
+    def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None = None) -> Sequence[int]:
+        """The router of `layer` chose `ids`, int [tokens, top_k]. Returns those of the missing experts that stay resident. Raises
+        an error of the background thread."""
+        with self._ready:
+            self._raise()
+            while self._promoting == layer:  # one of those chosen, most likely
+                self._wait()
+            before = self.tiers.resident(layer)
+            used = np.unique(ids)
+            used = used[: np.searchsorted(used, len(before))]  # numbers past the last expert are padding
+            there = before[used]
+            change = self.policy.routed(layer, ids, ahead)
+            self._uses, self._hits = self._uses + change.uses, self._hits + int(np.count_nonzero(there))
+            missing = used[~there]
+            kept = missing[self.policy.resident[layer][missing]].tolist()
+            if len(missing):
+                self._settle()  # what earlier routers demoted: its memory is needed now
+            self._reading = layer, frozenset(kept)
+            if change.demoted or change.fetched:
+                self._demote.update(x for x, _ in change.demoted)
+                self._promote.update(x for x, _ in change.fetched)
+                self._start()
+            if change.made_room:
+                self._settle()
+            return kept
+
+    def settle(self) -> None:
+        """Wait until the tiers are as the policy wants them. Raises an error of the background thread."""
+        with self._ready:
+            while (self._demote or self._promote or self._releasing or self._promoting >= 0) and self._error is None:
+                self._start()
+                self._wait()
+            self._raise()
+
+    # -- the background thread
+
+    def _settle(self) -> None:
+        """Wait until all is released that the policy does not want: a run is about to use the memory."""
+        while (self._demote or self._releasing) and self._error is None:
+            self._start()
+            self._wait()
+        self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _wait(self) -> None:
+        self._ready.wait(IDLE)
+
+    def _start(self) -> None:
+        """With the lock held: there is work."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="rlx experts", daemon=True)
+            self._thread.start()
+        self._ready.notify_all()
+
+    def _work(self) -> None:
+        while (job := self._job()) is not None:
+            act, layer, experts = job
+            error = None
+            try:
+                for expert in experts:
+                    act(layer, expert)
+            except BaseException as e:  # noqa: BLE001  raised by the next forward
+                error = e
+            with self._ready:
+                self._releasing, self._promoting = False, -1
+                if error is not None:
+                    self._error = error
+                    self._demote.add(layer)  # nothing to do, if it was not releases that failed
+                self._ready.notify_all()
+
+    def _job(self) -> tuple[Callable[[int, int], None], int, list[int]] | None:
+        """The next work: releases first, of a whole layer; then one expert to read. None: there was none for a while."""
+        with self._ready:
+            while True:
+                while self._demote and self._error is None:
+                    layer = self._demote.pop()
+                    if going := np.flatnonzero(self.tiers.resident(layer) & ~self.policy.resident[layer]).tolist():
+                        self._releasing = True
+                        return self.tiers.demote, layer, going
+                while self._promote and self._error is None:
+                    layer = min(self._promote)
+                    coming = np.flatnonzero(self.policy.resident[layer] & ~self.tiers.resident(layer)).tolist()
+                    read_by_run = self._reading[1] if self._reading[0] == layer else ()
+                    if coming := [e for e in coming if e not in read_by_run]:
+                        self._promoting = layer
+                        return self.tiers.promote, layer, coming[:1]
+                    self._promote.discard(layer)
+                self._ready.notify_all()
+                if not self._ready.wait(IDLE) and not ((self._demote or self._promote) and self._error is None):
+                    self._thread = None
+                    return None
+
+    def _in_child(self) -> None:
+        """In a forked child: the thread does not exist there, and may have held the lock."""
+        self._ready, self._thread, self._releasing, self._promoting = threading.Condition(), None, False, -1
+
+
+def _counts_of(profile: Profile | None, layers: Sequence[MoELayer]) -> Sequence[np.ndarray] | None:
+    if not isinstance(profile, str | PathLike):
+        return profile
+    trace = TraceFile(profile)
+    if [(x.experts, x.top_k) for x in trace.layers] != [(x.experts, x.top_k) for x in layers]:
+        raise OptionError(f"{trace.path} is a trace of {trace.model!r}, which has other layers of experts than this model")
+    return profile_of(trace, layers)
+
+
+_pools: WeakSet[ExpertPool] = WeakSet()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["ExpertPool", "PoolReport"]
