@@ -131,9 +131,10 @@ def greedy(network: Any, prompt: list[int], steps: int, **more: Any) -> list[int
     return out[0, len(prompt) :].tolist()
 
 
-def write_gguf(network: Any, arch: str, path: Path, kinds: dict[str, str]) -> None:
+def write_gguf(network: Any, arch: str, path: Path, kinds: dict[str, str], split_latent: bool = True) -> None:
     """The network as a GGUF file, its matrices in the type that `kinds` has for a part of their name ("" for the others);
-    and the network's own weights become what the file then holds."""
+    and the network's own weights become what the file then holds. `split_latent`: DeepSeek's projections of latents are split
+    and transposed, as in files since 2025."""
     import gguf
     import torch
 
@@ -144,31 +145,94 @@ def write_gguf(network: Any, arch: str, path: Path, kinds: dict[str, str]) -> No
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    writer.add_key_length(size := getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if arch != "deepseek2":
+        writer.add_head_count_kv(c.num_key_value_heads)
+        writer.add_key_length(size)
+    _write_experts(writer, c, split_latent)
+    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), c.num_hidden_layers)
     with torch.no_grad():
-        for name, p in network.named_parameters():
-            array = p.numpy().astype(np.float32)
-            order = None
-            if arch == "llama" and (".q_proj." in name or ".k_proj." in name):  # halves of a head become pairs
-                order = np.arange(len(array)).reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
-                array = array[order]
-            kind = next(k for part, k in kinds.items() if part in name) if array.ndim == 2 else "F32"
-            packed = _packed(array, gguf.GGMLQuantizationType[kind])
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), packed, raw_dtype=gguf.GGMLQuantizationType[kind])
-            array = gguf.dequantize(packed, gguf.GGMLQuantizationType[kind]).reshape(array.shape)
-            if order is not None:
-                array = array[np.argsort(order)]
-            p.copy_(torch.from_numpy(array + (0 if arch != "gemma" or p.ndim > 1 else -1)))
+        for name, p in [*network.named_parameters(), *(b for b in network.named_buffers() if "correction" in b[0])]:
+            for part, own in _written_apart(name, p, c, split_latent):
+                array = own.numpy().astype(np.float32)
+                order = None
+                if arch == "llama" and (".q_proj." in name or ".k_proj." in name):  # halves of a head become pairs
+                    order = np.arange(len(array)).reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
+                    array = array[order]
+                plain = array.ndim < 2 or name.endswith("mlp.gate.weight")
+                kind = gguf.GGMLQuantizationType["F32" if plain else next(k for of, k in kinds.items() if of in part)]
+                packed = _packed(array, kind)
+                writer.add_tensor(names.get_name(part, (".weight", ".bias")) or part, packed, raw_dtype=kind)
+                array = gguf.dequantize(packed, kind).reshape(array.shape)
+                if order is not None:
+                    array = array[np.argsort(order)]
+                own.copy_(torch.from_numpy(array + (0 if arch != "gemma" or p.ndim > 1 else -1)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write_experts(writer: Any, c: Any, split_latent: bool) -> None:
+    """The keys of models with experts and of latent attention."""
+    import gguf
+
+    if not (count := next((n for k in ("n_routed_experts", "num_local_experts", "num_experts") if (n := getattr(c, k, 0))), 0)):
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(c.num_experts_per_tok)
+    if hasattr(c, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    if hasattr(c, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+    if (rank := getattr(c, "kv_lora_rank", 0)) == 0:
+        return
+    sigmoid = c.model_type == "deepseek_v3"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_expert_weights_norm(sigmoid)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_leading_dense_block_count(c.first_k_dense_replace)
+    writer.add_expert_group_count(c.n_group)
+    writer.add_expert_group_used_count(c.topk_group)
+    writer.add_kv_lora_rank(rank)
+    writer.add_q_lora_rank(c.q_lora_rank)
+    rope, key = c.rope_parameters, c.qk_nope_head_dim + c.qk_rope_head_dim
+    writer.add_rope_dimension_count(c.qk_rope_head_dim)
+    writer.add_head_count_kv(1 if split_latent else c.num_attention_heads)
+    writer.add_key_length(rank + c.qk_rope_head_dim if split_latent else key)
+    writer.add_value_length(rank if split_latent else c.v_head_dim)
+    if split_latent:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(c.v_head_dim)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _written_apart(name: str, p: Any, c: Any, split_latent: bool) -> list[tuple[str, Any]]:
+    """The tensors that a file has for a parameter, as views of it: gate and up, keys and values are apart."""
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = p.chunk(2, dim=1)
+        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+    if name.endswith("experts.down_proj"):
+        return [(f"blk.{layer}.ffn_down_exps.weight", p)]
+    if "correction" in name:
+        return [(f"blk.{layer}.exp_probs_b.bias", p)]
+    if "shared_expert_gate" in name:
+        return [(name, p[0])]
+    if "kv_b_proj" in name and split_latent:
+        heads = p.view(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        key, value = heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        return [(f"blk.{layer}.attn_k_b.weight", key.transpose(1, 2)), (f"blk.{layer}.attn_v_b.weight", value)]
+    return [(name, p)]
 
 
 def _packed(array: np.ndarray, kind: Any) -> np.ndarray:
@@ -176,9 +240,10 @@ def _packed(array: np.ndarray, kind: Any) -> np.ndarray:
     import gguf
 
     if not kind.name.endswith("_K"):
-        return gguf.quantize(array, kind)
+        return gguf.quantize(np.ascontiguousarray(array), kind)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    packed = np.random.default_rng(7).integers(0, 256, (len(array), array.shape[1] // block, nbytes), dtype=np.uint8)
+    *rows, columns = array.shape
+    packed = np.random.default_rng(7).integers(0, 256, (*rows, columns // block, nbytes), dtype=np.uint8)
     for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]:
         packed[..., at : at + 2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
-    return packed.reshape(len(array), -1)
+    return packed.reshape(*rows, -1)

@@ -38,6 +38,10 @@ torch.set_num_threads(1)
 CLOSE = 1e-4  # of the largest logit
 SEEDS = {"gemma": 3, "gemma2": 2, "qwen3_moe": 1, "deepseek_v2": 1, "deepseek_v3": 2}  # of networks without a near tie
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 80)).astype(np.int32)
+LATENT = {
+    "moe_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "head_dim": 32,
+}  # fmt: skip
 # in GGUF: architecture, and types by a part of the matrices' names
 FILES = {
     "f32": ("llama", "llama", {"": "F32"}),
@@ -46,7 +50,20 @@ FILES = {
     "q4_k, q6_k": ("qwen2-full", "qwen2", {"v_proj": "Q6_K", "down": "Q6_K", "": "Q4_K"}),
     "q5_k": ("qwen3", "qwen3", {"": "Q5_K"}),
     "gemma": ("gemma", "gemma", {"": "Q8_0"}),
+    "experts of llama": ("mixtral", "llama", {"": "Q8_0"}),
+    "experts in f32": ("olmoe", "olmoe", {"": "F32"}),
+    "shared experts": ("qwen2_moe", "qwen2moe", {"shared_expert": "Q8_0", "down": "Q6_K", "ffn_up_exps": "Q5_K", "": "Q4_K"}),
+    "experts in bf16": ("qwen3_moe", "qwen3moe", {"": "BF16"}),
+    "latents, old": ("deepseek_v2", "deepseek2", {"down": "Q6_K", "": "Q4_K"}),
+    "latents": ("deepseek_v3", "deepseek2", {"attn_k_b": "Q8_0", "exps": "Q4_K", "": "Q6_K"}),
 }
+EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+LARGER = {  # sizes that whole blocks divide, and what files of an architecture do not say
+    "mixtral": {"sliding_window": None}, "olmoe": {},
+    "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, **EVERY_LAYER},
+    "qwen3_moe": {"moe_intermediate_size": 256, **EVERY_LAYER},
+    "deepseek_v2": LATENT, "deepseek_v3": {**LATENT, "rope_parameters": {**small_models.STRETCHED, "mscale": 0.7}},
+}  # fmt: skip
 
 
 def off(found: np.ndarray, want: np.ndarray) -> float:
@@ -58,8 +75,8 @@ def make_gguf(which: str, folder: Path):
     family, arch, kinds = FILES[which]
     plain = {"rope_type": "default", "rope_theta": 1e4}
     more = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "rope_parameters": plain}
-    network = make(family, folder / "folder", **more)
-    write_gguf(network, arch, folder / "model.gguf", kinds)
+    network = make(family, folder / "folder", **{**more, **LARGER.get(family, {})})
+    write_gguf(network, arch, folder / "model.gguf", kinds, split_latent="old" not in which)
     return network, folder / "model.gguf"
 
 
@@ -101,7 +118,9 @@ def whole(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
 def test_a_gguf_file_means_what_its_blocks_decode_to(which, tmp_path):
     network, file = make_gguf(which, tmp_path)
     checkpoint = Checkpoint(file)
-    assert set(checkpoint.formats.values()) == {k.lower() for k in FILES[which][2].values()}
+    found, want = set(checkpoint.formats.values()), {k.lower() for k in FILES[which][2].values()}
+    assert found == want or (checkpoint.config.experts and found == {*want, "f32"})  # routers and turned matrices are f32
+    checkpoint = Checkpoint(file, "f32") if "bf16" in want else checkpoint  # bf16 weights would round what they multiply
     assert off(whole(checkpoint, TOKENS[:, :12]), logits(network, TOKENS[:, :12])) < CLOSE
 
 
