@@ -1,5 +1,4 @@
-"""One layer of a mixture of experts (64 experts of which each token takes 8, width 1024, inner width 512) on rlx and every installed
-peer.
+"""One layer of a mixture of experts (64, of which each token takes 8; width 1024, inner width 512) on rlx and installed peers.
 
     python benchmarks/moe.py [--tokens 1 16 128] [--dtype f32] [--threads 2] [--engines ...] [--rounds 7] [--write]
 
@@ -7,9 +6,8 @@ Each engine runs in a separate process, and the engines alternate; the others wa
 choice, experts, weighted sum. Runs take several sets of tokens in turn, so that the experts of a few tokens are not left in the
 caches by the run before. Results are compared with float64 first. Times are medians of single runs through the public call, wall
 time, without the runs in which the system preempted the engine, unless no others are left. The limit is the greater of two times:
-reading the experts in use once, at the rate of generated code that only reads with as many threads, and their multiplications, at
-the peak of one core times the threads. Both rates are measured just before and after each turn; the share is the median over turns.
-torch gets the library that lets its MKL use its fast kernels on AMD processors.
+reading the experts in use once, at the rate of generated code that only reads with as many threads, and multiplying, at the peak
+of one core times the threads. Both rates are measured just before and after each turn; the share is the median over turns. torch gets the library that lets its MKL use its fast kernels on AMD processors.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import resource
 import statistics
 import sys
@@ -136,8 +133,8 @@ def compare(engines: list[str], layer: Layer, rounds: int) -> list[str]:
         print(rows[-1], flush=True)
     nbytes, work = said[LIMITS]["work"]
     read, peak = (statistics.median(turn[n] for turn in rates.turns) for n in range(2))
-    note = f"{layer.tokens} tokens, {layer.dtype}: {nbytes / 1e6:.0f} MB at {read / 1e9:.1f} GB/s take {nbytes / read * 1e3:.2f} ms, "
-    note += f"{work / 1e9:.2f} GFLOP at {peak / 1e9:.0f} GFLOP/s {work / peak * 1e3:.2f} ms"
+    note = f"{layer.tokens} tokens, {layer.dtype}: {nbytes / 1e6:.0f} MB at {read / 1e9:.1f} GB/s take {nbytes / read * 1e3:.2f} ms"
+    note += f", {work / 1e9:.2f} GFLOP at {peak / 1e9:.0f} GFLOP/s {work / peak * 1e3:.2f} ms"
     print(note, flush=True)
     return [*rows, note]
 

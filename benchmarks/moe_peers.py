@@ -252,8 +252,8 @@ def run_torch_experts(layer: Layer) -> Run:
 
 
 def run_openvino(layer: Layer) -> Run:
-    """Every expert on every token, summed with weights that are mostly zero: a pattern that the CPU plugin replaces by products with
-    the chosen experts only."""
+    """Every expert on every token, summed with weights that are mostly zero: a pattern that the CPU plugin replaces by products
+    with the chosen experts only."""
     import openvino as ov
     from openvino import opset15 as op
 
