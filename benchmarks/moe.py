@@ -7,7 +7,8 @@ choice, experts, weighted sum. Runs take several sets of tokens in turn, so that
 caches by the run before. Results are compared with float64 first. Times are medians of single runs through the public call, wall
 time, without the runs in which the system preempted the engine, unless no others are left. The limit is the greater of two times:
 reading the experts in use once, at the rate of generated code that only reads with as many threads, and multiplying, at the peak
-of one core times the threads. Both rates are measured just before and after each turn; the share is the median over turns. torch gets the library that lets its MKL use its fast kernels on AMD processors.
+of one core times the threads. Both rates are measured just before and after each turn; the share is the median over turns.
+torch gets the library that lets its MKL use its fast kernels on AMD processors.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def compare(engines: list[str], layer: Layer, rounds: int) -> list[str]:
         print(rows[-1], flush=True)
     nbytes, work = said[LIMITS]["work"]
     read, peak = (statistics.median(turn[n] for turn in rates.turns) for n in range(2))
-    note = f"{layer.tokens} tokens, {layer.dtype}: {nbytes / 1e6:.0f} MB at {read / 1e9:.1f} GB/s take {nbytes / read * 1e3:.2f} ms"
-    note += f", {work / 1e9:.2f} GFLOP at {peak / 1e9:.0f} GFLOP/s {work / peak * 1e3:.2f} ms"
+    note = f"{layer.tokens} tokens, {layer.dtype}: {nbytes / 1e6:.0f} MB at {read / 1e9:.1f} GB/s: {nbytes / read * 1e3:.2f} ms, "
+    note += f"{work / 1e9:.2f} GFLOP at {peak / 1e9:.0f} GFLOP/s: {work / peak * 1e3:.2f} ms"
     print(note, flush=True)
     return [*rows, note]
 
