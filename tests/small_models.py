@@ -96,12 +96,12 @@ CHATML = (
 )
 
 
-def talker(folder: Path, template: str | None = CHATML, **more: Any) -> Any:
-    """A random Qwen3 with a tokenizer of bytes, and a chat template. Its answers are long and make no sense."""
+def talker(folder: Path, template: str | None = CHATML, family: str = "qwen3", **more: Any) -> Any:
+    """A random network of a family with a tokenizer of bytes, and a chat template. Its answers are long and make no sense."""
     import tokenizers
     import transformers
 
-    network = make("qwen3", folder, vocab_size=300, gain=4.0, **more)
+    network = make(family, folder, vocab_size=300, gain=4.0, **more)
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()

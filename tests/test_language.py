@@ -439,7 +439,7 @@ JUNK = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "qwen2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen2", "gemma3", "gpt2", "qwen2_moe", "deepseek_v3"])
 def test_mutated_configs(name, tmp_path):
     """A network, or an error that says what is wrong with the file; nothing else, and nothing large."""
     make(name, tmp_path)

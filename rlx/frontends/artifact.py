@@ -116,8 +116,9 @@ class StoredDecoder(LanguageModel):
         given = dict(about["config"])
         given |= {"ropes": tuple(None if r is None else _rope(r) for r in given["ropes"])}
         given |= {name: tuple(given[name]) for name in ("windows", "biases")}
-        for name, kind in (("experts", Experts), ("latent", Latent)):
-            given[name] = None if given.get(name) is None else kind(**given[name])
+        if given["experts"] is not None:
+            given["experts"] = Experts(**{**given["experts"], "layers": tuple(map(int, given["experts"]["layers"]))})
+        given["latent"] = None if given["latent"] is None else Latent(**given["latent"])
         config = DecoderConfig(**given)
         for field in fields(config):
             if field.type == "int" and not (type(v := getattr(config, field.name)) is int and 0 < v < 1 << 31):
