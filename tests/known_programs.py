@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script: the packag
 import numpy as np
 from collective_graphs import all_cases as collective_cases
 from collective_graphs import mlp as parallel_mlp
+from expert_graphs import layers
 from op_cases import cases
 
 import rlx
@@ -180,6 +181,17 @@ def ranks() -> Iterator[Known]:
         yield f"decoder of two ranks, {form}", part.graph, PLAIN, WIDE
 
 
+def experts() -> Iterator[Known]:
+    """Layers of experts with one token, a few, and many."""
+    for tokens in (1, 16, 128):
+        yield f"{tokens} tokens", layers(tokens, 256, 128, 16, 4), PLAIN, WIDE
+    yield "bf16, matrix unit", layers(64, 256, 128, 8, 4, "bf16"), PLAIN, AMX
+    yield "f16, one thread", layers(3, 256, 128, 8, 2, "f16"), PLAIN, NARROW
+    yield "two layers by length", layers(Dim("n"), 96, 64, 8, 2, count=2), PLAIN.bind_extent("n", 24), NEON
+    for form, target in (("q4_k", WIDE), ("q8_0", NARROW)):
+        yield f"{form}, 8 tokens", layers(8, 256, 256, 8, 2, "f32", form), PLAIN, target
+
+
 def cuda() -> Iterator[Known]:
     """A kernel of each kind, and steps of a network with plain and with packed weights."""
 
@@ -204,7 +216,7 @@ def cuda() -> Iterator[Known]:
 SETS: dict[str, Callable[[], Iterator[Known]]] = {
     **{f"ops-{d}": lambda d=d: op_table(d) for d in ("f32", "bf16", "i32", "u8", "bool")},
     "large-ops": large_ops, "minilm": minilm, "small-encoder": small_encoder, "decoders": decoders, "quantised": quantised,
-    "extents": extents, "ranks": ranks, "cuda": cuda,
+    "extents": extents, "ranks": ranks, "experts": experts, "cuda": cuda,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ REFUSED = {
     "attention", "attention_parts",  # positions that count from the last row
     "reshape", "concat", "iota",  # rows taken apart, or put behind others
     "random_bits", "random_uniform", "gumbel",  # each number depends on how many there are
-    "quant_rows",  # for weights, which have one length
+    "quant_rows", "group_ends", "segment_matmul", "grouped_matmul",  # for weights, which have one length, and their groups
 }  # fmt: skip
 
 

@@ -16,13 +16,14 @@ from rlx.compiler.lowering import Lowered, lower_group
 from rlx.compiler.memory import no_pairs, plan_arena
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.pipeline import keep_text, run_passes
+from rlx.compiler.routers import routers
 from rlx.errors import VerifyError
 from rlx.ir import kernel as K
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.kernel_text import print_kernel
 from rlx.ir.op import Kind
 from rlx.ir.overlap import may_overlap
-from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, Step
+from rlx.ir.program import BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.target import Target
 
 LEAF_REGIONS = {INPUT: Region.INPUT, PARAM: Region.PARAM, HANDLE: Region.HANDLE, CONSTANT: Region.CONSTANT}
@@ -89,6 +90,7 @@ class _Assembler:
         self.made["abort"] = [g for g in self.lowered if g.anchor in undo]
         saving = {v: i for i, g in enumerate(run) for v in g.stores}
         abort = tuple((saving[undo[g.anchor].saved], self.step(x)) for g, x in self.lowered.items() if g.anchor in undo)
+        chosen = tuple(self.router(v, params) for v, params in routers(self.facts))
         named = zip(graph.output_names, graph.outputs, graph.output_actives, strict=True)
         outputs = tuple(OutputDecl(name, self.id(places.base(v)), v.shape, a) for name, v, a in named)
         plan = plan_arena(
@@ -102,7 +104,7 @@ class _Assembler:
         )
         return Program(
             source.name, self.target, tuple(self.buffers), prepare, steps, commit, inputs, params, handles, outputs, plan,
-            abort, None if graph.extent is None else self.id(graph.extent.leaf), stages, reports,
+            abort, chosen, None if graph.extent is None else self.id(graph.extent.leaf), stages, reports,
         )  # fmt: skip
 
     def id(self, base: Value) -> int:
@@ -123,7 +125,12 @@ class _Assembler:
     def computed_region(self, base: Value) -> Region:
         if self.facts.compilation.is_static(base.node):
             return Region.PREPARED
-        return Region.OUTPUT if base in self.output_bases else Region.ARENA
+        return Region.OUTPUT if base in self.output_bases or base.node.op.observed else Region.ARENA
+
+    def router(self, value: Value, params: tuple[str, ...]) -> RouterDecl:
+        active = self.facts.active.get(value)
+        experts = value.node.attrs.experts  # type: ignore[union-attr]
+        return RouterDecl(self.id(value), value.shape, experts, params, () if active is None else (active,))
 
     def step(self, lowered: Lowered) -> Step:
         return Step(lowered.kernel, tuple(map(self.id, lowered.args)))

@@ -40,6 +40,7 @@ def program_faults(program: Program, replay: bool = True) -> list[str]:
     if len(decls) != len(program.buffers):
         bad.append("two buffers have one id")
     _check_signature(program, decls, bad)
+    _check_routers(program, decls, bad)
     _check_offsets(program, decls, bad)
     facts: dict[K.Kernel, _Facts] = {}
     _check_updates(program, bad)
@@ -85,6 +86,16 @@ def _check_signature(program: Program, decls: dict[int, BufferDecl], bad: list[s
             bad.append(f"output {out.name!r} is in %{b.id}, whose memory the next step may reuse")
         elif K.in_kernels(b.shape.dtype, b.shape.num_elements) != K.in_kernels(out.shape.dtype, out.shape.num_elements):
             bad.append(f"output {out.name!r} is {out.shape}, its buffer %{b.id} is {b.shape}")
+
+
+def _check_routers(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
+    written, names = {id for s in program.steps for id in s.writes}, {decls[id].name for id in program.params if id in decls}
+    for r in program.routers:
+        b = decls.get(r.buffer)
+        if b is None or b.region is not Region.OUTPUT or b.shape != r.shape or b.id not in written:
+            bad.append(f"the router in %{r.buffer} {r.shape} is not a buffer that a step writes and that is kept: {b}")
+        if unknown := sorted({*r.params} - names):
+            bad.append(f"the router in %{r.buffer} has weights in {unknown[0]!r}, which is no param")
 
 
 def _check_offsets(program: Program, decls: dict[int, BufferDecl], bad: list[str]) -> None:
@@ -185,6 +196,8 @@ class _Replay:
             if out.buffer in committed:
                 self.bad.append(f"output {out.name!r} is in %{out.buffer}, which the commit overwrites with the next state")
             self.expect(f"output {out.name!r}", out.buffer)
+        for r in p.routers:
+            self.expect("a router", r.buffer)
         for id in p.inputs:
             self.expect("at the end", id)
 

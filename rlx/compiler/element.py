@@ -90,9 +90,13 @@ class KernelBuilder(Lowering):
 
     def limit(self, var: K.Var, each: int) -> None:
         """Limits `var` by the extent; `each`: points of `var` per row of the active axis."""
+        self.limits.append(K.Limit(var, self.extent(each)))
+
+    def extent(self, each: int) -> K.Expr:
+        """The number of active rows, times `each`."""
         extent = self.facts.graph.extent
         assert extent is not None
-        self.limits.append(K.Limit(var, k.mul(k.cast(self.element(extent.leaf, ()), index_), each)))
+        return k.mul(k.cast(self.element(extent.leaf, ()), index_), each)
 
     def buffer(self, base: Value, writable: bool = False) -> K.Buffer:
         base = self.facts.memory(base)

@@ -271,6 +271,8 @@ class _Fuser:
         stay in cache between its panels."""
         if group.anchor is None or not self.is_product(group.anchor):
             return group.anchor is None
+        if contraction(group.anchor).group >= 0:
+            return False  # a task has some of the columns of its rows
         enough = self.target.threads == 1 or math.prod(group.dims[:-1]) >= MIN_ROWS * self.target.points
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
         return enough and fits and len(contraction(group.anchor).b_columns) == 1
@@ -392,7 +394,7 @@ class _Fuser:
         facts = contraction(node)
         for side, (value, walked) in enumerate(zip(node.inputs, (facts.a_sum, facts.b_columns))):
             other = self.producer(value)
-            if other is None or (side and value in self.places.tiles) or not self.may_join(other, group):
+            if other is None or (side and (value in self.places.tiles or facts.group >= 0)) or not self.may_join(other, group):
                 continue
             values = [v for n in other.forms for v in n.results]
             others = {r for v in values for r in self.readers.get(v, ())} - other.forms.keys() - {node}

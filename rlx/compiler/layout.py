@@ -24,7 +24,8 @@ class Places:
         self.computed: set[Node] = set()
         self.orders: dict[Value, tuple[int, ...]] = {}  # base -> strides, where not row-major
         exchanged = [n for n in self.nodes if n.op.kind is Kind.COLLECTIVE]  # need row-major memory
-        self._fixed = _under_views([*graph.roots(), *(v for n in exchanged for v in (*n.inputs, *n.results))])
+        observed = [v for n in self.nodes if n.op.observed for v in n.results]  # read by the runtime
+        self._fixed = _under_views([*graph.roots(), *observed, *(v for n in exchanged for v in (*n.inputs, *n.results))])
         self.tiles: dict[Value, TiledLayout] = {}  # tiled values, and views that only permute their axes
         self._memo: dict[Value, tuple[Value, Layout]] = {}
         self._views: dict[Value, list[Node]] = {}  # base -> the views of it that strides express, in order

@@ -18,7 +18,7 @@ from rlx.compiler.groups import Group
 from rlx.compiler.operands import is_expensive, row_axes
 from rlx.compiler.packing import contraction, reduction
 from rlx.ir import kernel as K
-from rlx.ir.dtype import f32
+from rlx.ir.dtype import f32, index_
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import k
 from rlx.ir.layout import Layout
@@ -322,7 +322,7 @@ def is_claimed_product(node: Node, facts: Facts) -> bool:
 
 def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     """Grid (batch dims, and row dims that share no stride) and the Contract with its epilogue and row passes."""
-    facts, (left, right), dims = contraction(anchor), anchor.inputs, b.group.dims
+    facts, (left, right), dims = contraction(anchor), anchor.inputs[:2], b.group.dims
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
     apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
@@ -332,9 +332,15 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     points = [grid.place([axis]) for axis in range(batch + apart)]
     row_dims, column_dims = dims[batch + apart : columns_at], dims[columns_at:]
     i, j = K.Var("i"), K.Var("j")
-    first, m, each = grid.start(range(batch + apart, columns_at), b.facts.target.tile_rows)
-    if each:
-        b.limit(i, each)
+    point, count = K.Var("group"), None
+    if facts.group < 0:
+        first, m, each = grid.start(range(batch + apart, columns_at), b.facts.target.tile_rows)
+        if each:
+            b.limit(i, each)
+    else:
+        m = dims[0]
+        grid.grid.append((point, right.shape.static[0]))
+        first, count = _rows_of_group(b, anchor.inputs[2], point, m)
     at_row = (*points, *split(k.add(first, i), row_dims))
 
     walked = [*zip(points, facts.a_batch), *zip(points[batch:], facts.a_rows)]
@@ -344,14 +350,9 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     else:
         plain = _operand(b, left, walked, rows, facts.a_sum)
         a = replace(plain, offset=k.add(plain.offset, k.mul(first, plain.row_stride)))
-    walked = [*zip(points, facts.b_batch)]
-    if is_claimed_product(anchor, b.facts):
-        form, exact = anchor.attrs.format, anchor.attrs.exact  # type: ignore[union-attr]
-        other = K.Operand(b.buffer(b.places.base(right)), ZERO, blocks=form, exact=exact)
-    elif (tiles := b.places.tiles.get(right)) is not None:
-        (columns, panel), (summed, group) = tiles.parts[:2]
-        assert (columns, summed) == (1, 0), f"{tiles} are no panels of columns"
-        other = K.Operand(b.buffer(b.places.base(right)), ZERO, panel=panel, group=group)
+    walked = [*zip(points, facts.b_batch), *([(point, 0)] if count is not None else [])]
+    if right in b.places.tiles:
+        other = _packed(b, anchor, None if count is None else point)
     elif 1 in b.group.operands:
         row = K.Var("r")
         inner = split(row, [right.shape.static[axis] for axis in facts.b_sum])
@@ -377,8 +378,36 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     row_passes = [s for p in range(1, passes.last + 1) for s in passes.one_pass(p, n, coords)]
     depth = math.prod(left.shape.static[x] for x in facts.a_sum)
     rounded = b.facts.compilation.options.precision == "tf32" and all(v.dtype == f32 for v in anchor.inputs)
-    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes), also, rounded)
+    contract = K.Contract(i, j, m, n, depth, a, other, acc, tuple(epilogue), tuple(row_passes), also, rounded, count)
     return tuple(grid.grid), (contract,)
+
+
+def _packed(b: KernelBuilder, anchor: Node, group: K.Var | None) -> K.Operand:
+    """The packed right operand: panels of numbers or of quantised blocks, of each group's matrix or of one for all."""
+    right, facts = anchor.inputs[1], contraction(anchor)
+    tiles = b.places.tiles[right]
+    start = ZERO if group is None else k.mul(group, tiles.strides[0])
+    other = K.Operand(b.buffer(b.places.base(right)), start)
+    if form := getattr(anchor.attrs, "format", ""):
+        return replace(other, blocks=form, exact=anchor.attrs.exact)  # type: ignore[union-attr]
+    (columns, panel), (summed, interleaved) = tiles.parts[:2] if group is None else tiles.parts[1:3]
+    assert ((columns,), (summed,)) == (facts.b_columns, facts.b_sum), f"{tiles} are no panels of columns"
+    return replace(other, panel=panel, group=interleaved)
+
+
+def _rows_of_group(b: KernelBuilder, ends: Value, group: K.Var, rows: int) -> tuple[K.Expr, K.Expr]:
+    """(first row, number of rows) of a group: between two `ends`, or to the last row for the last group. Clamped, so that wrong
+    ends give wrong results, and no access outside the operands."""
+
+    def end(at: K.Expr, guard: K.Expr) -> K.Expr:
+        return k.min(k.max(k.cast(b.element(ends, (at,), guard), index_), 0), rows)
+
+    inner, last = k.lt(group, k.const(ends.shape.static[0] - 1)), k.const(rows)
+    first = end(k.sub(group, 1), k.lt(k.const(0), group))
+    stop = k.select(inner, end(group, inner), last)
+    if b.active and b.active[:2] == (0, 1):
+        stop = k.min(stop, b.extent(b.active.inner))
+    return first, k.max(k.sub(stop, first), 0)
 
 
 def _computed(

@@ -12,7 +12,7 @@ from rlx.compiler.compilation import Compilation
 from rlx.ir.graph import PARAM, Graph, Node, Value, keep
 from rlx.ir.op import OPS, Contraction, Kind, Reduction
 from rlx.ir.ops import pack, quant_rows, transpose
-from rlx.ir.ops.pack import panels
+from rlx.ir.ops.pack import group_panels, panels
 from rlx.ir.ops.rules import axis_of
 
 Remake = Callable[[tuple[Value, ...]], Sequence[Value]]  # new inputs of a node -> its replacement
@@ -33,7 +33,7 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         if node in packs:
-            return keep(node, (inputs[0], shared(packs[node], inputs[1])))
+            return keep(node, (inputs[0], shared(packs[node], inputs[1]), *inputs[2:]))
         return instead[node](inputs) if node in instead else keep(node, inputs)
 
     return graph.rebuild(new) if packs else graph
@@ -42,19 +42,22 @@ def packing(graph: Graph, compilation: Compilation) -> Graph:
 def _packed(node: Node, compilation: Compilation) -> Value | None:
     """The packed right operand of a contraction, or of a claimed op that supports packing."""
     target, is_native = compilation.target, compilation.is_native(node)
-    if is_native and node.op.name in target.packs:
-        return target.packs[node.op.name](node)
-    if is_native or node.op.kind is not Kind.CONTRACT or compilation.is_static(node):
+    if is_native and node.op.name in target.packs and (packed := target.packs[node.op.name](node)) is not None:
+        return packed
+    product = node.op.product is not None if is_native else node.op.kind is Kind.CONTRACT
+    if not product or compilation.is_static(node):
         return None
-    left, right = node.inputs
+    (left, right), facts = node.inputs[:2], contraction(node)
     columns, group = target.panel(right.dtype.name if left.dtype == right.dtype else f"{left.dtype} {right.dtype}")
-    fits = columns and compilation.is_static(right.node) and is_matrix(contraction(node))
-    return pack(right, layout=panels(columns, group)) if fits else None  # type: ignore[return-value]
+    if not columns or not compilation.is_static(right.node) or not (is_matrix(facts) or facts.group >= 0):
+        return None
+    layout = panels(columns, group) if facts.group < 0 else group_panels(columns, group)
+    return pack(right, layout=layout)  # type: ignore[return-value]
 
 
 def is_matrix(facts: Contraction) -> bool:
     """True if the right operand is one matrix [k, n] for all rows of the left one."""
-    return not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,)
+    return not facts.b_batch and facts.b_sum == (0,) and facts.b_columns == (1,) and facts.group < 0
 
 
 def contraction(node: Node) -> Contraction:

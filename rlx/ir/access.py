@@ -51,6 +51,7 @@ def accesses(kernel: Kernel) -> list[Access]:
                 found[start:] = [replace(a, again=True) for a in found[start:]]
                 block(s.body, here, (*loops, (s.to, s.n)), 1)
             elif isinstance(s, K.Contract):
+                note((s.count,), here, loops)
                 operand(s.a, (s.m, s.k), here, loops)
                 operand(s.b, (s.k, s.width), here, loops)
                 row = (*loops, (s.i, s.m))

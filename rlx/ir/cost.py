@@ -167,7 +167,13 @@ def flops(kernel: Kernel) -> int | None:
             if (count := OPS[s.op].flops) is None:
                 return None
             counts.append(count([v.dims for v in s.inputs], s.results) + math.prod(n for _, n in s.axes) * _flops(s.epilogue))
-    return math.prod(n for _, n in kernel.grid) * sum(counts)
+    return points(kernel) * sum(counts)
+
+
+def points(kernel: Kernel) -> int:
+    """Grid points, or 1 for a Contract whose points have m rows together."""
+    shared = any(isinstance(s, Contract) and s.count is not None for s in kernel.body)
+    return 1 if shared else math.prod(n for _, n in kernel.grid)
 
 
 def _flops(body: Iterable[Stmt]) -> int:

@@ -245,7 +245,8 @@ class Contract:
     """acc[i, j] = sum over k of a[i, k] * b[k, j], in `acc.dtype`; then for each (i, j) the statements `epilogue`
     (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`). With `also`, b has as
     many columns again, and the epilogue reads also[i, j], the sum for column j + n of b. `tf32`: a renderer may round the
-    operands, which are f32, to 10 bits of fraction."""
+    operands, which are f32, to 10 bits of fraction. With `count`, an index expression, a grid point has exactly that many rows
+    instead of m; all points together have at most m."""
 
     i: Var
     j: Var
@@ -259,6 +260,7 @@ class Contract:
     rows: tuple[Stmt, ...] = ()
     also: Var | None = None
     tf32: bool = False
+    count: Expr | None = None
 
     @property
     def width(self) -> int:

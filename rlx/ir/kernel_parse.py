@@ -250,6 +250,7 @@ class KernelParser(ExpressionParser):
     def contract(self, depth: int) -> K.Contract:
         self.at += 1
         i, m = self.counted("row")
+        exact = self.index() if self.accept("exact") else None
         self.expect(",")
         j, n = self.counted("column")
         self.expect(",")
@@ -273,7 +274,7 @@ class KernelParser(ExpressionParser):
             self.expect(":")
             self.advance()
             rows = self.block(depth + 1)
-        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also, tf32)
+        return K.Contract(i, j, m, n, k, a, b, acc, epilogue, rows, also, tf32, exact)
 
     def computed_operand(self, depth: int) -> None:
         self.at += 1

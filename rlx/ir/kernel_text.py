@@ -136,10 +136,12 @@ class _Printer:
             self.line(depth, f"then value {held} from {origin} to {self.var(s.to, 'i')}")
             self.block(s.body, depth + 1)
         elif isinstance(s, K.Contract):
+            count = "" if s.count is None else self.expr(s.count, depth)
             a, b = self.operand(s.a, (s.m, s.k), depth), self.operand(s.b, (s.k, s.width), depth)
             i, j, acc = self.var(s.i, "i"), self.var(s.j, "j"), self.var(s.acc, "acc")
             acc += "" if s.also is None else f", {self.var(s.also, 'acc')}"
-            self.line(depth, f"contract {i} < {s.m}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}{' tf32' * s.tf32}")
+            rows = f"{s.m} exact {count}" if count else str(s.m)
+            self.line(depth, f"contract {i} < {rows}, {j} < {s.n}, k < {s.k}: {acc} = {a} @ {b}{' tf32' * s.tf32}")
             self.block(s.epilogue, depth + 1)
             if s.rows:
                 self.line(depth, "then each row:")
@@ -199,6 +201,8 @@ def _operands(x: object) -> tuple[K.Expr, ...]:
         return (x.value,)
     if isinstance(x, K.Check):
         return (x.ok,)
+    if isinstance(x, K.Contract):
+        return () if x.count is None else (x.count,)
     return (x.count,) if isinstance(x, K.Limit) else (x.offset,) if isinstance(x, K.Operand) else ()
 
 

@@ -131,7 +131,8 @@ class Contraction:
     """Dims of a contraction: out = batch + rows + columns, summed over k. Each entry is a tuple of axes of the operand.
 
     a_batch and b_batch are as long as each other and broadcast: axis -1 where the operand lacks that batch dim, and a
-    batch dim of 1 in one operand stands for every index of the other's.
+    batch dim of 1 in one operand stands for every index of the other's. `group`: the axis of b with a matrix for each group of
+    rows; the rows of a group are consecutive, and operand 2 has the ends of the groups (-1: one matrix for all rows).
     """
 
     a_batch: tuple[int, ...]
@@ -140,6 +141,7 @@ class Contraction:
     b_batch: tuple[int, ...]
     b_sum: tuple[int, ...]
     b_columns: tuple[int, ...]
+    group: int = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -95,6 +95,18 @@ class OutputDecl:
     active: tuple[Active, ...] = ()
 
 
+@dataclass(frozen=True)
+class RouterDecl:
+    """A choice of experts, i32 [tokens, k], whose buffer keeps it until the next run. Ids are below `experts`. `params`: the
+    weights of these experts, one after the other along the first axis of each. `active`: as of an output."""
+
+    buffer: int
+    shape: Shape
+    experts: int
+    params: tuple[str, ...]
+    active: tuple[Active, ...] = ()
+
+
 @dataclass(frozen=True, repr=False)
 class Program(Shown):
     name: str
@@ -109,6 +121,7 @@ class Program(Shown):
     outputs: tuple[OutputDecl, ...]
     plan: ArenaPlan
     abort: tuple[tuple[int, Step], ...] = ()  # (n, step): undoes an update in place when a run fails after steps[n]
+    routers: tuple[RouterDecl, ...] = ()  # operands first: the layers in forward order
     extent: int | None = None  # if set, the last of `inputs`: i64 (), the number of valid rows of the active axes
     stages: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # pass name -> text after it
     nodes: tuple[NodeReport, ...] = field(default=(), compare=False, repr=False)
@@ -171,6 +184,10 @@ def _moved(kernel: Kernel) -> str:
     return f"{kernel.collective.attrs}, {received_bytes(kernel)} bytes to each" if kernel.collective else ""
 
 
+def _active_text(axes: tuple[Active, ...]) -> str:
+    return "".join(f" active ({', '.join(map(str, a))})" for a in axes)
+
+
 def kernel_labels(program: Program) -> dict[Kernel, str]:
     """A label for each kernel of a program: NAME, or NAME@2 for the second of that name. Kernels of equal text share a label."""
     labels: dict[str, str] = {}  # by text
@@ -200,8 +217,10 @@ def print_program(program: Program, full: bool = True) -> str:
     if program.extent is not None:
         lines.append(f"extent %{program.extent}")
     for o in program.outputs:
-        active = "".join(f" active ({', '.join(map(str, a))})" for a in o.active)
-        lines.append(f"output {name_text(o.name)} = %{o.buffer} {o.shape}{active}")
+        lines.append(f"output {name_text(o.name)} = %{o.buffer} {o.shape}{_active_text(o.active)}")
+    for r in program.routers:
+        params = f" of {', '.join(map(name_text, r.params))}" if r.params else ""
+        lines.append(f"router %{r.buffer} {r.shape}{_active_text(r.active)} experts {r.experts}{params}")
     labels = kernel_labels(program)
     lines += dict.fromkeys(map(print_kernel, labels)) if full else ()
     for phase, steps in program.phases.items():

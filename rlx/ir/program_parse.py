@@ -16,7 +16,7 @@ from rlx.ir.graph import Active
 from rlx.ir.kernel import Kernel, in_kernels
 from rlx.ir.kernel_parse import KernelParser
 from rlx.ir.layout import TiledLayout
-from rlx.ir.program import ArenaPlan, BufferDecl, OutputDecl, Program, Region, Step
+from rlx.ir.program import ArenaPlan, BufferDecl, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tokens import name_text
@@ -60,6 +60,9 @@ class _Parser(KernelParser):
         outputs: list[OutputDecl] = []
         while self.text == "output":
             outputs.append(self.output())
+        routers: list[RouterDecl] = []
+        while self.text == "router":
+            routers.append(self.router())
         while self.text == "kernel":
             self.add_kernel()
         phases = [self.phase(phase) for phase in PHASES]
@@ -73,7 +76,7 @@ class _Parser(KernelParser):
         plan = ArenaPlan(self.offsets, *sizes)
         return Program(
             name, self.target, tuple(self.decls), prepare, steps, commit, inputs, params, handles, tuple(outputs), plan,
-            tuple(undone), extent,
+            tuple(undone), tuple(routers), extent,
         )  # fmt: skip
 
     def plan(self) -> tuple[int, ...]:
@@ -154,15 +157,29 @@ class _Parser(KernelParser):
         self.at += 1
         name = self.name("the output's name")
         self.expect("=")
-        buffer, shape, active = self.buffer().id, self.static_shape(), []
+        made = OutputDecl(name, self.buffer().id, self.static_shape(), self.active())
+        self.advance()
+        return made
+
+    def router(self) -> RouterDecl:
+        """router %ID SHAPE [active …] experts N [of PARAM, …]"""
+        self.at += 1
+        buffer, shape, active = self.buffer().id, self.static_shape(), self.active()
+        self.expect("experts")
+        experts = self.count("a number of experts")
+        params = self.listed(lambda: self.name("a param's name")) if self.accept("of") else []
+        self.advance()
+        return RouterDecl(buffer, shape, experts, tuple(params), active)
+
+    def active(self) -> tuple[Active, ...]:
+        active = list[Active]()
         while self.accept("active"):
             self.expect("(")
             numbers = [self.count("a number of rows") for _ in self.items(")")]
             if len(numbers) != len(Active._fields):
                 self.error(f"active rows are ({', '.join(Active._fields)}), found {len(numbers)} numbers")
             active.append(Active(*numbers))
-        self.advance()
-        return OutputDecl(name, buffer, shape, tuple(active))
+        return tuple(active)
 
     # -- kernels and steps
 

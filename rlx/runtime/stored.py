@@ -29,7 +29,7 @@ from rlx.ir.keys import key_facts
 from rlx.ir.layout import TiledLayout
 from rlx.ir.op import OPS, Kind
 from rlx.ir.ops import OWN
-from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, Step
+from rlx.ir.program import ArenaPlan, BufferDecl, NodeReport, OutputDecl, Program, Region, RouterDecl, Step
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tuning import NOT_TUNED, TunedStep, Tuning
@@ -192,6 +192,7 @@ def _described(p: Program) -> dict[str, Any]:
         "phases": phases, "saved": [at for at, _ in p.abort],
         "inputs": p.inputs, "params": p.params, "handles": p.handles, "extent": p.extent,
         "outputs": [(o.name, o.buffer, _shape(o.shape), o.active) for o in p.outputs],
+        "routers": [(r.buffer, _shape(r.shape), r.experts, r.params, r.active) for r in p.routers],
         "offsets": list(p.plan.offsets.items()),
         "plan": (p.plan.size_bytes, p.plan.alignment, p.plan.unshared_bytes, p.plan.lower_bound_bytes),
         "nodes": [(n.node, n.op, n.how, n.kernel, n.why) for n in p.nodes],
@@ -242,9 +243,17 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
     program = Program(
         as_text(d["name"]), target, tuple(buffers), phases["prepare"], phases["steps"], phases["commit"], inputs,
         _ids(d["params"]), _ids(d["handles"]), tuple(OutputDecl(*o) for o in outputs), plan,
-        tuple(zip(saved, phases["abort"])), extent, nodes=tuple(NodeReport(*map(as_text, row)) for row in d["nodes"]),
+        tuple(zip(saved, phases["abort"])), tuple(_router(*row) for row in d["routers"]), extent,
+        nodes=tuple(NodeReport(*map(as_text, row)) for row in d["nodes"]),
     )  # fmt: skip
     return program, list(data)
+
+
+def _router(
+    buffer: int, shape: Sequence[Any], experts: int, params: Sequence[str], active: Sequence[Sequence[Any]]
+) -> RouterDecl:
+    made = _read_shape(shape)
+    return RouterDecl(_whole(buffer), made, _whole(experts), tuple(map(as_text, params)), _actives(made, active))
 
 
 def _actives(shape: Shape, rows: Sequence[Sequence[Any]]) -> tuple[Active, ...]:

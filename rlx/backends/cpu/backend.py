@@ -196,10 +196,12 @@ class _Kernels:
 def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
-    packs, computes = {"dequant_matmul": _Kernels("quant", "packs")}, partial(_Kernels("computed", "computes"), target)
-    follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul"})
+    packs = dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
+    computes = partial(_Kernels("computed", "computes"), target)
+    follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul", "segment_matmul"})
     return replace(target, natives=NATIVES, packs=packs, splits=splits, computes=computes, followed=followed, follows=follows)
 
 
 _MODULES = {"attention": "attention", "attention_parts": "attention", "dequant_matmul": "quant"}  # of claimed ops
 NATIVES = {op: _Kernels(module, "claim") for op, module in _MODULES.items()}
+NATIVES["segment_matmul"] = _Kernels("quant", "claim_segments")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rlx.backends.cpu.render import Space
+from rlx.ir.cost import points
 from rlx.ir.kernel import Check, Contract, Kernel, Native, walk
 from rlx.ir.target import Target
 
@@ -20,10 +21,9 @@ def may_fail(kernel: Kernel) -> bool:
 def estimated_ns(kernel: Kernel, target: Target) -> int:
     """The time of all grid points on one core; right within a factor of a few."""
     moved = sum(b.size * b.dtype.itemsize for b in kernel.buffers) * BYTE_NS
-    points = math.prod(extent for _, extent in kernel.grid)
     for s in kernel.body:
         if isinstance(s, Contract):
-            return round(moved + points * s.m * s.n * s.k * MULTIPLY_NS)
+            return round(moved + points(kernel) * s.m * s.n * s.k * MULTIPLY_NS)
         if isinstance(s, Native):  # each element of the largest output depends on a row of some input
             rows = max((max(v.dims, default=1) for v in s.inputs), default=1)
             return round(moved + max(map(math.prod, s.results)) * rows * MULTIPLY_NS)

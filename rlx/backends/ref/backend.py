@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.long_sums import long_sums
+from rlx.backends.shared.packed import claim_segments
 from rlx.backends.shared.stepwise import StepwiseExecutable
 from rlx.driver.backend import KernelTexts
 from rlx.driver.handles import HandleStore
@@ -21,7 +22,10 @@ from rlx.ir.target import Target
 
 ALIGNMENT = 64
 PANELS = ((0, 1), (3, 2))  # columns per packed panel and rows interleaved, by device index
-NATIVES = {"attention": lambda node: None}  # claimed ops, of every device but ref:0
+NATIVES = {  # claimed ops, of every device but ref:0
+    "attention": lambda node: None,
+    "segment_matmul": lambda node: "it decodes no weights" if node.attrs.format else claim_segments(node),
+}
 
 
 class RefBackend:

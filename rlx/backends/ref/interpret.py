@@ -41,7 +41,8 @@ def run_kernel(kernel: Kernel, args: Sequence[np.ndarray]) -> int:
         assert fits, f"{array.dtype}{array.shape} for {buffer}"
         memory[buffer] = array[: buffer.size]
     kernel, points = _limited(kernel, memory)
-    chunk = max(1, MAX_POINTS // max(1, _volume(kernel.body)))
+    ragged = any(isinstance(s, K.Contract) and s.count is not None for s in kernel.body)
+    chunk = 1 if ragged else max(1, MAX_POINTS // max(1, _volume(kernel.body)))
     owners: dict[Buffer, np.ndarray] = {}
     status = 0
     with np.errstate(all="ignore"):
@@ -232,6 +233,11 @@ class _Chunk:
             self.block(s.body)
 
     def contract(self, c: K.Contract) -> None:
+        if c.count is not None:
+            found = int(self.value(c.count).item())
+            if not 0 <= found <= c.m:
+                self.broken(f"has {found} rows at a grid point, of {c.m}")
+            c = replace(c, m=found, count=None)
         rows, columns, dtype = np.arange(c.m), np.arange(c.n), c.acc.dtype.numpy
         a, b = self.operand(c.a, c.m, c.k, c.k).astype(dtype), self.operand(c.b, c.k, c.width, c.k).astype(dtype)
         acc = np.matmul(a, b)

@@ -17,7 +17,7 @@ DTYPES = ("f32", "bf16", "f16")
 
 def claim(node: Node) -> str | None:
     """None if backends have a kernel for this node; else the reason why not."""
-    x, packed = node.inputs
+    x, packed = node.inputs[:2]
     if x.dtype.name not in DTYPES:
         return f"quantised weights multiply {', '.join(DTYPES)}, not {x.dtype.name}"
     p = panel(node.attrs.format)  # type: ignore[union-attr]
@@ -31,6 +31,14 @@ def claim(node: Node) -> str | None:
     return None if _is_known(packed) else "only weights that are params are packed"
 
 
+def claim_segments(node: Node) -> str | None:
+    """The same for segment_matmul; backends that claim it multiply groups of rows of numbers too."""
+    x, w, _ = node.inputs
+    if x.shape.num_elements == 0 or w.shape.num_elements == 0:
+        return "there is nothing to multiply"
+    return claim(node) if node.attrs.format else None  # type: ignore[union-attr]
+
+
 def panel(format: str) -> Panel:
     """The panels that kernels read."""
     return Panel(FORMATS[format], PANEL, STEP)
@@ -41,9 +49,11 @@ def _is_known(value: Value) -> bool:
     return node.op in (PARAM, CONSTANT) or (node.op.ahead and all(map(_is_known, node.inputs)))
 
 
-def packs(node: Node) -> Value:
-    """The weights of a claimed node, packed as kernels expect their second operand."""
+def packs(node: Node) -> Value | None:
+    """The weights of a claimed node, packed as kernels expect their second operand; None: they are numbers."""
+    if not node.attrs.format:  # type: ignore[union-attr]
+        return None
     return pack_quant(node.inputs[1], format=node.attrs.format, rows=PANEL, step=STEP)  # type: ignore[union-attr, return-value]
 
 
-__all__ = ["PANEL", "STEP", "claim", "packs", "panel"]
+__all__ = ["PANEL", "STEP", "claim", "claim_segments", "packs", "panel"]

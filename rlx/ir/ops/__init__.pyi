@@ -232,8 +232,9 @@ def dequant_matmul(x: Operand, packed: Operand, /, format: str, exact: bool = Fa
     in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products,
     and a GPU rounds f32 x and the weights to bf16 for products with many rows."""
 def pack_quant(w: Operand, /, format: str, rows: int, step: int, *, shape: Any = None, name: str | None = None) -> Value:
-    """Weights of quantised blocks u8[n, row bytes] stored as panels u8[ceil(n / rows), panel bytes] in the order in which a
-    backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's graph, the same as w."""
+    """Weights of quantised blocks u8[n, row bytes], or several of these, stored as panels u8[ceil(n / rows), panel bytes] in
+    the order in which a backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's
+    graph, the same as w."""
 def random_bits(key: Operand, counter: Operand, /, dims: Dims, *, shape: Any = None, name: str | None = None) -> Value:
     """Uniform random u32 bits of shape `dims` from a key u32 [2] and a counter u32 (); equal operands give equal bits. With
     counter 0 the bits are those of JAX for the same key."""

@@ -8,7 +8,7 @@ summed by their weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ from rlx.ir.declare import op
 from rlx.ir.dtype import i32, index_
 from rlx.ir.kernel import Carry, Check, Expr, Loop, Loops, Reduce, Var, const, k
 from rlx.ir.node import Value
-from rlx.ir.op import Attrs, Kind, Sample
+from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.activation import sigmoid
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import equal, exp, less_equal, minimum, where
@@ -279,6 +279,7 @@ def _two_groups(rng: np.random.Generator, operands: list[np.ndarray]) -> None:
 group_ends = op(
     "group_ends", kind=Kind.KERNEL, infer=_ends_shape, attrs=EndsAttrs, dtypes="i", reference=_ends_array, kernel=_ends_kernel,
     partitioned=lambda p, attrs, sizes: "each end depends on all sizes before it",
+    padded=lambda p, attrs, sizes: "the sizes sum to all rows" if p.of(sizes) else None,
     samples=(
         Sample(((5,),), {"rows": 9}, dtypes=("i32",), settle=_two_groups),
         Sample(((1,),), {"rows": 9}, dtypes=("i32",), settle=_two_groups),
@@ -322,6 +323,22 @@ def _segment_array(attrs: SegmentAttrs, x: np.ndarray, w: np.ndarray, ends: np.n
     return out
 
 
+def _segment_product(attrs: SegmentAttrs, x: Shape, w: Shape, ends: Shape) -> Contraction:
+    b_sum, columns = (2, 1) if attrs.format else (1, 2)
+    return Contraction(a_batch=(), a_rows=(0,), a_sum=(1,), b_batch=(), b_sum=(b_sum,), b_columns=(columns,), group=0)
+
+
+def _segment_padded(p: PaddingPass, attrs: SegmentAttrs, x: Value, w: Value, ends: Value) -> Padded:
+    """Rows that hold no data come last, so they are in the last group, if in any."""
+    if p.of(w) or p.of(ends) or any(a.axis or a.outer > 1 for a in p.of(x)):
+        return "of its operands only x may have rows that hold no data, after all others"
+    return p.final(segment_matmul(x, w, ends, format=attrs.format, exact=attrs.exact)) if p.of(x) else None
+
+
+def _segment_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
+    return 2 * math.prod(operands[0]) * results[0][-1]
+
+
 def _segment(attrs: SegmentAttrs, x: Value, w: Value, ends: Value) -> Value:
     """One product for each row, with the weights of its group."""
     rows, groups = x.shape.static[0], w.shape.static[0]
@@ -352,7 +369,8 @@ SEGMENTS = (
 )  # fmt: skip
 segment_matmul = op(
     "segment_matmul", kind=Kind.COMPOSITE, infer=_segment_shape, attrs=SegmentAttrs, arity=(3, 3), dtypes="f", roles="xxi",
-    reference=_segment_array, decompose=_segment,
+    reference=_segment_array, decompose=_segment, product=_segment_product, flops=_segment_flops,
+    padded=_segment_padded,
     samples=(
         *(Sample(((m, c), (e, c, n), (e,)), dtypes=("", "", "i32"), settle=_settled("")) for m, c, n, e in SEGMENTS),
         *(

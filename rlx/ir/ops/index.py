@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError
-from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
+from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import DType, as_dtype, bool_, f32, i64, index_
 from rlx.ir.kernel import Check, Expr, Load, Loop, Loops, Stmt, Store, Var, const, k
@@ -90,6 +90,20 @@ def _gather_partitioned(p: Partitioning, attrs: AxisAttrs, x: Value, indices: Va
     return [(where(mask, rows, 0), Partial("sum"))]
 
 
+def _gather_padded(p: PaddingPass, attrs: AxisAttrs, x: Value, indices: Value) -> Padded:
+    """An index of a row that holds no data is out of range, as it is where the axis has just the rows that do."""
+    axis = axis_of(attrs.axis, x.rank)
+    first, *others = p.along(x, axis) or (None,)
+    if first is None:
+        return None
+    if others or first.outer > 1:
+        return "rows that hold data must come before all others along the axis of the indices"
+    for own in range(indices.rank):
+        indices = p.masked(indices, own, guard=True)
+    indices = indices.astype(i64)
+    return p.final(gather(x, where(less(indices, p.extent * first.inner), indices, -1), axis=axis))
+
+
 GATHERS = (
     Sample(((5, 17), (4,)), low=0, high=5, dtypes=("", "i64")),
     Sample(((3, 5, 2), (2, 3)), {"axis": 1}, low=0, high=5, dtypes=("", "i32")),
@@ -99,6 +113,7 @@ GATHERS = (
 gather = op(
     "gather", kind=Kind.INDEX, infer=_gather_shape, attrs=AxisAttrs, arity=(2, 2), dtypes="fiubc", roles="xi", parts=along,
     reference=_gather_array, element=_gather_element, samples=GATHERS, rows=_gather_rows, partitioned=_gather_partitioned,
+    padded=_gather_padded,
     doc="Takes slices of x along `axis`, one per index; the result has dims x[:axis] + indices + x[axis+1:]. An index below 0 or "
     "not below the dim is an IndexRangeError on every backend if a result depends on its row; else it may or may not be one.",
 )  # fmt: skip

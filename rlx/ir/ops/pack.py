@@ -29,6 +29,11 @@ def panels(columns: int, group: int = 1) -> tuple[tuple[int, int], ...]:
     return ((1, columns), (0, group), *inner)
 
 
+def group_panels(columns: int, group: int = 1) -> tuple[tuple[int, int], ...]:
+    """The same for one matrix after the other, [groups, k, n]."""
+    return ((0, 1), *((axis + 1, step) for axis, step in panels(columns, group)))
+
+
 def _tiled(attrs: PackAttrs, x: Shape) -> TiledLayout:
     return TiledLayout(tuple(static_dim(d, "packing") for d in x.dims), attrs.layout)
 
@@ -51,8 +56,9 @@ pack = op(
     samples=(
         Sample(((3, 17),), {"layout": panels(8)}), Sample(((5, 4),), {"layout": panels(2, 4)}),
         Sample(((2, 3, 5),), {"layout": ((0, 1), (2, 4), (1, 1), (2, 2), (2, 1))}),
+        Sample(((3, 5, 7),), {"layout": group_panels(4, 2)}),
     ),
     doc="x stored in padded tiles. The compiler decides where to pack; in a graph from the user, pack(x) is the same as x.",
 )  # fmt: skip
 
-__all__ = ["PackAttrs", "pack", "panels"]
+__all__ = ["PackAttrs", "group_panels", "pack", "panels"]

@@ -41,37 +41,40 @@ def panel(attrs: PackAttrs) -> Panel:
 
 def _shape(attrs: PackAttrs, w: Shape) -> Shape:
     each = FORMATS[attrs.format].nbytes
-    nbytes = static_dim(w.dims[1], "packing") if w.rank == 2 else -1
+    nbytes = static_dim(w.dims[-1], "packing") if w.rank in (2, 3) else -1
     if w.dtype != u8 or nbytes < 0 or nbytes % each:
-        raise ShapeError(f"{attrs.format} weights are u8[rows, multiple of {each}], got {w}")
+        raise ShapeError(f"{attrs.format} weights are u8[rows, multiple of {each}], or several of these, got {w}")
     return w
 
 
 def _tiled(attrs: PackAttrs, w: Shape) -> TiledLayout:
     """Panels of rows; within a panel the blocks follow each other, each with all rows of the panel."""
-    p, (rows, nbytes) = panel(attrs), w.static
-    return TiledLayout((rows, nbytes // p.plain.nbytes), ((0, p.rows), (1, 1)), p.packed.nbytes)
+    p, (*groups, rows, nbytes) = panel(attrs), w.static
+    at = len(groups)
+    parts = (*((axis, 1) for axis in range(at)), (at, p.rows), (at + 1, 1))
+    return TiledLayout((*groups, rows, nbytes // p.plain.nbytes), parts, p.packed.nbytes)
 
 
 def _kernel(ctx: Lowering, node: Applied[PackAttrs]) -> Loops:
     """One grid point per block of a panel."""
     w, p = node.inputs[0], panel(node.attrs)
-    f, (rows, nbytes) = p.plain, ctx.dims(w)
+    f, (*groups, rows, nbytes) = p.plain, ctx.dims(w)
     at_panel, block, turn = Var("panel"), Var("block"), Var("turn")
-    grid = ((at_panel, -(-rows // p.rows)), (block, nbytes // f.nbytes))
+    group = tuple(Var("group") for _ in groups)
+    grid = (*zip(group, groups), (at_panel, -(-rows // p.rows)), (block, nbytes // f.nbytes))
 
     def byte(row: Expr) -> Callable[[Expr], Expr]:
         """Loads a byte of the block of a row."""
         row = k.add(k.mul(at_panel, p.rows), row)
         guard = k.lt(row, rows) if rows % p.rows else None
-        return lambda at: ctx.element(w, (row, k.add(k.mul(block, f.nbytes), at)), guard)
+        return lambda at: ctx.element(w, (*group, row, k.add(k.mul(block, f.nbytes), at)), guard)
 
     def copied(unit: int, at: Expr | int, value: Callable[[Expr, Expr], Expr]) -> Loop:
         """Writes `unit` bytes of each row from offset `at` of this block of the panel; value(row, i) is byte i of a row's."""
         t = Var("t")
         place = k.add(k.add(k.mul(block, p.packed.nbytes), at), t)
         made = value(k.div(t, unit), k.rem(t, unit))
-        return Loop(t, unit * p.rows, (ctx.store(0, (at_panel, place), made),), vector=True)
+        return Loop(t, unit * p.rows, (ctx.store(0, (*group, at_panel, place), made),), vector=True)
 
     def small(integers: Integers, i: int) -> Callable[[Expr, Expr], Expr]:
         number = k.add(k.mul(turn, p.each(integers)), i)
@@ -102,7 +105,9 @@ pack_quant = op(
     samples=tuple(
         Sample(((n, blocks * FORMATS[f].nbytes),), {"format": f, "rows": 32, "step": 32}, low=0, high=256, dtypes=("u8",))
         for f, n, blocks in (("q8_0", 5, 2), ("q4_0", 33, 2), ("q4_k", 32, 1), ("q5_k", 3, 1), ("q6_k", 2, 2))
-    ),
-    doc="Weights of quantised blocks u8[n, row bytes] stored as panels u8[ceil(n / rows), panel bytes] in the order in which a "
-    "backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's graph, the same as w.",
+    )
+    + (Sample(((2, 33, 36),), {"format": "q4_0", "rows": 32, "step": 32}, low=0, high=256, dtypes=("u8",)),),
+    doc="Weights of quantised blocks u8[n, row bytes], or several of these, stored as panels u8[ceil(n / rows), panel bytes] in "
+    "the order in which a backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a user's graph, "
+    "the same as w.",
 )  # fmt: skip

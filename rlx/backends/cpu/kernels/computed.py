@@ -38,7 +38,8 @@ def computes(target: Target, p: Producer) -> bool:
 def follows(node: Node) -> bool:
     """Whether the epilogue of a product with quantised weights is faster than a separate kernel. A separate kernel streams whole
     rows. Panels of PANEL columns touch two cache lines of each row, which measured 2 to 5% slower for many long rows."""
-    return node.op.product is None or node.shapes[0].num_elements <= FOLLOWED
+    quantised = node.op.product is not None and node.attrs.format  # type: ignore[union-attr]
+    return not quantised or node.shapes[0].num_elements <= FOLLOWED
 
 
 def _tasks(target: Target, p: Producer) -> tuple[int, int, int]:

@@ -127,8 +127,7 @@ class _Contraction(Product):
             ahead: list[V] = []
             if share and not p.matrix:
                 ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
-            tall, low = (e.cmp(order, at.index, e.i64(p.tall)) for order in ("slt", "sge"))
-            for height, here in ((p.rows, tall), (p.rows - 1, low))[: 1 + (p.tall < p.row_tiles)]:
+            for height, here in (heights := self.heights(e, at.index)):
                 if p.matrix:
                     with e.when(here):
                         self._blocks(e, self.a.at(e, a, row), b, sums, height, vectors)
@@ -141,7 +140,7 @@ class _Contraction(Product):
 
                 with e.when(here):
                     self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums, *ahead)
-            count = e.select(tall, e.i64(p.rows), e.i64(p.rows - 1))
+            count = self.height(e, at.index, heights[0][1])
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
     def _blocks(self, e: Emitter, a: V, b: V, sums: V, rows: int, vectors: int) -> None:

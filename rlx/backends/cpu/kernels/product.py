@@ -29,6 +29,7 @@ class Product(Module):
         blocks = -(-plan.row_tiles // max(1, plan.blocks)) * plan.rows
         self.block_rows = blocks if self.limited else plan.block_rows
         self.local_at: Mapping[Local, int] = {}
+        self.cut: tuple[V, V, V] | None = None  # first row, height of the high tiles and their number: of a block cut at run time
 
     def reserve_locals(self) -> None:
         sizes = {x: (self.block_rows if x in self.kept else 1) * x.size * x.dtype.itemsize for x in self.kernel.locals}
@@ -62,7 +63,7 @@ class Product(Module):
             scope = Scope(e, pointers, STATUS, vector_bytes=self.vector_bytes)
             limits = {v: limit_of(v, n, self.kernel, scope) for v, n in self.kernel.grid}
             last = limit_of(self.c.i, self.c.m, self.kernel, scope)
-            tiles = share(e, block, self._row_tiles(e, last), p.blocks)
+            tiles = share(e, block, self._row_tiles(e, last), p.blocks) if self.c.count is None else None
             panels = share(e, group, p.panels, p.groups)
             start, stop = share(e, batch_group, p.batch, p.batch_groups)
             self._begin(e)
@@ -73,19 +74,51 @@ class Product(Module):
                     scope.bind(var, place)
                     if limit := limits[var]:
                         inside.enter_context(e.when(e.cmp("slt", place, limit)))
-                if self.limited:
-                    inside.enter_context(e.when(e.cmp("slt", *tiles)))
-                self._point(e, scope, tiles, panels, last)
+                if tiles is None:
+                    self._ragged_point(e, scope, panels)
+                else:
+                    if self.limited:
+                        inside.enter_context(e.when(e.cmp("slt", *tiles)))
+                    self._point(e, scope, tiles, panels, last)
             self._end(e)
         return self.rendered(e, symbol, p.tasks)
 
     def _point(self, e: Emitter, scope: Scope, tiles: tuple[V, V], panels: tuple[V, V], limit: V | None) -> None:
         """One grid point: the task's rows and panels of one pair of matrices. Results of rows from `limit` on are not needed."""
-        c, p = self.c, self.plan
+        c = self.c
         a, b = (self._start(e, scope, o) for o in (c.a, c.b))
         i0, i1 = (self._first_row(e, t) for t in tiles)
         stop = e.intrinsic("smin", i1, limit) if isinstance(c.a, Computed) and limit is not None else i1
-        a = self._staged_a(e, scope, a, i0, i1, stop)
+        self._block(e, scope, a, b, tiles, panels, (i0, i1, stop))
+        if c.rows:
+            hoist(c.rows, scope)
+            with e.loop(i0, i1) as row:
+                emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
+
+    def _ragged_point(self, e: Emitter, scope: Scope, panels: tuple[V, V]) -> None:
+        """One grid point with a number of rows of its own (Contract.count), in blocks of tiles of nearly equal height."""
+        c, rows = self.c, self.plan.rows
+        assert c.count is not None and not c.rows
+        count = expr(c.count, scope)
+        with e.loop(0, count, self.block_rows) as block:
+            inside = scope.child()
+            a, b = (self._start(e, inside, o) for o in (c.a, c.b))
+            i0 = block.index
+            i1 = e.intrinsic("smin", e.bin("add", i0, self.block_rows), count)
+            have = e.bin("sub", i1, i0)
+            tiles = e.bin("udiv", e.bin("add", have, rows - 1), rows)
+            height = e.bin("udiv", e.bin("sub", e.bin("add", have, tiles), 1), tiles)
+            high = e.bin("sub", have, e.bin("mul", tiles, e.bin("sub", height, 1)))
+            self.cut = i0, height, high
+            self._block(e, inside, a, b, (e.i64(0), tiles), panels, (i0, i1, i1))
+            self.cut = None
+
+    def _block(
+        self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], panels: tuple[V, V], rows: tuple[V, V, V]
+    ) -> None:
+        """The task's panels of a block of rows: the first, the last, and that from which on none is needed."""
+        c, p, i0 = self.c, self.plan, rows[0]
+        a = self._staged_a(e, scope, a, *rows)
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
         if whole:
@@ -94,10 +127,6 @@ class Product(Module):
         if odd:
             with e.when(e.cmp("eq", panels[1], e.i64(p.panels))):
                 self._sweep(*operands, e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
-        if c.rows:
-            hoist(c.rows, scope)
-            with e.loop(i0, i1) as row:
-                emit_statements(c.rows, self._at_row(e, scope, i0, row.index))
 
     def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
         """The number of tiles that hold the rows before the limit."""
@@ -110,8 +139,28 @@ class Product(Module):
 
     def _first_row(self, e: Emitter, tile: V) -> V:
         """Plan.first_row, at run time."""
+        if self.cut:
+            i0, height, high = self.cut
+            low = e.bin("mul", tile, e.bin("sub", height, 1))
+            return e.bin("add", e.bin("add", i0, low), e.intrinsic("smin", tile, high))
         tall = e.intrinsic("smin", tile, e.i64(self.plan.tall))
         return e.bin("add", e.bin("mul", tile, e.i64(self.plan.rows - 1)), tall)
+
+    def heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
+        """(rows, whether the tile has this height) for each height that occurs."""
+        p = self.plan
+        if self.cut:
+            found = self.height(e, tile)
+            return [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, p.rows + 1)]
+        tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
+        return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
+
+    def height(self, e: Emitter, tile: V, tall: V | None = None) -> V:
+        """The rows of a tile. `tall`: whether it is one of the high ones, if that is known."""
+        if self.cut:
+            return e.select(e.cmp("slt", tile, self.cut[2]), self.cut[1], e.bin("sub", self.cut[1], 1))
+        p = self.plan
+        return e.select(tall or e.cmp("slt", tile, e.i64(p.tall)), e.i64(p.rows), e.i64(p.rows - 1))
 
     def _start(self, e: Emitter, scope: Scope, o: Operand | Computed) -> V:
         """The address of the operand's element (0, 0); for a computed operand, any address."""

@@ -21,10 +21,10 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
-from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, Plan, distinct, kept_locals, other_tasks
+from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, DEFAULT_TILING, Plan, distinct, kept_locals, other_tasks
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
-from rlx.backends.shared.packed import PANEL, STEP, claim, packs, panel
+from rlx.backends.shared.packed import PANEL, STEP, claim, claim_segments, packs, panel
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
@@ -87,6 +87,8 @@ class _Product(Product):
         self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
 
     def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+        if c.count is not None:
+            return self._ragged(c, highest, row_bytes, panels, batch)
         row_tiles = -(-c.m // highest)
         rows = -(-c.m // max(1, row_tiles))
         fit = max(1, self.most_scratch // row_bytes // max(1, rows))
@@ -107,15 +109,18 @@ class _Product(Product):
             False, False,
         )  # fmt: skip
 
-    def heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
-        """(rows, whether the tile has this height) for each height that occurs."""
-        p = self.plan
-        tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
-        return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
-
-    def height(self, e: Emitter, tile: V) -> V:
-        p = self.plan
-        return e.select(e.cmp("slt", tile, e.i64(p.tall)), e.i64(p.rows), e.i64(p.rows - 1))
+    def _ragged(self, c: Contract, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+        """As tiles.plan has it for grid points with a number of rows of their own."""
+        rows = max(1, min(highest, c.m))
+        fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
+        row_tiles = max(1, fit // rows)
+        groups = min(panels, max(1, self.wanted))
+        batch_groups = min(batch, -(-self.wanted // groups)) or 1
+        registers = 32 if self.lanes == 16 else 16
+        return Plan(
+            self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,
+            False, False,
+        )  # fmt: skip
 
     # -- a panel's bytes
 
@@ -182,7 +187,8 @@ class _Integer(_Product):
         self.groups_of_turn = p.each(p.plain.scales) or 1
         row_bytes = c.k + 4 * turns * (1 + self.groups_of_turn + bool(p.plain.mins))
         super().__init__(kernel, c, target, tiling, tiling.get("rows", ROWS), row_bytes)
-        self.staged = self.plan.row_tiles > DIRECT_TILES and p.plain.q.parts[0].bits < 8
+        tiles = self.plan.row_tiles if c.count is None else -(-c.m // (self.plan.batch * self.plan.rows))
+        self.staged = tiles > DIRECT_TILES and p.plain.q.parts[0].bits < 8
         rows = self.block_rows
         self.pitches = self.k, 4 * turns, 4 * turns * self.groups_of_turn, 4 * turns
         used = True, True, self.f.zero, self.f.mins
@@ -442,4 +448,4 @@ class _Float(_Product):
                             e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
 
 
-__all__ = ["axes", "claim", "packs", "panel", "render"]
+__all__ = ["axes", "claim", "claim_segments", "packs", "panel", "render"]

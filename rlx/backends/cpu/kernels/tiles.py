@@ -99,8 +99,10 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     while panel % lanes:
         lanes //= 2
     vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
-    matrix = c.m >= MATRIX_ROWS and amx.usable(target.features, group, c.k)
+    matrix = c.m >= MATRIX_ROWS and c.count is None and amx.usable(target.features, group, c.k)
     highest = tiling.get("rows", _highest(vectors, registers, matrix))
+    if c.count is not None:
+        return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
@@ -127,12 +129,35 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     )  # fmt: skip
 
 
+def _ragged(
+    kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int], highest: int, lanes: int, vectors: int, registers: int
+) -> Plan:
+    """The tiling of a contraction whose grid points have a number of rows of their own: a task has some of the panels of some
+    points; the rows of a point are cut at run time, into blocks of at most `block_rows` and tiles of `rows` or fewer."""
+    _, group = panel_of(c.b)
+    rows = max(1, min(highest, c.m))
+    stage_a = _stage_a(c, group)
+    row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
+    row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
+    fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
+    row_tiles, panels, batch = -(-fit // rows), -(-c.n // (vectors * lanes)), prod(extent for _, extent in kernel.grid)
+    wanted = tiling.get("tasks", _wanted_tasks(c, 1, target.threads))
+    groups = min(panels, wanted)
+    batch_groups = min(batch, -(-wanted // max(1, groups)))
+    return Plan(
+        lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
+        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, False, False,
+    )  # fmt: skip
+
+
 def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ...]]:
     """Tuning parameters of this contraction: name -> the default of `plan`, then other values with the same order of additions.
 
     `rows`: most rows of a tile; `vectors`: of a panel, if b is not packed; `ahead`: whether the next panel is prefetched;
     `tasks`: the number to aim for; `blocks`: split the rows into this many, and the columns not at all (0: as `plan` does)."""
     default = plan(kernel, c, target)
+    if c.count is not None:
+        return distinct({"tasks": 0}, {"tasks": other_tasks(target.threads)}, lambda tiling: plan(kernel, c, target, tiling))
     wanted = _wanted_tasks(c, default.batch, target.threads)
     highest = _highest(default.vectors, default.registers, default.matrix)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}

@@ -1,0 +1,77 @@
+"""Graphs of mixture-of-experts layers, their data, and what they compute, in numpy and float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import rlx
+from rlx.ir.blocks import FORMATS
+from rlx.ir.graph import Graph, Value
+from rlx.ir.ops.quant import random_weights
+
+
+def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: str, form: str = "", **route: Any) -> Value:
+    """One layer of experts on x [tokens, width], with its params."""
+    tokens, width = x.dims
+    many = experts * 2 * ffn, experts * width
+    if form:
+        rows = FORMATS[form].row_bytes
+        up = g.param(f"{name}.up", (experts, 2 * ffn, rows(width)), "u8")
+        down = g.param(f"{name}.down", (experts, width, rows(ffn)), "u8")
+    else:
+        up = g.param(f"{name}.up", (many[0], width), dtype).reshape((experts, 2 * ffn, width)).transpose(0, 2, 1)
+        down = g.param(f"{name}.down", (many[1], ffn), dtype).reshape((experts, width, ffn)).transpose(0, 2, 1)
+    scores = rlx.astype(x, "f32") @ g.param(f"{name}.gate", (experts, width), "f32").T
+    ids, weights = rlx.route(scores, k=k, **route)
+    order, place, ends = rlx.group_rows(ids.reshape((tokens * k,)), groups=experts)
+    rows = rlx.gather(x, order // k)
+    hidden = rlx.segment_matmul(rows, up, ends, format=form)
+    hidden = rlx.silu(hidden[:, :ffn]) * hidden[:, ffn:]
+    made = rlx.gather(rlx.segment_matmul(hidden, down, ends, format=form), place).reshape((tokens, k, width))
+    return rlx.sum(made.astype("f32") * weights.reshape((tokens, k, 1)), axis=1).astype(x.dtype)
+
+
+def layers(tokens: Any, width: int, ffn: int, experts: int, k: int, dtype: str = "f32", form: str = "", count: int = 1) -> Graph:
+    g = Graph("experts")
+    x = g.input("x", (tokens, width), dtype)
+    for n in range(count):
+        x = x + block(g, x, f"layer{n}", experts, k, ffn, dtype, form, renormalise=True)
+    g.set_outputs([x])
+    return g
+
+
+def data(g: Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random values of all params."""
+    rng, out = np.random.default_rng(seed), {}
+    for v in g.params:
+        made = (rng.standard_normal(v.shape.static) / np.sqrt(v.shape.static[-1])).astype(v.dtype.numpy)
+        if v.dtype.name == "u8":
+            nbytes = {f.row_bytes(256): f for f in FORMATS.values()}
+            made = np.zeros(v.shape.static, np.uint8)
+            random_weights(nbytes[v.shape.static[-1]])(rng, [made, made])
+        out[v.node.name or ""] = made
+    return out
+
+
+def expected(x: np.ndarray, params: dict[str, np.ndarray], ffn: int, k: int, form: str = "", count: int = 1) -> np.ndarray:
+    """What `layers` computes: one token and expert after the other."""
+    x = x.astype(np.float64)
+    for n in range(count):
+        gate, up, down = (params[f"layer{n}.{part}"] for part in ("gate", "up", "down"))
+        experts, width = gate.shape
+        if form:
+            up, down = FORMATS[form].decode_rows(up, width), FORMATS[form].decode_rows(down, ffn)
+        up, down = up.astype(np.float64).reshape(experts, 2 * ffn, width), down.astype(np.float64).reshape(experts, width, ffn)
+        made = np.zeros_like(x)
+        for t, row in enumerate(x):
+            scores = gate.astype(np.float64) @ row
+            best = np.argsort(-scores, kind="stable")[:k]
+            weights = np.exp(scores[best] - scores[best].max())
+            for e, weight in zip(best, weights / weights.sum()):
+                hidden = up[e] @ row
+                hidden = hidden[:ffn] * 0.5 * (1 + np.tanh(hidden[:ffn] / 2)) * hidden[ffn:]
+                made[t] += weight * (down[e] @ hidden)
+        x = x + made
+    return x

@@ -1,0 +1,252 @@
+"""Mixture of experts: groups of rows times a matrix each, on every device, against numpy in float64 and torch; routers, alone
+and in programs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from expert_graphs import data, expected, layers
+
+import rlx
+from rlx.backends import get
+from rlx.compiler import lower
+from rlx.compiler.check import program_faults
+from rlx.errors import GraphError, IndexRangeError
+from rlx.ir import kernel as K
+from rlx.ir.dtype import as_dtype, i32
+from rlx.ir.graph import Graph
+from rlx.ir.kernel_parse import parse_kernel
+from rlx.ir.kernel_text import print_kernel
+from rlx.ir.program import Program, Region, print_program
+from rlx.ir.program_parse import parse_program
+
+SESSIONS = {device: rlx.Session(device) for device in DEVICES}
+TOLERANCE = {"f64": 1e-12, "f32": 2e-5, "f16": 4e-3, "bf16": 4e-2, "f8e4m3": 0.15}
+# rows of each group: some empty, one with all of them, fewer rows than groups, one group, none at all, more than a block of rows
+SIZES = ([3, 0, 5, 1], [0, 0, 9, 0], [1, 0, 0, 1, 0, 0], [7], [0, 0], [150, 2, 0, 40])
+
+
+def product(sizes: list[int], k: int, n: int, dtypes: tuple[str, str], known: bool) -> Graph:
+    g = Graph("product")
+    x = g.input("x", (sum(sizes), k), dtypes[0])
+    w = (g.param if known else g.input)("w", (len(sizes), k, n), dtypes[1])
+    g.set_outputs([rlx.grouped_matmul(x, w, g.input("sizes", (len(sizes),), "i32"))])
+    return g
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16", "f8e4m3", "f32 bf16", "bf16 f8e4m3"])
+def test_groups_of_rows_times_a_matrix_each(device: str, dtype: str) -> None:
+    left, right = (dtype.split() * 2)[:2]
+    for seed, (sizes, (k, n), known) in enumerate(itertools.product(SIZES, ((17, 5), (64, 96)), (False, True))):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((sum(sizes), k)).astype(as_dtype(left).numpy)
+        w = rng.standard_normal((len(sizes), k, n)).astype(as_dtype(right).numpy)
+        compiled = SESSIONS[device].compile(product(sizes, k, n, (left, right), known))
+        if known:
+            compiled.set_param("w", w)
+        given = {"x": x, "sizes": np.array(sizes, np.int32)} | ({} if known else {"w": w})
+        (found,) = compiled.run(given)
+        want = torch.zeros(sum(sizes), n, dtype=torch.float64)
+        for e, (start, stop) in enumerate(itertools.pairwise(np.cumsum([0, *sizes]))):
+            want[start:stop] = torch.from_numpy(x[start:stop].astype(np.float64)) @ torch.from_numpy(w[e].astype(np.float64))
+        most = max(1.0, float(want.abs().max()) if want.numel() else 1.0)
+        name = "f32" if dtype == "f32 bf16" else left
+        wide, what = found.astype(np.float64), f"{sizes} {k} {n}"
+        np.testing.assert_allclose(wide, want.numpy(), atol=TOLERANCE[name] * most, err_msg=what)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[3, -1, 7], [3, 3, 4], [3, 3, 2]])
+def test_sizes_that_do_not_sum_to_the_rows_are_an_error(device: str, sizes: list[int]) -> None:
+    compiled = SESSIONS[device].compile(product([3, 3, 3], 4, 4, ("f32", "f32"), known=False))
+    given = {"x": np.zeros((9, 4), np.float32), "w": np.zeros((3, 4, 4), np.float32), "sizes": np.array(sizes, np.int32)}
+    with pytest.raises(IndexRangeError):
+        compiled.run(given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ends_out_of_range_leave_no_buffer(device: str) -> None:
+    """Their results are undefined; the rest of memory stays as it is."""
+    g = Graph("wild")
+    x, w, ends = g.input("x", (9, 4), "f32"), g.input("w", (3, 4, 8), "f32"), g.input("ends", (3,), "i32")
+    g.set_outputs([rlx.segment_matmul(x, w, ends), x + 1.0])
+    compiled = SESSIONS[device].compile(g)
+    for wrong in ([-5, 2**31 - 1, -(2**31)], [100, 100, 100], [-1, -1, -1]):
+        given = {"x": np.ones((9, 4), np.float32), "w": np.ones((3, 4, 8), np.float32), "ends": np.array(wrong, np.int32)}
+        assert np.all(compiled.run(given)[1] == 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ids", [[0, 4], [-1, 0]])
+def test_ids_of_no_group_are_an_error(device: str, ids: list[int]) -> None:
+    g = Graph("ids")
+    g.set_outputs(rlx.group_rows(g.input("ids", (2,), "i32"), groups=4))
+    with pytest.raises(IndexRangeError):
+        SESSIONS[device].compile(g).run({"ids": np.array(ids, np.int32)})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_layer_of_experts(device: str, dtype: str) -> None:
+    for tokens, (width, ffn, experts, k) in itertools.product((1, 5, 40), ((48, 40, 8, 2), (33, 16, 3, 3))):
+        g = layers(tokens, width, ffn, experts, k, dtype)
+        params = data(g)
+        compiled = SESSIONS[device].compile(g)
+        for name, value in params.items():
+            compiled.set_param(name, value)
+        x = np.random.default_rng(1).standard_normal((tokens, width)).astype(as_dtype(dtype).numpy)
+        (found,) = compiled.run({"x": x})
+        np.testing.assert_allclose(found.astype(np.float64), expected(x, params, ffn, k), atol=3 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
+def test_a_layer_of_packed_experts(form: str) -> None:
+    for tokens in (1, 9, 70):
+        g = layers(tokens, 256, 256, 6, 2, "f32", form)
+        params = data(g)
+        compiled = SESSIONS["cpu"].compile(g)
+        for name, value in params.items():
+            compiled.set_param(name, value)
+        x = 20 * np.random.default_rng(1).standard_normal((tokens, 256)).astype(np.float32)
+        (found,) = compiled.run({"x": x})
+        want = expected(x, params, 256, 2, form)
+        np.testing.assert_allclose(found - x, want - x, atol=0.03 * float(np.abs(want - x).max()))
+
+
+# -- kernels and programs ------------------------------------------------------------------------------------------
+
+
+def program(tokens: int = 4, device: str = "cpu", options: rlx.CompileOptions | None = None) -> Program:
+    return lower(layers(tokens, 48, 40, 8, 2, count=2), get(device).target(0), options or rlx.CompileOptions())
+
+
+def test_an_exact_number_of_rows_reads_back() -> None:
+    kernels = [s.kernel for s in program().steps]
+    ragged = [x for x in kernels for s in x.body if isinstance(s, K.Contract) and s.count is not None]
+    assert len(ragged) == 4
+    for kernel in ragged:
+        text = print_kernel(kernel)
+        assert " exact " in text and print_kernel(parse_kernel(text)) == text
+
+
+def test_the_tokens_of_a_group_are_gathered_in_the_product() -> None:
+    """A layer: scores, top k, weights, groups, gather and gate and up, activation and down, sum of weighted rows."""
+    names = [" ".join(s.kernel.origin) for s in program().steps]
+    assert sum("segment_matmul" in name for name in names) == 4
+    assert all("gather" in name or "exp" in name for name in names if "segment_matmul" in name), names
+
+
+def test_a_program_lists_its_routers_in_forward_order() -> None:
+    found = program()
+    assert [(r.shape.static, r.experts, r.params) for r in found.routers] == [
+        ((4, 2), 8, (f"layer{n}.up", f"layer{n}.down")) for n in range(2)
+    ]
+    assert all(found.buffers[r.buffer].region is Region.OUTPUT and r.shape.dtype == i32 for r in found.routers)
+    text = print_program(found)
+    constants = {}
+    assert parse_program(text, found.target, constants).routers == found.routers
+
+
+def test_a_router_that_is_not_kept_is_a_fault() -> None:
+    found = program()
+    first, *others = found.routers
+    for wrong in (
+        {"buffer": found.inputs[0]}, {"buffer": 10**6}, {"params": ("nothing",)}, {"shape": first.shape.with_dims((8, 1))}
+    ):  # fmt: skip
+        bad = Program(**{**found.__dict__, "routers": (type(first)(**{**first.__dict__, **wrong}), *others)})
+        assert any("router" in fault for fault in program_faults(bad)), wrong
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_bucket_that_hold_no_data_are_in_no_group(device: str) -> None:
+    g = layers("n", 48, 40, 8, 2, count=2)
+    compiled = SESSIONS[device].compile(g, rlx.CompileOptions().bind_extent("n", 12))
+    params = data(g)
+    for name, value in params.items():
+        compiled.set_param(name, value)
+    x = np.random.default_rng(3).standard_normal((12, 48)).astype(np.float32)
+    for rows in (1, 5, 12):
+        x[rows:] = np.nan
+        compiled.set_active_extent((rows, 12))
+        (found,) = compiled.run({"x": x})
+        np.testing.assert_allclose(found[:rows], expected(x[:rows], params, 40, 2, count=2), atol=1e-4)
+        x = np.nan_to_num(x, nan=1.0)
+
+
+# -- routing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_routing_is_that_of_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["x"])
+    made = {
+        "mixtral": lambda: (
+            module.MixtralTopKRouter(transformers.MixtralConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=2)),
+            {"k": 2, "scoring": "top_k_softmax"},
+        ),
+        "qwen3_moe": lambda: (
+            module.Qwen3MoeTopKRouter(
+                transformers.Qwen3MoeConfig(hidden_size=16, num_experts=12, num_experts_per_tok=3, norm_topk_prob=True)
+            ),
+            {"k": 3, "renormalise": True},
+        ),
+        "deepseek_v2": lambda: (
+            module.DeepseekV2TopkRouter(
+                transformers.DeepseekV2Config(
+                    hidden_size=16, num_attention_heads=4, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+                    topk_method="group_limited_greedy", routed_scaling_factor=16.0, norm_topk_prob=False,
+                )
+            ),
+            {"k": 4, "groups": 4, "top_groups": 2, "scale": 16.0},
+        ),
+        "deepseek_v3": lambda: (
+            module.DeepseekV3TopkRouter(
+                transformers.DeepseekV3Config(
+                    hidden_size=16, num_attention_heads=4, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+                    routed_scaling_factor=2.5, norm_topk_prob=True,
+                )
+            ),
+            {"k": 4, "scoring": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "renormalise": True},
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    router, attrs = made[family]()
+    torch.nn.init.normal_(router.weight)
+    x, bias = torch.randn(50, 16), None
+    if family == "deepseek_v3":
+        router.e_score_correction_bias.copy_(torch.randn(16) * 0.3)
+        bias = router.e_score_correction_bias.numpy()
+    with torch.no_grad():
+        _, weights, ids = router(x)
+    g = Graph("route")
+    operands = [g.input("x", (50, 16), "f32") @ g.param("w", tuple(router.weight.shape), "f32").T]
+    operands += [rlx.constant(bias)] if bias is not None else []
+    g.set_outputs(rlx.route(*operands, **attrs), ["ids", "weights"])
+    for device in DEVICES:
+        compiled = SESSIONS[device].compile(g)
+        compiled.set_param("w", router.weight.detach().numpy())
+        chosen, mine_of = compiled.run({"x": x.numpy()})
+        mine, its = (np.zeros((50, router.weight.shape[0])) for _ in range(2))
+        np.put_along_axis(mine, chosen.astype(np.int64), mine_of, 1)
+        np.put_along_axis(its, ids.numpy(), weights.numpy(), 1)
+        np.testing.assert_allclose(mine, its, atol=1e-5 * attrs.get("scale", 1.0))
+
+
+@pytest.mark.parametrize(
+    "attrs, says",
+    [
+        ({"k": 9}, "cannot be chosen"), ({"k": 0}, "at least one"), ({"k": 2, "groups": 3}, "equal groups"),
+        ({"k": 2, "groups": 2, "top_groups": 3}, "from 1 to 2"), ({"k": 2, "scoring": "best"}, "scoring"),
+        ({"k": 5, "groups": 2}, "cannot be chosen"),
+    ],
+)  # fmt: skip
+def test_impossible_choices_are_errors(attrs: dict, says: str) -> None:
+    g = Graph("route")
+    with pytest.raises(GraphError, match=says):
+        rlx.route(g.input("x", (3, 8), "f32"), **attrs)
