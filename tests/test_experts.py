@@ -250,3 +250,10 @@ def test_impossible_choices_are_errors(attrs: dict, says: str) -> None:
     g = Graph("route")
     with pytest.raises(GraphError, match=says):
         rlx.route(g.input("x", (3, 8), "f32"), **attrs)
+
+
+def test_weights_that_anything_else_reads_are_not_experts_of_a_router() -> None:
+    g = layers(4, 48, 40, 8, 2)
+    up = next(v for v in g.params if v.node.name == "layer0.up")
+    g.set_outputs([*g.outputs, rlx.sum(rlx.exp(up)) + g.inputs[0]])
+    assert [r.params for r in lower(g, get("cpu").target(0), rlx.CompileOptions()).routers] == [("layer0.down",)]

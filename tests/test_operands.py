@@ -360,3 +360,14 @@ def test_the_result_of_an_epilogue_may_overwrite_what_it_adds_but_no_operand():
     (step,) = program.steps
     added, out = (step.args.index(id) for id in (program.inputs[1], program.outputs[0].buffer))
     assert may_overlap(step.kernel) == {(added, out)}
+
+
+def test_a_matrix_picked_per_batch_with_columns_left_over() -> None:
+    """The address of the picked matrix is needed for whole panels of columns, and again for the rest."""
+    g, rng = rlx.Graph("picked"), np.random.default_rng(0)
+    x, w, ids = g.input("x", (6, 1, 128), "f32"), g.input("w", (8, 128, 192), "f32"), g.input("ids", (6,), "i32")
+    g.set_outputs([x @ rlx.gather(w, ids)])
+    given = {"x": rng.standard_normal((6, 1, 128), np.float32), "w": rng.standard_normal((8, 128, 192), np.float32)}
+    picked = np.array([7, 0, 3, 3, 1, 5], np.int32)
+    (found,) = rlx.Session("cpu").compile(g).run({**given, "ids": picked})
+    np.testing.assert_allclose(found, given["x"].astype(np.float64) @ given["w"][picked], atol=1e-4)

@@ -115,7 +115,7 @@ class _Contraction(Product):
         if p.stage_b:
             kept, layout = e.gep(SCRATCH, self.b_at), Layout(self.acc, vectors * p.lanes)
             if isinstance(self.c.b, Computed):
-                self._computed_b(e, scope, self.c.b, kept, panel, layout)
+                self._computed_b(e, scope.child(), self.c.b, kept, panel, layout)
             else:
                 self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
