@@ -55,11 +55,11 @@ FILES = {
     "shared experts": ("qwen2_moe", "qwen2moe", {"shared_expert": "Q8_0", "down": "Q6_K", "ffn_up_exps": "Q5_K", "": "Q4_K"}),
     "experts in bf16": ("qwen3_moe", "qwen3moe", {"": "BF16"}),
     "latents, old": ("deepseek_v2", "deepseek2", {"down": "Q6_K", "": "Q4_K"}),
-    "latents": ("deepseek_v3", "deepseek2", {"attn_k_b": "Q8_0", "exps": "Q4_K", "": "Q6_K"}),
+    "latents": ("deepseek_v3", "deepseek2", {"exps": "Q4_K", "": "Q8_0"}),
 }
 EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 LARGER = {  # sizes that whole blocks divide, and what files of an architecture do not say
-    "mixtral": {"sliding_window": None}, "olmoe": {},
+    "mixtral": {"sliding_window": None}, "olmoe": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, **EVERY_LAYER},
     "qwen3_moe": {"moe_intermediate_size": 256, **EVERY_LAYER},
     "deepseek_v2": LATENT, "deepseek_v3": {**LATENT, "rope_parameters": {**small_models.STRETCHED, "mscale": 0.7}},
