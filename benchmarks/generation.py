@@ -1,14 +1,18 @@
-"""Prefill and decoding of the Qwen3-0.6B shape, random weights: rlx, llama.cpp and OpenVINO, each in a separate process.
+"""Prefill and decoding of a language model with random weights: rlx, llama.cpp and OpenVINO, each in a separate process.
 
     python benchmarks/generation.py [--threads 2] [--formats f32 bf16 q8_0 q4_k] [--context 128] [--rounds 7] [--write]
+    python benchmarks/generation.py --shape 30b-a3b --formats q8_0 q4_k
+
+Shapes: Qwen3-0.6B, or some layers of Qwen3-30B-A3B, a mixture of experts (qwen_moe_shape.py; GGUF only, rlx and llama.cpp).
 
 In each round the engines alternate: the state is reset, the prompt is processed (prefill), then `steps` tokens are decoded one by
 one. The other engines wait on a pipe, so that no idle worker spins. Times are medians over rounds (prefill) and over all steps
 (decode), wall time of the public call, including Python. The read rate is that of generated code that only reads, with as many
 threads. It is measured just before and after each engine's turn, since it varies from second to second on shared machines. The
 share is the median over rounds of the turn's rate divided by the mean of those two. Decoding counts the stored bytes of every
-matrix once, and the keys and values: f32 with f32 weights, else f16 (OpenVINO: its own choice). The multiply-add rate is that of
-one core. Files are written once, in --folder (5 GB). Peers that are not installed are omitted and listed.
+matrix (of experts: as many as a token takes) once, and the keys and values: f32 with f32 weights, else f16 (OpenVINO: its own
+choice). The multiply-add rate is that of one core. Files are written once, in --folder (5 GB). Peers that are not installed are
+omitted and listed.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks import qwen_shape
-from benchmarks.qwen_shape import CONFIG
+from benchmarks import qwen_moe_shape, qwen_shape
 
+SHAPES: dict[str, Any] = {"0.6b": qwen_shape, "30b-a3b": qwen_moe_shape}
+NAMES = {"0.6b": "Qwen3-0.6B shape", "30b-a3b": f"Qwen3-30B-A3B shape, {qwen_moe_shape.LAYERS} layers"}
 ENGINES = {"rlx": "llvmlite", "llama.cpp": "llama_cpp", "OpenVINO": "openvino"}  # engine -> the module it needs
 FORMATS = ("f32", "bf16", "q8_0", "q4_k")
 BITS = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q4_k": 4.5, "int8": 8, "int4": 4.25}  # per weight, including its share of the scales
@@ -46,11 +51,11 @@ Step = Callable[[np.ndarray, int], np.ndarray]  # i32 [n] tokens at that positio
 # -- engines: each in its own process ------------------------------------------------------------------------------------
 
 
-def run_rlx(root: Path, form: str, threads: int, capacity: int) -> Step:
+def run_rlx(shape: Any, root: Path, form: str, threads: int, capacity: int) -> Step:
     import rlx
     from rlx.models import load
 
-    path = qwen_shape.folder(root) if form in ("f32", "bf16") else qwen_shape.gguf_file(root, form)
+    path = shape.folder(root) if form in ("f32", "bf16") else shape.gguf_file(root, form)
     weights = form if form in ("f32", "bf16") else None
     options = rlx.CompileOptions(threads=threads)
     model: Any = load(path, weights=weights, capacity=capacity, cache=CACHE.get(form, "f16"), options=options)
@@ -63,12 +68,12 @@ def run_rlx(root: Path, form: str, threads: int, capacity: int) -> Step:
     return step
 
 
-def run_llama(root: Path, form: str, threads: int, capacity: int) -> Step:
+def run_llama(shape: Any, root: Path, form: str, threads: int, capacity: int) -> Step:
     import llama_cpp as lib
 
     lib.llama_log_set(_quiet := lib.llama_log_callback(lambda *_: None), None)
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(str(qwen_shape.gguf_file(root, form)).encode(), lib.llama_model_default_params())
+    model = lib.llama_model_load_from_file(str(shape.gguf_file(root, form)).encode(), lib.llama_model_default_params())
     how = lib.llama_context_default_params()
     how.n_ctx, how.n_batch, how.n_ubatch, how.n_threads, how.n_threads_batch = capacity, 512, 512, threads, threads
     how.type_k = how.type_v = lib.GGML_TYPE_F32 if form in CACHE else lib.GGML_TYPE_F16
@@ -83,15 +88,15 @@ def run_llama(root: Path, form: str, threads: int, capacity: int) -> Step:
             ids = (lib.llama_token * len(part))(*part.tolist())
             if lib.llama_decode(context, lib.llama_batch_get_one(ids, len(part))):
                 raise SystemExit("llama_decode failed")
-        return np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (CONFIG["vocab_size"],))
+        return np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (shape.CONFIG["vocab_size"],))
 
     return step
 
 
-def run_openvino(root: Path, form: str, threads: int, capacity: int) -> Step:
+def run_openvino(shape: Any, root: Path, form: str, threads: int, capacity: int) -> Step:
     from benchmarks.openvino_qwen import compile_model
 
-    model = compile_model(CONFIG, qwen_shape.tensors(), OPENVINO.get(form, form), threads)
+    model = compile_model(shape.CONFIG, shape.tensors(), OPENVINO.get(form, form), threads)
     request, beams = model.create_infer_request(), np.zeros(1, np.int32)
 
     def step(tokens: np.ndarray, at: int) -> np.ndarray:
@@ -124,9 +129,9 @@ class Limits:
         return {"read": self.nbytes / (middle - begun), "fma": 5 * self.flops / (time.perf_counter() - middle)}
 
 
-def round_of(step: Step, context: int, steps: int) -> dict[str, Any]:
+def round_of(step: Step, vocab: int, context: int, steps: int) -> dict[str, Any]:
     """One round's seconds, and the last logits."""
-    tokens = np.random.default_rng(1).integers(0, CONFIG["vocab_size"], context + steps).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, vocab, context + steps).astype(np.int32)
     begun = time.perf_counter()
     step(tokens[:context], 0)
     prefill, decode, logits = time.perf_counter() - begun, [], np.zeros(0)
@@ -141,11 +146,12 @@ def worker(engine: str, form: str, args: argparse.Namespace) -> None:
     """Answers each line on stdin with a round's result."""
     answers, sys.stdout = sys.stdout, sys.stderr
     runs = {"rlx": run_rlx, "llama.cpp": run_llama, "OpenVINO": run_openvino}
+    shape = SHAPES[args.shape]
     if engine == "limits":
         turn = Limits(args.threads).round
     else:
-        step = runs[engine](args.folder, form, args.threads, args.context + args.steps + 64)
-        turn = lambda: round_of(step, args.context, args.steps)  # noqa: E731
+        step = runs[engine](shape, args.folder, form, args.threads, args.context + args.steps + 64)
+        turn = lambda: round_of(step, shape.CONFIG["vocab_size"], args.context, args.steps)  # noqa: E731
     turn()
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
@@ -159,7 +165,7 @@ class Engine:
     """A worker process, connected by two pipes."""
 
     def __init__(self, name: str, form: str, args: argparse.Namespace) -> None:
-        how = {"threads": args.threads, "context": args.context, "steps": args.steps, "folder": args.folder}
+        how = {"shape": args.shape, "threads": args.threads, "context": args.context, "steps": args.steps, "folder": args.folder}
         options = [part for key, value in how.items() for part in (f"--{key}", str(value))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
         command = [sys.executable, __file__, "--worker", name, form, *options]
@@ -179,15 +185,17 @@ class Engine:
         self.process.wait()
 
 
-def work(form: str, context: int, steps: int) -> tuple[float, float]:
+def work(c: dict[str, Any], form: str, context: int, steps: int) -> tuple[float, float]:
     """(bytes read per decoded token, operations of the prefill)."""
-    c = CONFIG
     heads, kv, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-    layer = c["hidden_size"] * (2 * heads * size + 2 * kv * size + 3 * c["intermediate_size"])
+    inner = c.get("num_experts_per_tok", 1) * c.get("moe_intermediate_size", c["intermediate_size"])
+    layer = c["hidden_size"] * (2 * heads * size + 2 * kv * size + 3 * inner)
+    router = c["hidden_size"] * c.get("num_experts", 0)  # f32
     table, layers = c["vocab_size"] * c["hidden_size"], c["num_hidden_layers"]
     cache = 2 * layers * kv * size * (4 if form in CACHE else 2) * (context + steps / 2)
     attention = layers * 4 * heads * size * context * (context + 1) / 2
-    return (layers * layer + table) * BITS[form] / 8 + cache, 2.0 * (layers * layer * context + table) + attention
+    nbytes = (layers * layer + table) * BITS[form] / 8 + 4 * layers * router + cache
+    return nbytes, 2.0 * (layers * (layer + router) * context + table) + attention
 
 
 def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str]:
@@ -203,7 +211,7 @@ def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str
     for engine in (*running.values(), limits):
         engine.end()
     reads = [r["read"] for r in limits.results]
-    nbytes, operations = work(form, args.context, args.steps)
+    nbytes, operations = work(SHAPES[args.shape].CONFIG, form, args.context, args.steps)
     shares = {}
     for at, (name, engine) in enumerate(running.items()):
         turns = range(at, len(reads) - 1, len(running))  # reads[turn] was measured before it, reads[turn + 1] after
@@ -230,6 +238,7 @@ def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6b", choices=SHAPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
@@ -245,6 +254,9 @@ def main() -> None:
         return
     from benchmarks.measure import header
 
+    if args.shape != "0.6b":
+        args.engines = [e for e in args.engines if e != "OpenVINO"]
+        args.formats = [f for f in args.formats if f not in ("f32", "bf16")]
     engines = [e for e in args.engines if importlib.util.find_spec(ENGINES[e])]
     packages = {"llama.cpp": "llama-cpp-python", "OpenVINO": "openvino", "rlx": "llvmlite"}
     about = header(*(packages[e] for e in engines))
@@ -256,8 +268,8 @@ def main() -> None:
     lines = [line for form in args.formats for line in compare(form, engines, args)]
     if args.write:
         rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
-        command = f"python benchmarks/generation.py --threads {args.threads} --context {args.context}"
-        title = f"\n## Generation, Qwen3-0.6B shape, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
+        command = f"python benchmarks/generation.py --shape {args.shape} --threads {args.threads} --context {args.context}"
+        title = f"\n## Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
         path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
         with path.open("a", encoding="utf-8") as f:
             f.write(title + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")
