@@ -278,7 +278,14 @@ TEKKEN = (
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+THIRD = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+")] + [cut(THIRD)]
+    ),
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -234,6 +234,20 @@ def _cased(digits: str, ending: str = "") -> str:
     return "|".join((*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _SPACES))
 
 
+# Letters with case, as DeepSeek-V2 lists them: without some of Armenian, Georgian, mathematics, and later additions
+_CASED = (
+    r"[\p{Ll}\p{Lu}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}"
+    r"\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF2A}]]"
+)
+_SIGNS = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
+_EAST = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_DEEPSEEK_2 = (r"[\r\n]", rf"\s?{_CASED}+", _SIGNS, r"\s+$", _EAST, r"\p{N}+")
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+
+
 class _Split(NamedTuple):
     """Pre-tokenizer: the split of a text before byte pairs are merged. `whole`: a piece that is a token skips the merges."""
 
@@ -250,6 +264,8 @@ _SPLITS: dict[str, _Split] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Split((_words(r"\p{N}{1,3}"),))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_words(r"\p{N}"),), compose=True)),
     **dict.fromkeys(("gpt-4o", "llama4"), _Split((_cased(r"\p{N}{1,3}", _ENDINGS + "?"),))),
+    "deepseek-llm": _Split(_DEEPSEEK_2),
+    "deepseek-v3": _Split(_DEEPSEEK_3),
     "tekken": _Split((_cased(r"\p{N}"),), whole=True, begins=True),
 }
 
