@@ -156,10 +156,49 @@ def test_a_router_that_is_not_kept_is_a_fault() -> None:
     found = program()
     first, *others = found.routers
     for wrong in (
-        {"buffer": found.inputs[0]}, {"buffer": 10**6}, {"params": ("nothing",)}, {"shape": first.shape.with_dims((8, 1))}
+        {"buffer": found.inputs[0]}, {"buffer": 10**6}, {"params": ("nothing",)}, {"shape": first.shape.with_dims((8, 1))},
+        {"ahead": 4},
     ):  # fmt: skip
         bad = Program(**{**found.__dict__, "routers": (type(first)(**{**first.__dict__, **wrong}), *others)})
         assert any("router" in fault for fault in program_faults(bad)), wrong
+
+
+def guessing(biased: bool) -> Graph:
+    """Two layers; the first guesses what the second will choose, from its own input."""
+    g = Graph("guessing")
+    x = h = g.input("x", (5, 16), "f32")
+    gates = [g.param(f"gate{i}", (16, 8), "f32") for i in range(2)]
+    for i, gate in enumerate(gates):
+        more = [g.param(f"bias{i}", (8,), "f32")] if biased else []
+        if i == 0:
+            more += [rlx.top_k(h @ gates[1], k=2)[1].astype("i32")]
+        ids, weights = rlx.route(h @ gate, *more, k=2)
+        order, place, ends = rlx.group_rows(ids.reshape((10,)), groups=8)
+        w = g.param(f"w{i}", (8, 16, 16), "f32")
+        y = rlx.gather(rlx.segment_matmul(rlx.gather(x, order // 2), w, ends), place).reshape((5, 2, 16))
+        h = h + rlx.sum(y * weights.reshape((5, 2, 1)), axis=1)
+    g.set_outputs([h, rlx.top_k(x @ gates[1], k=2)[1]])
+    return g
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_guess_of_the_next_choice_is_kept_beside_the_choice(device: str, biased: bool) -> None:
+    compiled = SESSIONS[device].compile(guessing(biased))
+    rng = np.random.default_rng(0)
+    for p in compiled.params:
+        compiled.set_param(p.name, rng.standard_normal(p.shape.static, np.float32))
+    _, expected = compiled.run({"x": rng.standard_normal((5, 16), np.float32)})
+    found = compiled.program()
+    first, second = found.routers
+    assert [(r.shape.static, r.tokens, r.ahead) for r in (first, second)] == [((10, 2), 5, 5), ((5, 2), 5, 0)]
+    constants = {}
+    assert parse_program(print_program(found), found.target, constants).routers == found.routers
+    with compiled.settled() as executable:
+        kept = executable.read(first.buffer).reshape(10, 2)
+    assert device == "null" or np.array_equal(kept[5:], expected)
+    with pytest.raises(GraphError, match="after the scores come a bias"):
+        rlx.route(Graph("g").input("x", (3, 8), "f32"), np.zeros((3, 3), np.int32), k=2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

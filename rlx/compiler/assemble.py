@@ -129,8 +129,8 @@ class _Assembler:
 
     def router(self, value: Value, params: tuple[str, ...]) -> RouterDecl:
         active = self.facts.active.get(value)
-        experts = value.node.attrs.experts  # type: ignore[union-attr]
-        return RouterDecl(self.id(value), value.shape, experts, params, () if active is None else (active,))
+        experts, ahead = value.node.attrs.experts, value.node.attrs.ahead  # type: ignore[union-attr]
+        return RouterDecl(self.id(value), value.shape, experts, params, () if active is None else (active,), ahead)
 
     def step(self, lowered: Lowered) -> Step:
         return Step(lowered.kernel, tuple(map(self.id, lowered.args)))

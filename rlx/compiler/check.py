@@ -94,6 +94,8 @@ def _check_routers(program: Program, decls: dict[int, BufferDecl], bad: list[str
         b = decls.get(r.buffer)
         if b is None or b.region is not Region.OUTPUT or b.shape != r.shape or b.id not in written:
             bad.append(f"the router in %{r.buffer} {r.shape} is not a buffer that a step writes and that is kept: {b}")
+        if r.ahead and r.tokens <= 0:
+            bad.append(f"the router in %{r.buffer} has {r.ahead} rows of guesses, its buffer has {r.shape.static[0]}")
         if unknown := sorted({*r.params} - names):
             bad.append(f"the router in %{r.buffer} has weights in {unknown[0]!r}, which is no param")
 

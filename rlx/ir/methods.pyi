@@ -174,13 +174,14 @@ class Methods:
     def cast(self, /, dtype: DType | str, *, shape: Any = None, name: str | None = None) -> Value:
         """Converts to another dtype. Float to integer truncates and saturates (NaN gives 0); to bool is x != 0; c64 to real
         drops the imaginary part."""
-    def router(self, /, experts: int, *, shape: Any = None, name: str | None = None) -> Value:
+    def router(self, /, experts: int, ahead: int = 0, *, shape: Any = None, name: str | None = None) -> Value:
         """Marks the choice of experts, i32 [tokens, k]: the result is ids, in memory of its own, where the runtime finds it
         after a run. `route` has one inside."""
-    def route(self, bias: Operand, /, k: int, scoring: Literal['softmax', 'top_k_softmax', 'sigmoid'] = 'softmax', renormalise: bool = False, scale: float = 1.0, groups: int = 1, top_groups: int = 1, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    def route(self, *more: Operand, k: int, scoring: Literal['softmax', 'top_k_softmax', 'sigmoid'] = 'softmax', renormalise: bool = False, scale: float = 1.0, groups: int = 1, top_groups: int = 1, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
         """Chooses k experts for each token by scores [tokens, experts]: (ids i32 [tokens, k], best first; their weights
         [tokens, k]). A bias [experts] is added to the softmax or sigmoid for the choice, and not to the weights. Ties are
-        ordered by id."""
+        ordered by id. A guess of what the next router will choose, i32 [tokens, k], is kept beside the choice for the
+        runtime."""
     def group_rows(self, /, groups: int, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value, Value]:
         """Groups rows by id, i32 [rows]: (order i32 [rows]: the row at each place, stable; place i32 [rows]: its inverse; ends
         i32 [groups]: the end of each group). An id is below `groups`, or 2**31 - 1: a row of no group, which comes last.

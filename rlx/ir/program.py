@@ -98,13 +98,20 @@ class OutputDecl:
 @dataclass(frozen=True)
 class RouterDecl:
     """A choice of experts, i32 [tokens, k], whose buffer keeps it until the next run. Ids are below `experts`. `params`: the
-    weights of these experts, one after the other along the first axis of each. `active`: as of an output."""
+    weights of these experts, one after the other along the first axis of each. `active`: as of an output. `ahead`: so many rows
+    at the end of the buffer guess what the next router will choose."""
 
     buffer: int
     shape: Shape
     experts: int
     params: tuple[str, ...]
     active: tuple[Active, ...] = ()
+    ahead: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the choice."""
+        return self.shape.static[0] - self.ahead
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,7 +227,8 @@ def print_program(program: Program, full: bool = True) -> str:
         lines.append(f"output {name_text(o.name)} = %{o.buffer} {o.shape}{_active_text(o.active)}")
     for r in program.routers:
         params = f" of {', '.join(map(name_text, r.params))}" if r.params else ""
-        lines.append(f"router %{r.buffer} {r.shape}{_active_text(r.active)} experts {r.experts}{params}")
+        ahead = f" ahead {r.ahead}" if r.ahead else ""
+        lines.append(f"router %{r.buffer} {r.shape}{_active_text(r.active)} experts {r.experts}{ahead}{params}")
     labels = kernel_labels(program)
     lines += dict.fromkeys(map(print_kernel, labels)) if full else ()
     for phase, steps in program.phases.items():

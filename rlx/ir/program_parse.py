@@ -162,14 +162,15 @@ class _Parser(KernelParser):
         return made
 
     def router(self) -> RouterDecl:
-        """router %ID SHAPE [active …] experts N [of PARAM, …]"""
+        """router %ID SHAPE [active …] experts N [ahead N] [of PARAM, …]"""
         self.at += 1
         buffer, shape, active = self.buffer().id, self.static_shape(), self.active()
         self.expect("experts")
         experts = self.count("a number of experts")
+        ahead = self.count("a number of rows") if self.accept("ahead") else 0
         params = self.listed(lambda: self.name("a param's name")) if self.accept("of") else []
         self.advance()
-        return RouterDecl(buffer, shape, experts, tuple(params), active)
+        return RouterDecl(buffer, shape, experts, tuple(params), active, ahead)
 
     def active(self) -> tuple[Active, ...]:
         active = list[Active]()

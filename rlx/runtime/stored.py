@@ -192,7 +192,7 @@ def _described(p: Program) -> dict[str, Any]:
         "phases": phases, "saved": [at for at, _ in p.abort],
         "inputs": p.inputs, "params": p.params, "handles": p.handles, "extent": p.extent,
         "outputs": [(o.name, o.buffer, _shape(o.shape), o.active) for o in p.outputs],
-        "routers": [(r.buffer, _shape(r.shape), r.experts, r.params, r.active) for r in p.routers],
+        "routers": [(r.buffer, _shape(r.shape), r.experts, r.params, r.active, r.ahead) for r in p.routers],
         "offsets": list(p.plan.offsets.items()),
         "plan": (p.plan.size_bytes, p.plan.alignment, p.plan.unshared_bytes, p.plan.lower_bound_bytes),
         "nodes": [(n.node, n.op, n.how, n.kernel, n.why) for n in p.nodes],
@@ -250,10 +250,12 @@ def _program(d: dict[str, Any], target: Target, parts: Sequence[bytes]) -> tuple
 
 
 def _router(
-    buffer: int, shape: Sequence[Any], experts: int, params: Sequence[str], active: Sequence[Sequence[Any]]
+    buffer: int, shape: Sequence[Any], experts: int, params: Sequence[str], active: Sequence[Sequence[Any]], ahead: int
 ) -> RouterDecl:
     made = _read_shape(shape)
-    return RouterDecl(_whole(buffer), made, _whole(experts), tuple(map(as_text, params)), _actives(made, active))
+    if made.rank != 2 or (ahead and not 0 < _whole(ahead) < made.static[0]):
+        raise ValueError(f"a router of {made}, {str(ahead)[:40]} rows of it guesses")
+    return RouterDecl(_whole(buffer), made, _whole(experts), tuple(map(as_text, params)), _actives(made, active), _whole(ahead))
 
 
 def _actives(shape: Shape, rows: Sequence[Sequence[Any]]) -> tuple[Active, ...]:

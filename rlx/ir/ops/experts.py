@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.activation import sigmoid
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import equal, exp, less_equal, minimum, where
-from rlx.ir.ops.index import INDEX_OUT_OF_RANGE, check_range, gather, iota
+from rlx.ir.ops.index import INDEX_OUT_OF_RANGE, check_range, concat, gather, iota
 from rlx.ir.ops.order import best_of, top_k
 from rlx.ir.ops.quant import check_rows, dequantize, random_weights
 from rlx.ir.ops.reduce import any as any_of
@@ -35,15 +35,18 @@ from rlx.ir.ops.rules import integer, static_dim
 from rlx.ir.ops.view import transpose
 from rlx.ir.shape import Shape
 
+T = TypeVar("T", Value, np.ndarray)
 NO_GROUP = 2**31 - 1  # the id of rows that belong to no group
 
 # -- routing -------------------------------------------------------------------------------------------------------
 
 
 class RouterAttrs(Attrs):
-    """`experts`: ids are below this number."""
+    """`experts`: ids are below this number. `ahead`: so many rows at the end are no choice, but a guess of what the next router
+    will choose."""
 
     experts: int
+    ahead: int = 0
 
 
 def _ids(label: str, ids: Shape) -> None:
@@ -55,6 +58,8 @@ def _router_shape(attrs: RouterAttrs, ids: Shape) -> Shape:
     _ids("the ids of experts", ids)
     if ids.rank != 2:
         raise ShapeError(f"the ids of experts are [tokens, k], got {ids}")
+    if attrs.ahead and not 0 < attrs.ahead < static_dim(ids.dims[0], "router"):
+        raise AttributeValueError(f"ahead={attrs.ahead} is not some of the {ids.dims[0]} rows")
     return ids
 
 
@@ -69,6 +74,7 @@ router = op(
         Sample(((3, 2),), {"experts": 5}, low=0, high=5, dtypes=("i32",)),
         Sample(((1, 8),), {"experts": 64}, low=0, high=64, dtypes=("i32",)),
         Sample(((0, 2),), {"experts": 4}, dtypes=("i32",)),
+        Sample(((4, 2),), {"experts": 4, "ahead": 2}, low=0, high=4, dtypes=("i32",)),
     ),
     doc="Marks the choice of experts, i32 [tokens, k]: the result is ids, in memory of its own, where the runtime finds it "
     "after a run. `route` has one inside.",
@@ -98,7 +104,7 @@ class RouteAttrs(Attrs):
             )
 
 
-def _route_shapes(attrs: RouteAttrs, scores: Shape, bias: Shape | None = None) -> tuple[Shape, Shape]:
+def _route_shapes(attrs: RouteAttrs, scores: Shape, *more: Shape) -> tuple[Shape, Shape]:
     if scores.rank != 2:
         raise ShapeError(f"the scores are [tokens, experts], got {scores}")
     experts = static_dim(scores.dims[1], "route")
@@ -107,10 +113,11 @@ def _route_shapes(attrs: RouteAttrs, scores: Shape, bias: Shape | None = None) -
         raise AttributeValueError(
             f"{attrs.k} of {experts} experts cannot be chosen from {attrs.top_groups} of {attrs.groups} equal groups"
         )
-    if bias is not None and (bias.dims != scores.dims[1:] or bias.dtype != scores.dtype):
-        raise ShapeError(f"the bias must be {scores.with_dims(scores.dims[1:])}, got {bias}")
-    chosen = scores.with_dims((scores.dims[0], attrs.k))
-    return chosen.with_dtype(i32), chosen.with_dtype(scores.dtype.compute)
+    chosen, bias = scores.with_dims((scores.dims[0], attrs.k)), scores.with_dims(scores.dims[1:])
+    ids = chosen.with_dtype(i32)
+    if more and more not in ((bias,), (ids,), (bias, ids)):
+        raise ShapeError(f"after the scores come a bias {bias}, or a guess {ids}, or both; got {', '.join(map(str, more))}")
+    return ids, chosen.with_dtype(scores.dtype.compute)
 
 
 def _activated(attrs: RouteAttrs, scores: Value) -> Value:
@@ -127,9 +134,16 @@ def _of_best_groups(attrs: RouteAttrs, choice: Value) -> Value:
     return where(here.reshape((tokens, attrs.groups, 1)), groups, -math.inf).reshape((tokens, experts))
 
 
-def _route(attrs: RouteAttrs, scores: Value, bias: Value | None = None) -> tuple[Value, Value]:
+def _apart(more: Sequence[T]) -> tuple[T | None, T | None]:
+    """The bias and the guess among the operands after the scores."""
+    bias = more[0] if more and len(more[0].shape) == 1 else None
+    return bias, None if not more or more[-1] is bias else more[-1]
+
+
+def _route(attrs: RouteAttrs, scores: Value, *more: Value) -> tuple[Value, Value]:
     """Softmax and sigmoid keep the order of scores, so that experts are chosen by the scores themselves where these are not
     added to anything."""
+    bias, guess = _apart(more)
     scores, choice = scores.astype(scores.dtype.compute), scores.astype(scores.dtype.compute)
     tokens, experts, summed = scores.dims[0], scores.dims[1], attrs.scoring == "sigmoid" and attrs.groups > 1
     if bias is not None or summed:
@@ -147,11 +161,16 @@ def _route(attrs: RouteAttrs, scores: Value, bias: Value | None = None) -> tuple
     else:
         top = max_of(scores, axis=-1, keepdims=True)
         weights = exp(found - top) / sum_of(exp(scores - top), axis=-1, keepdims=True)
-    return router(ids.astype(i32), experts=experts), weights * attrs.scale if attrs.scale != 1.0 else weights
+    weights = weights * attrs.scale if attrs.scale != 1.0 else weights
+    if guess is None:
+        return router(ids.astype(i32), experts=experts), weights
+    rows = static_dim(tokens, "route")
+    return router(concat(ids.astype(i32), guess, axis=0), experts=experts, ahead=rows)[:rows], weights
 
 
-def _route_arrays(attrs: RouteAttrs, scores: np.ndarray, bias: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def _route_arrays(attrs: RouteAttrs, scores: np.ndarray, *more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One token after the other."""
+    bias = _apart(more)[0]
     ids, weights = (np.zeros((len(scores), attrs.k), dtype) for dtype in (np.int32, np.float64))
     is_sigmoid, least = attrs.scoring == "sigmoid", 1e-20 if attrs.scoring == "sigmoid" else 0.0
     for token, line in enumerate(scores.astype(np.float64)):
@@ -169,7 +188,7 @@ def _route_arrays(attrs: RouteAttrs, scores: np.ndarray, bias: np.ndarray | None
 
 
 route = op(
-    "route", kind=Kind.COMPOSITE, infer=_route_shapes, attrs=RouteAttrs, arity=(1, 2),
+    "route", kind=Kind.COMPOSITE, infer=_route_shapes, attrs=RouteAttrs, arity=(1, 3),
     reference=_route_arrays, decompose=_route,
     samples=(
         Sample(((3, 17),), {"k": 4}), Sample(((5, 8),), {"k": 2, "renormalise": True}),
@@ -180,7 +199,7 @@ route = op(
     ),
     doc="Chooses k experts for each token by scores [tokens, experts]: (ids i32 [tokens, k], best first; their weights "
     "[tokens, k]). A bias [experts] is added to the softmax or sigmoid for the choice, and not to the weights. Ties are "
-    "ordered by id.",
+    "ordered by id. A guess of what the next router will choose, i32 [tokens, k], is kept beside the choice for the runtime.",
 )  # fmt: skip
 
 # -- grouping ------------------------------------------------------------------------------------------------------
