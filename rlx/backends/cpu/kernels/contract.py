@@ -8,6 +8,7 @@ statements `rows` run for each of its rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from rlx.backends.cpu.abi import Rendered
@@ -15,7 +16,7 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored
@@ -123,9 +124,8 @@ class _Contraction(Product):
         every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
         share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
         with e.loop(*tiles) as at:
-            row = self._first_row(e, at.index)
-            ahead: list[V] = []
-            if share and not p.matrix:
+            row, ahead = self._first_row(e, at.index), list[V]()
+            if share and not p.matrix and not self.cut:
                 ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
             for height, here in (heights := self.heights(e, at.index)):
                 if p.matrix:
@@ -134,14 +134,32 @@ class _Contraction(Product):
                     continue
                 shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
                 t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share)
-
-                def body(e: Emitter, a: V, b: V, sums: V, *ahead: V, t: Tile = t) -> None:
-                    tile_function(e, a, b, sums, self.steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
-
                 with e.when(here):
-                    self.call(e, f"tile_{height}x{vectors}_{masked}", body, self.a.at(e, a, row), b, sums, *ahead)
+                    if self.cut and share:
+                        self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, at.index, tiles[1])
+                    else:
+                        self._tile(e, t, f"tile_{height}x{vectors}_{masked}", self.a.at(e, a, row), b, sums, layout, *ahead)
             count = self.height(e, at.index, heights[0][1])
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+
+    def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, *ahead: V) -> None:
+        def body(e: Emitter, a: V, b: V, sums: V, *ahead: V) -> None:
+            tile_function(e, a, b, sums, self.steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
+
+        self.call(e, name, body, a, b, sums, *ahead)
+
+    def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, tile: V, tiles: V) -> None:
+        """Tile number `tile` of `tiles`, known at run time: one prefetches the whole next panel, of several the first two each a
+        half, low ones nothing."""
+        name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
+        if t.rows < AHEAD_ROWS:
+            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout)
+            return
+        line, after = layout.byte(1, 0), e.gep(b, layout.byte(self.steps, 0))
+        second = e.gep(after, self.steps * line // 2)
+        for order, share, at in (("eq", line, after), ("ne", line // 2, e.select(e.cmp("eq", tile, e.i64(0)), after, second))):
+            with e.when(e.cmp(order, tiles, e.i64(1))):
+                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, at)
 
     def _blocks(self, e: Emitter, a: V, b: V, sums: V, rows: int, vectors: int) -> None:
         """Like tile_function, on the matrix unit."""

@@ -21,7 +21,6 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
-from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, DEFAULT_TILING, Plan, distinct, kept_locals, other_tasks
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.packed import PANEL, STEP, claim, claim_segments, packs, panel
@@ -30,6 +29,10 @@ from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.target import Target
+
+from rlx.backends.cpu.kernels.tiles import (  # isort: skip
+    BLOCK_ROWS, DEFAULT_TILING, RAGGED_TASKS, Plan, distinct, kept_locals, other_tasks, ragged_tasks,
+)  # fmt: skip
 
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
@@ -76,7 +79,7 @@ class _Product(Product):
         self.f = self.p.packed
         self.k, self.n = c.k, c.n
         self.panel_bytes = self.k // self.f.block * self.f.nbytes
-        self.lanes = target.vector_bytes // 4
+        self.lanes, self.threads = target.vector_bytes // 4, target.threads
         self.vectors = PANEL // self.lanes
         row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
         panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
@@ -114,8 +117,7 @@ class _Product(Product):
         rows = max(1, min(highest, c.m))
         fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
         row_tiles = max(1, fit // rows)
-        groups = min(panels, max(1, self.wanted))
-        batch_groups = min(batch, -(-self.wanted // groups)) or 1
+        groups, batch_groups = ragged_tasks(panels, batch, RAGGED_TASKS * self.wanted, self.threads)
         registers = 32 if self.lanes == 16 else 16
         return Plan(
             self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,

@@ -31,6 +31,7 @@ COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the n
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
+RAGGED_TASKS = 4  # times as many tasks if rows are spread over grid points in ways that are known at run time only
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -141,13 +142,19 @@ def _ragged(
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     row_tiles, panels, batch = -(-fit // rows), -(-c.n // (vectors * lanes)), prod(extent for _, extent in kernel.grid)
-    wanted = tiling.get("tasks", _wanted_tasks(c, 1, target.threads))
-    groups = min(panels, wanted)
-    batch_groups = min(batch, -(-wanted // max(1, groups)))
+    wanted = tiling.get("tasks", RAGGED_TASKS * _wanted_tasks(c, 1, target.threads)) if target.threads > 1 else 1
+    groups, batch_groups = ragged_tasks(panels, batch, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
-        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, False, False,
+        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, False, _fetches_ahead(c, rows, 1),
     )  # fmt: skip
+
+
+def ragged_tasks(panels: int, batch: int, wanted: int, threads: int) -> tuple[int, int]:
+    """(groups of panels, groups of points). Every group of panels reads or computes the rows again, so there are as many as it
+    takes to share the points with the most rows; other tasks are points, most of which may have no rows."""
+    groups = max(1, min(panels, wanted, threads))
+    return groups, max(1, min(batch, -(-wanted // groups)))
 
 
 def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ...]]:
