@@ -27,7 +27,6 @@ from rlx.errors import (
     OptionError,
     StaleViewError,
     UnknownNameError,
-    Unsupported,
 )
 
 F = np.float32
@@ -433,12 +432,6 @@ def test_snapshots_restore_state(session: rlx.Session) -> None:
     compiled.run({"delta": np.ones(4, F)})
     compiled.restore_handles(snapshot)
     np.testing.assert_array_equal(compiled.run({"delta": np.ones(4, F)})[0], first)
-
-
-def test_what_this_version_lacks_says_so(session: rlx.Session) -> None:
-    compiled = session.compile(counter()[0])
-    with pytest.raises(Unsupported):
-        compiled.set_moe_resident_experts([True])
 
 
 def test_queued_runs_keep_every_output(session: rlx.Session) -> None:

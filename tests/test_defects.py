@@ -27,7 +27,6 @@ from rlx.errors import (
     OutOfMemoryError,
     ShapeError,
     TransferError,
-    Unsupported,
 )
 
 F = np.float32
@@ -273,21 +272,6 @@ def test_arrays_of_any_layout(session):
         compiled.run_slots([array])
         assert (compiled.run({"x": array})[0] == x + 1).all() and (np.asarray(compiled.outputs_view()[0]) == x + 1).all()
     assert (compiled.run({"x": np.broadcast_to(F(2), (4,))})[0] == 3).all()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda c: c.set_moe_resident_experts([True]),
-        lambda c: c.set_moe_resident_experts_per_layer([[True]]),
-        lambda c: c.enable_moe_topk_capture(1),
-        lambda c: c.take_moe_topk_capture(),
-        lambda c: c.take_moe_residency_stats(),
-    ],
-)
-def test_what_this_version_lacks_does_not_pretend(session, call):
-    with pytest.raises(Unsupported, match="not in this version"):
-        call(session.compile(plus_one((4,))))
 
 
 # -- absurd sizes --------------------------------------------------------------------------------------------------

@@ -29,81 +29,108 @@ SMALL = 8 << 20  # bytes whose copy stays in a cache until it is packed
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class Mapped:
+    """A file whose bytes from `offset` on are mapped. `stamp`: identity, size and time of its last change when it was opened.
+    `private`: what this process has written to the mapping is not in the file."""
+
     path: Path
     number: int  # file descriptor
     nbytes: int
+    offset: int
+    stamp: tuple[int, ...]
+    private: bool = False
 
 
-_mapped: dict[int, _Mapped] = {}  # address -> the file mapped there, until the last reference to the mapping is gone
+_mapped: dict[int, Mapped] = {}  # address -> the file mapped there, until the last reference to the mapping is gone
 
 
 def map_file(path: Path) -> memoryview:
     """The bytes of a non-empty file, read-only."""
     with path.open("rb") as file:
         mapped = np.memmap(file, np.uint8, mode="r")
-        _mapped[mapped.ctypes.data] = _Mapped(path, os.dup(file.fileno()), mapped.nbytes)
-    weakref.finalize(mapped, _forget, mapped.ctypes.data).atexit = False
+        register(mapped, path, file.fileno())
     return mapped.data
+
+
+def register(mapped: np.ndarray, path: Path, number: int, offset: int = 0, private: bool = False) -> None:
+    """Record that this array is a mapping of a file from `offset` on, until the last reference to the array is gone."""
+    _mapped[mapped.ctypes.data] = Mapped(path, os.dup(number), mapped.nbytes, offset, _stamp(os.fstat(number)), private)
+    weakref.finalize(mapped, _forget, mapped.ctypes.data).atexit = False
+
+
+def _stamp(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _forget(address: int) -> None:
     os.close(_mapped.pop(address).number)
 
 
-def _mapping(array: np.ndarray) -> tuple[_Mapped, int, int] | None:
+def mapping(array: np.ndarray, private: bool = False) -> tuple[Mapped, int, int] | None:
     """The mapped file that contains an array, the file offset of the array's lowest byte, and the bytes that its elements span.
-    None: the array is not in a mapped file."""
+    None: the array is not in a mapped file. `private`: also of those that this process may have written to."""
     if not _mapped or not array.size or not hasattr(os, "preadv"):
         return None
     reach = [(n - 1) * step for n, step in zip(array.shape, array.strides)]
     start = array.ctypes.data + sum(min(r, 0) for r in reach)
     nbytes = sum(map(abs, reach)) + array.itemsize
     for address, m in list(_mapped.items()):
-        if address <= start and start + nbytes <= address + m.nbytes:
-            return m, start - address, nbytes
+        if address <= start and start + nbytes <= address + m.nbytes and (private or not m.private):
+            return m, start - address + m.offset, nbytes
     return None
 
 
 def check(array: np.ndarray) -> None:
     """CorruptFileError: the array is in a mapped file that has been truncated before the array's end."""
-    if (place := _mapping(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
+    if (place := mapping(array)) is not None and os.fstat(place[0].number).st_size < place[1] + place[2]:
         raise CorruptFileError(f"{place[0].path} was truncated after it was opened; load the model again")
+
+
+def check_same(file: Mapped) -> None:
+    """CorruptFileError: a mapped file is no longer what it was when it was opened. Stricter than `check`: for files that are read
+    for as long as a model runs."""
+    try:
+        now = os.fstat(file.number)
+        same = _stamp(os.stat(file.path)) == _stamp(now) == file.stamp
+        how = "truncated" if now.st_size < file.stamp[2] else "changed or replaced"
+    except OSError as e:
+        same, how = False, f"moved away ({e.strerror})"
+    if not same:
+        raise CorruptFileError(f"{file.path} was {how} after it was opened; put it back, or load the model again")
 
 
 def copy(goal: np.ndarray, source: np.ndarray) -> None:
     """Copy an array to one of its shape and dtype. CorruptFileError as in `check`; `goal` may be partly written then."""
-    if (place := _mapping(source)) is None:
+    if (place := mapping(source)) is None:
         return np.copyto(goal, source)
     file, offset, nbytes = place
     if source.flags.c_contiguous and goal.flags.c_contiguous:
-        return _read(file, offset, goal.reshape(-1).view(np.uint8), source)
+        return read(file, offset, goal.reshape(-1).view(np.uint8))
     if nbytes > SMALL:  # split the axis that spans the most bytes
         axis = max(range(source.ndim), key=lambda i: (source.shape[i] - 1) * abs(source.strides[i]))
         for part in (slice(source.shape[axis] // 2), slice(source.shape[axis] // 2, None)):
             copy(goal[at := (slice(None),) * axis + (part,)], source[at])
         return None
     room = np.empty(nbytes, np.uint8)
-    _read(file, offset, room, source)
+    read(file, offset, room)
     first = sum(max(0, (1 - n) * step) for n, step in zip(source.shape, source.strides))  # below it: negative strides
     np.copyto(goal, np.ndarray(source.shape, source.dtype, room.data, first, source.strides))
 
 
-def _read(file: _Mapped, offset: int, room: np.ndarray, source: np.ndarray) -> None:
-    """Fill `room` with bytes of the file from `offset` on. `source`: the array over the file, for the error."""
+def read(file: Mapped, offset: int, room: np.ndarray) -> None:
+    """Fill `room` with bytes of the file from `offset` on. CorruptFileError: they are not there."""
     at = 0
     while at < room.size:
         count = os.preadv(file.number, [room[at : at + READ].data], offset + at)
         if not count:
-            check(source)
-            raise CorruptFileError(f"{file.path} cannot be read at byte {offset + at}")
+            raise CorruptFileError(f"{file.path} was truncated after it was opened; load the model again")
         at += count
 
 
 def in_memory(array: np.ndarray) -> np.ndarray:
     """The array itself, or a C-contiguous copy if it is not C-contiguous, or is in a mapped file and has at most SMALL bytes.
     CorruptFileError as in `copy`."""
-    if array.flags.c_contiguous and (array.nbytes > SMALL or _mapping(array) is None):
+    if array.flags.c_contiguous and (array.nbytes > SMALL or mapping(array) is None):
         return array
     made = np.empty(array.shape, array.dtype)
     copy(made, array)
@@ -135,4 +162,4 @@ def in_threads(jobs: Sequence[Callable[[], None]], threads: int) -> None:
         raise failed[0]
 
 
-__all__ = ["check", "copy", "in_memory", "in_threads", "map_file"]
+__all__ = ["Mapped", "check", "check_same", "copy", "in_memory", "in_threads", "map_file", "mapping", "read", "register"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakSet
 
+from rlx.driver.experts import ExpertTiers
 from rlx.driver.memory import Block
 
 
@@ -24,13 +25,14 @@ class ParamStore:
     `versions`: how often each param was set. `sources`: prepared buffer -> versions of the params it was computed from.
     `kept`: params whose own bytes are stored too (others were only read to compute prepared buffers). `changes`: a number that
     changes as soon as the setting of any param begins; a C word that machine code can read. `lock`: held while params are set or
-    prepared buffers are computed.
+    prepared buffers are computed. `experts`: the tiers of experts among the params; None: no executable has any.
     """
 
     entries: dict[str, Block] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    experts: ExpertTiers | None = None
 
     changes: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -144,6 +144,10 @@ class Container:
         whole = mmap.mmap(self._number, before + section.nbytes, offset=section.offset - before, **access)
         return np.frombuffer(whole, np.uint8)[before:]
 
+    def place(self, name: str) -> tuple[int, int]:
+        """The file's descriptor, and the offset of a section in it."""
+        return self._number, self._section(name).offset
+
     def verify(self) -> None:
         """Compare the checksum of every section. CorruptFileError names the first that differs."""
         for section in self.sections.values():

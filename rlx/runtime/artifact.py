@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.backends import get
 from rlx.compiler.options import CompileOptions
+from rlx.driver import files
 from rlx.driver.backend import Backend, Executable, Storable
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
@@ -268,7 +269,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         if device != row.device or not isinstance(entries, list):
             raise self._damaged(f"program {row.name!r} names weights that are not there")
         table: dict[str, np.ndarray] = {}
-        data, at = self._file.map(f"weights/{row.weights}") if entries else np.zeros(0, np.uint8), 0
+        data, at = self._map(f"weights/{row.weights}") if entries else np.zeros(0, np.uint8), 0
         try:
             for name, offset, nbytes in entries:
                 if as_text(name) in table or _whole(offset) != at or at + _whole(nbytes) > data.size:
@@ -278,6 +279,14 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         except (ValueError, TypeError) as e:
             raise self._damaged(f"the table of weights is wrong: {e}") from None
         return table
+
+    def _map(self, section: str) -> np.ndarray:
+        """A section mapped, and known to rlx.driver.files, so that released parts of it can be read again."""
+        data = self._file.map(section)
+        if isinstance(whole := data.base, np.ndarray):
+            number, offset = self._file.place(section)
+            files.register(whole, self.path, number, offset - (data.ctypes.data - whole.ctypes.data), private=True)
+        return data
 
     def _damaged(self, why: str) -> CorruptFileError:
         return CorruptFileError(f"{self.path}: {why}")

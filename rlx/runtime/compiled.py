@@ -21,6 +21,7 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
+from rlx.driver.experts import ExpertTiers, ResidencyStats
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.stream import Pending
@@ -36,6 +37,7 @@ from rlx.ir.shown import Shown, counted, sized, some
 from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
+from rlx.runtime.experts import Capture, set_resident, take_stats, tiers_of
 from rlx.runtime.outputs import OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
@@ -76,6 +78,7 @@ class CompiledGraph(Shown):
         self._fast = tuple((v, s.dtype.numpy, s.static, base) for v, s, base in zip(own, shapes, bases))
         self._beginning = Beginning(executable)  # context manager around the checks of a run's inputs
         self._feeds: dict[str, tuple[int, int]] = {}  # handle -> (its buffer, the output's)
+        self._capture = Capture(executable)
         self._lock = self._gate.lock
         executable.handles.join(self._gate)
         self._core: CompiledGraph | None = None  # generated functions hold `_core` instead of the graph: no reference cycle
@@ -406,7 +409,7 @@ class CompiledGraph(Shown):
         with self._lock, self._gate:
             self._feeds.pop(handle, None)
             self._feeds.update({} if feed is None else {handle: feed})
-            self._gate.barred = len(self._feeds)
+            self._bar()
         return True
 
     def run_feed_gpu_handle(self, inputs: Mapping[str, np.ndarray], handle: str, output_index: int) -> np.ndarray:
@@ -488,11 +491,50 @@ class CompiledGraph(Shown):
             rows = self.options.extent[1] if extent is None else extent[0]
             self._executable.write(self._program.extent, np.array(rows, np.int64))
 
-    def _no_experts(self, *_: object) -> NoReturn:
-        raise Unsupported("mixture-of-experts residency and router capture are not in this version: all weights are resident")
+    # -- experts
 
-    set_moe_resident_experts = set_moe_resident_experts_per_layer = _no_experts
-    enable_moe_topk_capture = take_moe_topk_capture = take_moe_residency_stats = _no_experts
+    def set_moe_resident_experts(self, mask: Sequence[bool] | np.ndarray) -> None:
+        """Which experts' weights are resident, the same in every layer: a bool for each expert. Where the memory of the others is
+        and how they come to a run that needs them: docs/experts.md. Results are the same bits whatever the mask. It holds for all
+        executables on these weights, also for clones, and may change beside runs.
+
+        InputShapeError, BindingError: the mask does not fit; nothing changes. Unsupported: the graph has no experts, or the mask
+        leaves some out and the device has no slow tier. CorruptFileError: an expert cannot be read."""
+        set_resident(self._executable, self.device, None, mask)
+
+    def set_moe_resident_experts_per_layer(self, masks: Sequence[Sequence[bool] | np.ndarray]) -> None:
+        """As set_moe_resident_experts, with a mask for each layer that has experts, in forward order."""
+        if not isinstance(masks, (Sequence, np.ndarray)) or isinstance(masks, str):
+            raise BindingError(f"set_moe_resident_experts_per_layer takes a mask for each layer, got {type(masks).__name__}")
+        set_resident(self._executable, self.device, list(masks))
+
+    def expert_tiers(self) -> ExpertTiers:
+        """The tiers of the experts of these weights, shared by all executables on them: single experts are promoted and demoted
+        here. Unsupported: the graph has no experts, or the device has no slow tier."""
+        return tiers_of(self._executable, self.device)
+
+    def take_moe_residency_stats(self) -> ResidencyStats:
+        """What each tier served in the runs of this executable since the last call. Unsupported: as expert_tiers."""
+        self._drain()
+        with self._lock, self._gate:
+            return take_stats(self._executable, self.device)
+
+    def enable_moe_topk_capture(self, n: int) -> None:
+        """Capture the first `n` choices of every token in the next run, however it is started. A capture that was not taken is
+        dropped. OptionError: a router chooses fewer than `n`. Unsupported: the graph has no router."""
+        self._drain()  # runs that are queued are not the next one
+        with self._lock, self._gate:
+            self._capture.arm(n)
+            self._bar()
+
+    def take_moe_topk_capture(self) -> list[np.ndarray]:
+        """The choices of the first run since enable_moe_topk_capture that did not fail: i32 [tokens, n] for each layer with
+        experts, in forward order. Rows of padding are undefined. BindingError: no capture is enabled, or nothing has run."""
+        self._drain()
+        with self._lock, self._gate:
+            found = self._capture.take()
+            self._bar()
+            return found
 
     # -- for people and tools
 
@@ -510,7 +552,8 @@ class CompiledGraph(Shown):
                 self._executable.clone(), self.device, self.options, self._report, self._origins_of, self.artifact
             )
         twin._feeds.update(self._feeds)
-        twin._gate.barred = twin._gate.shut = len(twin._feeds)
+        twin._bar()
+        twin._gate.shut = twin._gate.barred
         twin._set_extent(self._extent)
         return twin
 
@@ -561,12 +604,13 @@ class CompiledGraph(Shown):
 
     @contextmanager
     def settled(self) -> Iterator[Executable]:
-        """The executable, with all weights prepared if none is missing. No run starts in the meantime."""
+        """The executable, with all weights prepared if none is missing, and all experts in memory. No run starts meanwhile."""
         self._drain()
         with self._lock, self._gate:
             if not self._weights.missing():
                 self._weights.ready()
-            yield self._executable
+            with self._weights.in_memory():
+                yield self._executable
 
     def explain(self, path: str | PathLike[str], profile: Profile | None = None) -> None:
         """Write one HTML page with what is known of this executable: its memory, its steps with their times and code, the graph.
@@ -619,7 +663,19 @@ class CompiledGraph(Shown):
             elif array is not view:
                 np.copyto(view, array)
 
+    def _bar(self) -> None:
+        """Leave runs to Python if it has to do something before or after them. Called within the gate."""
+        self._gate.barred = len(self._feeds) + self._capture.waiting
+
     def _execute(self) -> Pending | None:
+        if not self._capture.waiting:
+            return self._execute_now()
+        try:
+            return self._capture.run(self._execute_now)
+        finally:
+            self._bar()
+
+    def _execute_now(self) -> Pending | None:
         later = None
         self._gate.generation += 1
         if self.options.checked:

@@ -36,6 +36,7 @@ def profiled(compiled: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], r
         compiled._ready()
         if arrays is not None:
             compiled._copy_in(arrays)
+        compiled._capture.overwriting()
         compiled._gate.generation += 1  # views of earlier outputs end here
         states = Snapshot(compiled.handles.fork(1)[0]) if program.handles else None
         timelines, unmeasured = _measured(executable, runs, states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -66,6 +66,16 @@ def save(
     MissingParamError: a weight is not set. Unsupported: the device generates no code to store, or the graph has collectives.
     """
     programs = _named(graphs)
+    with ExitStack() as stack:  # experts that are not resident stay in memory until they are written
+        for tiers in {id(t): t for _, graph in programs if weights and (t := graph.params.store.experts)}.values():
+            stack.enter_context(tiers.everything(tiers.params))
+        return _save(path, programs, weights, facts, sections)
+
+
+def _save(
+    path: str | PathLike[str], programs: Sequence[tuple[str, Savable]], weights: bool, facts: Mapping[str, Any] | None,
+    sections: Mapping[str, bytes] | None,
+) -> int:  # fmt: skip
     stores: dict[int, _Weights] = {}
     states: dict[int, int] = {}
     writer, rows = Writer(as_path(path)), []

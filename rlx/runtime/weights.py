@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from rlx.driver import files
 from rlx.driver.backend import Executable
+from rlx.driver.experts import ExpertSource
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.params import ParamStore
 from rlx.errors import MissingParamError, UnknownNameError, known
@@ -66,6 +68,11 @@ class Weights:
         for name in values:
             self.store.changed(name)  # before the first byte: executables on this store see it and wait for the lock
         self.run_constants()
+        experts = self._set_experts(values)
+        self.store.kept |= experts & self.kept
+        self._set_whole({name: value for name, value in values.items() if name not in experts})
+
+    def _set_whole(self, values: Mapping[str, np.ndarray]) -> None:
         there = values.keys() | self.store.kept
         todo = [i for i, names in enumerate(self.sources) if names & values.keys() and names <= there]
         jobs = _apart(values, {i: self.sources[i] for i in todo})
@@ -75,6 +82,35 @@ class Weights:
         files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
         self.store.kept |= values.keys() & self.kept
         self._made(todo)
+        for name in values if self.store.experts else ():
+            self.store.experts.replaced(name, self._source(name, values[name]))  # type: ignore[union-attr]
+
+    def _set_experts(self, values: Mapping[str, Any]) -> set[str]:
+        """Set params with experts one expert at a time, and only those that are resident: params given by a source, and arrays in
+        mapped files if some experts are not resident. Returns their names."""
+        tiers, done = self.store.experts, set[str]()
+        for name, value in values.items() if tiers else ():
+            given = isinstance(value, ExpertSource)
+            source = value if given else self._source(name, value)
+            if tiers and source and self._apart_in_memory(name) and (given or not tiers.all_resident(name)):
+                tiers.refill(name, source)
+                versions = (self.store.versions[name],)
+                self.store.sources |= {part.name: versions for _, part in tiers.parts(name) if part.name != name}
+                done.add(name)
+        return done
+
+    def _apart_in_memory(self, name: str) -> bool:
+        """Whether the experts of a param lie apart in all buffers of this program that depend on it."""
+        steps = [step for step, names in zip(self.program.prepare, self.sources) if name in names]
+        made = {self.program.buffers[id].name for step in steps for id in step.writes} | ({name} & self.kept)
+        return self.store.experts is not None and made <= {part.name for _, part in self.store.experts.parts(name)}
+
+    def _source(self, name: str, array: Any) -> ExpertSource | None:
+        """Where single experts of a param can be read from later."""
+        found = self.store.experts.parts(name) if self.store.experts else []
+        if not found or isinstance(array, DeviceArray):
+            return None
+        return ExpertSource.of_array(array, found[0][0].experts, name)
 
     def decl(self, name: str) -> BufferDecl:
         """UnknownNameError: there is no such param."""
@@ -83,8 +119,13 @@ class Weights:
         return self.decls[name]
 
     def _checked(self, name: str, array: object) -> Any:
-        """The array, checked and C-contiguous."""
+        """The array, checked and C-contiguous, or a source of experts."""
         decl = self.decl(name)
+        if isinstance(array, ExpertSource):
+            if self._apart_in_memory(name):
+                return array
+            rows = array.read(0)
+            array = np.concatenate([rows, *(array.read(e) for e in range(1, decl.shape.static[0] // max(1, len(rows))))])
         found = fits(f"param {name!r}", array, decl.shape, self.executable.adopt)
         if isinstance(found, DeviceArray):
             return found
@@ -101,6 +142,11 @@ class Weights:
                 given[self.decls[name].id] = value if isinstance(value, DeviceArray) else files.in_memory(value)
         if steps:
             self.executable.prepare(steps, given, alone)
+
+    def in_memory(self, names: Iterable[str] | None = None) -> AbstractContextManager[None]:
+        """All experts of these params (of all) are in memory meanwhile, also those that are not resident."""
+        tiers = self.store.experts
+        return tiers.everything(self.decls if names is None else names) if tiers else nullcontext()
 
     def run_constants(self) -> None:
         """Run the prepare steps that depend on constants only, if they are stale. Other prepare steps may read their results."""
@@ -145,7 +191,8 @@ class Weights:
             stale = [i for i in range(len(self.sources)) if self.is_stale(i)]
             if missing := self.missing():
                 raise MissingParamError(f"{self.program.name}: param {known(missing)} not set; call set_param first")
-            self.run(stale)
+            with self.in_memory(frozenset().union(*(self.sources[i] for i in stale))):
+                self.run(stale)
             self._gate.seen = self.store.changes.value
 
 

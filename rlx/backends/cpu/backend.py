@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -25,6 +25,7 @@ from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
+from rlx.ir.sections import section
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 
@@ -72,7 +73,8 @@ class CpuBackend:
         CompileError: LLVM rejects a kernel, which is a bug in the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
-        kernels = {id(s.kernel): s.kernel for steps in program.phases.values() for s in steps}
+        sections = dict(_sections(program))
+        kernels = {id(k): k for k in (*(s.kernel for steps in program.phases.values() for s in steps), *sections.values())}
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
@@ -84,7 +86,9 @@ class CpuBackend:
         if progress is not None:
             progress(len(distinct), len(distinct))
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
-        return CpuArtifact(program, tuple(code for code, _ in made.values()), tuple(image for _, image in made.values()), coded)
+        alone = {i: made[jobs[id(kernel)]][0] for i, kernel in sections.items()}
+        codes, objects = tuple(code for code, _ in made.values()), tuple(image for _, image in made.values())
+        return CpuArtifact(program, codes, objects, coded, alone)
 
     def axes(self, kernel: Kernel, target: Target) -> Mapping[str, tuple[int, ...]]:
         from rlx.backends.cpu.render import axes
@@ -115,7 +119,8 @@ class CpuBackend:
         at = {code: i for i, code in enumerate(artifact.codes)}
         codes = [(c.symbol, c.tasks, c.scratch_bytes, c.work_ns, c.may_fail) for c in artifact.codes]
         coded = {phase: [at[code] for _, code in steps] for phase, steps in artifact.coded.items()}
-        return {"codes": codes, "coded": coded}, list(artifact.objects)
+        sections = [(i, at[code]) for i, code in artifact.sections.items()]
+        return {"codes": codes, "coded": coded, "sections": sections}, list(artifact.objects)
 
     def from_parts(self, program: Program, code: Any, parts: Sequence[bytes], texts: Callable[[], dict[str, str]]) -> CpuArtifact:
         from rlx.backends.cpu.abi import Rendered
@@ -128,7 +133,8 @@ class CpuBackend:
         }
         if len(made) != len(parts) or not all(isinstance(c.symbol, str) for c in made):
             raise ValueError(f"{len(parts)} objects for {len(made)} kernels, or symbols that are no names")
-        return CpuArtifact(program, tuple(made), tuple(parts), coded, texts)
+        sections = {range(len(program.prepare))[i]: made[at] for i, at in (whole(row) for row in code["sections"])}
+        return CpuArtifact(program, tuple(made), tuple(parts), coded, sections, texts)
 
     def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
         return missing_features(features)
@@ -165,6 +171,17 @@ def _made_once(job: _Job) -> tuple[Rendered, bytes]:
 
     with one_at_a_time:
         return _compiled(job)
+
+
+def _sections(program: Program) -> Iterator[tuple[int, Kernel]]:
+    """The steps that prepare weights of experts, each with the kernel for one expert; without those that have none."""
+    experts = {name: router.experts for router in program.routers for name in router.params}
+    params = {id: program.buffers[id].name for id in program.params}
+    for i, step in enumerate(program.prepare):
+        count = experts.get(params.get(min(step.reads), "")) if len(step.reads) == len(step.writes) == 1 else None
+        kernel = section(step.kernel, count) if count else None
+        if kernel is not None:
+            yield i, kernel
 
 
 @lru_cache(KEPT)

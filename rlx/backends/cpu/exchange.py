@@ -150,9 +150,9 @@ class ExchangeCalls:
 
     def _calling(self, function: str, block: Block, act: Callable[[int], None]) -> tuple[int, int, Any]:
         """The address of `function`, that of its block, and an object that keeps both alive."""
-        answers = _answers(act, block, self.errors, self.exchanges.transport)
-        next(answers)  # run to its first yield
-        answer = ANSWER(answers.send)
+        asked = answers(act, block, self.errors, self.exchanges.transport)
+        next(asked)  # run to its first yield
+        answer = ANSWER(asked.send)
         block.answer = ctypes.cast(answer, P).value
         return _library().address(function), ctypes.addressof(block), (block, answer, _library())
 
@@ -168,7 +168,7 @@ class ExchangeCalls:
         return told
 
 
-def _answers(act: Callable[[int], None], block: Block, errors: list[BaseException], transport: Any) -> Generator[None, int, None]:
+def answers(act: Callable[[int], None], block: Any, errors: list[BaseException], transport: Any) -> Generator[None, int, None]:
     """Each `send(x)` runs act(x). An exception is appended to `errors`; ExchangeCalls.error raises it later, from Python."""
     while True:
         try:

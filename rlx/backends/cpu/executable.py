@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -23,6 +23,7 @@ from rlx.backends.cpu.memory import Region as HostRegion
 from rlx.backends.shared.loaded import Loaded, check_fits, constants_of
 from rlx.driver.backend import Timeline
 from rlx.driver.exchange import Exchanges
+from rlx.driver.experts import ExpertTiers, ResidencyStats
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
@@ -34,6 +35,7 @@ from rlx.ir.program import BufferDecl, Program, Region, Step, kernel_labels
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
+    from rlx.backends.cpu.experts import ExpertSteps
     from rlx.backends.cpu.timing import Spans
 
 Surroundings: TypeAlias = "tuple[HostRegion, int, pool.Pool | None]"  # scratch, its bytes per thread, the threads
@@ -45,13 +47,15 @@ BEGINNING, AGREEING = "the barrier before the first step", "the barrier after th
 @dataclass(frozen=True)
 class CpuArtifact:
     """Machine code of one program: `codes`, each distinct kernel once, with its object code at the same index of `objects`.
-    `coded`: the steps of a phase, each with its code. `written`: reads the texts of an artifact from the cache, whose codes have
+    `coded`: the steps of a phase, each with its code. `sections`: of steps that prepare the weights of experts, the code for one
+    expert (rlx.ir.sections), where there is one. `written`: reads the texts of an artifact from the cache, whose codes have
     none."""
 
     program: Program
     codes: tuple[Rendered, ...]
     objects: tuple[bytes, ...]
     coded: dict[str, list[tuple[Step, Rendered]]]
+    sections: dict[int, Rendered] = field(default_factory=dict)
     written: Callable[[], dict[str, str]] | None = None
 
     def texts(self) -> dict[str, str]:
@@ -95,6 +99,7 @@ class CpuExecutable(Loaded):
         self._scratch = memory.allocate(code.scratch_stride * threads, SCRATCH_ALIGNMENT)
         self._lay_out_params()
         self._exchange = _exchange_calls(code.artifact, transport) if program.collectives else None
+        self._experts = self._expert_steps() if program.routers else None
         self._whole = self._lasting("steps", "commit")
 
     # -- buffers
@@ -122,7 +127,32 @@ class CpuExecutable(Loaded):
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. `params` and `prepared` are shared with every executable on the same store."""
         code = sum(map(len, self._code.artifact.objects))
-        return super().memory() | {"scratch": self._scratch.nbytes, "code": code}
+        found = super().memory() | {"scratch": self._scratch.nbytes, "code": code}
+        if (tiers := self.tiers) is not None:
+            for purpose, region in (("params", Region.PARAM), ("prepared", Region.PREPARED)):
+                found[purpose] -= tiers.offloaded(b.name for b in self.program.buffers if b.region is region)
+        return found
+
+    # -- experts: Tiered protocol (rlx.driver.experts)
+
+    @property
+    def tiers(self) -> ExpertTiers | None:
+        return self._experts.tiers if self._experts else None
+
+    @property
+    def tier_layers(self) -> Sequence[int]:
+        return [router.layer for router in self._experts.routers] if self._experts else ()
+
+    def take_tier_stats(self) -> ResidencyStats:
+        assert self._experts is not None
+        return self._experts.take_stats()
+
+    def _expert_steps(self) -> ExpertSteps:
+        from rlx.backends.cpu.experts import ExpertSteps, group_starts  # imported late: most programs have no experts
+
+        artifact = self._code.artifact
+        packers = {i: (self._code.library, code) for i, code in artifact.sections.items()}
+        return ExpertSteps(self, packers, group_starts(joins(artifact.coded["steps"])))
 
     # -- running
 
@@ -161,6 +191,8 @@ class CpuExecutable(Loaded):
             table.settle(status)
         except BaseException:
             if status != pool.ATTEND:
+                if self._experts:
+                    self._experts.failed()
                 self._undo(table.failed)
             raise
 
@@ -179,7 +211,9 @@ class CpuExecutable(Loaded):
             for b, a in zip(decls, bound)
         ]
         codes = [code for _, code in self._coded("steps", "commit")]
-        alone, long = any(c.may_fail for c in codes), sum(c.work_ns for c in codes) > calls.GIL_NS
+        python = self._experts is not None  # a step may call Python, on any thread
+        alone = python or any(c.may_fail for c in codes)
+        long = python or sum(c.work_ns for c in codes) > calls.GIL_NS
         taken = self.arena_ptr, self.arena_ptr + self.arena.size_bytes
         return calls.make(wanted, slots, taken, table.address, partial(self._settle, table), alone, long, pool.run_address())
 
@@ -277,51 +311,73 @@ class CpuExecutable(Loaded):
         other than those of runs. `commits`: the steps of a run are followed by those of its commit. `spans`: measure each task.
 
         PlanError: a kernel's arguments are larger than the buffers it is given. Machine code cannot check: it sees no sizes."""
-        rows, addresses, moving = [], [], []
+        rows, moving, ends = _Rows(), list[tuple[int, int]](), len(self.program.steps)
         exchange = self._exchange if any(step.kernel.collective for step, _ in coded) else None
+        runs = bool(coded) and bool(ends) and coded[0][0] is self.program.steps[0]
+        experts = self._experts.around if self._experts and runs else {}
         if exchange:
-            function, *addresses = exchange.begin()
-            rows.append((function, 0, 1, False))
+            rows.add(-1, *exchange.begin())
         for at, ((step, code), concurrent) in enumerate(zip(coded, joins(coded))):
+            if exchange and at == ends:
+                rows.add_all(at, (commits and exchange.agreement(), exchange.release()))
+            before, behind = experts.get(at, ((), ()))
+            rows.add_all(at, before)
             name, sizes = step.kernel.name, [b.size * b.dtype.itemsize for b in step.kernel.buffers]
             if len(sizes) != len(step.args) or any(n > self.decls[a].nbytes for n, a in zip(sizes, step.args)):
                 raise PlanError(f"{self.program.name}: the buffers of {name} are larger than its arguments {step.args}")
             together = exchange and step.kernel.collective
             function, *more = exchange.step(together) if together else [self._code.library.address(code.symbol)]  # type: ignore[union-attr]
-            rows.append((spans.function if spans else function, len(addresses), code.tasks, concurrent))
-            addresses += [function, spans.address(at)] if spans else ()
-            moving += [(place, a) for place, a in enumerate(step.args, len(addresses)) if a in self.entries]
-            addresses += [*((given or {}).get(a) or self.address(a) for a in step.args), *more]
-        kernels: list[Kernel | None] = [step.kernel for step, _ in coded]
-        for barrier in (exchange.release(), commits and exchange.agreement()) if exchange else ():
-            if barrier:  # after the steps, in reverse order
-                kernels.insert(end := len(self.program.steps), None)
-                rows.insert(1 + end, (barrier[0], len(addresses), 1, False))
-                addresses += barrier[1:]
-        around = surroundings or (self._scratch, self._code.scratch_stride, self._pool)
-        table = _Table(self.program.name, kernels, rows, addresses, around, exchange)
-        table.moving = moving
+            head = [function, spans.address(at)] if spans else []
+            moving += [(place, a) for place, a in enumerate(step.args, len(rows.addresses) + len(head)) if a in self.entries]
+            given_or_own = ((given or {}).get(a) or self.address(a) for a in step.args)
+            rows.add(at, spans.function if spans else function, *head, *given_or_own, *more)
+            rows.kernels[-1], rows.steps[-1] = step.kernel, (*rows.steps[-1][:2], code.tasks, concurrent)
+            rows.add_all(at + 1, behind)
+        if exchange and len(coded) <= ends:
+            rows.add_all(len(coded), (commits and exchange.agreement(), exchange.release()))
+        table = _Table(self.program.name, rows, surroundings or (self._scratch, self._code.scratch_stride, self._pool), exchange)
+        table.experts, table.moving = self._experts if experts else None, moving
         return table
 
 
+class _Rows:
+    """The rows of a table while it is made. `steps`: (function, index of its first argument in `addresses`, tasks, whether the
+    row is in the group of the previous one). `kernels`: None for rows that are no steps of the program. `places`: the step of the
+    program at which, or in front of which, a row stands; -1: before the first."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, int, bool]] = []
+        self.addresses: list[int] = []
+        self.kernels: list[Kernel | None] = []
+        self.places: list[int] = []
+
+    def add(self, place: int, function: int, *addresses: int) -> None:
+        self.steps.append((function, len(self.addresses), 1, False))
+        self.addresses += addresses
+        self.kernels.append(None)
+        self.places.append(place)
+
+    def add_all(self, place: int, rows: Iterable[Sequence[int] | Literal[False] | None]) -> None:
+        for row in rows:
+            if row:
+                self.add(place, *row)
+
+
 class _Table:
-    """The table of steps that the executor runs: `rows` of (function, index of its first argument in `addresses`, tasks, whether
-    it is in the group of the previous row).
+    """The table of steps that the executor runs.
 
     `call()` runs all of them and returns 0, or a status for `settle`. A table keeps the scratch alive, but no buffer."""
 
-    def __init__(
-        self, program: str, kernels: Sequence[Kernel | None], rows: Sequence[tuple[int, int, int, bool]],
-        addresses: Sequence[int], surroundings: Surroundings, exchange: ExchangeCalls | None = None,
-    ) -> None:  # fmt: skip
-        """`exchange`: keeps the functions of collectives alive. The first row is then their initial barrier, and other rows that
-        are not kernels have None in `kernels`."""
+    def __init__(self, program: str, rows: _Rows, surroundings: Surroundings, exchange: ExchangeCalls | None = None) -> None:
+        """`exchange`: keeps the functions of collectives alive."""
         self._exchange = exchange
-        self._program, self._kernels, (self._scratch, stride, self._pool) = program, kernels, surroundings
+        self.experts: ExpertSteps | None = None  # those of the rows, if any
+        self._program, (self._scratch, stride, self._pool) = program, surroundings
+        self._kernels, self._places = rows.kernels, rows.places
         self.moving: list[tuple[int, int]] = []  # (index in `addresses`, buffer) of each argument that is a handle
-        self._addresses = np.array(addresses, np.int64)
-        self._steps = np.array(rows, np.int64).reshape(-1, 4)  # pool.Step
-        self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows], [joined for *_, joined in rows])
+        self._addresses = np.array(rows.addresses, np.int64)
+        self._steps = np.array(rows.steps, np.int64).reshape(-1, 4)  # pool.Step
+        self._steps[:, 3] = tasks_after([tasks for _, _, tasks, _ in rows.steps], [joined for *_, joined in rows.steps])
         most = self._steps[:, 2:].sum(axis=1).max(initial=0)
         if most > pool.MAX_TASKS:
             raise PlanError(f"{program}: a group of {most} tasks; the executor counts up to {pool.MAX_TASKS}")
@@ -347,8 +403,12 @@ class _Table:
 
     @property
     def failed(self) -> int:
-        """The step at which the last failed run stopped; -1: before the first."""
-        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step) - bool(self._exchange)
+        """The step at which, or in front of which, the last failed run stopped; -1: before the first."""
+        return self._places[self._row]
+
+    @property
+    def _row(self) -> int:
+        return (self._run.failed - self._run.first) // ctypes.sizeof(pool.Step)
 
     def settle(self, status: int) -> None:
         """Act on the status of a run. IndexRangeError: a Check failed. CollectiveError: a collective failed."""
@@ -361,7 +421,11 @@ class _Table:
                 self._exchange.exchanges.release()
 
     def _explain(self, status: int) -> None:
-        kernel = self._kernels[self.failed] if self.failed >= 0 else None
+        if self.experts and status == self.experts.FAILED:
+            if self._exchange:
+                self._exchange.exchanges.give_up()
+            raise self.experts.error()
+        kernel = self._kernels[self._row]
         name = kernel.name if kernel else BEGINNING if self.failed < 0 else AGREEING
         if self._exchange and status == self._exchange.FAILED:
             raise self._exchange.error(f"{self._program}: {name}")

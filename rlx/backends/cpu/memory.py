@@ -108,6 +108,32 @@ def holds(address: int, nbytes: int) -> bool:
     return any(address < p.address + p.nbytes and p.address < address + nbytes for p in list(_live.values()))
 
 
+def release(address: int, nbytes: int) -> None:
+    """Give the whole pages among these bytes back to the system. They are zero then, or as in the file that is mapped there."""
+    first, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if first < end:
+        _advise(first, end - first, mmap.MADV_DONTNEED)
+
+
+def in_small_pages(address: int, nbytes: int) -> None:
+    """No huge pages for these bytes from now on: they would make bytes resident beside those that are written."""
+    first = address // PAGE * PAGE
+    with contextlib.suppress(OSError):  # a system without huge pages rejects the advice
+        _advise(first, address + nbytes - first, getattr(mmap, "MADV_NOHUGEPAGE", 15))
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    if _madvise()(address, nbytes, advice):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@lru_cache(1)
+def _madvise() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
 def resident() -> int:
     """Resident bytes of this process; 0 if the system does not report them."""
     try:

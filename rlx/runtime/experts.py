@@ -1,0 +1,123 @@
+"""Mixture of experts at run time: the choices of routers (Capture), and which experts are resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rlx.driver.backend import Executable
+from rlx.driver.experts import ExpertTiers, ResidencyStats, Tiered, mask_of
+from rlx.driver.stream import Pending
+from rlx.errors import BindingError, InputShapeError, OptionError, Unsupported
+
+
+class Capture:
+    """The choices of the routers in the first run after `arm`. They are read from the routers' buffers, which keep them until the
+    next run begins: a captured run does nothing more than any other."""
+
+    def __init__(self, executable: Executable) -> None:
+        self._executable, self._routers = executable, executable.program.routers
+        self._arrays: list[np.ndarray] = []
+        self._ran, self._read, self.armed = False, False, False
+        self._later: Pending | None = None
+
+    def arm(self, n: int) -> None:
+        """Unsupported, OptionError: see CompiledGraph.enable_moe_topk_capture."""
+        check_routers(self._executable)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise OptionError(f"the choices captured for each token are 1 or more, got {n!r}")
+        shapes = [(r.tokens, r.shape.static[-1]) for r in self._routers]
+        for at, (_, k) in enumerate(shapes):
+            if n > k:
+                raise OptionError(f"the router of layer {at} chooses {k} experts for a token, so {n} of them cannot be captured")
+        self._arrays = [np.empty((tokens, n), np.int32) for tokens, _ in shapes]
+        self._ran, self._read, self.armed, self._later = False, False, True, None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `run` must be called for runs: the choices have not been read yet."""
+        return self.armed and not self._read
+
+    def run(self, execute: Callable[[], Pending | None]) -> Pending | None:
+        """Begin a run while `waiting`."""
+        self.overwriting()
+        if self._read:
+            return execute()
+        self._later = execute()
+        self._ran = True
+        return self._later
+
+    def overwriting(self) -> None:
+        """Another run is about to begin: read the choices now."""
+        if self._ran and not self._read:
+            self._settle()
+            self._read = True
+
+    def take(self) -> list[np.ndarray]:
+        check_routers(self._executable)
+        if not self.armed:
+            raise BindingError("no capture is enabled; call enable_moe_topk_capture before the run")
+        if not self._ran:
+            raise BindingError("the graph has not run since enable_moe_topk_capture")
+        self.overwriting()
+        self.armed, found, self._arrays = False, self._arrays, []
+        return found
+
+    def _settle(self) -> None:
+        try:
+            if self._later is not None:
+                self._later.wait()
+        except BaseException:  # it is not the next forward: it failed
+            self._ran = False
+            raise
+        finally:
+            self._later = None
+        for router, into in zip(self._routers, self._arrays):
+            view = self._executable.view(router.buffer)
+            ids = self._executable.read(router.buffer) if view is None else view
+            np.copyto(into, ids[: len(into), : into.shape[1]])
+
+
+def check_routers(executable: Executable) -> None:
+    """Unsupported: the graph has no mixture of experts."""
+    if not executable.program.routers:
+        raise Unsupported(f"{executable.program.name} has no router (ops.router, ops.route), so no mixture of experts")
+
+
+def tiers_of(executable: Executable, device: object) -> ExpertTiers:
+    """Unsupported: the graph has no experts, or the device keeps all of them resident."""
+    check_routers(executable)
+    tiers = executable.tiers if isinstance(executable, Tiered) else None
+    if tiers is None:
+        raise Unsupported(f"{device} has no slow tier: all experts are resident")
+    return tiers
+
+
+def set_resident(executable: Executable, device: object, masks: Sequence[object] | None, mask: object = None) -> None:
+    """Which experts are resident: `masks`, one for each router of the program, or the same `mask` for all. Nothing changes if a
+    mask does not fit."""
+    check_routers(executable)
+    routers = executable.program.routers
+    given = [mask] * len(routers) if masks is None else list(masks)
+    if len(given) != len(routers):
+        raise InputShapeError(f"{executable.program.name} has {len(routers)} layers with experts, got {len(given)} masks")
+    wanted = [mask_of(m, router.experts, f"layer {at}") for at, (m, router) in enumerate(zip(given, routers))]
+    if all(m.all() for m in wanted) and not (isinstance(executable, Tiered) and executable.tiers):
+        return
+    tiers = tiers_of(executable, device)
+    assert isinstance(executable, Tiered)
+    layers = executable.tier_layers
+    for at, m in zip(layers, wanted):
+        if not (m.all() or tiers.layers[at].nbytes):
+            raise Unsupported(f"the experts of {tiers.layers[at].name!r} are packed together: they stay resident")
+    tiers.set([dict(zip(layers, wanted)).get(n, tiers.resident(n)) for n in range(len(tiers.layers))])
+
+
+def take_stats(executable: Executable, device: object) -> ResidencyStats:
+    tiers_of(executable, device)
+    assert isinstance(executable, Tiered)
+    return executable.take_tier_stats()
+
+
+__all__ = ["Capture", "check_routers", "set_resident", "take_stats", "tiers_of"]
