@@ -8,7 +8,7 @@ height and `release` clears it; until then the system saves it at every context 
 
 from __future__ import annotations
 
-from rlx.backends.cpu.kernels.tile import Layout
+from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.host.emit import Emitter, V
 
 SIDE = 16  # rows of a block; its columns, of 4 bytes; groups that one instruction sums over
@@ -39,11 +39,12 @@ def release(e: Emitter) -> None:
 
 
 def blocks_function(
-    e: Emitter, a: V, b: V, sums: V, config: V, *, rows: int, vectors: int, k: int, group: int, from_a: Layout, from_b: Layout,
-    configured: bool,
+    e: Emitter, a: V, b: V, sums: V, config: V, ahead: V | None = None, *, rows: int, vectors: int, k: int, group: int,
+    from_a: Layout, from_b: Layout, configured: bool, share: int = 0,
 ) -> None:  # fmt: skip
     """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: the
-    unit is configured for this height already; else `config` points to memory for the configuration."""
+    unit is configured for this height already; else `config` points to memory for the configuration. `ahead`: where `share` bytes
+    per step of k are prefetched from."""
     if not configured:
         configure(e, config, rows)
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), e.i64(4 * SIDE * vectors)
@@ -51,15 +52,16 @@ def blocks_function(
     for i in above:
         for j in across:
             _do(e, "tilezero", _register(_SUMS[i][j]))
-    with e.loop(0, k, SIDE, carried=[a, b]) as loop:
-        at_a, at_b = loop.carried
+    fetched = [ahead] if ahead else []
+    with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
+        at_a, at_b, *now = loop.carried
+        loop.next = [from_a.at(e, at_a, 0, SIDE), from_b.at(e, at_b, SIDE), *prefetch(e, now, SIDE * share)]
         for i in above:
             _do(e, "tileloadd64", _register(_A[i]), from_a.at(e, at_a, SIDE * i), steps[0])
         for j in across:
             _do(e, "tileloadd64", _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), steps[1])
             for i in above:
                 _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
-        loop.next = [from_a.at(e, at_a, 0, SIDE), from_b.at(e, at_b, SIDE)]
     for i in above:
         for j in across:
             _do(e, "tilestored64", _register(_SUMS[i][j]), e.gep(sums, 4 * SIDE * (i * SIDE * vectors + j)), pitch)

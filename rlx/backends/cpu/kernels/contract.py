@@ -125,12 +125,12 @@ class _Contraction(Product):
         share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
         with e.loop(*tiles) as at:
             row, ahead = self._first_row(e, at.index), list[V]()
-            if share and not p.matrix and not self.cut:
+            if share and not self.cut:
                 ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
             for height, here in (heights := self.heights(e, at.index)):
                 if p.matrix:
                     with e.when(here):
-                        self._blocks(e, self.a.at(e, a, row), b, sums, height, vectors)
+                        self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share, height, vectors)
                     continue
                 shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
                 t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share)
@@ -161,13 +161,13 @@ class _Contraction(Product):
             with e.when(e.cmp(order, tiles, e.i64(1))):
                 self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, at)
 
-    def _blocks(self, e: Emitter, a: V, b: V, sums: V, rows: int, vectors: int) -> None:
+    def _blocks(self, e: Emitter, a: V, b: V, sums: V, ahead: list[V], share: int, rows: int, vectors: int) -> None:
         """Like tile_function, on the matrix unit."""
         body = partial(
             amx.blocks_function, rows=rows, vectors=vectors, k=self.steps, group=self.plan.group, from_a=self.a,
-            from_b=self.from_b, configured=self.configured,
+            from_b=self.from_b, configured=self.configured, share=share,
         )  # fmt: skip
-        self.call(e, f"blocks_{rows}x{vectors}", body, a, b, sums, e.gep(SCRATCH, self.config_at))
+        self.call(e, f"blocks_{rows}x{vectors}", body, a, b, sums, e.gep(SCRATCH, self.config_at), *ahead)
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. Columns past the edge of the matrix are undefined;

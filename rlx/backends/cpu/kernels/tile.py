@@ -128,11 +128,8 @@ def tile_function(
     with e.loop(0, whole, t.unroll, carried=[a, b, *fetched, *totals], nonempty=True) as loop:
         at_a, at_b, *now = loop.carried
         loop.next = [from_a.at(e, at_a, 0, t.unroll), from_b.at(e, at_b, t.unroll)]
-        if fetched:
-            at, *now = now
-            loop.next.append(e.gep(at, t.unroll * t.ahead))
-            for place in range(0, t.unroll * t.ahead, LINE):  # arguments: read, into L2, data
-                e.intrinsic("prefetch", e.gep(at, place), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
+        loop.next += prefetch(e, now[: len(fetched)], t.unroll * t.ahead)
+        now = now[len(fetched) :]
         for u in range(t.unroll):
             loop.next += one(at_a, at_b, u, now[u * count : (u + 1) * count])
     at_a, at_b, *totals = loop.results
@@ -144,6 +141,14 @@ def tile_function(
         totals = one(at_a, at_b, u, totals)
     for at, total in zip(places, totals):
         e.store(total, e.gep(sums, at), size)
+
+
+def prefetch(e: Emitter, places: list[V], nbytes: int) -> list[V]:
+    """Prefetch that many bytes from each place; returns the places after them."""
+    for at in places:
+        for line in range(0, nbytes, LINE):  # arguments: read, into L2, data
+            e.intrinsic("prefetch", e.gep(at, line), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
+    return [e.gep(at, nbytes) for at in places]
 
 
 def stage_rows_function(

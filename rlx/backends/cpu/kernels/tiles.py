@@ -122,8 +122,9 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
         groups, batch_groups = 1, batch if blocks > 1 else min(batch, max(wanted, 1))
     else:
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
-    stage_b = _stage_b(c.b, c, -(-row_tiles // blocks) if blocks else 0)
-    ahead = tiling.get("ahead", _fetches_ahead(c, rows, -(-row_tiles // blocks) if blocks else 0))
+    tiles = -(-row_tiles // blocks) if blocks else 0
+    stage_b = _stage_b(c.b, c, tiles)
+    ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
         matrix, bool(ahead),
