@@ -58,8 +58,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "head_dim": 10, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
-    "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
-    "deepseek_v2-greedy": ("DeepseekV2", {**MLA, "q_lora_rank": None, "rope_parameters": STRETCHED}),
+    "deepseek_v2": (
+        "DeepseekV2", {**MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
     "deepseek_v3": ("DeepseekV3", {**MLA, "n_group": 2, "topk_group": 1, "rope_parameters": STRETCHED, "n_shared_experts": 1}),
 }
 
@@ -200,7 +201,8 @@ def _write_experts(writer: Any, c: Any, split_latent: bool) -> None:
     writer.add_expert_group_count(c.n_group)
     writer.add_expert_group_used_count(c.topk_group)
     writer.add_kv_lora_rank(rank)
-    writer.add_q_lora_rank(c.q_lora_rank)
+    if c.q_lora_rank is not None:
+        writer.add_q_lora_rank(c.q_lora_rank)
     rope, key = c.rope_parameters, c.qk_nope_head_dim + c.qk_rope_head_dim
     writer.add_rope_dimension_count(c.qk_rope_head_dim)
     writer.add_head_count_kv(1 if split_latent else c.num_attention_heads)
