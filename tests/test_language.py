@@ -62,7 +62,7 @@ LARGER = {  # sizes that whole blocks divide, and what files of an architecture 
     "mixtral": {"sliding_window": None}, "olmoe": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, **EVERY_LAYER},
     "qwen3_moe": {"moe_intermediate_size": 256, **EVERY_LAYER},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "rope_parameters": {**small_models.STRETCHED, "mscale": 0.7}},
 }  # fmt: skip
 
