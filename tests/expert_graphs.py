@@ -29,7 +29,7 @@ def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: 
     rows = rlx.gather(x, order // k)
     hidden = rlx.segment_matmul(rows, up, ends, format=form)
     hidden = rlx.silu(hidden[:, :ffn]) * hidden[:, ffn:]
-    made = rlx.gather(rlx.segment_matmul(hidden, down, ends, format=form), place).reshape((tokens, k, width))
+    made = rlx.gather(rlx.segment_matmul(hidden, down, ends, format=form), place.reshape((tokens, k)))
     return rlx.sum(made.astype("f32") * weights.reshape((tokens, k, 1)), axis=1).astype(x.dtype)
 
 

@@ -407,6 +407,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "argmax": arg(lambda x, best: x > best), "argmin": arg(lambda x, best: x < best), "cumsum": torch_(cumsum),
     "sort": torch_(lambda a, x: ordered(x, a.descending)), "argsort": torch_(lambda a, x: ordered(x, a.descending)[1]),
     "top_k": torch_(lambda a, x: tuple(t[..., : a.k] for t in ordered(x, a.largest))),
+    "top_few": torch_(lambda a, x: tuple(t[..., : a.k] for t in ordered(x, True))),
     "reshape": torch_(lambda a, x: x.reshape(a.dims)), "broadcast_to": torch_(lambda a, x: x.expand(a.dims)),
     "transpose": torch_(lambda a, x: x.permute(a.axes or tuple(reversed(range(x.ndim))))), "slice": sliced,
     "split": torch_(lambda a, x: torch.tensor_split(x, a.parts if isinstance(a.parts, int) else ends(a.parts), a.axis)),

@@ -17,6 +17,7 @@ from rlx.compiler import lower
 from rlx.compiler.check import program_faults
 from rlx.errors import GraphError, IndexRangeError
 from rlx.ir import kernel as K
+from rlx.ir.cost import program_work
 from rlx.ir.dtype import as_dtype, i32
 from rlx.ir.graph import Graph
 from rlx.ir.kernel_parse import parse_kernel
@@ -132,6 +133,16 @@ def test_an_exact_number_of_rows_reads_back() -> None:
     for kernel in ragged:
         text = print_kernel(kernel)
         assert " exact " in text and print_kernel(parse_kernel(text)) == text
+
+
+def test_the_cost_of_a_program_counts_the_experts_that_its_tokens_may_use() -> None:
+    """Of 8 experts, one token uses two: their weights are read, not all."""
+    one = {w.kernel: w for w in program_work(program(1)).kernels if "segment_matmul" in w.kernel}
+    many = {w.kernel: w for w in program_work(program(64)).kernels if "segment_matmul" in w.kernel}
+    width, ffn = 48, 40
+    assert all(w.read_bytes >= 8 * width * ffn * 4 for w in many.values())
+    assert all(2 * width * ffn * 4 <= w.read_bytes <= 4 * 2 * width * ffn * 4 for w in one.values())
+    assert max(w.flops or 0 for w in one.values()) == pytest.approx(2 * 2 * width * 2 * ffn, rel=0.1)
 
 
 def test_the_tokens_of_a_group_are_gathered_in_the_product() -> None:

@@ -153,7 +153,10 @@ def _whole(s: Stmt, grid: Mapping[Var, int]) -> Iterator[tuple[Buffer, bool, int
     if isinstance(s, Contract):
         for x, n in ((s.a, s.m * s.k), (s.b, s.k * s.width)):
             if isinstance(x, K.Operand):  # the loads of a Computed operand are among the accesses
-                yield x.buffer, False, x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
+                whole = x.buffer.size if x.panel or x.blocks else n * _places(x.offset, grid)
+                if s.count is not None and x is s.b and (every := math.prod(grid.values())):
+                    whole = whole * min(every, s.m) // every  # no more points than that have rows
+                yield x.buffer, False, whole
     elif isinstance(s, K.Native):
         for v in (*s.inputs, *s.outputs):
             yield v.buffer, v in s.outputs, math.prod(d for d, stride in zip(v.dims, v.strides) if stride)

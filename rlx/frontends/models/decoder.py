@@ -284,7 +284,7 @@ class _Network:
         ids, weights = self.routed(name, x, m)
         order, place, ends = ops.group_rows(ids.reshape(n * m.used), groups=m.count)
         out = self.plain_mlp(f"{name}.experts", ops.gather(x, order // m.used, axis=0), m.width, ends=ends)
-        rows = ops.gather(out, place, axis=0).reshape(n, m.used, width)
+        rows = ops.gather(out, place.reshape(n, m.used), axis=0)
         y = ops.sum(rows * weights.reshape(n, m.used, 1), axis=1)
         if not m.shared:
             return y

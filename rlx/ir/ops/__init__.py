@@ -14,7 +14,7 @@ from rlx.ir.ops.elementwise import (
 from rlx.ir.ops.experts import group_ends, group_rows, grouped_matmul, route, router, segment_matmul
 from rlx.ir.ops.index import concat, copy, embedding, gather, iota, pad, scatter_add
 from rlx.ir.ops.norm import group_norm, layer_norm, rms_norm
-from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_k
+from rlx.ir.ops.order import argmax, argmin, argsort, cumsum, sort, top_few, top_k
 from rlx.ir.ops.quant import dequant_matmul, dequantize
 from rlx.ir.ops.quant_pack import pack_quant
 from rlx.ir.ops.pack import pack
@@ -39,6 +39,7 @@ __all__ = [
     "pack", "pack_quant", "pad", "pow", "prod", "quant_rows", "random_bits", "random_uniform", "rank_slice", "real",
     "reciprocal", "reduce_scatter", "relu", "rem", "reshape", "rms_norm", "rope", "round", "route", "router", "rsqrt",
     "scatter_add", "segment_matmul", "shift_left", "shift_right", "sigmoid", "sign", "silu", "sin", "slice", "softmax",
-    "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_k",
-    "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real", "where",
+    "softplus", "sort", "split", "sqrt", "squeeze", "sub", "sum", "take", "take_rows", "tanh", "threshold", "top_few",
+    "top_k", "transpose", "trunc", "unsqueeze", "update_rows", "valid_rows", "variance", "view_as_complex", "view_as_real",
+    "where",
 ]  # fmt: skip

@@ -221,6 +221,8 @@ def argsort(x: Operand, /, descending: bool = False, *, shape: Any = None, name:
     """Indices (i64) that sort the last dim; the sort is stable."""
 def top_k(x: Operand, /, k: int, largest: bool = True, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
     """The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index."""
+def top_few(x: Operand, /, k: int, *, shape: Any = None, name: str | None = None) -> tuple[Value, Value]:
+    """top_k, with the greatest first and indices in i32, by k passes over the row: for a few elements of short rows."""
 def pack(x: Operand, /, layout: tuple[tuple[int, int], ...], *, shape: Any = None, name: str | None = None) -> Value:
     """x stored in padded tiles. The compiler decides where to pack; in a graph from the user, pack(x) is the same as x."""
 def quant_rows(w: Operand, ids: Operand, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
@@ -411,6 +413,7 @@ __all__ = [
     "take_rows",
     "tanh",
     "threshold",
+    "top_few",
     "top_k",
     "transpose",
     "trunc",

@@ -17,7 +17,7 @@ from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeEr
 from rlx.ir.blocks import FORMATS
 from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass
 from rlx.ir.declare import op
-from rlx.ir.dtype import i32, index_
+from rlx.ir.dtype import f32, i32, index_
 from rlx.ir.kernel import Carry, Check, Expr, Loop, Loops, Reduce, Var, const, k
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Contraction, Kind, Sample
@@ -25,7 +25,7 @@ from rlx.ir.ops.activation import sigmoid
 from rlx.ir.ops.contract import matmul
 from rlx.ir.ops.elementwise import equal, exp, less_equal, minimum, where
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE, check_range, concat, gather, iota
-from rlx.ir.ops.order import best_of, top_k
+from rlx.ir.ops.order import best_of, top_few, top_k
 from rlx.ir.ops.quant import check_rows, dequantize, random_weights
 from rlx.ir.ops.reduce import any as any_of
 from rlx.ir.ops.reduce import max as max_of
@@ -120,6 +120,14 @@ def _route_shapes(attrs: RouteAttrs, scores: Shape, *more: Shape) -> tuple[Shape
     return ids, chosen.with_dtype(scores.dtype.compute)
 
 
+def _best(x: Value, count: int) -> tuple[Value, Value]:
+    """The greatest of each row, and their indices in i32."""
+    if x.dtype.compute == f32:
+        return top_few(x, k=count)
+    found, ids = top_k(x, k=count)
+    return found, ids.astype(i32)
+
+
 def _activated(attrs: RouteAttrs, scores: Value) -> Value:
     return sigmoid(scores) if attrs.scoring == "sigmoid" else softmax(scores, axis=-1)
 
@@ -128,9 +136,9 @@ def _of_best_groups(attrs: RouteAttrs, choice: Value) -> Value:
     """The scores by which experts are chosen, -inf in all groups but the best."""
     tokens, experts = choice.dims[0], static_dim(choice.dims[1], "route")
     groups = choice.reshape((tokens, attrs.groups, experts // attrs.groups))
-    best = sum_of(top_k(groups, k=2)[0], axis=-1) if attrs.scoring == "sigmoid" else max_of(groups, axis=-1)
-    chosen = top_k(best, k=attrs.top_groups)[1].reshape((tokens, 1, attrs.top_groups))
-    here = any_of(equal(chosen, iota(dims=(attrs.groups, 1))), axis=-1)
+    best = sum_of(_best(groups, 2)[0], axis=-1) if attrs.scoring == "sigmoid" else max_of(groups, axis=-1)
+    chosen = _best(best, attrs.top_groups)[1].reshape((tokens, 1, attrs.top_groups))
+    here = any_of(equal(chosen, iota(dims=(attrs.groups, 1), dtype=i32)), axis=-1)
     return where(here.reshape((tokens, attrs.groups, 1)), groups, -math.inf).reshape((tokens, experts))
 
 
@@ -149,9 +157,9 @@ def _route(attrs: RouteAttrs, scores: Value, *more: Value) -> tuple[Value, Value
     if bias is not None or summed:
         choice = _activated(attrs, scores)
         choice = choice if bias is None else choice + bias.astype(choice.dtype)
-    found, ids = top_k(choice if attrs.groups == 1 else _of_best_groups(attrs, choice), k=attrs.k)
+    found, ids = _best(choice if attrs.groups == 1 else _of_best_groups(attrs, choice), attrs.k)
     if bias is not None or summed:  # the scores of the chosen: those of all others count as 0
-        mine = equal(ids.reshape((tokens, attrs.k, 1)), iota(dims=(experts,)))
+        mine = equal(ids.reshape((tokens, attrs.k, 1)), iota(dims=(experts,), dtype=i32))
         found = sum_of(where(mine, scores.reshape((tokens, 1, experts)), 0.0), axis=-1)
     if attrs.scoring == "sigmoid":
         weights = sigmoid(found)
@@ -163,9 +171,9 @@ def _route(attrs: RouteAttrs, scores: Value, *more: Value) -> tuple[Value, Value
         weights = exp(found - top) / sum_of(exp(scores - top), axis=-1, keepdims=True)
     weights = weights * attrs.scale if attrs.scale != 1.0 else weights
     if guess is None:
-        return router(ids.astype(i32), experts=experts), weights
+        return router(ids, experts=experts), weights
     rows = static_dim(tokens, "route")
-    return router(concat(ids.astype(i32), guess, axis=0), experts=experts, ahead=rows)[:rows], weights
+    return router(concat(ids, guess, axis=0), experts=experts, ahead=rows)[:rows], weights
 
 
 def _route_arrays(attrs: RouteAttrs, scores: np.ndarray, *more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

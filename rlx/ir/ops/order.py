@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlx.errors import AttributeValueError, ShapeError
+from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.contexts import Applied, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
-from rlx.ir.dtype import i64
-from rlx.ir.kernel import Carry, Loop, Loops, Reduce, Sort, Var, const, k
+from rlx.ir.dtype import f32, i32, i64, index_
+from rlx.ir.kernel import Carry, Let, Loop, Loops, Reduce, Sort, Var, const, k
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Kind, Sample
 from rlx.ir.ops.rules import axis_of, lines, others, static_dim
@@ -205,4 +205,51 @@ top_k = op(
     reference=lambda a, x: tuple(part[..., : a.k] for part in _sorted_arrays(x, a.largest)),
     decompose=lambda a, x: tuple(slice_axis(part, -1, 0, a.k) for part in sort(x, descending=a.largest)),
     doc="The k largest (or smallest) elements along the last dim, sorted, and their indices (i64); ties are ordered by index.",
+)  # fmt: skip
+
+
+# -- a few of few --------------------------------------------------------------------------------------------------
+
+LEAST = -(2**63)
+
+
+class FewAttrs(Attrs):
+    k: int
+
+
+def _few_shapes(attrs: FewAttrs, x: Shape) -> tuple[Shape, ...]:
+    values, ids = _top_k_shapes(TopKAttrs(attrs.k), x)
+    if x.dtype.compute != f32:
+        raise DTypeError(f"floats of at most 32 bits are ordered, got {x}; use top_k")
+    return values, ids.with_dtype(i32)
+
+
+def _few_kernel(ctx: Lowering, node: Applied[FewAttrs]) -> Loops:
+    """k passes over a row, each for the greatest key below the last one. A key is the number's place in the order of numbers (all
+    NaN are one, and so are zeros), then its index from the end: no two are equal."""
+    x, i, t = node.inputs[0], Var("i"), Var("t")
+    grid, at = lines(ctx.dims(x), x.rank - 1)
+    last, best, found = Var("last", i64), Var("best", i64), Var("found")
+    number = k.add(ctx.element(x, at(i)), const(0, f32))  # -0.0 becomes 0.0
+    bits = k.bitcast(number, dtype=i32)
+    ordered = k.select(k.lt(bits, const(0, i32)), k.xor(bits, const(2**31 - 1, i32)), bits)
+    ordered = k.select(k.ne(number, number), const(2**31 - 1, i32), ordered)
+    key = k.or_(k.shl(k.cast(ordered, i64), const(32, i64)), k.cast(k.sub(const(2**31 - 1), i), i64))
+    open_ = k.select(k.lt(key, last), key, const(LEAST, i64))
+    one = Loop(i, ctx.dims(x)[-1], (), vector=True, reduces=(Reduce(best, "max", open_),))
+    index = k.cast(k.sub(const(2**31 - 1, i64), k.and_(best, const(2**32 - 1, i64))), index_)
+    stores = ctx.store(0, at(t), ctx.element(x, at(found))), ctx.store(1, at(t), k.cast(found, i32))
+    return grid, (Loop(t, node.attrs.k, (one, Let(found, index), *stores), carries=(Carry(last, const(2**63 - 1, i64), best),)),)
+
+
+top_few = op(
+    "top_few", kind=Kind.KERNEL, infer=_few_shapes, attrs=FewAttrs, dtypes="f", kernel=_few_kernel, rows=others,
+    reference=lambda a, x: tuple(part[..., : a.k] for part in _sorted_arrays(x, True)),
+    samples=tuple(
+        Sample(dims, {"k": n}, dtypes=(d,)) for dims, n, d in (
+            (((2, 17),), 5, "f32"), (((33,),), 33, "f16"), (((2, 3, 4),), 1, "bf16"), (((3, 4),), 0, "f32"),
+            (((2, 64),), 8, "f32"),
+        )
+    ),
+    doc="top_k, with the greatest first and indices in i32, by k passes over the row: for a few elements of short rows.",
 )  # fmt: skip
