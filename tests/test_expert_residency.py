@@ -153,6 +153,7 @@ def test_memory_says_what_is_resident() -> None:
     compiled.set_moe_resident_experts([True] * 2 + [False] * 6)
     tiers = compiled.expert_tiers()
     less = sum(whole.values()) - compiled.memory_plan().total_bytes
+    assert compiled.memory_plan().offloaded == less and f"experts not resident: {less} bytes" in str(compiled.memory_plan())
     assert less == 6 * sum(layer.nbytes for layer in tiers.layers) > 0
     assert [layer.experts for layer in tiers.layers] == [E, E] and [layer.top_k for layer in tiers.layers] == [K, K]
     assert all(tiers.resident(layer).tolist() == [True] * 2 + [False] * 6 for layer in range(LAYERS))

@@ -3,6 +3,7 @@ that are not as they should be. Logits and tokens of each family are compared in
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from small_models import logits, make, write_gguf
 from test_language import CLOSE, TOKENS, edit, off, whole
 
 import rlx
+from rlx.driver import files
 from rlx.errors import CorruptFileError, ModelError
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.language import load
@@ -72,6 +74,19 @@ def test_one_expert_is_read_as_all_are(name, weights, tmp_path):
             assert checkpoint.nbytes == sum(checkpoint.tensors[p].data.nbytes for p in checkpoint.parts[param]) // count
     with pytest.raises(ModelError, match=r"'model\.norm\.weight' is not a param of experts"):
         checkpoint.read_expert("model.norm.weight", 0)
+
+
+@pytest.mark.parametrize("weights", [None, "bf16"])
+def test_an_expert_of_a_truncated_file_is_an_error(weights, tmp_path):
+    """Not a SIGBUS: the last tensors of the file are read after it was cut."""
+    make("olmoe", tmp_path)
+    checkpoint = Checkpoint(tmp_path, weights)
+    (file,) = tmp_path.glob("*.safetensors")
+    os.truncate(file, 4096)
+    count = checkpoint.config.experts.count
+    for name in (n for n in checkpoint.parts if ".experts." in n):
+        with pytest.raises(CorruptFileError, match="model.safetensors was truncated"):
+            [files.in_memory(checkpoint.read_expert(name, e)) for e in range(count)]
 
 
 def test_routers_are_never_packed(tmp_path):

@@ -24,6 +24,7 @@ from rlx.frontends.weights import read_json, read_weights
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES, as_dtype
 from rlx.ir.placement import Split
+from rlx.runtime import in_memory
 
 FLOATS = ("f32", "bf16", "f16")
 CHUNK = 1 << 18  # elements converted at once: bounds the temporary memory
@@ -89,13 +90,13 @@ class Checkpoint:
         packed = FORMATS.get(form)
         if len(pieces) == 1 and pieces[0].type == form:
             self.nbytes += pieces[0].data.nbytes
-            return np.ascontiguousarray(pieces[0].data)
+            return in_memory(pieces[0].data)
         width = (packed.row_bytes(pieces[0].shape[-1]),) if packed else pieces[0].shape[1:]
         out, at = _empty((sum(t.shape[0] for t in pieces), *width), np.uint8 if packed else DTYPES[form].numpy), 0
         for t in pieces:
             step = max(1, CHUNK // max(1, math.prod(t.shape[1:])))
             for start in range(0, t.shape[0], step):
-                rows = t.data[start : start + step]
+                rows = in_memory(t.data[start : start + step])  # not by the mapping: a truncated file is an error then
                 out[at : at + len(rows)] = _converted(rows, t, form)
                 at += len(rows)
                 self.nbytes += rows.nbytes

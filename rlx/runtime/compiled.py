@@ -37,7 +37,7 @@ from rlx.ir.shown import Shown, counted, sized, some
 from rlx.runtime.binding import Declared, by_name, by_position, converted, each, fits, from_bytes, named, shaped
 from rlx.runtime.calls import Beginning, bound, copies, in_machine_code
 from rlx.runtime.checked import check_numbers
-from rlx.runtime.experts import Capture, set_resident, take_stats, tiers_of
+from rlx.runtime.experts import Capture, offloaded, set_resident, take_stats, tiers_of
 from rlx.runtime.outputs import OutputView
 from rlx.runtime.report import Allocations, CompileReport, MemoryPlan
 from rlx.runtime.weights import Params, Weights
@@ -563,7 +563,7 @@ class CompiledGraph(Shown):
 
     def memory_plan(self) -> MemoryPlan:
         """The offset and size of every buffer, known before the first run."""
-        return MemoryPlan.of(self._program, self._executable.memory())
+        return MemoryPlan.of(self._program, self._executable.memory(), offloaded(self._executable))
 
     def allocations(self) -> Allocations:
         """Allocation counters of Python and of the device. A run changes neither."""

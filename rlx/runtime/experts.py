@@ -114,10 +114,16 @@ def set_resident(executable: Executable, device: object, masks: Sequence[object]
     tiers.set([dict(zip(layers, wanted)).get(n, tiers.resident(n)) for n in range(len(tiers.layers))])
 
 
+def offloaded(executable: Executable) -> int:
+    """Bytes of experts that are not in memory."""
+    tiers = executable.tiers if isinstance(executable, Tiered) else None
+    return tiers.offloaded(b.name for b in executable.program.buffers) if tiers else 0
+
+
 def take_stats(executable: Executable, device: object) -> ResidencyStats:
     tiers_of(executable, device)
     assert isinstance(executable, Tiered)
     return executable.take_tier_stats()
 
 
-__all__ = ["Capture", "check_routers", "set_resident", "take_stats", "tiers_of"]
+__all__ = ["Capture", "check_routers", "offloaded", "set_resident", "take_stats", "tiers_of"]

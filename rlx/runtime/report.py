@@ -118,7 +118,8 @@ class Allocations:
 
 @dataclass(frozen=True, repr=False)
 class MemoryPlan(Shown):
-    """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes)."""
+    """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes).
+    `offloaded`: bytes of experts that are not resident; `regions` is without them."""
 
     arena_bytes: int
     unshared_bytes: int
@@ -126,18 +127,19 @@ class MemoryPlan(Shown):
     alignment: int
     regions: Mapping[str, int]
     slots: Mapping[str, tuple[int, int]]
+    offloaded: int = 0
 
     @staticmethod
-    def of(program: Program, regions: Mapping[str, int]) -> MemoryPlan:
+    def of(program: Program, regions: Mapping[str, int], offloaded: int = 0) -> MemoryPlan:
         plan = program.plan
         slots = {
             f"%{b.id} {b.region.value} {b.name}": (plan.offsets[b.id], b.nbytes) for b in program.buffers if b.id in plan.offsets
         }
-        return MemoryPlan(plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment, regions, slots)
+        return MemoryPlan(plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment, regions, slots, offloaded)
 
     def _line(self) -> str:
         parts = ", ".join(f"{name} {sized(n)}" for name, n in self.regions.items() if n)
-        return f"of {sized(self.total_bytes)}: {parts}"
+        return f"of {sized(self.total_bytes)}: {parts}" + f"; experts not resident {sized(self.offloaded)}" * (self.offloaded > 0)
 
     @property
     def total_bytes(self) -> int:
@@ -146,5 +148,6 @@ class MemoryPlan(Shown):
     def __str__(self) -> str:
         head = f"arena {self.arena_bytes} bytes (without sharing {self.unshared_bytes}, least possible {self.lower_bound_bytes})"
         parts = [f"  {name}: {n} bytes" for name, n in self.regions.items()]
+        parts += [f"  experts not resident: {self.offloaded} bytes more"] if self.offloaded else []
         slots = [f"  {at:>10} +{n:<10} {name}" for name, (at, n) in sorted(self.slots.items(), key=lambda s: s[1])]
         return "\n".join([head, *parts, "slots:", *slots])
