@@ -58,6 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 3072, "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": 1024, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     },
+    "qwen3_moe": {
+        **PLAIN, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 1000, "n_embd": 768, "n_layer": 1, "n_head": 12, "n_positions": 1024,
         "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",

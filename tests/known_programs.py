@@ -200,6 +200,8 @@ def cuda() -> Iterator[Known]:
         g.set_outputs([op(g.input("x", dims, "bf16"))])
         return name, g, PLAIN, HOPPER
 
+    for tokens, form in ((1, ""), (64, ""), (4, "q4_k")):
+        yield f"experts, {form or 'bf16'}, {tokens} tokens", layers(tokens, 256, 256, 16, 4, "bf16", form), PLAIN, HOPPER
     yield unary("gelu", rlx.gelu, 512, 1024)
     yield unary("transpose", lambda x: rlx.copy(x.T), 512, 1024)
     yield unary("softmax of rows", rlx.softmax, 1000, 50_257)

@@ -211,7 +211,7 @@ class _Fuser:
         """The halves of the columns of a product, if pointwise nodes of their shape are all that reads it, and the target has
         both sums of an element at once."""
         anchor = group.anchor
-        if anchor is None or anchor.op.kind is not Kind.CONTRACT or group.forms.keys() - group.absorbed != {anchor}:
+        if anchor is None or not self.is_product(anchor) or group.forms.keys() - group.absorbed != {anchor}:
             return ()
         if not self.target.pairs(anchor):
             return ()
@@ -352,8 +352,11 @@ class _Fuser:
             read_elsewhere = any(r is not node and r not in other.forms for v in values for r in self.readers.get(v, ()))
             early = not other.forms.keys().isdisjoint(self.after.get(node, ()))
             bigger = node not in self.updated and math.prod(self.places.memory(node.results[0])) > 2 * base.shape.num_elements
+            pointwise = all(n.op.kind is Kind.POINTWISE for n in other.forms)
+            if self.joins_rows and node.op.name == "gather" and value is node.inputs[1] and base.shape.num_elements > FEW:
+                bigger = not pointwise  # a row's index costs little beside the row; a few are computed beside other small kernels
             if most is not None:
-                bigger = base.shape.num_elements > most or any(n.op.kind is not Kind.POINTWISE for n in other.forms)
+                bigger = base.shape.num_elements > most or not pointwise
             if node.op.kind is Kind.REDUCE and any(n.op.kind is Kind.REDUCE for n in other.forms):
                 continue  # the first, partial step of a reduction in two steps
             if read_elsewhere or bigger or early or self.roots.intersection(values):

@@ -12,7 +12,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, splits
+from rlx.backends.cuda import attention, segments, splits
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
@@ -137,8 +137,9 @@ def target(arch: str, multiprocessors: int = MULTIPROCESSORS) -> Target:
         name="cuda", dtypes=frozenset(DTYPES), features=(arch,), vector_bytes=16, threads=multiprocessors * THREADS_EACH,
         points_per_thread=BLOCKS / THREADS_EACH, point_elements=4096, cache_bytes=8 * COLUMNS, line_bytes=128, stores_narrow=True,
         few_kernels=True, rest_bytes=REST_BYTES, alignment=256,
-        natives={"attention": attention.claim, "dequant_matmul": packed.claim}, packs={"dequant_matmul": packed.packs},
-        followed=frozenset({"attention", "dequant_matmul"}), computes=_computes,
+        natives={"attention": attention.claim, "dequant_matmul": packed.claim, "segment_matmul": packed.claim_segments},
+        packs={"dequant_matmul": packed.packs, "segment_matmul": packed.packs},
+        followed=frozenset({"attention", "dequant_matmul", "segment_matmul"}), computes=_computes,
         pairs=partial(_pairs, arch),
         status_late=True, widens=frozenset(f"{a} {b}" for a in ("f16", "bf16") for b in ("f8e4m3", "f8e5m2")),
         column_bytes=COLUMN_BYTES,
@@ -154,8 +155,10 @@ def _computes(producer: Producer) -> bool:
 
 def _pairs(arch: str, node: Node) -> bool:
     """A product whose tiles tensor.py copies in bulk, with columns in adjacent memory."""
-    left, right = node.inputs
+    left, right = node.inputs[:2]
     *rows, depth = left.shape.static
+    if node.op.name == "segment_matmul":
+        return arch == "sm_90a" and rows[0] > COMPUTED_ROWS and segments.in_boxes(node)
     narrow = arch == "sm_90a" and left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")
     return narrow and right.node.op.name == "transpose" and math.prod(rows) > MOST_ROWS * 2 and depth % 8 == 0
 

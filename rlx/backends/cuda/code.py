@@ -27,6 +27,7 @@ from rlx.backends.cuda.groups import Group, Stages, grouped, may_join
 from rlx.backends.cuda.render import WIDE, CudaWriter, arguments_of
 from rlx.backends.cuda.scatter import ScatterLaunch, ScatterWriter, scattered
 from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch, TensorMap, launch
+from rlx.backends.cuda.segments import of_groups, segmented
 from rlx.backends.cuda.sorts import SortLaunch, SortWriter, sorted_rows
 from rlx.backends.cuda.tensor import TensorLaunch, on_tensor_cores
 from rlx.backends.cuda.tensor_writer import TensorWriter
@@ -88,6 +89,8 @@ SHARED_BYTES = {80: MIDDLE, 86: SMALL, 87: MIDDLE, 89: SMALL, 120: SMALL, 121: S
 def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTIPROCESSORS) -> Launch:
     capability = int(arch[3:].rstrip("af"))
     most = SHARED_BYTES.get(capability, LARGEST)
+    if of_groups(kernel):
+        return segmented(kernel, arch, multiprocessors, most)
     if attention.native_of(kernel):
         few = attention.launch(kernel, most=most, clusters=capability >= 90)
         return (flash.launch(kernel) if arch == "sm_90a" else None) or few
@@ -108,6 +111,7 @@ def launch_of(kernel: Kernel, arch: str = "sm_90a", multiprocessors: int = MULTI
 def text_of(at: Launch, name: str) -> str:
     """The translation unit of one kernel."""
     own = (Path(__file__).parent / "hopper.h").read_text() if isinstance(at, TensorLaunch) else ""
+    own += (Path(__file__).parent / "segments.h").read_text() if at.segments else ""
     text = WRITERS[type(at)](at).function(name)
     assert "rlx_begin();" in text, "every kernel waits for those in front of it"
     return prologue(is_wide(at)) + own + text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
-from rlx.backends.cuda.schedule import Launch
+from rlx.backends.cuda.schedule import Launch, Segments, busy_points
 from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import f8e4m3, f8e5m2, f32, index_
 from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Loop, Operand, Reduce, Stmt, Var, const, k
@@ -75,20 +75,23 @@ def loops_of(c: Contract) -> list[Loop]:
     return [Loop(column, c.k, (), True, (Reduce(none, "add", k.cast(Load(c.a.buffer, index), f32)),))]
 
 
-def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES) -> GemvLaunch | None:
+def few_rows(
+    kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES, segments: Segments | None = None
+) -> GemvLaunch | None:
     """The launch of a contraction with few rows; None: it is none. `most`: bytes of shared memory of a block."""
     c = contract_of(kernel, MOST_ROWS)
     if c is None or not isinstance(c.b, Operand):
         return None
     along = c.b.row_stride == 1 or c.k == 1
-    if not along and c.b.col_stride != 1 and c.n > 1:
+    apart = not along and c.b.col_stride != 1 and c.n > 1
+    if apart and not segments:
         return None
-    item = c.b.dtype.itemsize
+    along, item = along or apart, c.b.dtype.itemsize
     stride, extent = (c.b.col_stride, c.k) if along else (c.b.row_stride, c.n)
     size = BYTES // item if along else max(1, 4 // item)
-    while size > 1 and (extent % size or stride % size or not aligned(c.b.offset, None, size)):
+    while size > 1 and (apart or extent % size or stride % size or not aligned(c.b.offset, None, size)):
         size //= 2
-    points = math.prod(n for _, n in kernel.grid)
+    points = busy_points(kernel, segments)
     blocks = max(1, RESIDENT * multiprocessors // points)
     rounds = -(-c.n // (blocks * WARPS * MOST_COLUMNS))
     columns = -(-c.n // (blocks * WARPS * rounds)) if along else 1
@@ -97,7 +100,7 @@ def few_rows(kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTE
     tiles = -(-c.n // (WARPS * columns if along else 32 * size))
     found = GemvLaunch(
         kernel, THREADS, THREADS, along=along, size=size, each=min(tiles, blocks) if along else tiles, columns=columns,
-        ahead=-(-chunks // batches), batches=batches,
+        ahead=-(-chunks // batches), batches=batches, segments=segments,
     )  # fmt: skip
     held = sum(-(-x.size * x.dtype.itemsize // 16) * 16 for x in kernel.locals) + 4 * c.m * found.pitch
     return replace(found, shared=held) if held <= min(most, SHARED_BYTES) else None
@@ -158,7 +161,8 @@ class GemvWriter(CudaWriter):
         return f"{step} / {size} * 4 + {step} % 4 + {step} % {size} / 4 * {self.launch.pitch * 4 // size}"
 
     def stage(self, c: Contract) -> None:
-        with self.scope([f"for (int r = 0; r < {c.m}; r++) {{"]):
+        rows = self.limit(c.i, c.m) if self.launch.segments else None  # behind those of a group there may be none
+        with self.scope([f"for (int r = 0; r < {rows or c.m}; r++) {{"]):
             self.names[c.i], last = "(rlx_index)r", loops_of(c)[-1]
             self.alive.append(last.reduces[0].value)
             if isinstance(c.a, Computed):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
-from rlx.backends.cuda.schedule import Launch, TensorMap
+from rlx.backends.cuda.schedule import MULTIPROCESSORS, Launch, Segments, TensorMap, busy_points
 from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.blocks import Panel
 from rlx.ir.dtype import f32
@@ -199,7 +199,10 @@ class BlocksLaunch(Launch):
         own = self.at_once + STAGE_TURNS * (SLOTS / min(SLOTS, self.slots)) ** 2
         start = QUAD_TURNS * self.quads * self.digits + TOLD_TURNS[0] * (self.told > 0)
         panel = -(-self.stages // self.teams) * own + PANEL_TURNS + TOLD_TURNS[1] * (self.shares > 1)
-        return start + -(-self.panels // self.each) * panel
+        once = start + -(-self.panels // self.each) * panel
+        if self.segments is None:
+            return once
+        return once * max(1, self.segments.expected * self.each * self.shares / (self.resident * MULTIPROCESSORS))
 
 
 def weights(c: Contract) -> Operand:
@@ -227,7 +230,8 @@ def _lines(kernel: Kernel, c: Contract, whole: int = WARPS) -> TensorMap | None:
 
 
 def of_blocks(
-    kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES - RESERVED, boxes: bool = True
+    kernel: Kernel, multiprocessors: int = 132, most: int = SHARED_BYTES - RESERVED, boxes: bool = True,
+    segments: Segments | None = None,
 ) -> BlocksLaunch | None:
     """The launch of a product with quantised weights, or of a few rows with plain ones; None: it is none. `most`: bytes of shared
     memory of a block. `boxes`: the GPU has bulk copies of tensors."""
@@ -241,9 +245,9 @@ def of_blocks(
     rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
     while rows:
         for resident in RESIDENT:
-            ways = (BlocksLaunch(kernel, THREADS, THREADS, rows=rows, resident=resident), multiprocessors)
+            ways = (BlocksLaunch(kernel, THREADS, THREADS, rows=rows, resident=resident, segments=segments), multiprocessors)
             found = [_shared_out(*ways, *how) for how in product(SHARES, AT_ONCE, TEAMS)]
-            room = min(most, SHARED_BYTES // resident - RESERVED)
+            room = min(most, SHARED_BYTES // resident - RESERVED - (segments.shared if segments else 0))
             fits = [x for x in found if x and x.bytes <= room]
             if fits and (resident == 1 or fits[0].tiles == 1):
                 best = min(fits, key=lambda x: x.cost)
@@ -258,7 +262,7 @@ def _shared_out(at: BlocksLaunch, multiprocessors: int, shares: int, at_once: in
     turns, inner = at.contract.k // STEP, at.inner
     if turns % at_once or at.whole % inner:
         return None
-    each = max(1, at.resident * multiprocessors // at.blocks)
+    each = max(1, at.resident * multiprocessors // (busy_points(at.kernel, at.segments) * at.passes * at.shares))
     each = -(-at.panels // -(-at.panels // each))  # as few as take the panels in as many rounds
     whole = at.whole if at.plain else max(at_once, inner)
     at = replace(at, turns=-(-turns // (shares * whole)) * whole, each=each, slots=0)

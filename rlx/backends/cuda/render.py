@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.rows import Key, Row, key_of
 from rlx.backends.cuda.scan import Scan
-from rlx.backends.cuda.schedule import WARP, Launch, is_shared
+from rlx.backends.cuda.schedule import WARP, Launch, Segments, is_shared
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
 from rlx.backends.shared.nest import identity
@@ -74,6 +74,7 @@ class CudaWriter(Writer):
     occupancy = ""  # ", N": blocks of a multiprocessor, at least
     attributes = ""  # of the function, besides
     stored = ""  # in front of stores of vectors
+    tile_by_block = True  # of `segments`: a block has one
 
     def arguments(self) -> list[str]:
         found = []
@@ -102,6 +103,8 @@ class CudaWriter(Writer):
         for text in self.coordinates():
             self.line(text)
         self.declare_locals()
+        if at.segments:
+            self.list_tiles(at.segments)
         if not member:
             self.begin()
         self.limits = {v: text for v, n in self.ranges() if (text := self.limit(v, n))}
@@ -136,7 +139,34 @@ class CudaWriter(Writer):
             self.line(f"rlx_line<{at.team}, {at.lanes}, {at.parts}> all = {{{words if at.parts > 1 else '0, 0, 0'}}};")
 
     def begin(self) -> None:
+        if not self.launch.segments:
+            self.line(BEGIN)
+
+    def list_tiles(self, s: Segments) -> None:
+        """Count the tiles of all groups, which depends on earlier kernels; find this block's."""
         self.line(BEGIN)
+        self.line(f"__shared__ int tiles_before[{s.groups + 1}];")
+        with self.scope(["const auto rows_of = [&](rlx_index group) {"]):
+            self.names[s.group] = "group"
+            self.line(f"return (int){self.value(s.count)};")
+        self.lines[-1] += ";"
+        self.line(f"rlx_list_tiles<{s.groups}, {s.rows}>(tiles_before, rows_of);")
+        if self.tile_by_block:
+            self.find_tile(s, "return")
+
+    def find_tile(self, s: Segments, leave: str) -> None:
+        """Names for the group of a tile and its first row there; `leave`: how to, if there are fewer tiles."""
+        tile, group, first = self.names[s.tile], self.fresh("group"), self.fresh("first")
+        self.line(f"if ({tile} >= tiles_before[{s.groups}]) {leave};")
+        self.line(f"const rlx_index {group} = rlx_group_of_tile<{s.groups}>(tiles_before, {tile});")
+        self.line(f"const rlx_index {first} = ({tile} - tiles_before[{group}]) * {s.rows};")
+        self.names[s.group], self.names[s.first] = group, first
+
+    def atom(self, e: Expr) -> str:
+        s = self.launch.segments
+        if s and isinstance(e, Var) and e in s.moved:
+            return f"({self.names[s.moved[e]]} + {self.names[s.first]})"
+        return super().atom(e)
 
     def coordinates(self) -> Iterator[str]:
         """The grid point of this thread, from the last axis to the first."""

@@ -7,7 +7,7 @@ run in every thread of the team with the same values; the iterations of its vect
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlx.backends.cuda.edges import cut_at_edges
@@ -17,7 +17,7 @@ from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Alu, Check, Contract, Kernel, Let, Load, Local, Loop, Stmt, Store, coefficient, walk
+from rlx.ir.kernel import Alu, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.overlap import may_overlap
 
 THREADS = 256  # of a block of small teams
@@ -59,6 +59,40 @@ class TensorMap:
     box: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Rows of `groups` groups in tiles of `rows` (segments.py). Block or grid point `tile` finds its `group`, and `first`, its
+    first row in that. `count`: rows of the group. `moved`: variables that count from the group's first row, and those that count
+    from the tile's. `start`: the tile's first row in the left operand, which has `all_rows` from element `base` on; None if
+    that is computed. `expected`: tiles."""
+
+    group: Var
+    groups: int
+    tile: Var
+    first: Var
+    rows: int
+    count: Expr
+    moved: Mapping[Var, Var]
+    all_rows: int
+    start: Expr | None
+    base: int
+    expected: int
+
+    @property
+    def axes(self) -> tuple[tuple[Var, int], ...]:
+        return ((self.group, self.groups),)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a block, with what alignment may take."""
+        return 4 * (self.groups + 1) + 1024
+
+
+def busy_points(kernel: Kernel, segments: Segments | None) -> int:
+    """Grid points that have something to do, at least 1."""
+    return segments.expected if segments else max(1, math.prod(n for _, n in kernel.grid))
+
+
 @dataclass(frozen=True)
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
@@ -69,7 +103,7 @@ class Launch:
     `parts`: blocks that share each line of a running total or of reductions, `part` elements of it each; they tell each other
     totals in `words` of 64 bits for each line, of which the last one is a counter. `adjacent`: they all wait for each other, and
     start together; else for those of earlier parts only. `clustered`: they are a cluster, whose blocks read each other's shared
-    memory in place of words."""
+    memory in place of words. `segments`: the grid points are tiles of rows of groups."""
 
     kernel: Kernel
     team: int
@@ -85,6 +119,7 @@ class Launch:
     words: int = 0
     adjacent: bool = False
     clustered: bool = False
+    segments: Segments | None = None
 
     @property
     def points(self) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
-from rlx.backends.cuda.schedule import Launch, TensorMap
+from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import as_dtype, f32
-from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, walk
+from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, const, walk
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
     ("f16", "f16", "f32"): "f32.f16.f16", ("bf16", "bf16", "f32"): "f32.bf16.bf16", ("tf32", "tf32", "f32"): "f32.tf32.tf32",
@@ -59,6 +59,7 @@ class Side:
     tensor: TensorMap | None = None
     axes: tuple[Var, ...] = ()
     raw: bool = False
+    start: Expr | None = None  # the first row
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Tiling:
     turns: bool = False
     parts: int = 1
     raw: int = 0  # bytes of the right operand's part of a stage, as it is in memory
+    held: int = 0  # bytes of a block for other purposes
 
     @property
     def slabs(self) -> int:
@@ -84,7 +86,7 @@ class Tiling:
 
     @property
     def stages(self) -> int:
-        return min(8, (SHARED - STAGING - RAW * (self.raw + 8)) // (self.stage + 16))
+        return min(8, (SHARED - STAGING - self.held - RAW * (self.raw + 8)) // (self.stage + 16))
 
     @property
     def ring(self) -> int:
@@ -212,7 +214,9 @@ def _contract(kernel: Kernel) -> Contract | None:
     return next((s for s in kernel.body if isinstance(s, Contract)), None)
 
 
-def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling | None = None) -> TensorLaunch | None:
+def on_tensor_cores(
+    kernel: Kernel, multiprocessors: int = 132, tiling: Tiling | None = None, segments: Segments | None = None
+) -> TensorLaunch | None:
     """The launch of a kernel on tensor cores; None: it is no contraction of narrow floats that is worth it."""
     c = _contract(kernel)
     if c is None or c.rows or kernel.locals or len(kernel.grid) > 3 or c.m < 16 or c.n < 16:
@@ -223,14 +227,20 @@ def on_tensor_cores(kernel: Kernel, multiprocessors: int = 132, tiling: Tiling |
         return None
     if any(x.var is not c.i for x in kernel.limits):
         return None
-    tiling = tiling or _tiling(kernel, c, multiprocessors)
-    a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows)
-    b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2)
+    tiling = tiling or _tiling(kernel, c, multiprocessors, segments)
+    if tiling is None:
+        return None
+    a = _side(kernel, c, c.a, c.m, c.a.row_stride, c.a.col_stride, tiling.rows, segments)
+    b = _side(kernel, c, c.b, c.width, c.b.col_stride, c.b.row_stride, tiling.columns if c.also is None else CHUNK // 2, segments)
+    if segments and not (c.b.blocks or (a.tensor and b.tensor and not b.raw)):
+        return None
     if (c.also is not None and not (b.tensor and b.along and not b.raw)) or (is_widened(c) and not b.tensor):
         return None
     tiling = replace(tiling, raw=tiling.columns * depth(c) * c.b.dtype.itemsize * b.raw)
     threads, shared = GROUP * (3 if a.tensor and b.tensor else 4), tiling.shared
-    return TensorLaunch(kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors)
+    return TensorLaunch(
+        kernel, threads, threads, shared=shared, tiling=tiling, sides=(a, b), multiprocessors=multiprocessors, segments=segments
+    )
 
 
 def kind(c: Contract) -> tuple[str, str, str]:
@@ -258,16 +268,19 @@ def _rounded(kernel: Kernel, a: Operand, b: Operand) -> bool:
     return not b.exact and a.col_stride == 1 and turn_of(b.blocks).exact and (wide or a.dtype != f32)
 
 
-def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
-    """The cheapest tiling. The summed axis is shared only by the last tile of each block."""
+def _tiling(kernel: Kernel, c: Contract, multiprocessors: int, segments: Segments | None = None) -> Tiling | None:
+    """The cheapest tiling. The summed axis is shared only by the last tile of each block; not with `segments`, whose tiles have
+    as many rows as the product."""
     assert isinstance(c.a, Operand) and isinstance(c.b, Operand)
-    points = math.prod(n for _, n in kernel.grid)
-    a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64)
-    b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64)
+    points = busy_points(kernel, segments)
+    a = _side(kernel, c, c.a, 64, c.a.row_stride, c.a.col_stride, 64, segments)
+    b = _side(kernel, c, c.b, 64, c.b.col_stride, c.b.row_stride, 64, segments)
     copied = a.tensor is not None and b.tensor is not None
     most = 128 if not copied else 192 if c.tf32 else 256  # columns, where threads take part
 
     def fits(t: Tiling) -> bool:
+        if segments and (t.parts > 1 or t.rows != segments.rows):
+            return False
         blocks, _, shared = t.rounds(points * math.prod(t.tiles(c)), multiprocessors)
         if t.parts > 1 and (not 0 < shared * t.parts <= blocks or -(-c.k // depth(c)) < 2 * t.parts):
             return False
@@ -281,18 +294,26 @@ def _tiling(kernel: Kernel, c: Contract, multiprocessors: int) -> Tiling:
             return False
         return (copied and not b.raw) or (t.columns <= most and not t.turns and t.parts <= 4)  # for want of registers
 
+    tilings = [replace(t, held=segments.shared) for t in TILINGS] if segments else TILINGS
     # of tiles that cost the same, the taller ones
-    return min(filter(fits, TILINGS), key=lambda t: (t.cost(c, points, multiprocessors, not copied), -t.rows))
+    return min(filter(fits, tilings), key=lambda t: (t.cost(c, points, multiprocessors, not copied), -t.rows), default=None)
 
 
-def _side(kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step: int, tile: int) -> Side:
+def _side(
+    kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step: int, tile: int, segments: Segments | None = None
+) -> Side:
     """`size` rows (or columns) `stride` elements apart, of elements `step` apart."""
+    start, grid = None, kernel.grid
+    if segments and o is c.a and segments.start is not None:
+        start, size, o = segments.start, segments.all_rows, replace(o, offset=const(segments.base))
+    elif segments:
+        grid = segments.axes
     along = step == 1 and c.k > 1
     turned = not along and itemsize(c) != 2  # the instruction takes other sizes along the summed axis only
     raw = o is c.b and (is_widened(c) or (c.tf32 and turned))
     if o.blocks or (not raw and (turned or o.dtype.itemsize != itemsize(c))):
         return Side(True)
-    axes = [(v, n, coefficient(o.offset, v)) for v, n in kernel.grid]
+    axes = [(v, n, coefficient(o.offset, v)) for v, n in grid]
     if (not along and stride != 1) or any(f is None for _, _, f in axes):
         return Side(along or stride != 1 or turned)
     first = _constant(o.offset, [(v, f or 0) for v, _, f in axes])
@@ -309,7 +330,7 @@ def _side(kernel: Kernel, c: Contract, o: Operand, size: int, stride: int, step:
     tensor = TensorMap(
         argument, first * item, o.dtype.name, (*dims, *(n for _, n, _ in used)), strides, (*box, *(1 for _ in used))
     )
-    return Side(along or turned, tensor, tuple(v for v, _, _ in used), raw)
+    return Side(along or turned, tensor, tuple(v for v, _, _ in used), raw, start)
 
 
 def _constant(offset: Expr, terms: Sequence[tuple[Var, int]]) -> int | None:

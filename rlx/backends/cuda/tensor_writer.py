@@ -38,6 +38,7 @@ class Pieces(NamedTuple):
 class TensorWriter(PackedCopies):
     launch: TensorLaunch
     occupancy = ", 1"
+    tile_by_block = False
 
     def arguments(self) -> list[str]:
         maps = [f"const __grid_constant__ rlx_map map_{name}" for name, side in zip("ab", self.launch.sides) if side.tensor]
@@ -139,6 +140,8 @@ class TensorWriter(PackedCopies):
             name = self.names[var] = self.fresh("g")
             self.line(f"const rlx_index {name} = point % {extent};")
             self.line(f"point /= {extent};")
+        if self.launch.segments:
+            self.find_tile(self.launch.segments, "break")
         m = self.limit(c.i, c.m)
         self.most = m or str(c.m)
         if m:
@@ -159,6 +162,8 @@ class TensorWriter(PackedCopies):
             self.ahead(c, "begin")
         if t.raw:
             self.raw_copies(c)
+        if (start := at.sides[0].start) is not None:
+            self.value(start)  # outside the loop
         with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
             self.line(f"const int s = turn % {t.stages};")
             self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
@@ -204,6 +209,7 @@ class TensorWriter(PackedCopies):
         if side.tensor is None or side.raw:
             return
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
+        first = first if side.start is None else f"(int){self.value(side.start)}"
         wide = CHUNK // 2 if half else size if side.along else 64
         for part in range(size // wide):
             at = f"{first} / 2 + {part // 2 * wide + part % 2 * half}" if half else f"{first} + {part * wide}"
