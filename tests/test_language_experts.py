@@ -131,6 +131,17 @@ def test_a_state_of_latents_alone(weights, cache, size, close, tmp_path):
     assert off(model.step(TOKENS[0, 9:10]), want[:, 9]) < close
 
 
+def test_chunks_of_all_sizes_share_the_packed_projections_of_latents(tmp_path):
+    """Also in sizes that no kernel of packed weights takes: the same are prepared for all chunks, and not some for each row."""
+    network = make("deepseek_v3", tmp_path, num_hidden_layers=2)
+    model, want, at = load(tmp_path, capacity=40, weights="int8"), logits(network, TOKENS[:1, :24]), 0
+    for count in (1, 8, 1, 12, 2):
+        assert off(model.step(TOKENS[0, at : at + count]), want[:, at + count - 1]) < 0.05
+        at += count
+    most = [sum(model.executable(n).memory_plan().regions[k] for k in ("params", "prepared")) for n in (1, 8, 32)]
+    assert max(most) < 1.1 * min(most)
+
+
 def test_an_artifact_file_of_a_model_with_experts(tmp_path):
     network = make("deepseek_v2", tmp_path)
     model = load(tmp_path, capacity=32)

@@ -19,7 +19,7 @@ from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass
 from rlx.ir.declare import op
 from rlx.ir.dtype import f32, i32, index_
 from rlx.ir.kernel import Carry, Check, Expr, Loop, Loops, Reduce, Var, const, k
-from rlx.ir.node import Value
+from rlx.ir.node import ConstantAttrs, Value
 from rlx.ir.op import Attrs, Contraction, Kind, Sample
 from rlx.ir.ops.activation import sigmoid
 from rlx.ir.ops.contract import matmul
@@ -367,15 +367,19 @@ def _segment_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence
 
 
 def _segment(attrs: SegmentAttrs, x: Value, w: Value, ends: Value) -> Value:
-    """One product for each row, with the weights of its group."""
-    rows, groups = x.shape.static[0], w.shape.static[0]
-    before = less_equal(ends.astype(i32), iota(dims=(rows, 1), dtype=i32)).astype(i32)
-    mine = gather(w, minimum(sum_of(before, axis=1), groups - 1))
+    """One product for each row, with the weights of its group; or one for each group, if all are known to have as many rows."""
+    (rows, depth), groups, given = x.shape.static, w.shape.static[0], ends.node.attrs
+    width, mine, lead = w.shape.static[1 if attrs.format else 2], w, (rows, 1)
+    if isinstance(given, ConstantAttrs) and np.array_equal(given.data.astype(int) * groups, rows * np.arange(1, groups + 1)):
+        lead = (groups, rows // groups)
+    else:
+        before = less_equal(ends.astype(i32), iota(dims=(rows, 1), dtype=i32)).astype(i32)
+        mine = gather(w, minimum(sum_of(before, axis=1), groups - 1))
     if attrs.format:
         wide = x.dtype.compute
-        mine = transpose(dequantize(mine, attrs.format, x.shape.static[1]).astype(wide), axes=(0, 2, 1))
-        return matmul(x.astype(wide).reshape((rows, 1, -1)), mine).reshape((rows, -1)).astype(x.dtype)
-    return matmul(x.reshape((rows, 1, x.shape.static[1])), mine).reshape((rows, w.shape.static[2]))
+        mine = transpose(dequantize(mine, attrs.format, depth).astype(wide), axes=(0, 2, 1))
+        return matmul(x.astype(wide).reshape((*lead, depth)), mine).reshape((rows, width)).astype(x.dtype)
+    return matmul(x.reshape((*lead, depth)), mine).reshape((rows, width))
 
 
 Settle = Callable[[np.random.Generator, list[np.ndarray]], None]
