@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         CompileCache,
         CompiledGraph,
         CompileOptions,
+        ExpertPool,
         Partitioned,
         Session,
         partition,
@@ -51,10 +52,10 @@ if TYPE_CHECKING:
 
     __all__ = [
         "DTYPES", "OPS", "BucketedCompileCache", "Buffer", "BufferHandle", "CompileCache", "CompileOptions", "CompiledGraph",
-        "DType", "Device", "Dim", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split", "Value", "as_dtype",
-        "bf16", "bool_", "c64", "compile", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64",
-        "i8", "is_available", "jit", "load", "models", "ops", "partition", "power_of_two_ladder", "save", "u16", "u32", "u64",
-        "u8",
+        "DType", "Device", "Dim", "ExpertPool", "Graph", "Node", "Partitioned", "RlxError", "Session", "Shape", "Split",
+        "Value", "as_dtype", "bf16", "bool_", "c64", "compile", "constant", "errors", "f16", "f32", "f64", "f8e4m3", "f8e5m2",
+        "i16", "i32", "i64", "i8", "is_available", "jit", "load", "models", "ops", "partition", "power_of_two_ladder", "save",
+        "u16", "u32", "u64", "u8",
     ]  # fmt: skip
     __all__ += ops.__all__
     __all__ += _functions.__all__
@@ -71,7 +72,7 @@ _HOMES = {  # module -> the other names that it provides
     "rlx.ir": "DTYPES DType Dim Graph Node OPS Shape Value as_dtype bf16 bool_ c64 constant f16 f32 f64 f8e4m3 f8e5m2 "
     "i16 i32 i64 i8 ops u16 u32 u64 u8",
     "rlx.ir.placement": "Split",
-    "rlx.runtime": "BucketedCompileCache CompileCache CompileOptions CompiledGraph Partitioned Session partition "
+    "rlx.runtime": "BucketedCompileCache CompileCache CompileOptions CompiledGraph ExpertPool Partitioned Session partition "
     "power_of_two_ladder",
     "rlx.runtime.jit": "compile jit",
     "rlx.runtime.saving": "save",

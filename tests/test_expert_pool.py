@@ -71,8 +71,7 @@ class FakeTiers:
             with self.lock:
                 missing = set(np.unique(chosen).tolist()) - set(np.flatnonzero(self.masks[at]).tolist())
                 self.most, self.read = max(self.most, self.held() + len(missing) * x.nbytes), self.read + len(missing) * x.nbytes
-                assert set(kept) <= missing
-                self.masks[at][list(kept)] = True
+                self.masks[at][list(missing.intersection(kept))] = True
             if pool is not None:
                 pool.settle()
 
@@ -120,8 +119,9 @@ def test_a_budget_that_does_not_hold_one_layers_experts_names_the_least():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_never_exceeds_its_budget(policy, kind):
     of, rng = [MoELayer("a", 24, 4, 700), MoELayer("b", 32, 2, 1900), MoELayer("c", 24, 4, 700)], np.random.default_rng(0)
-    for budget, tokens in ((Budget(40_000, True), 1), (Budget(62_000, True), 16), (Budget(30, False), 8)):
-        made = POLICIES[policy](of, budget, refresh=1 + tokens % 2)
+    for budget, tokens, refresh in ((40_000, 1, 1), (62_000, 16, 1), (62_000, 16, 3), (30, 8, 1), (30, 1, 2)):
+        budget = Budget(budget, budget > 99)
+        made = POLICIES[policy](of, budget, refresh=refresh)
         for at, forward in enumerate(KINDS[kind](3, of, 60)):
             if at % 20 == 10:  # many tokens at once
                 chosen = [rng.integers(0, min(x.experts, tokens * 2), (tokens, x.top_k)) for x in of]
@@ -190,6 +190,17 @@ def test_experts_change_only_at_every_nth_forward():
         assert at % 5 == 0 or not any(c.kept or c.demoted or c.fetched for c in changes)
         fetched += sum(len(c.fetched) for c in changes)
     assert fetched  # used at one of the forwards in between
+
+
+def test_experts_that_a_long_prompt_displaced_come_back():
+    of = layers(2, 16, 2)
+    profile = [np.arange(16)[::-1], np.arange(16)[::-1]]
+    made = POLICIES["static"](of, Budget.of(20), profile=profile, tokens=8)
+    assert made.quotas == [9, 9]
+    assert made.routed(1, np.arange(16).reshape(8, 2)).made_room
+    assert np.flatnonzero(made.resident[0]).tolist() == [0, 1, 2, 3]
+    change = made.routed(0, np.array([[0, 15]]))
+    assert (change.kept, change.fetched, change.demoted) == ([], [(0, e) for e in range(4, 9)], [])
 
 
 def test_numbers_that_are_no_experts_are_padding():

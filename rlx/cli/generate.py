@@ -39,6 +39,9 @@ def generate(
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
+    expert_budget: o.ExpertBudget = None,
+    expert_policy: o.ExpertPolicy = None,
+    record_experts: o.RecordExperts = None,
     trace: o.Trace = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
 ) -> None:
@@ -51,23 +54,29 @@ def generate(
         rlx generate Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
 
         cat question.txt | rlx generate model.q4_k.gguf - --chat --stats
+
+        rlx generate Qwen/Qwen3-30B-A3B "Once upon a time" --expert-budget 8GB --record-experts trace.moe
     """
     from rlx.frontends.generate import Generator, prepare
     from rlx.runtime import connect, of_first
 
     o.check_writable(trace)
+    o.check_writable(record_experts)
+    experts = {"expert_budget": expert_budget, "expert_policy": expert_policy, "record_experts": record_experts}
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
         text = of_first(transport, standard_input().encode() if first else b"").decode()
     with Bars() as bars:
-        loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport)
+        loaded = open_model(model, bars, capacity, cache, device, threads, tune, transport, **experts)
         answer = Generator(
             loaded, [{"role": "user", "content": text}] if chat else text, max_new_tokens=max_new_tokens, stop=stop or (),
             seed=seed, on_text=_show if first else None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
         prepare(answer)
+    if first:
+        _tell_experts(loaded)
     try:
         answer.run()
     except KeyboardInterrupt:
@@ -101,6 +110,9 @@ def chat(
     device: o.DeviceName = "cpu",
     threads: o.Threads = None,
     tune: o.Tune = 0.0,
+    expert_budget: o.ExpertBudget = None,
+    expert_policy: o.ExpertPolicy = None,
+    record_experts: o.RecordExperts = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and memory use after each answer.")] = False,
 ) -> None:
     """Talk with a language model, with the chat template that it was trained on.
@@ -122,9 +134,11 @@ def chat(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "seed": seed,
     }  # fmt: skip
+    o.check_writable(record_experts)
+    experts = {"expert_budget": expert_budget, "expert_policy": expert_policy, "record_experts": record_experts}
     bars = Bars()
     with bars:
-        loaded = open_model(model, bars, capacity, cache, device, threads, tune)
+        loaded = open_model(model, bars, capacity, cache, device, threads, tune, **experts)
         talk = Chat(loaded, system, max_new_tokens=max_new_tokens, stop=stop or (), on_text=_show, **sampling)
     terminal = sys.stdin.isatty()
     if terminal:
@@ -152,10 +166,12 @@ def chat(
 def _answer(talk: Any, text: str, bars: Bars, stats: bool) -> None:
     from rlx.frontends.generate import prepare
 
-    answer = talk.ask(text)
+    answer, first = talk.ask(text), talk.model.pool is None
     try:
         with bars:
             prepare(answer)
+        if first:
+            _tell_experts(talk.model)
         answer.run()
     except KeyboardInterrupt:
         answer.finish = "interrupted"
@@ -184,14 +200,22 @@ def _message(terminal: bool) -> str | None:
 
 def open_model(
     model: Path, bars: Bars, capacity: int | None, cache: str, device: str, threads: int | None, tune: float,
-    transport: SymmetricTransport | None = None,
+    transport: SymmetricTransport | None = None, **experts: Any,
 ) -> LanguageModel:  # fmt: skip
+    """`experts`: arguments of LanguageModel that only models with experts take."""
     from rlx.frontends.load import load_decoder
     from rlx.runtime import CompileOptions, Session
 
     session = Session(device, progress=bars.step, transport=transport)
     options = CompileOptions(threads=threads, tune=tune)
-    return load_decoder(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session)
+    how = {name: value for name, value in experts.items() if value is not None}
+    return load_decoder(model, capacity=capacity, cache=cache, options=options, progress=bars.loading, session=session, **how)
+
+
+def _tell_experts(model: LanguageModel) -> None:
+    """Say on stderr which experts are resident."""
+    if model.pool is not None:
+        print(f"rlx: {model.pool.report()}", file=sys.stderr)
 
 
 def standard_input() -> str:
@@ -225,3 +249,5 @@ def _account(model: LanguageModel, answer: Generator) -> None:
         "memory: " + ", ".join(f"{what} {n / 1e6:.1f} MB" for what, n in memory.items() if n),
     ]
     print(*lines, sep="\n", file=sys.stderr)
+    if model.pool is not None:
+        print(f"experts: {model.pool.report()}", file=sys.stderr)

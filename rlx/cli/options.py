@@ -59,6 +59,17 @@ Capacity = Annotated[
     typer.Option(min=1, help="Maximum tokens of prompt and answer together.", show_default="4096, or what the model has"),
 ]
 Refresh = Annotated[int, typer.Option(min=1, help="Forwards between changes of the resident experts.")]
+ExpertBudget = Annotated[
+    str | None,
+    typer.Option(help="Memory for experts, as 2GB, or their number; others are read when needed.", show_default="all resident"),
+]
+ExpertPolicy = Annotated[
+    str | None,
+    typer.Option(help="Which experts stay: static, lru, lfu, hysteresis or predict.", show_default="hysteresis"),
+]
+RecordExperts = Annotated[
+    Path | None, typer.Option(help="Write a trace of the experts chosen, for `rlx moe simulate`.", show_default=False)
+]  # fmt: skip
 CacheDType = Annotated[str, typer.Option(help="Dtype of the KV cache: f32, bf16 or f16.")]
 
 

@@ -12,6 +12,7 @@ from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec
 from rlx.frontends.embedding import MERGE_TOKENS, Batch, EmbeddingModel, encoder_weights, set_weights
+from rlx.frontends.experts import ModelExperts
 from rlx.frontends.language import LanguageModel, Steps, program_name
 from rlx.frontends.models.bert import BertConfig
 from rlx.frontends.models.decoder import DecoderConfig, Experts, Latent, Rope
@@ -100,12 +101,16 @@ class StoredEncoder(EmbeddingModel):
 class StoredDecoder(LanguageModel):
     """A LanguageModel from an artifact file. It runs the chunk sizes and the kinds of sampling that were saved."""
 
-    def __init__(self, file: ArtifactFile, model: Any = None) -> None:
+    def __init__(
+        self, file: ArtifactFile, model: Any = None, expert_budget: int | str | None = None, expert_policy: str | None = None,
+        record_experts: Any = None,
+    ) -> None:  # fmt: skip
         """`model`: the folder or file of the weights, for an artifact file without them; None: where it was."""
         self._file, self.path, self.device, self._lock = file, file.path, file.device, Lock()
         self.transport, self.ranks, self.seconds, self.splits = None, 1, Seconds(), {}
         self._compiled, self._codec, self._answer, self.params = {}, None, None, None
         self.config, self._about = read(file, self._described)
+        self._experts = ModelExperts(self.config, self.path.name, expert_budget, expert_policy, record_experts)
         self.handles = file.handles(program_name(1, None))
         self.checkpoint, self._progress = None, None
         if self._about.get("files") is not None:
@@ -153,6 +158,7 @@ class StoredDecoder(LanguageModel):
             )
         with self.seconds.spent("load programs"):
             found = self._file[program_name(tokens, steps)]
+        self._experts.join(found, self._most_tokens())
         if self.checkpoint is not None:
             with self.seconds.spent("set weights"):
                 self._set_weights(found)

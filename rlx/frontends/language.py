@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from rlx.forks import Lock
 from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.codec import TextCodec, folder_codec, gguf_codec
+from rlx.frontends.experts import ModelExperts, expert_params, source_of
 from rlx.frontends.generate import Generator, Prompt
 from rlx.frontends.hub import model_path
 from rlx.frontends.models.decoder import build
@@ -36,6 +38,8 @@ from rlx.errors import (  # isort: skip
 from rlx.runtime import (
     CompiledGraph,
     CompileOptions,
+    ExpertPool,
+    ExpertTiers,
     HandleStore,
     ParamStore,
     Partitioned,
@@ -76,6 +80,9 @@ class LanguageModel(Shown):
         options: CompileOptions | None = None,
         progress: Callable[[int, int], None] | None = None,
         transport: SymmetricTransport | None = None,
+        expert_budget: int | str | None = None,
+        expert_policy: str | None = None,
+        record_experts: str | PathLike[str] | None = None,
     ) -> None:
         """`weights`: format of matrices in memory: "f32", "bf16", "f16", "int8", "int4", or None: as in the file. `capacity`:
         positions, prompt and answer together. `batch`: sequences that step together. `cache`: format of keys and values, "f32",
@@ -83,6 +90,10 @@ class LanguageModel(Shown):
         weights as they are read. `transport` (or the session's own): connects the ranks that share the model. Each rank creates a
         LanguageModel, then calls the same methods with the same arguments. It reads its part of the weights, holds its part of
         the state, and gets complete results.
+
+        For models with experts (docs/experts.md): `expert_budget`, "2GB" or a number of experts, bounds what they take in memory.
+        The others are read from the model's files when a router chooses them; `expert_policy` decides which stay ("hysteresis").
+        `record_experts`: a file for a trace of the choices.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
@@ -111,6 +122,7 @@ class LanguageModel(Shown):
         self._codec: TextCodec | None = None
         self._answer: Decoding | None = None  # the answer that owns the state
         self._lock = Lock()
+        self._experts = ModelExperts(self.config, self.path.name, expert_budget, expert_policy, record_experts)
 
     def _line(self) -> str:
         size = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}, {self.config.vocab_size} tokens"
@@ -165,11 +177,11 @@ class LanguageModel(Shown):
             with self.seconds.spent("decode" if size == 1 else "prefill"):
                 if steps is not None and size == 1:
                     compiled.bind_handle("token", piece[:, 0])
-                    compiled.run_slots(())
+                    self._experts.run(compiled, (), self.batch, count)
                 else:
                     ids, valid = compiled.input_view("tokens"), compiled.input_view("count")
                     ids[:, :count], ids[:, count:], valid[()] = piece, 0, count
-                    compiled.run_slots((ids, valid))
+                    self._experts.run(compiled, (ids, valid), self.batch, count)
         yield compiled
 
     def decoding(self, how: Sampling, seed: int, reuse: bool = False) -> Decoding:
@@ -287,7 +299,8 @@ class LanguageModel(Shown):
 
     def whole_graph(self, tokens: int, all_logits: bool = False, steps: Steps = None) -> Graph:
         """The same graph, before it is partitioned among ranks."""
-        return build(self.config, self.batch, tokens, self.capacity, self.checkpoint.formats, all_logits, self.cache, steps)
+        how = self.checkpoint.formats, all_logits, self.cache, steps, self._experts.guesses
+        return build(self.config, self.batch, tokens, self.capacity, *how)
 
     def partitioned(self, graph: Graph) -> Partitioned:
         """Partition a whole graph over this model's weights and state for its ranks; `.report` lists their communication."""
@@ -313,16 +326,34 @@ class LanguageModel(Shown):
             for stage, seconds in compiled.report().seconds.items():
                 self.seconds[f"compile: {stage}"] += seconds
             with self.seconds.spent("set weights"):
+                self._experts.join(compiled, self._most_tokens())
                 self._set_weights(compiled)
             self.params = compiled.params.store
             return compiled
 
+    def _most_tokens(self) -> int:
+        """Of all sequences in the largest chunk."""
+        return self.batch * max(n for n in self.ladder if n <= self.capacity)
+
+    @property
+    def pool(self) -> ExpertPool | None:
+        """What keeps the experts within their budget, from the first step on. None: there is no budget."""
+        return self._experts.pool
+
+    def expert_tiers(self) -> ExpertTiers:
+        """As CompiledGraph.expert_tiers."""
+        return self.executable(self.ladder[0]).expert_tiers()
+
     def _set_weights(self, compiled: CompiledGraph) -> None:
-        sizes = {p.name: p.shape.size_bytes for p in compiled.params}
+        one_by_one, share = expert_params(compiled), self._experts.share
+        sizes = {p.name: int(p.shape.size_bytes * (share if p.name in one_by_one else 1)) for p in compiled.params}
         missing, done = compiled.missing_params(), 0
         total = sum(sizes[name] for name in missing)
         for name in sorted(missing, key=lambda n: -sizes[n]):  # largest first: the temporary memory of packing is reused
-            compiled.set_param(name, self.checkpoint.read(name, self.splits.get(name)))
+            if name in one_by_one:
+                compiled.set_params({name: source_of(self.checkpoint, name)})
+            else:
+                compiled.set_param(name, self.checkpoint.read(name, self.splits.get(name)))
             self.checkpoint.release()
             done += sizes[name]
             if self._progress is not None:
@@ -332,7 +363,12 @@ class LanguageModel(Shown):
         """Bytes by purpose for a prompt of `prompt` tokens and the decoding after it; `steps`: includes sampling. The sum is the
         peak memory of the process; `process` is its memory without the model, plus that of compiling. Nothing is allocated
         for this estimate."""
-        total = self._added_up(prompt, lambda size: self._session.plan(self.graph(size, steps=steps), self._options).regions)
+        experts = self.config.experts.count * len(self.config.experts.layers) if self.config.experts else 0
+
+        def regions(size: int) -> dict[str, int]:
+            return self._experts.within(self._session.plan(self.graph(size, steps=steps), self._options), experts)
+
+        total = self._added_up(prompt, regions)
         return total | {"process": self._session.process_bytes()}
 
     def _added_up(self, prompt: int, regions: Callable[[int], Mapping[str, int]]) -> dict[str, int]:
@@ -398,7 +434,7 @@ class Decoding:
                 raise BindingError("the model's state no longer belongs to this answer: it was run or reset in between")
             compiled = model.executable(1, self._steps)
             with model.seconds.spent("decode"):
-                compiled.run_slots(())
+                model._experts.run(compiled, (), 1, 1)
             return self._token_read()
 
     def _token_read(self) -> int:

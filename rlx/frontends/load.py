@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
 
+OF_EXPERTS = ("expert_budget", "expert_policy", "record_experts")  # arguments of LanguageModel and StoredDecoder
 FROM_FILE = ("device", "threads", "trust", "verify")  # arguments of ArtifactFile
 
 
@@ -92,7 +93,7 @@ def _stored(
     elif file.kind == "decoder":
         from rlx.frontends.artifact import StoredDecoder
 
-        found = StoredDecoder(file, model)
+        found = StoredDecoder(file, model, **{name: how.pop(name) for name in OF_EXPERTS if name in how})
     else:
         found = graphs_of(file)
     for name, value in how.items():

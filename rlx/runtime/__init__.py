@@ -10,6 +10,7 @@ from rlx.driver import (  # isort: skip
     SymmetricBuffer, SymmetricHeap, SymmetricTransport, SyncStream, all_gather, all_reduce, all_to_all, broadcast, connect,
     reduce_scatter,
 )  # fmt: skip
+from rlx.driver.experts import ExpertSource, ExpertTiers
 from rlx.driver.files import in_memory, map_file
 from rlx.driver.handles import HandleStore, Snapshot
 
@@ -29,12 +30,15 @@ from rlx.runtime.session import Session
 if TYPE_CHECKING:
     from rlx.compiler.partition import Partitioned, partition
     from rlx.explain.profile import Profile
+    from rlx.runtime.pool import ExpertPool
 
 
 def __getattr__(name: str) -> object:
-    """Partitioning and profiles are imported on first use."""
+    """Partitioning, profiles and pools of experts are imported on first use."""
     if name == "Profile":
         from rlx.explain import profile as module
+    elif name == "ExpertPool":
+        from rlx.runtime import pool as module
     elif name in ("Partitioned", "partition"):
         from rlx.compiler import partition as module
     else:
@@ -45,7 +49,8 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "Allocations", "BindingError", "BucketedCompileCache", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
     "CommandStream", "CompileCache", "CompileError", "CompileOptions", "CompileReport", "CompiledGraph", "CorruptFileError",
-    "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError", "FormatError", "GraphError",
+    "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError", "DuplicateNameError",
+    "ExpertPool", "ExpertSource", "ExpertTiers", "FormatError", "GraphError",
     "HandleStore", "HeapBoundsError", "IndexRangeError", "InputDTypeError", "InputShapeError", "LocalTransport",
     "MemoryPlan", "MissingInputError", "MissingParamError", "ModelError", "NumericsError", "OptionError",
     "OutOfMemoryError", "OutputView", "ParamStore", "Partitioned", "PlanError", "Profile", "Rank", "ReduceKind", "RlxError",

@@ -21,7 +21,7 @@ import numpy as np
 from rlx.compiler.options import CompileOptions
 from rlx.driver.backend import Artifact, Executable
 from rlx.driver.device import Device
-from rlx.driver.experts import ExpertTiers, ResidencyStats
+from rlx.driver.experts import ExpertSource, ExpertTiers, ResidencyStats
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore, Snapshot
 from rlx.driver.stream import Pending
@@ -123,7 +123,7 @@ class CompiledGraph(Shown):
         """
         self.set_params({named("param", name): array})
 
-    def set_params(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def set_params(self, arrays: Mapping[str, np.ndarray | ExpertSource]) -> None:
         """Set several weights at once. Values that depend on several weights are computed once, and threads share the work.
 
         Raises as set_param does. Nothing changes then, with two exceptions: if a file is truncated while it is read, or the
@@ -535,6 +535,12 @@ class CompiledGraph(Shown):
             found = self._capture.take()
             self._bar()
             return found
+
+    def take_moe_topk_guesses(self) -> list[np.ndarray]:
+        """The guesses of the run whose choices were taken last: i32 [tokens, n] for each router that keeps one (ops.route), of
+        what the router after it will choose."""
+        found, self._capture.guesses = self._capture.guesses, []
+        return found
 
     # -- for people and tools
 

@@ -18,7 +18,8 @@ class Capture:
 
     def __init__(self, executable: Executable) -> None:
         self._executable, self._routers = executable, executable.program.routers
-        self._arrays: list[np.ndarray] = []
+        self._arrays: list[np.ndarray] = []  # choices, and the guesses that follow them
+        self.guesses: list[np.ndarray] = []  # beside the choices taken last, of the routers that keep them
         self._ran, self._read, self.armed = False, False, False
         self._later: Pending | None = None
 
@@ -27,11 +28,11 @@ class Capture:
         check_routers(self._executable)
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise OptionError(f"the choices captured for each token are 1 or more, got {n!r}")
-        shapes = [(r.tokens, r.shape.static[-1]) for r in self._routers]
+        shapes = [r.shape.static for r in self._routers]
         for at, (_, k) in enumerate(shapes):
             if n > k:
                 raise OptionError(f"the router of layer {at} chooses {k} experts for a token, so {n} of them cannot be captured")
-        self._arrays = [np.empty((tokens, n), np.int32) for tokens, _ in shapes]
+        self._arrays = [np.empty((rows, n), np.int32) for rows, _ in shapes]
         self._ran, self._read, self.armed, self._later = False, False, True, None
 
     @property
@@ -61,8 +62,9 @@ class Capture:
         if not self._ran:
             raise BindingError("the graph has not run since enable_moe_topk_capture")
         self.overwriting()
-        self.armed, found, self._arrays = False, self._arrays, []
-        return found
+        self.armed, found, self._arrays = False, list(zip(self._routers, self._arrays)), []
+        self.guesses = [rows[r.tokens :] for r, rows in found if r.ahead]
+        return [rows[: r.tokens] for r, rows in found]
 
     def _settle(self) -> None:
         try:

@@ -18,6 +18,7 @@ from rlx.ir.shown import counted, sized
 from rlx.runtime.traces import Forward, MoELayer
 
 UNITS = {"B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
+DEFAULT = "hysteresis"
 WARM_UP = 32  # forwards that a static profile is made from, if none is given
 
 
@@ -131,9 +132,7 @@ class Policy:
             self._make_room(layer, counts, misses * size, demoted)
             made_room = bool(demoted)
             if self.clock[layer] % self.refresh == 0:
-                taken = self._swap(layer, missing, demoted)
-                kept = [e for e in taken if counts[e]]
-                fetched = [(layer, e) for e in taken if not counts[e]]
+                kept, fetched = self._swap(layer, counts, missing, demoted)
         if ahead is not None and self.guesses and layer + 1 < len(self.layers):
             spare = self.budget.amount - self.held - (misses - len(kept)) * size
             fetched += self._fetch(layer + 1, _counts(ahead, self.layers[layer + 1].experts), spare, demoted)
@@ -146,18 +145,26 @@ class Policy:
         """Whether a missing expert takes the place of a resident one."""
         return bool(self.worth[layer][expert] > self.worth[layer][victim])
 
-    def _swap(self, layer: int, missing: np.ndarray, demoted: list[tuple[int, int]]) -> list[int]:
-        """The missing experts that stay, the most valuable first, each in a free place or in place of the least valuable. If
-        experts change only at some forwards, those of the forwards in between too."""
-        worth, resident, kept = self.worth[layer], self.resident[layer], list[int]()
-        if self.refresh > 1:
-            missing = np.flatnonzero(~resident & (worth > 0))
-        free = self.quotas[layer] - int(resident.sum())
+    def _swap(
+        self, layer: int, counts: np.ndarray, missing: np.ndarray, demoted: list[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The missing experts that stay, and others to fetch, the most valuable first: each in a free place or in place of the
+        least valuable. Others come back to places that a larger forward took; if experts change only at some forwards, others
+        also take the place of a resident one."""
+        worth, resident, size = self.worth[layer], self.resident[layer], self.sizes[layer]
+        free, spare = self.quotas[layer] - int(resident.sum()), self.budget.amount - self.held - len(missing) * size
+        wanted = missing
+        if self.refresh > 1 or free > len(missing):
+            wanted = np.flatnonzero(~resident & ((worth > 0) | (counts > 0)))
         inside = np.flatnonzero(resident)
         victims = iter(inside[np.argsort(worth[inside], kind="stable")].tolist())
-        for expert in missing[np.argsort(-worth[missing], kind="stable")].tolist():
-            if free > 0:
-                free -= 1
+        kept, fetched = list[int](), list[tuple[int, int]]()
+        for expert in wanted[np.argsort(-worth[wanted], kind="stable")].tolist():
+            used = counts[expert] > 0
+            if free > 0 and (used or spare >= size):
+                free, spare = free - 1, spare - (0 if used else size)
+            elif free > 0 or not (used or self.refresh > 1):
+                continue
             else:
                 victim = next((v for v in victims if self._free_to_go(layer, v)), None)
                 if victim is None or not self._beats(layer, expert, victim):
@@ -165,8 +172,8 @@ class Policy:
                 self._put(layer, victim, False)
                 demoted.append((layer, victim))
             self._put(layer, expert, True)
-            kept.append(expert)
-        return kept
+            kept.append(expert) if used else fetched.append((layer, expert))
+        return kept, fetched
 
     def _free_to_go(self, layer: int, expert: int) -> bool:
         """Whether a resident expert may be demoted for another of its layer."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlx.errors import BindingError, OptionError
 from rlx.ir.shown import Shown, counted, sized
-from rlx.runtime.policies import Budget, policy_of, profile_of
+from rlx.runtime.policies import DEFAULT, Budget, policy_of, profile_of
 from rlx.runtime.traces import MoELayer, TraceFile
 
 IDLE = 1.0  # seconds after which a thread without work ends; the next work starts another
@@ -79,7 +79,7 @@ class ExpertPool(Shown):
     """Keeps experts of a model resident within a budget. A context manager; `close` ends it, and what is resident stays so."""
 
     def __init__(
-        self, of: HasExperts, budget: Budget | int | str, policy: str = "hysteresis", refresh: int = 1,
+        self, of: HasExperts, budget: Budget | int | str, policy: str = DEFAULT, refresh: int = 1,
         profile: Profile | None = None, tokens: int = 1,
     ) -> None:  # fmt: skip
         """`of`: a CompiledGraph or LanguageModel; the pool serves all executables that share its weights. `budget`: "2GB", or a
@@ -139,8 +139,8 @@ class ExpertPool(Shown):
     # -- called by a run, after each router
 
     def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None = None) -> Sequence[int]:
-        """The router of `layer` chose `ids`, int [tokens, top_k]. Returns those of the missing experts that stay resident. Raises
-        an error of the background thread."""
+        """The router of `layer` chose `ids`, int [tokens, top_k]. Returns those that stay resident once they are in memory.
+        Raises an error of the background thread."""
         with self._ready:
             self._raise()
             while self._promoting == layer:  # one of those chosen, most likely
@@ -151,9 +151,8 @@ class ExpertPool(Shown):
             there = before[used]
             change = self.policy.routed(layer, ids, ahead)
             self._uses, self._hits = self._uses + change.uses, self._hits + int(np.count_nonzero(there))
-            missing = used[~there]
-            kept = missing[self.policy.resident[layer][missing]].tolist()
-            if len(missing):
+            kept = used[self.policy.resident[layer][used]].tolist()
+            if not there.all():
                 self._settle()  # what earlier routers demoted: its memory is needed now
             self._reading = layer, frozenset(kept)
             if change.demoted or change.fetched:

@@ -116,10 +116,18 @@ class Allocations:
     native_live_bytes: int
 
 
+def expert_bytes(program: Program) -> int:
+    """Bytes of the weights of experts, packed where they are."""
+    params, decls = {name for r in program.routers for name in r.params}, {b.id: b for b in program.buffers}
+    packed = {id for step, names in zip(program.prepare, program.sources) if names and names <= params for id in step.writes}
+    kept = {id for id in program.params if decls[id].name in params & program.kept}
+    return sum(decls[id].nbytes for id in packed | kept)
+
+
 @dataclass(frozen=True, repr=False)
 class MemoryPlan(Shown):
     """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes).
-    `offloaded`: bytes of experts that are not resident; `regions` is without them."""
+    `offloaded`: bytes of experts that are not resident; `regions` is without them. `expert_bytes`: of all experts."""
 
     arena_bytes: int
     unshared_bytes: int
@@ -128,6 +136,7 @@ class MemoryPlan(Shown):
     regions: Mapping[str, int]
     slots: Mapping[str, tuple[int, int]]
     offloaded: int = 0
+    expert_bytes: int = 0
 
     @staticmethod
     def of(program: Program, regions: Mapping[str, int], offloaded: int = 0) -> MemoryPlan:
@@ -135,7 +144,8 @@ class MemoryPlan(Shown):
         slots = {
             f"%{b.id} {b.region.value} {b.name}": (plan.offsets[b.id], b.nbytes) for b in program.buffers if b.id in plan.offsets
         }
-        return MemoryPlan(plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment, regions, slots, offloaded)
+        sizes = plan.size_bytes, plan.unshared_bytes, plan.lower_bound_bytes, plan.alignment
+        return MemoryPlan(*sizes, regions, slots, offloaded, expert_bytes(program))
 
     def _line(self) -> str:
         parts = ", ".join(f"{name} {sized(n)}" for name, n in self.regions.items() if n)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 
@@ -167,9 +168,10 @@ class TraceWriter:
             for _ in found:  # each record is whole, so that what is added can be read
                 pass
         try:
-            self._file = self.path.open("ab" if goes_on else "wb")
+            self._file = self.path.open("ab" if goes_on else "wb", buffering=0)  # so that an interrupt loses nothing
         except OSError as e:
             raise OptionError(f"cannot write {str(path)!r}: {e.strerror}") from e
+        finalize(self, self._file.close)
         if not goes_on:
             self._file.write(HEADER.pack(MAGIC, FORMAT, len(text), zlib.crc32(text)) + text)
 

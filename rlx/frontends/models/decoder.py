@@ -132,13 +132,15 @@ def build(
     all_logits: bool = False,
     cache: str = "f32",
     steps: tuple[str, ...] | None = None,
+    lookahead: bool = False,
 ) -> Graph:
     """tokens i32 [batch, tokens], count i32 (): number of valid ones -> logits f32 [batch, vocab] after the last valid
     token, or [batch, tokens, vocab]. The tokens are at `position` and after; position then advances by `count`.
 
     `formats`: storage format of each matrix (a float dtype or a name of quant.FORMATS), by param; or one for all. `cache`: the
     dtype of keys and values. `steps` (Sampling.steps): the graph also samples the next token, i32 [batch], which is its output
-    and the state `token`. With tokens=1 such a graph has no inputs: it reads that state.
+    and the state `token`. With tokens=1 such a graph has no inputs: it reads that state. `lookahead`: with tokens=1, each layer
+    with experts guesses from its router's input what the next such layer will choose (ops.route).
     """
     g = Graph(f"{config.family}_{batch}x{tokens}")
     token = None if steps is None else g.handle(BufferHandle("token", (batch,), "i32"))
@@ -146,7 +148,7 @@ def build(
         ids, count = token.reshape(batch, 1), g.constant(1, "i32")
     else:
         ids, count = g.input("tokens", (batch, tokens), "i32"), g.input("count", (), "i32")
-    net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats, count)
+    net = _Network(g, config, batch, tokens, config.states(batch, capacity, cache), formats, count, lookahead and tokens == 1)
     x = net.embed(ids)
     for i in range(config.num_hidden_layers):
         x = net.layer(i, x)
@@ -168,8 +170,9 @@ class _Network:
 
     def __init__(
         self, g: Graph, config: DecoderConfig, batch: int, tokens: int, states: Sequence[BufferHandle], formats: Formats,
-        count: Value,
+        count: Value, lookahead: bool,
     ) -> None:  # fmt: skip
+        self.lookahead = lookahead
         self.g, self.config, self.batch, self.tokens, self.formats, self.count = g, config, batch, tokens, formats, count
         self.states = {s.name: g.handle(s) for s in states}
         self.start = self.states["position"]
@@ -184,12 +187,14 @@ class _Network:
         name = f"{name}.weight"
         form = self.formats if isinstance(self.formats, str) else self.formats[name]
         form = form if packs or form not in FORMATS else "f32"
-        for p in self.g.params:
-            if p.name == name:  # a tied table is read twice
-                return p, form
         if form in FORMATS:
-            return self.g.param(name, (rows, FORMATS[form].row_bytes(columns)), "u8"), form
-        return self.g.param(name, (rows, columns), form), form
+            return self.param(name, (rows, FORMATS[form].row_bytes(columns)), "u8"), form
+        return self.param(name, (rows, columns), form), form
+
+    def param(self, name: str, dims: tuple[int, ...], dtype: str) -> Value:
+        """Made once: a tied table, and a router that is guessed, are read twice."""
+        made = [p for p in self.g.params if p.name == name]
+        return made[0] if made else self.g.param(name, dims, dtype)
 
     def product(self, name: str, x: Value, width: int, ends: Value | None) -> Value:
         """x [n, k] times a matrix -> [n, width]. `ends`: where the rows of each group end, and each has its own matrix."""
@@ -265,7 +270,7 @@ class _Network:
     def mlp(self, i: int, name: str, x: Value) -> Value:
         c = self.config
         if c.experts is not None and i in c.experts.layers:
-            return self.mixture(name, x, c.experts)
+            return self.mixture(i, name, x, c.experts)
         return self.plain_mlp(name, x, c.intermediate_size, "mlp" in c.biases)
 
     def plain_mlp(self, name: str, x: Value, width: int, bias: bool = False, ends: Value | None = None) -> Value:
@@ -278,10 +283,10 @@ class _Network:
             inner = act(self.linear(f"{name}.up_proj", x, width, bias))
         return self.linear(f"{name}.down_proj", inner, c.hidden_size, bias, ends=ends)
 
-    def mixture(self, name: str, x: Value, m: Experts) -> Value:
+    def mixture(self, i: int, name: str, x: Value, m: Experts) -> Value:
         """Every token through its experts: their rows are grouped by expert, then weighted and added up by token."""
         n, width = x.shape.static
-        ids, weights = self.routed(name, x, m)
+        ids, weights = self.routed(i, name, x, m)
         order, place, ends = ops.group_rows(ids.reshape(n * m.used), groups=m.count)
         out = self.plain_mlp(f"{name}.experts", ops.gather(x, order // m.used, axis=0), m.width, ends=ends)
         rows = ops.gather(out, place.reshape(n, m.used), axis=0)
@@ -294,15 +299,23 @@ class _Network:
             shared = shared * ops.sigmoid(gate).reshape(n, 1)
         return y + shared
 
-    def routed(self, name: str, x: Value, m: Experts) -> tuple[Value, Value]:
-        """(experts of each token, their weights), i32 and f32 [n, used]. The router is never packed, and reads x as it is."""
-        scores = ops.matmul(x, self.matrix(f"{name}.gate", m.count, x.shape.static[1], packs=False)[0].T).astype("f32")
+    def routed(self, i: int, name: str, x: Value, m: Experts) -> tuple[Value, Value]:
+        """(experts of each token, their weights), i32 and f32 [n, used]."""
+        scores, *more = self.scored(name, x, m)
         if self.tokens > 1:  # padding goes where the last token goes, and not to experts that no token needs
             last = ops.minimum(ops.iota(dims=(self.tokens,), dtype=DTYPES["i32"]), self.count - 1)
             scores = ops.gather(scores.reshape(self.batch, self.tokens, m.count), last, axis=1).reshape(scores.shape.static)
-        bias = (self.g.param(f"{name}.gate.bias", (m.count,), "f32"),) if m.bias else ()
+        if self.lookahead and (later := m.layers[m.layers.index(i) + 1 :]):
+            guess, *bias = self.scored(f"model.layers.{later[0]}.mlp", x, m)
+            more.append(ops.top_k(ops.sigmoid(guess) + bias[0] if bias else guess, k=m.used)[1].astype("i32"))
         how = {"renormalise": m.renormalise, "scale": m.scale, "groups": m.groups, "top_groups": m.top_groups}
-        return ops.route(scores, *bias, k=m.used, scoring=m.scoring, **how)
+        return ops.route(scores, *more, k=m.used, scoring=m.scoring, **how)
+
+    def scored(self, name: str, x: Value, m: Experts) -> list[Value]:
+        """The scores of experts, f32 [n, count], and their bias, if there is one. The router is never packed, and reads x as it
+        is."""
+        scores = ops.matmul(x, self.matrix(f"{name}.gate", m.count, x.shape.static[1], packs=False)[0].T).astype("f32")
+        return [scores, self.param(f"{name}.gate.bias", (m.count,), "f32")] if m.bias else [scores]
 
     def attention(self, i: int, name: str, x: Value) -> Value:
         """Append this chunk's keys and values to the cache, then attend to all of them."""

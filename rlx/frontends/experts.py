@@ -1,0 +1,115 @@
+"""Experts of a language model: the pool that keeps them within a budget, their weights one by one, and the trace of their use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from os import PathLike
+
+import numpy as np
+
+from rlx.errors import OptionError, Unsupported
+from rlx.frontends.checkpoint import Checkpoint
+from rlx.frontends.models.decoder import DecoderConfig
+from rlx.runtime import CompiledGraph, ExpertPool, ExpertSource, MemoryPlan
+from rlx.runtime.policies import DEFAULT, Budget, policy_of
+from rlx.runtime.traces import Forward, MoELayer, TraceWriter
+
+
+class ModelExperts:
+    """`pool`: from the first executable on, if there is a budget."""
+
+    def __init__(
+        self, config: DecoderConfig, model: str, budget: Budget | int | str | None, policy: str | None,
+        record: str | PathLike[str] | None,
+    ) -> None:  # fmt: skip
+        """OptionError: a wrong budget or policy, or the model has no experts."""
+        given = {"expert_budget": budget, "expert_policy": policy, "record_experts": record}
+        if config.experts is None and (names := [name for name, value in given.items() if value is not None]):
+            raise OptionError(f"{model} has no experts: {' and '.join(names)} cannot be used with it")
+        if policy is not None and budget is None:
+            raise OptionError(f"expert_policy={policy!r} needs an expert_budget")
+        self._budget, self._policy = None if budget is None else Budget.of(budget), policy or DEFAULT
+        # whether graphs guess the next layer's experts: a trace has guesses too, for a simulation of the policies that use them
+        self.guesses = record is not None or (policy_of(self._policy).guesses and budget is not None)
+        self._record, self._model = record, model
+        self._writer: TraceWriter | None = None
+        self.pool: ExpertPool | None = None
+
+    def join(self, compiled: CompiledGraph, tokens: int) -> None:
+        """A new executable, before its weights are set, so that only resident experts are read. `tokens`: of the largest forward
+        of the model. OptionError: the budget is too small."""
+        if self._budget is not None and self.pool is None:
+            self.pool = ExpertPool(compiled, self._budget, self._policy, tokens=tokens)
+
+    @property
+    def share(self) -> float:
+        """Of the experts that are resident."""
+        return 1.0 if self.pool is None else sum(self.pool.policy.quotas) / sum(x.experts for x in self.pool.layers)
+
+    def within(self, plan: MemoryPlan, experts: int) -> dict[str, int]:
+        """Bytes by purpose, of a plan in which all of so many experts are resident: what the budget leaves of them."""
+        total = dict(plan.regions)
+        if self._budget is not None:
+            most = self._budget.amount if self._budget.in_bytes else self._budget.amount * plan.expert_bytes // max(1, experts)
+            spared = max(0, plan.expert_bytes - most)
+            for purpose in ("prepared", "params"):
+                total[purpose], spared = max(0, total[purpose] - spared), max(0, spared - total[purpose])
+        return total
+
+    def run(self, compiled: CompiledGraph, inputs: Sequence[np.ndarray], batch: int, tokens: int) -> None:
+        """One forward, of which the first `tokens` of each sequence are no padding."""
+        if self._record is None:
+            compiled.run_slots(inputs)
+            return
+        layers = layers_of(compiled)
+        compiled.enable_moe_topk_capture(min(x.top_k for x in layers))
+        begun = time.perf_counter()
+        compiled.run_slots(inputs)
+        chosen = [_rows(c, batch, tokens) for c in compiled.take_moe_topk_capture()]
+        seconds, ahead = time.perf_counter() - begun, compiled.take_moe_topk_guesses()
+        try:
+            slow = compiled.take_moe_residency_stats().offloaded
+            measured = seconds, slow.seconds, slow.bytes
+        except Unsupported:  # a device that keeps all experts resident
+            measured = seconds, 0.0, 0
+        if self._writer is None:
+            self._writer = TraceWriter(self._record, self._model, layers)
+        self._writer.add(Forward(chosen, ahead or None, *measured))
+
+
+def expert_params(compiled: CompiledGraph) -> set[str]:
+    """The params of which each router picks some experts."""
+    return {name for router in compiled.program().routers for name in router.params}
+
+
+def source_of(checkpoint: Checkpoint, name: str) -> ExpertSource:
+    """The experts of a param, each read from the model's files when it is needed."""
+    over = [checkpoint.tensors[part].data for part in checkpoint.parts[name]]
+    return ExpertSource(partial(checkpoint.read_expert, name), name, over)
+
+
+def _rows(chosen: np.ndarray, batch: int, tokens: int) -> np.ndarray:
+    """Without those of padding."""
+    top_k = chosen.shape[-1]
+    return chosen.reshape(batch, -1, top_k)[:, :tokens].reshape(-1, top_k)
+
+
+def layers_of(compiled: CompiledGraph) -> list[MoELayer]:
+    """The layers with experts, and the bytes of one expert: packed, on a device that reads experts one by one. Unsupported: there
+    are none."""
+    sizes = {p.name: p.shape.size_bytes for p in compiled.params}
+    program = compiled.program()
+    if not program.routers:
+        raise Unsupported(f"{program.name} has no layers with experts")
+    try:
+        packed = {x.name: x.nbytes for x in compiled.expert_tiers().layers}
+    except Unsupported:
+        packed = {}
+    found = []
+    for router in program.routers:
+        name, top_k = min(router.params, default=""), router.shape.static[-1]
+        nbytes = packed.get(name) or sum(sizes[p] for p in router.params) // router.experts
+        found.append(MoELayer(name, router.experts, top_k, nbytes))
+    return found

@@ -1,0 +1,180 @@
+"""Language models with more experts than their budget of memory holds: the same tokens, predicted hits, traces, the commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_models import make, talker
+
+import rlx
+from rlx.cli.main import run
+from rlx.errors import BindingError, OptionError
+from rlx.models import LanguageModel
+from rlx.runtime.simulate import Rates, simulate
+from rlx.runtime.traces import TraceFile
+
+PROMPT = [1, 5, 9, 7, 30]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("moe")
+    make("qwen3_moe", path, gain=4.0, decoder_sparse_step=1, num_experts=16, moe_intermediate_size=32)
+    return path
+
+
+def greedy(model: LanguageModel, steps: int = 60) -> list[int]:
+    model.reset()
+    tokens = [int(model.step(PROMPT).argmax())]
+    while len(tokens) < steps:
+        tokens.append(int(model.step(tokens[-1:]).argmax()))
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    return greedy(LanguageModel(folder))
+
+
+@pytest.mark.parametrize("policy", ["static", "lru", "lfu", "hysteresis", "predict"])
+def test_a_budget_changes_no_token_and_hits_are_predicted(folder, expected, policy, tmp_path):
+    model = LanguageModel(folder, expert_budget=20, expert_policy=policy, record_experts=tmp_path / "t")
+    assert model.pool is None  # nothing is read before the first step
+    assert greedy(model) == expected
+    assert model.pool is not None
+    model.pool.settle()
+    report, resident = model.pool.report(), [model.pool.tiers.resident(n) for n in range(3)]
+    assert [int(m.sum()) for m in resident] == [6, 6, 6] and sum(report.quotas) + 2 == 20
+    assert all(map(np.array_equal, resident, model.pool.policy.resident))
+    (predicted,) = simulate(TraceFile(tmp_path / "t"), 20, Rates(1.0, 1e9, {}), [policy])
+    assert 0 < report.hit_rate < 1 and abs(report.predicted_rate - predicted.hit_rate) < 0.02
+    late = 1 if policy == "predict" else 0.02  # a layer this small is done before the experts of the next one are read
+    assert -0.02 < predicted.hit_rate - report.hit_rate < late
+
+
+def test_a_trace_has_what_the_routers_chose(folder, tmp_path):
+    model = LanguageModel(folder, record_experts=tmp_path / "t")
+    model.step(PROMPT)  # a chunk of 8, of which 3 are padding
+    compiled = model.executable(1)
+    compiled.enable_moe_topk_capture(2)
+    model.step([3])
+    with pytest.raises(BindingError, match="no capture is enabled"):  # the recorder took it
+        compiled.take_moe_topk_capture()
+    file = TraceFile(tmp_path / "t")
+    prompt, one = file
+    assert prompt.ahead is None and one.ahead is not None  # many tokens use most experts: a guess is no help
+    assert [a.shape for a in one.ahead] == [(1, 2)] * 2
+    assert file.model == folder.name and [(x.experts, x.top_k) for x in file.layers] == [(16, 2)] * 3
+    assert [c.shape for c in prompt.chosen] == [(5, 2)] * 3 and [c.shape for c in one.chosen] == [(1, 2)] * 3
+    again = LanguageModel(folder)
+    again.executable(8).enable_moe_topk_capture(2)
+    again.step(PROMPT)
+    assert all(np.array_equal(a, b[:5]) for a, b in zip(prompt.chosen, again.executable(8).take_moe_topk_capture()))
+    assert 0 < one.seconds < 10 and one.slow_bytes == 0
+    assert file.layers[0].nbytes >= 3 * 24 * 32 * 4
+
+
+def test_recorded_times_and_bytes_are_rates_for_a_simulation(folder, tmp_path):
+    greedy(LanguageModel(folder, expert_budget=16, record_experts=tmp_path / "t"), 20)
+    rates = Rates.of(TraceFile(tmp_path / "t"))
+    assert rates.sources["slow"] == "as in the trace" and rates.slow > 1e3
+
+
+def test_wrong_budgets_are_errors_before_anything_is_read(folder, tmp_path):
+    with pytest.raises(OptionError, match="a budget of experts is"):
+        LanguageModel(folder, expert_budget="much")
+    with pytest.raises(OptionError, match="no policy is called 'best'"):
+        LanguageModel(folder, expert_budget=20, expert_policy="best")
+    with pytest.raises(OptionError, match="expert_policy='lru' needs an expert_budget"):
+        LanguageModel(folder, expert_policy="lru")
+    small = LanguageModel(folder, expert_budget=9)
+    with pytest.raises(OptionError, match="in use by 128 tokens: at least 16 experts"):
+        small.step(PROMPT)
+    assert LanguageModel(folder, expert_budget=2, capacity=1).step([3]).shape == (1, 199)  # one token uses two experts of a layer
+    make("qwen3", tmp_path / "dense")
+    with pytest.raises(OptionError, match="has no experts: expert_budget and record_experts cannot be used with it"):
+        LanguageModel(tmp_path / "dense", expert_budget=20, record_experts=tmp_path / "t")
+
+
+def test_a_pool_for_a_model_that_is_loaded(folder, expected):
+    model = LanguageModel(folder)
+    greedy(model, 5)
+    with rlx.ExpertPool(model, 20, "lru") as pool:
+        assert greedy(model) == expected
+        assert pool.report().hits < pool.report().uses
+        with pytest.raises(BindingError, match="have an ExpertPool already"):
+            rlx.ExpertPool(model.executable(1), 20)
+    assert greedy(model) == expected and pool.report().forwards == 60
+
+
+def test_an_artifact_file_runs_within_a_budget(folder, expected, tmp_path):
+    LanguageModel(folder, capacity=80).save(tmp_path / "m.rlx", sizes=[1, 8], sampling=())
+    model = rlx.load(tmp_path / "m.rlx", expert_budget=20, record_experts=tmp_path / "t")
+    assert greedy(model) == expected
+    assert 0 < model.pool.report().hit_rate < 1 and len(list(TraceFile(tmp_path / "t"))) == 60
+
+
+@pytest.mark.parametrize("budget,most", [(20, 276_480 + 2 * 15_360), ("300kB", 300_000), (48, 10**9), ("1GB", 10**9)])
+def test_memory_is_known_before_anything_is_read_and_holds(folder, budget, most):
+    whole = LanguageModel(folder, capacity=16).memory()
+    model = LanguageModel(folder, capacity=16, expert_budget=budget)
+    planned = model.memory()
+    assert planned.keys() == whole.keys()
+    assert (planned["prepared"] < whole["prepared"]) == (most < 10**9)
+    model.step(PROMPT[:1])
+    assert model.pool is not None
+    model.pool.settle()
+    (compiled,) = model._compiled.values()
+    held = compiled.memory_plan()
+    assert held.regions["prepared"] + held.regions["params"] <= planned["prepared"] + planned["params"]
+    assert sum(int(model.pool.tiers.resident(n).sum()) * x.nbytes for n, x in enumerate(model.pool.layers)) <= most
+
+
+# -- the commands
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("talker")
+    talker(path, family="qwen3_moe", decoder_sparse_step=1)
+    return path
+
+
+def command(capfd: Any, *args: object) -> tuple[int, str, str]:
+    code = 0
+    try:
+        run([str(a) for a in args])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return code, *capfd.readouterr()
+
+
+def test_generate_and_chat_run_within_a_budget_and_record(speaking, tmp_path, capfd, monkeypatch):
+    how = "--max-new-tokens", "30", "--capacity", "100"
+    code, plain, _ = command(capfd, "generate", speaking, "hello", *how)
+    assert code == 0
+    more = "--expert-budget", "12", "--expert-policy", "lru", "--record-experts", tmp_path / "t", "--stats"
+    code, text, told = command(capfd, "generate", speaking, "hello", *how, *more)
+    assert (code, text) == (0, plain)
+    assert "rlx: 10 experts resident" in told and "within 12 experts; policy lru" in told
+    assert re.search(r"experts: .* of \d+ uses were hits, .*% predicted, \d+ forwards", told)
+    code, table, _ = command(capfd, "moe", "simulate", tmp_path / "t", "--budget", "12")
+    assert code == 0 and "lru" in table
+    code, _, error = command(capfd, "generate", speaking, "hello", *how, "--expert-budget", "3")
+    assert code == 1 and "at least 8 experts" in error
+
+
+def test_progress_counts_only_what_is_read(folder):
+    counts: dict[Any, list[tuple[int, int]]] = {}
+    for budget in (None, 20):
+        seen = counts[budget] = []
+        progress = lambda done, total, seen=seen: seen.append((done, total))  # noqa: E731
+        LanguageModel(folder, expert_budget=budget, progress=progress).step(PROMPT)
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1][0] == seen[-1][1]
+    assert counts[20][-1][1] < counts[None][-1][1]
+
+
