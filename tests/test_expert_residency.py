@@ -3,10 +3,12 @@ and the capture of what routers choose."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -493,6 +495,37 @@ def test_a_thousand_steps_stay_within_the_budget() -> None:
     assert not done.returncode, done.stderr
     each, most, budget = map(int, done.stdout.split())
     assert most <= budget + (2 << 20) < 32 * 4 * each / 2  # 2 MB for what else the process allocates
+
+
+def test_the_last_reference_frees_memory_and_files() -> None:
+    open_files = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+    before = open_files()
+    gc.disable()
+    try:
+        compiled = compiled_model()
+        compiled.set_params(weights(compiled))
+        compiled.set_moe_resident_experts([False] * E)
+        call = compiled.bound([inputs(1)[0]["x"]])
+        call()
+        alive = [weakref.ref(compiled._executable), weakref.ref(compiled.expert_tiers())]
+        assert open_files() > before  # the packed experts of arrays
+        del compiled, call
+        assert [found() for found in alive] == [None, None] and open_files() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_profiles_and_checked_runs_read_experts_too(checked: bool) -> None:
+    compiled = rlx.Session("cpu", threads=2).compile(model(), rlx.CompileOptions(checked=checked))
+    compiled.set_params(weights(compiled))
+    expected = outputs(compiled)
+    compiled.set_moe_resident_experts([False] * E)
+    if not checked:
+        profile = compiled.profile(inputs(1)[0], runs=3)
+        assert len(profile.steps) == len(compiled.program().steps) + len(compiled.program().commit)
+    np.testing.assert_array_equal(outputs(compiled), expected)
+    assert compiled.take_moe_residency_stats().offloaded.tokens >= 4 * LAYERS * T * K
 
 
 # -- capture

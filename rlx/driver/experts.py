@@ -297,9 +297,7 @@ class ExpertTiers:
         self._forget(param, source)
         for at, part in self.parts(param):
             with at.lock:
-                experts = [e for e in range(at.experts) if at.in_memory(e)]
-                jobs = [partial(_pack, part, source, e) for e in experts]
-                files.in_threads(jobs, min(THREADS, len(jobs), os.cpu_count() or 1) or 1)
+                _in_threads([partial(self._fill_one, part, e) for e in range(at.experts) if at.in_memory(e)])
 
     def replaced(self, param: str, source: ExpertSource | None) -> None:
         """The param has changed, and all experts of its buffers are in memory. `source`: where they can be read again."""
@@ -354,27 +352,22 @@ class ExpertTiers:
     def _fill(self, at: ExpertLayer, experts: Sequence[int]) -> None:
         """Read experts; none of them is in memory if one fails."""
         try:
-            jobs = [partial(self._fill_one, at, e) for e in experts]
-            files.in_threads(jobs, min(THREADS, len(jobs), os.cpu_count() or 1) or 1)
+            _in_threads([partial(self._fill_one, part, e) for e in experts for part in at.parts.values()])
         except BaseException:
             at.release(experts)
             raise
 
-    def _fill_one(self, at: ExpertLayer, expert: int) -> None:
-        rows: dict[str, np.ndarray] = {}
-        for part in at.parts.values():
-            if (place := self._kept.get((part.name, expert))) is not None:
-                file, offset = place
-                try:
-                    if file.stamp:
-                        files.check_same(file)
-                    files.read(file, offset, part.held(expert))
-                except (CorruptFileError, OSError) as error:
-                    raise CorruptFileError(f"expert {expert} of {part.param!r} cannot be read: {error}") from error
-            elif (source := self._sources.get(part.param)) is not None:
-                if part.param not in rows:
-                    rows[part.param] = source.read(expert)
-                part.fill(expert, rows[part.param])
+    def _fill_one(self, part: Part, expert: int) -> None:
+        if (place := self._kept.get((part.name, expert))) is not None:
+            file, offset = place
+            try:
+                if file.stamp:
+                    files.check_same(file)
+                files.read(file, offset, part.held(expert))
+            except (CorruptFileError, OSError) as error:
+                raise CorruptFileError(f"expert {expert} of {part.param!r} cannot be read: {error}") from error
+        elif (source := self._sources.get(part.param)) is not None:
+            part.fill(expert, source.read(expert))
 
     def _keep(self, part: Part, expert: int) -> None:
         """Write a packed expert to a temporary file, if it can be read from nowhere."""
@@ -442,8 +435,8 @@ def mask_of(mask: object, experts: int, what: str) -> np.ndarray:
     return found
 
 
-def _pack(part: Part, source: ExpertSource, expert: int) -> None:
-    part.fill(expert, source.read(expert))
+def _in_threads(jobs: Sequence[Callable[[], None]]) -> None:
+    files.in_threads(jobs, max(1, min(THREADS, len(jobs), os.cpu_count() or 1)))
 
 
 def _temporary() -> files.Mapped:
