@@ -129,7 +129,7 @@ class Checkpoint:
         t = self.tensors[part]
         if part not in self._turned:
             return t
-        rows = FORMATS[t.type].decode_rows(t.data, t.shape[0]) if t.type in FORMATS else t.data
+        rows = FORMATS[t.type].decode_rows(in_memory(t.data), t.shape[0]) if t.type in FORMATS else t.data
         return GgufTensor(t.shape, "f32" if t.type in FORMATS else t.type, rows.T)
 
     def release(self) -> None:
