@@ -100,7 +100,6 @@ class Checkpoint:
                 out[at : at + len(rows)] = _converted(rows, t, form)
                 at += len(rows)
                 self.nbytes += rows.nbytes
-                self.release()
         return out
 
     def block(self, name: str) -> int:
