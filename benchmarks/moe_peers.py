@@ -93,8 +93,8 @@ def run_rlx(layer: Layer) -> Run:
     rows = ops.gather(x, ops.floor_div(order, CHOSEN))
     inner = ops.segment_matmul(rows, gate_up.transpose(0, 2, 1), ends)
     made = ops.silu(inner[:, :INNER]) * inner[:, INNER:]
-    parts = ops.gather(ops.segment_matmul(made, down.transpose(0, 2, 1), ends), place)
-    parts = parts.reshape((layer.tokens, CHOSEN, WIDTH)).astype(rlx.f32)
+    out = ops.segment_matmul(made, down.transpose(0, 2, 1), ends)
+    parts = ops.gather(out, place.reshape((layer.tokens, CHOSEN))).astype(rlx.f32)
     g.set_outputs([ops.sum(parts * weights.reshape((layer.tokens, CHOSEN, 1)), axis=1)])
     compiled = rlx.Session(rlx.Device.CPU).compile(g, rlx.CompileOptions(threads=layer.threads))
     for name, array in arrays.items():

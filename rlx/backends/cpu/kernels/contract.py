@@ -149,17 +149,18 @@ class _Contraction(Product):
         self.call(e, name, body, a, b, sums, *ahead)
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, tile: V, tiles: V) -> None:
-        """Tile number `tile` of `tiles`, known at run time: one prefetches the whole next panel, of several the first two each a
-        half, low ones nothing."""
+        """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are
+        more than three, low ones nothing."""
         name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
         if t.rows < AHEAD_ROWS:
             self._tile(e, replace(t, ahead=0), name, a, b, sums, layout)
             return
-        line, after = layout.byte(1, 0), e.gep(b, layout.byte(self.steps, 0))
-        second = e.gep(after, self.steps * line // 2)
-        for order, share, at in (("eq", line, after), ("ne", line // 2, e.select(e.cmp("eq", tile, e.i64(0)), after, second))):
-            with e.when(e.cmp(order, tiles, e.i64(1))):
-                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, at)
+        after = e.gep(b, layout.byte(self.steps, 0))
+        for order, few in (("eq", 1), ("eq", 2), ("ugt", 2)):
+            share = -(-layout.byte(1, 0) // (few + (order == "ugt")))
+            with e.when(e.cmp(order, tiles, e.i64(few))):
+                here = step(e, after, tile, self.steps * share)
+                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, here)
 
     def _blocks(self, e: Emitter, a: V, b: V, sums: V, ahead: list[V], share: int, rows: int, vectors: int) -> None:
         """Like tile_function, on the matrix unit."""
