@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from small_models import make, talker
 
 import rlx
 from rlx.cli.main import run
-from rlx.errors import BindingError, OptionError
+from rlx.errors import BindingError, CorruptFileError, OptionError
 from rlx.models import LanguageModel
 from rlx.runtime.simulate import Rates, simulate
 from rlx.runtime.traces import TraceFile
@@ -178,3 +180,32 @@ def test_progress_counts_only_what_is_read(folder):
     assert counts[20][-1][1] < counts[None][-1][1]
 
 
+
+
+@pytest.mark.parametrize("how", ["truncated", "replaced"])
+def test_a_model_file_that_changes_during_an_answer(how, folder, tmp_path):
+    """The error names file and expert, the state is as before the step, and the answer goes on once the file is back."""
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    given, whole = LanguageModel(tmp_path / "model", expert_budget=16), LanguageModel(folder)
+    tokens = [int(given.step(PROMPT).argmax())]
+    assert tokens == [int(whole.step(PROMPT).argmax())]
+    stamp, content, position = path.stat(), path.read_bytes(), given.position
+    if how == "truncated":
+        os.truncate(path, 4096)
+    else:
+        os.rename(path, tmp_path / "original")
+        path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(CorruptFileError, match=rf"expert \d+ of 'model.layers.*model.safetensors was (changed or )?{how}"):
+            given.step(tokens[-1:])
+        assert given.position == position
+    if how == "truncated":
+        path.write_bytes(content)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    else:
+        os.rename(tmp_path / "original", path)
+    for _ in range(20):
+        token = int(given.step(tokens[-1:]).argmax())
+        assert token == int(whole.step(tokens[-1:]).argmax())
+        tokens.append(token)
