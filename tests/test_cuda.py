@@ -342,6 +342,21 @@ def test_softmax_down_columns_is_divided(op, dims, axis):
         np.testing.assert_allclose(evaluate(made, {"x": x})[0][0], evaluate(g, {"x": x})[0][0], rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("op", [rlx.softmax, rlx.log_softmax])
+@pytest.mark.parametrize("length", [600_001, 1 << 20])
+def test_softmax_of_a_row_that_no_kernel_keeps_is_divided(op, length):
+    g = rlx.Graph("g")
+    g.set_outputs([op(g.input("x", (4, length), "f32"))])
+    first, *_, last = lower(g, HOPPER, rlx.CompileOptions()).steps
+    assert launch_of(first.kernel).blocks > 64 and launch_of(last.kernel).blocks > 64
+    made = legalise(g, Compilation(HOPPER, rlx.CompileOptions()))
+    x = np.random.default_rng(0).normal(size=(4, length)).astype(np.float32) * 30
+    x[0, :9000] = -np.inf  # a whole part
+    x[1], x[2, 3], x[3, 5] = -np.inf, np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(evaluate(made, {"x": x})[0][0], evaluate(g, {"x": x})[0][0], rtol=2e-6, atol=1e-6)
+
+
 def test_no_tile_where_whole_lines_are_read():
     for build in (
         lambda g: rlx.copy(rlx.transpose(g.input("x", (8, 128, 12, 64), "f32"), (0, 2, 1, 3))),
@@ -565,6 +580,7 @@ SHAPES = {  # with odd sizes, so that threads and lanes are left over
     "softmax of long columns": (lambda x: rlx.softmax(x, axis=0) * 17000.0, (17_000, 33)),
     "softmax of long rows": (lambda x: rlx.softmax(x) * 50_001.0, (3, 50_001)),
     "softmax of many long rows": (lambda x: rlx.softmax(x) * 50_001.0, (150, 50_001)),
+    "softmax of longer rows": (lambda x: rlx.softmax(x) * 600_001.0, (2, 600_001)),
     "softmax of many columns": (lambda x: rlx.softmax(x, axis=0) * 640.0, (2100, 600)),
     "norm of long rows": (lambda x: x - rlx.mean(x * x, axis=1, keepdims=True), (2, 200_000)),
     "greatest of long rows": (lambda x: rlx.argmax(x * 1.0, axis=1), (3, 50_001)),

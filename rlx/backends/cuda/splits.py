@@ -8,13 +8,14 @@ import numpy as np
 
 import rlx.ir.ops as ops
 from rlx.backends.cuda.attention import FEW_ROWS, NARROW
-from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, PART_WARPS, REGISTERS
+from rlx.backends.cuda.schedule import CLUSTER, COLUMN_BYTES, MORE_REGISTERS, PART_THREADS, PART_WARPS, PARTS, REGISTERS
 from rlx.ir.dtype import DType, as_dtype, f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.ops.rules import axis_of
 
 LONG, LARGE = 1 << 16, 1 << 22  # elements from which a softmax of columns that no kernel keeps, or one may, is divided
 SHORT = CLUSTER * PART_WARPS * REGISTERS  # rows that a cluster of blocks keeps
+LONGEST, PART = PARTS[-1] * PART_THREADS * MORE_REGISTERS, 8192  # elements of a row that blocks keep; of a part of a longer one
 NEAR = 128  # rows of a part of columns: those that a multiprocessor works on stay in its cache
 SORTED, WHOLE = 2048, 8192  # elements of a part, and of a row, that a block sorts in shared memory
 
@@ -27,6 +28,8 @@ def softmax(node: Node) -> Value | None:
     outer, length, inner = math.prod(dims[:axis]), dims[axis], math.prod(dims[axis + 1 :])
     # more blocks than a cluster wait for each other so long that to read whole rows twice is faster
     kept = length * x.dtype.compute.itemsize <= COLUMN_BYTES and (length <= SHORT or math.prod(dims) < LARGE)
+    if inner == 1 and length > LONGEST:
+        return _of_long_rows(x, outer, length, node.op.name == "log_softmax")
     if inner == 1 or kept or math.prod(dims) < LONG:
         return None
     size = next((n for n in range(NEAR, NEAR // 4, -1) if length % n == 0), length)
@@ -37,8 +40,24 @@ def softmax(node: Node) -> Value | None:
         most, total = _softened(parts, weights)
     log = node.op.name == "log_softmax"
     most, scale = (v.reshape(*dims[:axis], 1, *dims[axis + 1 :]) for v in (most, ops.log(total) if log else 1.0 / total))
+    return _result(x, most, scale, log)
+
+
+def _result(x: Value, most: Value, scale: Value, log: bool) -> Value:
     centred = ops.cast(x, dtype=x.dtype.compute) - most
     return ops.cast(centred - scale if log else ops.exp(centred) * scale, dtype=x.dtype)
+
+
+def _of_long_rows(x: Value, outer: int, length: int, log: bool) -> Value:
+    """The same along rows that no kernel keeps. The last part is padded."""
+    parts = -(-length // PART)
+    rows = x.reshape(outer, length)
+    if length % PART:
+        rows = ops.pad(rows, low=(0, 0), high=(0, parts * PART - length), value=-math.inf)
+    most, total = _softened(ops.cast(rows.reshape(outer, parts, PART), dtype=x.dtype.compute))
+    most, total = _softened(most.reshape(outer, parts), total.reshape(outer, parts))
+    most, scale = (v.reshape(*x.shape.static[:-1], 1) for v in (most, ops.log(total) if log else 1.0 / total))
+    return _result(x, most, scale, log)
 
 
 def _softened(rows: Value, weights: Value | float = 1.0) -> tuple[Value, Value]:
