@@ -131,6 +131,37 @@ def test_some_rows_of_narrow_floats_pass_through_rings(dtype):
         assert cubin(text_of(at, "kernel"), "sm_90a")
 
 
+def gated(form: str, m: int, n: int, k: int) -> rlx.Graph:
+    """silu(x @ gate) * (x @ up), of one matrix that holds both; `form`: of quantised weights, or bf16."""
+    g = rlx.Graph("gated")
+    packed, dtype = form in FORMATS, "f32" if form in FORMATS else form
+    columns = FORMATS[form].row_bytes(k) if packed else k
+    x, w = g.input("x", (m, k), dtype), g.param("w", (2 * n, columns), "u8" if packed else form)
+    both = rlx.dequant_matmul(x, w, format=form) if packed else x @ rlx.transpose(w, (1, 0))
+    gate, up = both[:, :n].astype("f32"), both[:, n:].astype("f32")
+    g.set_outputs([(gate / (1.0 + rlx.exp(-gate)) * up).astype(dtype)])
+    return g
+
+
+GATED = [
+    ("q4_k", 1, 14336, 4096), ("q8_0", 1, 3072, 1024), ("q6_k", 1, 32, 512), ("q4_0", 3, 640, 1024), ("q4_k", 8, 1024, 2816),
+    ("q4_k", 1, 1024, 14336), ("bf16", 4, 3072, 1024), ("bf16", 8, 96, 14336),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "m", "n", "k"), GATED)
+def test_gate_and_up_are_panels_in_turns(form, m, n, k):
+    (kernel,) = kernels(gated(form, m, n, k))
+    at = launch_of(kernel)
+    assert isinstance(at, BlocksLaunch) and at.both == 2 and at.panels == n // PANEL and at.shared * at.resident <= 227 << 10
+    assert cubin(text_of(at, "kernel"), "sm_90a")
+
+
+def test_panels_that_hold_both_halves_are_no_pairs():
+    assert len(kernels(gated("q4_k", 1, 1000, 1024))) == len(kernels(gated("bf16", 4, 1000, 1024))) == 2
+    assert len(kernels(gated("q4_k", 200, 1024, 1024))) == 2  # tiles of many rows take no pairs of quantised weights
+
+
 def test_rings_are_refused_where_bulk_copies_cannot_fetch_the_rows():
     for m, n, k_, arch in (
         (1, 1024, 1024, "sm_90a"), (9, 1024, 1024, "sm_90a"), (8, 1024, 1000, "sm_90a"), (8, 31, 64, "sm_90a"),
@@ -248,3 +279,23 @@ def test_infinities_and_nan_stay_in_their_rows():
     x[0, 3], x[1, 5] = np.inf, np.nan
     (found,) = compiled.run({"x": x, "z": np.zeros((3, 32), np.float32)})
     assert not np.isfinite(found[0]).all() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
+
+
+@on_gpu
+@pytest.mark.parametrize(("form", "m", "n", "k"), [*GATED, ("q4_k", 20, 640, 1024), ("q5_k", 1, 20 * PANEL, 4096)])
+def test_gate_and_up_of_panels(form, m, n, k):
+    rng, compiled = np.random.default_rng(m * n + k), rlx.Session("cuda").compile(gated(form, m, n, k))
+    if form in FORMATS:
+        w = np.zeros((2 * n, FORMATS[form].row_bytes(k)), np.uint8)
+        random_weights(FORMATS[form])(rng, [w, w])
+        x, wide = rng.standard_normal((m, k)).astype(np.float32), FORMATS[form].decode_rows(w, k).astype(np.float64)
+    else:
+        x, w = (rng.standard_normal(dims).astype(as_dtype(form).numpy) for dims in ((m, k), (2 * n, k)))
+        wide = w.astype(np.float64)
+    compiled.set_param("w", w)
+    (found,), (again,) = compiled.run({"x": x}), compiled.run({"x": x})
+    assert found.tobytes() == again.tobytes()
+    sums, scale = x.astype(np.float64) @ wide.T, np.abs(x.astype(np.float64)) @ np.abs(wide.T)
+    (gate, up), (_, most) = np.split(sums, 2, axis=1), np.split(scale, 2, axis=1)
+    off = np.abs(found.astype(np.float64) - gate * (0.5 + 0.5 * np.tanh(gate / 2)) * up)
+    assert (off / (1 + scale[:, :n] * most)).max() < (2.0**-7 if m > 2 or form == "bf16" else 1e-5)

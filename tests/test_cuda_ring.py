@@ -43,6 +43,15 @@ def product(
     return g
 
 
+def gated(m: int, n: int, k: int, weights: str = "bf16", norm: bool = False) -> rlx.Graph:
+    """silu(x @ gate) * (x @ up), of one matrix that holds both."""
+    g = product(m, 2 * n, k, weights, norm=norm)
+    (both,) = g.outputs
+    gate, up = both[:, :n].astype("f32"), both[:, n:].astype("f32")
+    g.set_outputs([(gate / (1.0 + rlx.exp(-gate)) * up).astype(weights)])
+    return g
+
+
 def kernel(g: rlx.Graph, arch: str = "sm_90a") -> Kernel:
     return next(s.kernel for s in lower(g, target(arch), rlx.CompileOptions()).steps if "matmul" in s.kernel.origin)
 
@@ -70,6 +79,30 @@ def test_norms_and_residuals_are_part_of_the_product(dtype):
     assert type(found) is RingLaunch and found.row and cubin(text, "sm_90a")
     own = text[text.index("extern") :]
     assert own.index("early0 = x") < own.index("rlx_ring_sums<"), "the residual is loaded before the products"
+
+
+@pytest.mark.parametrize(("n", "k", "wide"), [(151936, 896, 0), (30522, 384, 0), (20000, 128, 8)])
+def test_each_column_of_a_piece_has_a_lane_that_copies_it(n, k, wide):
+    found = launch_of(kernel(product(1, n, k, wide=wide)))
+    assert type(found) is RingLaunch and found.warps == 1 and found.wide == 32
+
+
+GATED = [
+    (1, 3072, 1024, True), (1, 14336, 4096, True), (2, 1001, 512, False), (3, 40, 384, False), (1, 20000, 64, False),
+    (2, 9000, 896, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("m", "n", "k", "norm"), GATED)
+def test_gate_and_up_meet_in_the_store(m, n, k, norm):
+    (step,) = lower(gated(m, n, k, norm=norm), target("sm_90a"), rlx.CompileOptions()).steps
+    found = launch_of(step.kernel)
+    assert type(found) is RingLaunch and found.both == 2 and found.span % found.wide == found.wide % 2 == 0
+    assert cubin(text_of(found, "kernel"), "sm_90a")
+
+
+def test_rows_that_threads_cannot_keep_are_no_pairs():
+    assert len(lower(gated(2, 512, 14336), target("sm_90a"), rlx.CompileOptions()).steps) == 2
 
 
 def test_converted_weights_pass_in_8_bits():
@@ -127,6 +160,8 @@ CASES = {
     "pairs": (1, 999, 14336, {"weights": "f16", "added": True}),
     "rows apart": (1, 1001, 1024, {"wide": 8, "added": True}),
     "batch": (2, 77, 512, {"batch": 5}),
+    "columns in turns": (1, 34000, 896, {}),
+    "columns in turns, rows apart": (1, 20000, 128, {"wide": 8}),
     "weights of the run": (1, 1001, 2048, {"param": False}),
 }
 
@@ -153,3 +188,21 @@ def test_results_are_those_of_f64(case):
     bits = {"bf16": 8, "f16": 11, "f32": 20}[how.get("left", how.get("weights", "bf16"))]
     rounded = (s is not None) + (z is not None) + 1  # times
     assert (np.abs(found.astype(np.float64) - exact) / scale).max() < rounded * 2.0**-bits
+
+
+@on_gpu
+@pytest.mark.parametrize(("m", "n", "k", "norm"), GATED)
+def test_gate_and_up_are_those_of_f64(m, n, k, norm):
+    g = gated(m, n, k, norm=norm)
+    given = drawn(g)
+    compiled = rlx.Session("cuda").compile(g)
+    compiled.set_params({p.node.name: given[p.node.name] for p in g.params})
+    (found,), (again,) = compiled.run({"x": given["x"]}), compiled.run({"x": given["x"]})
+    assert found.tobytes() == again.tobytes()
+    x, w = given["x"].astype(np.float64), given["w"].astype(np.float64)
+    if norm:
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * given["s"].astype(np.float64)
+    gate, up = np.split(x @ w.T, 2, axis=1)
+    off = np.abs(found.astype(np.float64) - gate / (1 + np.exp(-gate)) * up)
+    scale = np.split(np.abs(x) @ np.abs(w.T), 2, axis=1)
+    assert (off / (1 + scale[0] * scale[1])).max() < 2.0**-7

@@ -223,7 +223,8 @@ class _Fuser:
         found = {v: self.places.locate(v)[1] for r in read for v in r.inputs if self.places.base(v) is result}
         fits = len(found) == 2 and all(v.dims == dims and x.strides == strides for v, x in found.items())
         fits = fits and {x.offset for x in found.values()} == {0, half} and not {result, *found} & self.roots
-        plain = len(contraction(anchor).b_columns) == 1 and anchor.inputs[1] not in self.places.tiles and 1 not in group.operands
+        plain = self.is_native(anchor) or (anchor.inputs[1] not in self.places.tiles and 1 not in group.operands)
+        plain = plain and len(contraction(anchor).b_columns) == 1
         each = all(r.op.kind is Kind.POINTWISE and r.shapes[0].dims == dims and not self.is_static(r) for r in read)
         return [*found] if fits and plain and each else ()
 

@@ -124,7 +124,8 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
-    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor. Clusters of more than two
+    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor; where keys are few, they leave room
+    for blocks of the product behind them, whose weights are then there in time. Clusters of more than two
     blocks, each of which fills a multiprocessor, do not fill the GPU: with more of them some would run after the others."""
     native = native_of(kernel)
     assert native is not None
@@ -135,7 +136,7 @@ def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> At
     shares = max(1, multiprocessors // (tiles * PAIR)) if keys >= LONG else 1
     if shares > 1:
         parts = PAIR
-    warps = WARPS if tiles * parts <= multiprocessors else WARPS // 2
+    warps = WARPS if keys >= LONG and tiles * parts <= multiprocessors else WARPS // 2
     slots = warps // (2 if width > 128 else 1)
     nbytes = 32 * size + 4 * slots * rows * (width + 4 * parts)
     return AttentionLaunch(

@@ -12,7 +12,7 @@ from functools import cache, partial
 from threading import Thread
 from typing import Any
 
-from rlx.backends.cuda import attention, segments, splits
+from rlx.backends.cuda import attention, gemv_blocks, gemv_ring, segments, splits
 from rlx.backends.cuda.code import CudaCode, compile_kernels, compiler_version, key_of, launches_of, ptx, support
 from rlx.backends.cuda.executable import CudaArtifact, CudaExecutable
 from rlx.backends.cuda.gemv import MOST_ROWS
@@ -154,13 +154,17 @@ def _computes(producer: Producer) -> bool:
 
 
 def _pairs(arch: str, node: Node) -> bool:
-    """A product whose tiles tensor.py copies in bulk, with columns in adjacent memory."""
+    """A product of few rows (gemv_ring.py, gemv_blocks.py), or one whose tiles tensor.py copies in bulk; columns are adjacent."""
     left, right = node.inputs[:2]
     *rows, depth = left.shape.static
+    many, whole = math.prod(rows), node.shapes[0].static[-1] % (2 * packed.PANEL) == 0
     if node.op.name == "segment_matmul":
-        return arch == "sm_90a" and rows[0] > COMPUTED_ROWS and segments.in_boxes(node)
+        return arch == "sm_90a" and many > COMPUTED_ROWS and segments.in_boxes(node)
+    if node.op.name == "dequant_matmul":
+        return many <= gemv_blocks.MOST_PIECES and whole
     narrow = arch == "sm_90a" and left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")
-    return narrow and right.node.op.name == "transpose" and math.prod(rows) > MOST_ROWS * 2 and depth % 8 == 0
+    few = gemv_ring.takes(many, depth, left.dtype.itemsize) or (whole and gemv_blocks.takes(many, depth))
+    return narrow and right.node.op.name == "transpose" and (few or (many > MOST_ROWS * 2 and depth % 8 == 0))
 
 
 @cache

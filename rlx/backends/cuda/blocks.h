@@ -112,8 +112,8 @@ template <int TILES> RLX_FN void rlx_multiply_turn(
 
 /* -- one row, as integers: 8-bit products --------------------------------------------------------------------------------
 
-   An element of the left operand is a multiple X of a power of two, with |X| < 2^22, and X three signed digits to the base 256:
-   three of the four columns of a unit, which is what has a scale of its own. The columns of the product are those of two units, with
+   An element of the left operand is a multiple X of a power of two, that of 256 elements, with |X| < 2^22, and X three signed digits to
+   the base 256: three of the four columns of a unit, which is what has a scale of its own. The columns of the product are those of two units, with
    zeros in the other's turns, so that the sums of both are scaled at once. */
 RLX_FN void rlx_multiply_bytes(int (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -139,10 +139,10 @@ template <int SPREAD> RLX_FN void rlx_multiply_units(const unsigned char* at, in
    first column, `less` of rows 2 * (t % 2) and the next. */
 struct rlx_digit_sums { float sum[2][1][4] = {}, less[2] = {}; };
 
-/* TURNS turns from `at` on, in `block` (the first one, if each turn is a block). `totals`: the sums of X in their units. The units of
-   a block are scaled as integers. */
+/* TURNS turns from `at` on, in `block` (the first one, if each turn is a block), of elements that are multiples of `power`. `totals`:
+   the sums of x in their units. The units of a block are scaled as integers. */
 template <int SPREAD, int TURNS> RLX_FN void rlx_add_turns(
-  rlx_digit_sums& all, const unsigned char* block, const unsigned char* at, int lane, const unsigned char* x, const float* totals
+  rlx_digit_sums& all, const unsigned char* block, const unsigned char* at, int lane, const unsigned char* x, const float* totals, float power
 ) {
   constexpr int STEP = SPREAD < RLX_GROUPS ? 1 : SPREAD / RLX_GROUPS;
   const int unit = lane % 4 * SPREAD / 4;
@@ -150,6 +150,7 @@ template <int SPREAD, int TURNS> RLX_FN void rlx_add_turns(
   float less[2] = {}, scale[4], least[2];
   const auto add = [&](const unsigned char* numbers, const int (&by)[2][4]) {
     rlx_block_factors(numbers, lane, scale, least);
+    for (int r = 0; r < 4; r++) scale[r] *= power;
     #pragma unroll
     for (int i = 0; i < 8; i++) all.sum[i / 4][0][i % 4] = fmaf(scale[i / 2], (float)by[i / 4][i % 4], all.sum[i / 4][0][i % 4]);
     if constexpr (RLX_HAS_LESS)
@@ -173,17 +174,19 @@ template <int SPREAD, int TURNS> RLX_FN void rlx_add_turns(
   }
   if constexpr (RLX_SCALED) add(block, sums);
 }
-/* The sums of both units, with `less`, in the lanes of the first one. */
-template <int SPREAD> RLX_FN void rlx_add_units(rlx_digit_sums& all, int lane) {
-  if constexpr (RLX_HAS_LESS)
-    #pragma unroll
-    for (int row = 0; row < 4; row++) {
-      const float other = rlx_from(all.less[row % 2], 32, 1);
-      if (lane % 2 == 0) all.sum[row / 2][0][row % 2 * 2] += row < 2 ? all.less[row % 2] : other;
-    }
-  if constexpr (SPREAD == 2)
-    #pragma unroll
-    for (int i = 0; i < 8; i++) all.sum[i / 4][0][i % 4] += rlx_from(all.sum[i / 4][0][i % 4], 32, 2);
+/* A warp's sums of a lane's four rows, over the digits of both units: to[0] to to[3]. */
+template <int SPREAD> RLX_FN void rlx_add_units(float* to, const rlx_digit_sums& all, int lane) {
+  const bool odd = lane % 2; /* lanes with the last of three digits, and what is less of the last two rows */
+  float sum[4];
+  #pragma unroll
+  for (int row = 0; row < 4; row++) {
+    const float* const digits = all.sum[row / 2][0] + row % 2 * 2;
+    sum[row] = odd ? digits[0] * 65536 : fmaf(digits[1], 256, digits[0]);
+    if (RLX_HAS_LESS && odd == row / 2) sum[row] += all.less[row % 2];
+    sum[row] += rlx_from(sum[row], 32, 1);
+    if constexpr (SPREAD == 2) sum[row] += rlx_from(sum[row], 32, 2);
+  }
+  if (lane % 4 == 0) *(float4*)to = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
 /* The power of two of which elements with a magnitude of at most `most` are multiples below 2^22, and its inverse. */
@@ -192,22 +195,34 @@ RLX_FN float rlx_unit(float most, float& inverse) {
   inverse = __uint_as_float(275 - e << 23);
   return most < INFINITY ? __uint_as_float(e - 21 << 23) : most;
 }
-/* The digits of four adjacent elements, each digit `pitch` bytes from the one before; the sum of their unit, which 8 / RLX_GROUPS
-   lanes hold. */
-RLX_FN void rlx_digits_4(unsigned char* to, int pitch, float* total, const float (&x)[4], float inverse, int lane) {
-  uint32_t all = 0, shifted[4];  // digits with 128 added
+/* The digits of eight adjacent elements, each digit `pitch` bytes from the one before, as multiples of a power of two, which is
+   returned: the one of the elements of the warp. `total`: the sum of their unit, which 4 / RLX_GROUPS lanes hold. */
+RLX_FN float rlx_digits_8(unsigned char* to, int pitch, float* total, const float (&x)[8], int lane) {
+  float most = 0, inverse;
   #pragma unroll
-  for (int e = 0; e < 4; e++) {  // rounded by the addition of 1.5 * 2^23, whose bits are 0x4b400000
-    shifted[e] = __float_as_uint(fmaf(x[e], inverse, 12582912.0f)) + (0x808080u - 0x4b400000u);
-    all += shifted[e];
+  for (int e = 0; e < 8; e++) most = rlx_max_f32(most, fabsf(x[e]));
+  for (int by = 16; by > 0; by /= 2) most = rlx_max_f32(most, rlx_from(most, 32, by));
+  const float unit = rlx_unit(most, inverse);
+  uint32_t all = 0, digits[3][2];
+  #pragma unroll
+  for (int half = 0; half < 2; half++) {
+    uint32_t shifted[4];  // digits with 128 added
+    #pragma unroll
+    for (int e = 0; e < 4; e++) {  // rounded by the addition of 1.5 * 2^23, whose bits are 0x4b400000
+      shifted[e] = __float_as_uint(fmaf(x[half * 4 + e], inverse, 12582912.0f)) + (0x808080u - 0x4b400000u);
+      all += shifted[e];
+    }
+    const uint32_t a = __byte_perm(shifted[0], shifted[1], 0x5140), b = __byte_perm(shifted[2], shifted[3], 0x5140);
+    const uint32_t high = __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
+    digits[0][half] = __byte_perm(a, b, 0x5410) ^ 0x80808080u;
+    digits[1][half] = __byte_perm(a, b, 0x7632) ^ 0x80808080u;
+    digits[2][half] = high ^ 0x80808080u;
   }
-  const uint32_t a = __byte_perm(shifted[0], shifted[1], 0x5140), b = __byte_perm(shifted[2], shifted[3], 0x5140);
-  *(uint32_t*)to = __byte_perm(a, b, 0x5410) ^ 0x80808080u;
-  *(uint32_t*)(to + pitch) = __byte_perm(a, b, 0x7632) ^ 0x80808080u;
-  const uint32_t high = __byte_perm(__byte_perm(shifted[0], shifted[1], 0x0062), __byte_perm(shifted[2], shifted[3], 0x0062), 0x5410);
-  *(uint32_t*)(to + 2 * pitch) = high ^ 0x80808080u;
-  for (int by = 4 / RLX_GROUPS; by > 0; by /= 2) all += rlx_from(all, 32, by);
-  if (lane % (8 / RLX_GROUPS) == 0) *total = (float)(int)(all - 32u / RLX_GROUPS * 0x808080u);
+  #pragma unroll
+  for (int n = 0; n < 3; n++) *(uint2*)(to + n * pitch) = make_uint2(digits[n][0], digits[n][1]);
+  for (int by = 2 / RLX_GROUPS; by > 0; by /= 2) all += rlx_from(all, 32, by);
+  if (lane % (4 / RLX_GROUPS) == 0) *total = (float)(int)(all - 32u / RLX_GROUPS * 0x808080u) * unit;
+  return unit;
 }
 
 /* The weights of a turn, rounded to f16 or bf16, in lines of 128 bytes for each row of the panel: chunk n of 16 bytes of line r is at

@@ -34,9 +34,13 @@ RLX_FN void rlx_load_16(uint32_t (&to)[4], const void* from) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
 }
-RLX_FN void rlx_send(uint32_t at, int block, float4 x) {
-  if (PARTS > 1) asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5}; }"
-    :: "r"(at), "r"(block), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+/* To a place of that block's shared memory. Its barrier counts the bytes: a barrier of the cluster, with what it orders, would wait for
+   all memory of the GPU. */
+RLX_FN void rlx_send(uint32_t at, uint32_t sent, int block, float4 x) {
+  if (PARTS > 1) asm volatile(
+    "{ .reg .b32 there, then; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 then, %2, %1;"
+    " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3,%4,%5,%6}, [then]; }"
+    :: "r"(at), "r"(block), "r"(sent), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
   else asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" :: "r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
@@ -48,7 +52,13 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
   uint4* const queries = (uint4*)shared; /* [STEPS][32 lanes] */
   float* const records = (float*)(queries + STEPS * 32); /* [RECORDS][ROWS][SLICE]; then [RECORDS][ROWS] greatest scores, totals */
   float* const tops = records + RECORDS * ROWS * SLICE;
-  if (PARTS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); /* the others' memory is there from their start on */
+  __shared__ __align__(8) uint64_t barrier; /* of what blocks of the cluster send this one */
+  const uint32_t sent = rlx_at(&barrier);
+  if (PARTS > 1) {
+    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" :: "r"(sent) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); /* the others' memory is there from their start on */
+  }
   const int record = warp % SLOTS * PARTS + part % PARTS, share = part / PARTS, column = warp / SLOTS * (WIDTH / SIDES);
   rlx_span span;
   int units, active, first, step; /* of the clusters, those that have keys; of the warp, its first unit and the way to the next */
@@ -154,20 +164,24 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
   total += rlx_from(total, 32, 1), total += rlx_from(total, 32, 2);
   if (PARTS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (SHARES > 1 && share >= active) return;
+  const int of_share = (units - share + active - 1) / active, count = of_share < RECORDS ? of_share : RECORDS, own = lane % 8;
+  if (PARTS > 1 && threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    :: "r"(sent), "r"(count * ROWS * (SLICE + 4) * 4) : "memory");
   if (first < units && row < ROWS) {
     #pragma unroll
     for (int e = 0; e < WIDE_STEPS * 4; e++) { /* 4 columns each */
       const int j = e / 4 * 8 + e % 2 * 4, c = e / 2 % 2, d = column + e / 4 * 64 + 16 * t + 8 * c + e % 2 * 4;
       const float4 sum = {sums[j][c] + sums[j][c + 2], sums[j + 1][c] + sums[j + 1][c + 2], sums[j + 2][c] + sums[j + 2][c + 2],
                           sums[j + 3][c] + sums[j + 3][c + 2]};
-      rlx_send(rlx_at(records + (record * ROWS + row) * SLICE + d % SLICE), d / SLICE, sum);
+      rlx_send(rlx_at(records + (record * ROWS + row) * SLICE + d % SLICE), sent, d / SLICE, sum);
     }
     #pragma unroll
     for (int to = t; to < PARTS; to += 4)
-      if (warp < SLOTS) rlx_send(rlx_at(tops + (record * ROWS + row) * 4), to, make_float4(top, total, 0, 0));
+      if (warp < SLOTS) rlx_send(rlx_at(tops + (record * ROWS + row) * 4), sent, to, make_float4(top, total, 0, 0));
   }
-  if (PARTS > 1) rlx_cluster_barrier();
-  else __syncthreads();
+  if (PARTS == 1) __syncthreads();
+  else for (uint32_t done = 0; !done;)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(sent), "r"(0) : "memory");
   /* 8 lanes add up 4 columns of a row */
   const auto finish = [&](int e, int lane, float4 sum, float all) { /* lane < 0: one has all 4 */
     const int r = e / (SLICE / 4), d = part % PARTS * SLICE + e % (SLICE / 4) * 4;
@@ -176,7 +190,6 @@ template <class Q, class K, class M, class F, class S, class R> RLX_FN void rlx_
     for (int i = 0; i < 4; i += VECTOR)
       if ((lane < 0 || lane == i) && !stopped) put(b, g * GROUP + r / QUERIES, r % QUERIES, d + i, out + i);
   };
-  const int of_share = (units - share + active - 1) / active, count = of_share < RECORDS ? of_share : RECORDS, own = lane % 8;
   float4* const left = scratch + ((blockIdx.x / (PARTS * SHARES) * PARTS + part % PARTS) * SHARES) * ENDS * 2; /* by every share */
   for (int e0 = warp * 4; e0 < ENDS; e0 += WARPS * 4) {
     const bool there = e0 + lane / 8 < ENDS;

@@ -123,7 +123,7 @@ RLX_FN void rlx_leave(const float (&sum)[DOWN][ACROSS], float* ring, int row, in
     #pragma unroll
     for (int s = 0; s < ACROSS; s += 4)
       *(float4*)(to + (r % 4 + r / 4 * 16) * COLUMNS + s / 4 * 32) = make_float4(sum[r][s], sum[r][s + 1], sum[r][s + 2], sum[r][s + 3]);
-  if (PARTS > 1) rlx_cluster_barrier();
+  if (PARTS > 1) rlx_cluster_shares();
   else __syncthreads();
 }
 /* Chunks of N adjacent ones, of block `rank` of the cluster. */

@@ -193,7 +193,7 @@ class FmaWriter(CudaWriter):
             place = f"top + at / {own.columns}", f"side + at % {own.columns}"
             self.element(c, m, place, size, "acc[v]" if size > 1 else "acc[0]")
         if own.parts > 1:
-            self.line("rlx_cluster_barrier();  // no block leaves while another one still reads its memory")
+            self.line("rlx_cluster_shares();  // no block leaves while another one still reads its memory")
 
     def element(self, c: Contract, m: str, place: tuple[str, str], size: int, value: str) -> None:
         """The epilogue of `size` adjacent sums, if this tile stores them."""

@@ -26,7 +26,8 @@ from rlx.ir.kernel import Const, Contract, Kernel, Operand
 
 WARPS = 8
 ZEROS = 256  # bytes: of the most turns that a warp takes at a time
-DIGITS, MOST_QUADS = 3, 14  # columns of a row as integers; runs of four elements that a thread keeps
+DIGITS, RUN, MOST_RUNS = 3, 8, 7  # columns of a row as integers; elements that a thread has in a row, and how often at most
+SCALED = 32 * RUN  # elements of a row that are multiples of the same power of two
 LINE, LINES_AT = 128, 1024  # bytes of a row of plain weights that a copy fetches; a multiple of which its place is
 PLAIN_ROWS, MOST_PLAIN, ROUNDED_ROWS = 4, 8, 32  # rows of plain weights that are multiplied here; of f32 that is rounded
 THREADS = 32 * WARPS
@@ -37,11 +38,11 @@ SHARED_BYTES, RESERVED = 228 << 10, 2 << 10  # of the blocks on a multiprocessor
 RESIDENT, SHARES = (2, 1), (1, 2, 4, 8)  # blocks of a multiprocessor; blocks that share the summed axis of a panel
 AT_ONCE, TEAMS = (8, 4, 2, 1), (1, 2)  # turns of a warp's piece of a stage; teams of warps that take stages by turns
 RING_BYTES, SLOTS, MOST_SLOTS = 96 << 10, 4, 8  # of a ring; its stages, from which copies do not wait for each other, and at most
-EARLY_BYTES = 40 << 10  # copied before the left operand is there, which more would delay
+EARLY_BYTES = 60 << 10  # copied before the left operand is there, which more would delay
 UNROLLED = 4  # turns, with one tile
 # Times in turns of a warp: of a panel and of a stage besides their turns, of sums that blocks tell each other (at all, and for
-# each panel), of four elements of the left operand as digits.
-PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, QUAD_TURNS = 1, 0.5, (15, 1), 2
+# each panel), of eight elements of the left operand as digits.
+PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, RUN_TURNS = 1, 0.5, (15, 1), 4
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,22 @@ class BlocksLaunch(Launch):
         return next(s for s in self.kernel.body if isinstance(s, Contract))
 
     @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
     def early(self) -> int:
         """The weights are read before earlier kernels have ended."""
         return self.kernel.buffers.index(weights(self.contract).buffer)
 
     @property
+    def both(self) -> int:
+        """2: an epilogue reads the sums of columns j and j + n; panels of the former and of the latter take turns. Else 1."""
+        return self.contract.width // self.contract.n
+
+    @property
     def panels(self) -> int:
+        """Of results."""
         return -(-self.contract.n // PANEL)
 
     @property
@@ -101,15 +112,25 @@ class BlocksLaunch(Launch):
         return DIGITS if self.digits else _pieces(self.contract)
 
     @property
+    def added(self) -> int:
+        """Columns whose sums meet in shared memory: those of a row as integers are added in registers."""
+        return 1 if self.digits else self.columns
+
+    @property
     def digits(self) -> bool:
         """Whether the one row is multiplied as digits of integers. A thread keeps its part of the row in registers."""
         b = weights(self.contract)
-        return bool(b.blocks) and self.contract.m == 1 and not b.exact and self.quads <= MOST_QUADS
+        return bool(b.blocks) and self.contract.m == 1 and not b.exact and self.runs <= MOST_RUNS
 
     @property
-    def quads(self) -> int:
-        """Runs of four elements of a row for each thread."""
-        return -(-self.turns * STEP // (4 * THREADS))
+    def runs(self) -> int:
+        """Of a row, for each thread."""
+        return -(-self.turns * STEP // (RUN * self.threads))
+
+    @property
+    def scales(self) -> int:
+        """Powers of two of an integer row."""
+        return -(-self.turns * STEP // SCALED)
 
     @property
     def spread(self) -> int:
@@ -134,7 +155,7 @@ class BlocksLaunch(Launch):
     @property
     def whole(self) -> int:
         """Turns of a stage."""
-        return WARPS // self.teams * self.at_once
+        return self.warps // self.teams * self.at_once
 
     @property
     def stage(self) -> int:
@@ -158,7 +179,7 @@ class BlocksLaunch(Launch):
     def pitch(self) -> int:
         """Bytes between columns in shared memory, by which the eight lanes that read at once meet in no bank."""
         if self.digits:
-            return -(-self.turns * STEP // 128) * 128 + 32
+            return self.scales * SCALED + 32
         return -(-self.turns * STEP * 2 // 128) * 128 + (16 if self.plain else 64)
 
     @property
@@ -170,8 +191,9 @@ class BlocksLaunch(Launch):
     @property
     def held(self) -> int:
         """Bytes of the left operand with some zeros, and of sums."""
-        sums = 2 * WARPS * PANEL if self.at_once_added else WARPS * self.sum_pitch + 2 * PANEL
-        return self.columns * (self.pitch + sums * 4) + ZEROS + self.totals
+        turns = 2 * self.both  # of memory for the sums of a panel
+        sums = turns * self.warps * PANEL if self.at_once_added else self.warps * self.sum_pitch + turns * PANEL
+        return self.columns * self.pitch + self.added * sums * 4 + ZEROS + self.totals
 
     @property
     def sum_pitch(self) -> int:
@@ -180,8 +202,8 @@ class BlocksLaunch(Launch):
 
     @property
     def totals(self) -> int:
-        """Bytes of the sums of an integer row in each unit."""
-        return -(-self.turns // 4) * 16 * self.groups if self.digits else 0
+        """Bytes of the powers of two of an integer row, and of its sums in each unit."""
+        return 16 * -(-self.scales * (1 + SCALED // STEP * self.groups) // 4) if self.digits else 0
 
     @property
     def groups(self) -> int:
@@ -191,18 +213,23 @@ class BlocksLaunch(Launch):
     @property
     def told(self) -> int:
         """Words for sums that blocks tell each other."""
-        return self.blocks // self.each * self.panels * self.rows * PANEL if self.shares > 1 else 0
+        return self.blocks // self.each * self.panels * self.rows * PANEL * self.both if self.shares > 1 else 0
 
     @property
     def cost(self) -> float:
         """Turns of a warp, one after the other."""
         own = self.at_once + STAGE_TURNS * (SLOTS / min(SLOTS, self.slots)) ** 2
-        start = QUAD_TURNS * self.quads * self.digits + TOLD_TURNS[0] * (self.told > 0)
+        start = RUN_TURNS * self.runs * self.digits + TOLD_TURNS[0] * (self.told > 0)
         panel = -(-self.stages // self.teams) * own + PANEL_TURNS + TOLD_TURNS[1] * (self.shares > 1)
-        once = start + -(-self.panels // self.each) * panel
+        once = start + -(-self.panels // self.each) * self.both * panel
         if self.segments is None:
             return once
         return once * max(1, self.segments.expected * self.each * self.shares / (self.resident * MULTIPROCESSORS))
+
+
+def takes(m: int, k: int) -> bool:
+    """True if a product of m rows with k plain elements is computed here, where the columns of weights are adjacent in memory."""
+    return PLAIN_ROWS <= m <= MOST_PLAIN and k % (LINE // 2) == 0
 
 
 def weights(c: Contract) -> Operand:
@@ -220,11 +247,11 @@ def _lines(kernel: Kernel, c: Contract, whole: int = WARPS) -> TensorMap | None:
     """Lines of 64 elements of plain weights, for bulk copies of the lines of 32 rows in `whole` turns; None: these cannot fetch
     them."""
     b = weights(c)
-    if b.panel or b.row_stride != 1 or c.a.dtype != b.dtype or b.dtype.name not in ("f16", "bf16") or c.k % (LINE // 2):
+    if b.panel or b.row_stride != 1 or c.a.dtype != b.dtype or b.dtype.name not in ("f16", "bf16"):
         return None
     if b.col_stride % 8 or c.n < PANEL or not isinstance(b.offset, Const) or b.offset.value % 8 or len(kernel.grid):
         return None
-    dims, box = (LINE // 2, c.n, c.k // (LINE // 2)), (LINE // 2, PANEL, whole // (LINE // 2 // STEP))
+    dims, box = (LINE // 2, c.width, c.k // (LINE // 2)), (LINE // 2, PANEL, whole // (LINE // 2 // STEP))
     first = 2 * int(b.offset.value)
     return TensorMap(kernel.buffers.index(b.buffer), first, b.dtype.name, dims, (2 * b.col_stride, LINE), box)
 
@@ -236,11 +263,13 @@ def of_blocks(
     """The launch of a product with quantised weights, or of a few rows with plain ones; None: it is none. `most`: bytes of shared
     memory of a block. `boxes`: the GPU has bulk copies of tensors."""
     c = next((s for s in kernel.body if isinstance(s, Contract)), None)
-    if c is None or c.rows or c.also or not isinstance(c.b, Operand) or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
+    if c is None or c.rows or not isinstance(c.b, Operand) or c.acc.dtype != f32 or 0 in (c.m, c.n, c.k):
+        return None
+    if c.also and c.n % PANEL:
         return None
     if c.a.dtype.name not in PIECES or any(x.var is not c.i for x in kernel.limits):
         return None
-    if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and PLAIN_ROWS <= c.m <= MOST_PLAIN and _lines(kernel, c)):
+    if not (turn_of(c.b.blocks).exact if c.b.blocks else boxes and takes(c.m, c.k) and _lines(kernel, c)):
         return None
     rows = -(-c.m // -(-c.m // (MOST_PIECES // _pieces(c))))
     while rows:

@@ -6,31 +6,33 @@ RLX_FN void rlx_ring_leave(uint64_t* used, int lane) {
 }
 
 /* The first statement of a block: its last warp copies `count` columns of K bytes, PITCH bytes apart, in pieces of COLUMNS columns and
-   RUN bytes of each, with WINDOW pieces in flight. True for that warp, when all copies have started. Only `early` ones do so before
-   earlier kernels have ended. */
-template <int SLOTS, int WINDOW, int COLUMNS, int RUN, int K, long long PITCH> RLX_FN bool rlx_ring_copies(
-  unsigned char* ring, uint64_t* filled, uint64_t* used, const unsigned char* from, int count, bool early
+   RUN bytes of each, with WINDOW pieces in flight. OTHER, if not zero: bytes to as many columns again, of which each piece has half of
+   its own. True for that warp, when all copies have started. Only `early` ones do so before earlier kernels have ended, with EARLY
+   pieces in flight until `waited`: behind more, what the kernel in front loads, and its end, would wait. */
+template <int SLOTS, int EARLY, int WINDOW, int COLUMNS, int RUN, int K, long long PITCH, long long OTHER> RLX_FN bool rlx_ring_copies(
+  unsigned char* ring, uint64_t* filled, uint64_t* used, volatile int* waited, const unsigned char* from, int count, bool early
 ) {
-  constexpr int PARTS = (K + RUN - 1) / RUN, LAST = K - (PARTS - 1) * RUN;
+  constexpr int PARTS = (K + RUN - 1) / RUN, LAST = K - (PARTS - 1) * RUN, BOTH = OTHER ? 2 : 1, HALF = COLUMNS / BOTH;
   constexpr bool WHOLE = K == RUN && K == PITCH; /* the columns of a piece are adjacent in memory */
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   rlx_start_next();
-  if (warp == 8) rlx_ring_begin(filled, SLOTS, 8, lane);
+  if (warp == 8) rlx_ring_begin(filled, SLOTS, 8, lane), *waited = !early;
   __syncthreads();
   if (warp != 8) return false;
   if (!early) rlx_begin();
-  const int pieces = (count + COLUMNS - 1) / COLUMNS * PARTS;
+  const int pieces = (count + HALF - 1) / HALF * PARTS, half = lane / HALF, column = lane % HALF;
   #pragma unroll 1
-  for (int i = 0, place = 0, round = 0; i < pieces; i++) {
-    const int at = i / PARTS * COLUMNS, part = i % PARTS, many = count - at < COLUMNS ? count - at : COLUMNS;
+  for (int i = 0, place = 0, round = 0, landed = 0; i < pieces; i++) {
+    const int at = i / PARTS * HALF, part = i % PARTS, many = count - at < HALF ? count - at : HALF;
     const int bytes = part == PARTS - 1 ? LAST : RUN;
     if (round) rlx_ring_await(used + place, (round - 1) & 1);
-    if (WINDOW < SLOTS && i >= WINDOW) rlx_ring_await(filled + (i - WINDOW) % SLOTS, (i - WINDOW) / SLOTS & 1);
+    while (i - landed >= (*waited ? WINDOW : EARLY)) rlx_ring_await(filled + landed % SLOTS, landed / SLOTS & 1), landed++;
     unsigned char* const to = ring + place * COLUMNS * RUN;
-    rlx_ring_expect(filled + place, many * bytes, lane);
+    rlx_ring_expect(filled + place, BOTH * many * bytes, lane);
     __syncwarp();
-    if (WHOLE) rlx_ring_copy(to, from + at * PITCH, many * bytes, filled + place, lane);
-    else if (lane < many) rlx_ring_copy(to + lane * RUN, from + (at + lane) * PITCH + part * RUN, bytes, filled + place, 0);
+    const unsigned char* const first = from + half * OTHER + (at + column) * PITCH + part * RUN;
+    if (half < BOTH && (WHOLE ? column == 0 : column < many))
+      rlx_ring_copy(to + lane * RUN, first, WHOLE ? many * bytes : bytes, filled + place, 0);
     if (++place == SLOTS) place = 0, round++;
   }
   return true;

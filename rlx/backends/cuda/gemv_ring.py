@@ -14,13 +14,14 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 
+from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.gemv import GemvLaunch, GemvWriter, contract_of, loops_of
 from rlx.backends.cuda.rows import Row, key_of, own_locals, repeated
 from rlx.backends.cuda.schedule import ALONE, BESIDE, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.vectors import aligned, loads
 from rlx.ir.dtype import f32, index_
-from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Loop, Native, Operand, Sort, Stmt, Store, Var, walk
+from rlx.ir.kernel import Computed, Contract, Kernel, Loop, Native, Operand, Sort, Stmt, Var, walk
 
 MOST_ROWS = 3
 WARPS, LANES = 8, 32  # of the warps that compute
@@ -28,6 +29,7 @@ THREADS = LANES * (WARPS + 1)
 BYTES = 16  # of one load; bulk copies need addresses and sizes that are multiples of it
 MOST_COLUMNS, PIECE_BYTES = 8, 16 << 10  # of a warp at a time; of a slot of the ring
 MOST_SLOTS, WINDOW_BYTES = 16, (48 << 10, 64 << 10)  # of the ring; in flight, of long products the latter
+EARLY = 1  # pieces in flight until earlier kernels have ended
 LONG_BYTES = 128 << 10  # of a block, from which on a product is long
 KEPT, FETCHED = 64, 64  # elements of the left operand that a thread keeps; of rows that it loads before it uses the first
 ADDED, UNROLLED = 16, 8  # sums that are added over the lanes together; pieces in a row without a loop
@@ -63,7 +65,7 @@ class RingLaunch(GemvLaunch):
 
     @property
     def wide(self) -> int:
-        """Columns of a piece."""
+        """Columns of weights of a piece."""
         return self.columns * (WARPS // self.warps)
 
     @property
@@ -75,9 +77,14 @@ class RingLaunch(GemvLaunch):
         return self.wide * self.run * self.item
 
     @property
+    def both(self) -> int:
+        """2: an epilogue reads the sums of columns j and j + n, and half of a piece is of the latter. Else 1."""
+        return self.contract.width // self.contract.n
+
+    @property
     def own(self) -> int:
-        """Columns of a block, at most."""
-        return -(-self.contract.n // self.each)
+        """Columns of weights of a block, at most."""
+        return -(-self.contract.n // self.each) * self.both
 
     @property
     def sums(self) -> int:
@@ -87,31 +94,43 @@ class RingLaunch(GemvLaunch):
 
 def ring_of(kernel: Kernel, multiprocessors: int = MULTIPROCESSORS, most: int = LONG) -> RingLaunch | None:
     """The launch of a contraction with few rows through a ring; None: it is none. `most`: bytes of shared memory of a block."""
-    c = contract_of(kernel, MOST_ROWS)
+    c = contract_of(kernel, MOST_ROWS, pairs=True)
     if c is None or most < LONG:
         return None
     b, points, item = _weights(c), math.prod(n for _, n in kernel.grid), _weights(c).dtype.itemsize
     unit = BYTES // item  # of what bulk copies can fetch
     if b.row_stride != 1 or c.k % unit or (c.n > 1 and b.col_stride % unit) or not aligned(b.offset, None, unit):
         return None
-    found = []
-    for warps, size in product((WARPS, 1), (n for n in VALUE if n * item <= BYTES and c.k % n == 0)):
-        run = LANES * warps * size
-        ahead = -(-c.k // run)
-        if ahead * size * c.m <= KEPT:
-            found.append((c.k / (ahead * run) * VALUE[size] - APART * (warps == 1), warps, size, ahead))
+    found = _kept(c.m, c.k, item)
     if not found:
         return None
-    _, warps, size, ahead = max(found, key=lambda x: x[0])
+    _, warps, size, ahead = max(found)
     each = min(c.n, max(1, multiprocessors // points))
-    shared = ALONE if -(-c.n // each) * c.k * item <= LONG_BYTES else LONG
+    shared = ALONE if -(-c.width // each) * c.k * item <= LONG_BYTES else LONG
     at = RingLaunch(kernel, LANES * warps, THREADS, shared=shared, size=size, each=each, ahead=ahead)
     row = _row(at)
     return _with_ring(replace(at, row=row)) if row else None
 
 
+def _kept(m: int, k: int, item: int) -> list[tuple[float, int, int, int]]:
+    """How threads may keep m rows of k elements: (value, warps that share a row, elements of a load, loads of a row)."""
+    found = []
+    for warps, size in product((WARPS, 1), (n for n in VALUE if n * item <= BYTES and k % n == 0)):
+        run = LANES * warps * size
+        ahead = -(-k // run)
+        if ahead * size * m <= KEPT:
+            found.append((k / (ahead * run) * VALUE[size] - APART * (warps == 1), warps, size, ahead))
+    return found
+
+
+def takes(m: int, k: int, item: int) -> bool:
+    """True if products of m rows of k elements pass through a ring, where columns of weights are adjacent in memory."""
+    return m <= MOST_ROWS and k % (BYTES // item) == 0 and bool(_kept(m, k, item))
+
+
 def _with_ring(at: RingLaunch) -> RingLaunch | None:
-    columns = min(MOST_COLUMNS, PIECE_BYTES // (WARPS * LANES * at.size * at.item), -(-at.own // (WARPS // at.warps)))
+    teams, run = WARPS // at.warps, WARPS * LANES * at.size * at.item  # a lane copies a column
+    columns = min(MOST_COLUMNS, LANES // teams, PIECE_BYTES // run, -(-at.own // teams))
     at, m = replace(at, columns=columns), at.contract.m
     together = max(1, min(-(-at.own // at.wide), ADDED // (columns * m), FINISHED // (at.wide * m), UNROLLED // at.ahead))
     step = at.wide * together
@@ -136,7 +155,7 @@ def _row(at: RingLaunch) -> Row | None:
     return Row(c.k, at.size, at.ahead, kept, repeated(loops, at.size)) if len(kept) == len(at.kernel.locals) else None
 
 
-class RingWriter(GemvWriter):
+class RingWriter(AheadWriter, GemvWriter):
     launch: RingLaunch
     occupancy = ", 2"
     headers = ("ring.h", "gemv_ring.h")
@@ -147,7 +166,6 @@ class RingWriter(GemvWriter):
         return [*super().arguments(), "long long early"]
 
     def declare_locals(self) -> None:
-        self.held: dict[int, str] = {}  # loads of the epilogue that are done before the products
         at, c = self.launch, self.launch.contract
         super(GemvWriter, self).declare_locals()  # registers
         if not self.kernel.locals:
@@ -155,15 +173,19 @@ class RingWriter(GemvWriter):
         self.line(f"float* const sums = (float*)(rlx_shared + {at.slots * at.piece});  // behind the ring: sums of warps")
         place = at.slots * at.piece + at.sums
         self.line(f"uint64_t* const filled = (uint64_t*)(rlx_shared + {place}), *const used = filled + {at.slots};")
+        self.line(f"volatile int* const waited = (int*)(used + {at.slots});")
         for name, text in (("first", "slot"), ("last", "(slot + 1)")):
             self.line(f"const int {name} = (int)((long long){text} * {c.n} / {at.each});")
 
     def begin(self) -> None:
         at, c, b = self.launch, self.launch.contract, _weights(self.launch.contract)
-        how = f"{at.slots}, {at.window}, {at.wide}, {at.run * at.item}, {c.k * at.item}, {b.col_stride * at.item}ll"
+        pitch = b.col_stride * at.item
+        how = f"{at.slots}, {min(at.window, EARLY)}, {at.window}, {at.wide}, {at.run * at.item}, {c.k * at.item}"
+        how += f", {pitch}ll, {pitch * c.n * (at.both - 1)}ll"
         weights = f"(const unsigned char*)({self.address(b, '0', 'first')})"
-        self.line(f"if (rlx_ring_copies<{how}>(rlx_shared, filled, used, {weights}, last - first, early)) return;")
+        self.line(f"if (rlx_ring_copies<{how}>(rlx_shared, filled, used, waited, {weights}, last - first, early)) return;")
         self.line("rlx_begin();")
+        self.line("*waited = 1;")
         self.line("const bool halted = halt && *(const volatile int*)halt;  // then nothing is stored")
 
     def statement(self, s: Stmt) -> None:
@@ -173,42 +195,26 @@ class RingWriter(GemvWriter):
         self.stage(s)
         self.declare_wide(b, at.size)
         self.line("int place = 0, phase = 0;")
-        head = f"for (int at = first; at < last; at += {at.span}) {{"
+        span = at.span // at.both
+        head = f"for (int at = first; at < last; at += {span}) {{"
         with self.scope(["#pragma unroll 1", head]), self.alone():
-            self.line(f"const int end = last - at < {at.span} ? last : at + {at.span};")
+            self.line(f"const int end = last - at < {span} ? last : at + {span};")
             self.line("if (at > first) rlx_sync<256>();  // the sums in front have been read")
-            self.load_ahead(s)
+            self.load_ahead(s, f"threadIdx.x < (end - at) * {s.m}", self.place)
             how = f"{at.slots}, {at.columns}, {at.together}, {at.warps}, {s.k}, {at.span}, {CUDA.element(b.dtype)}"
-            self.line(f"rlx_ring_sums<{how}>(rlx_shared, filled, used, place, phase, x, wide, end - at, sums, me);")
+            count = f"(end - at) * {at.both}" if at.both > 1 else "end - at"
+            self.line(f"rlx_ring_sums<{how}>(rlx_shared, filled, used, place, phase, x, wide, {count}, sums, me);")
             self.line("rlx_sync<256>();")
             row = f" && threadIdx.x % {s.m} < {m}" * (m != str(s.m))
             with self.scope([f"if (threadIdx.x < (end - at) * {s.m} && !halted{row}) {{"]):
                 self.place(s)
-                self.names[s.acc] = self.fix("all", f32, f"rlx_ring_total<{at.warps}, {at.span * s.m}>(sums + threadIdx.x)")
+                total, half = f"rlx_ring_total<{at.warps}, {at.span * s.m}>", at.wide // 2 * s.m
+                place = "threadIdx.x" if s.also is None else f"threadIdx.x / {half} * {2 * half} + threadIdx.x % {half}"
+                self.names[s.acc] = self.fix("all", f32, f"{total}(sums + {place})")
+                if s.also is not None:
+                    self.names[s.also] = self.fix("also", f32, f"{total}(sums + {place} + {half})")
                 self.block(s.epilogue)
         return None
-
-    def load_ahead(self, c: Contract) -> None:
-        """Loads of the epilogue whose places depend on nothing that is computed, for the element that a thread will finish."""
-        found = {id(x): x for x in walk(c.epilogue) if isinstance(x, Load) and x.guard is None}
-        stored = {s.buffer: s.index for s in walk(c.epilogue) if isinstance(s, Store)}
-        for x in found.values():
-            if not self.known(x.index, c.i, c.j) or stored.get(x.buffer, x.index) is not x.index:
-                continue
-            name = self.fresh("early")
-            self.line(f"{self.type(x.dtype)} {name} = 0;")
-            with self.scope([f"if (threadIdx.x < (end - at) * {c.m}) {{"]):
-                self.place(c)
-                self.line(f"{name} = {self.value(x)};")
-            self.held[id(x)] = name
-
-    def known(self, e: Expr, *those: Var) -> bool:
-        """True if an index follows from the grid and `those` alone."""
-        free = {*those, *(v for v, _ in self.kernel.grid)}
-        return not any(isinstance(x, Load) or (isinstance(x, Var) and x not in free) for x in walk(e))
-
-    def load(self, e: Load) -> str:
-        return self.held.get(id(e)) or super().load(e)
 
     def place(self, c: Contract) -> None:
         """The element that this thread finishes."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlx.backends.cuda.ahead import AheadWriter
 from rlx.backends.cuda.blocks import FOLDER, turn_of
 from rlx.backends.cuda.dialect import CUDA
-from rlx.backends.cuda.gemv_blocks import LINE, LINES_AT, THREADS, UNROLLED, WARPS, ZEROS, BlocksLaunch, weights
-from rlx.backends.cuda.render import CudaWriter
+from rlx.backends.cuda.gemv_blocks import LINE, LINES_AT, RUN, SCALED, UNROLLED, ZEROS, BlocksLaunch, weights
 from rlx.backends.cuda.rows import Key, key_of
 from rlx.backends.cuda.vectors import loads
 from rlx.backends.shared.packed import PANEL, STEP
@@ -17,7 +17,7 @@ from rlx.ir.kernel import Computed, Contract, Expr, Load, Stmt, Var, const, k, w
 FETCHED = 64  # elements that a thread loads before it uses the first
 
 
-class BlocksWriter(CudaWriter):
+class BlocksWriter(AheadWriter):
     launch: BlocksLaunch
 
     def __init__(self, launch: BlocksLaunch) -> None:
@@ -50,8 +50,10 @@ class BlocksWriter(CudaWriter):
         self.line(f"unsigned char* const rlx_x = rlx_shared + {used};  // the left operand as bf16")
         self.line(f"unsigned char* const zeros = rlx_x + {at.columns * at.pitch};")
         self.line(f"float* const totals = (float*)(zeros + {ZEROS});")
+        if at.digits:
+            self.line(f"float* const units = totals + {at.scales * SCALED // STEP * at.groups};")
         self.line(f"float* const of_warps = totals + {at.totals // 4};")
-        self.line(f"float* const of_panel = of_warps + {WARPS * at.columns * at.sum_pitch};")
+        self.line(f"float* const of_panel = of_warps + {at.warps * at.added * at.sum_pitch};")
         held = used + at.held
         pad = f" + (-(rlx_ring_at(rlx_shared) + {held}) & {LINES_AT - 1})" if at.plain else ""
         self.line(f"unsigned char* const ring = rlx_shared + {held}{pad};")
@@ -67,11 +69,12 @@ class BlocksWriter(CudaWriter):
             self.line(f"const unsigned char* const weights = {start};")
         self.line(f"const int stages = (last - first + {at.whole - 1}) / {at.whole};  // of a panel")
         for name, of in (("begin", "slot"), ("end", "slot + 1")):
-            self.line(f"const int {name} = ({of}) * {at.panels} / {at.each} * stages;")
+            count = "stages" if at.both == 1 else "2 * stages"
+            self.line(f"const int {name} = ({of}) * {at.panels} / {at.each} * {count};")
         with self.scope(["const auto fetch = [&](int number) {  // starts the copy of that stage"]):
             self.fetch(turns)
         self.lines[-1] += ";"
-        self.line(f"if (warp == 0) rlx_ring_begin(filled, {at.slots}, {WARPS // at.teams}, lane);")
+        self.line(f"if (warp == 0) rlx_ring_begin(filled, {at.slots}, {at.warps // at.teams}, lane);")
         self.line("if (!early) rlx_begin();")
         self.line("#pragma unroll 1")
         self.line(f"for (int place = 0; warp == 0 && place < {at.first_slots}; place++) fetch(begin + place);")
@@ -88,7 +91,8 @@ class BlocksWriter(CudaWriter):
     def fetch(self, turns: int) -> None:
         at, inner = self.launch, self.launch.inner
         self.line("if (number >= end) return;")
-        self.line(f"const int panel = number / stages, turn = first + number % stages * {at.whole};")
+        panel = "number / stages" if at.both == 1 else f"number / stages / 2 + number / stages % 2 * {at.panels}"
+        self.line(f"const int panel = {panel}, turn = first + number % stages * {at.whole};")
         self.line(f"const int place = (number - begin) % {at.slots};")
         self.line(f"unsigned char* const to = ring + place * {at.stage};")
         if at.plain:
@@ -121,7 +125,7 @@ class BlocksWriter(CudaWriter):
         with self.alone():
             self.line("#pragma unroll 1")
             self.line(f"for (int place = {at.first_slots}; warp == 0 && place < {at.slots}; place++) fetch(begin + place);")
-            self.line(f"const int within = warp % {WARPS // at.teams} * {at.at_once};  // turns of a stage before the warp's")
+            self.line(f"const int within = warp % {at.warps // at.teams} * {at.at_once};  // turns of a stage before the warp's")
             if not at.plain:
                 self.line(f"const unsigned char* const own = ring + within / {at.inner} * {at.panel.packed.nbytes};")
             if at.digits:
@@ -131,12 +135,18 @@ class BlocksWriter(CudaWriter):
                 self.line("#pragma unroll")
                 self.line(f"for (int n = 0; n < {at.tiles}; n++)")
                 self.line(f"  x_at[n] = rlx_x + (g + 8 * n < {at.columns} ? g + 8 * n : 0) * {at.pitch};")
-            self.line(f"int number = begin + warp / {WARPS // at.teams}, place = number - begin, phase = 0;")
-            head = "for (int panel = begin / stages, round = 0; panel * stages < end; panel++, round++) {"
-            with self.scope(["#pragma unroll 1", head]):
-                self.line("const int from = panel * stages;")
+            self.line(f"int number = begin + warp / {at.warps // at.teams}, place = number - begin, phase = 0;")
+            head = "for (int from = begin, round = 0; from < end; from += stages, round++) {"
+            with self.scope(["#pragma unroll 1", head]), self.alone():
+                self.line(f"const int finished = (me + {PANEL} * round) % {at.threads};  // another warp begins with each panel")
+                self.line(f"const int panel = from / stages / {at.both};")
+                if at.rows * PANEL <= at.threads and at.both == 1:
+                    inside = f"finished < {PANEL} * rows && panel * {PANEL} + finished % {PANEL} < {s.n}"
+                    self.load_ahead(s, inside, self.place)
                 self.products()
                 self.add_up()
+                if at.both > 1:
+                    self.line("if (round % 2 == 0) continue;  // the other sums of the same elements are next")
                 self.finish()
         return None
 
@@ -153,14 +163,15 @@ class BlocksWriter(CudaWriter):
                 self.names[c.a.row] = self.names[c.i] = self.names[row]
                 self.block(c.a.before)
                 begin, end = f"rlx_index {name}_0 = first * {STEP} + me * 4", f"{name}_0 < last * {STEP}"
-                head = ["#pragma unroll 4", f"for ({begin}; {end}; {name}_0 += {4 * THREADS}) {{"]
+                head = ["#pragma unroll 4", f"for ({begin}; {end}; {name}_0 += {4 * self.launch.threads}) {{"]
                 with self.scope(head), self.alone():
                     self.split(c.a.body, k.cast(k.cast(c.a.value, c.a.dtype), f32), c.a.column, f"{name}_0")
                 self.exchanged(*c.a.before, *c.a.body)
             return
         index = k.add(c.a.offset, k.add(k.mul(row, const(c.a.row_stride)), k.mul(column, const(c.a.col_stride))))
         name, quads = self.name(column, "i"), span // 4
-        with self.scope(["#pragma unroll 4", f"for (int e = me; e < rows * {quads}; e += {THREADS}) {{"]), self.alone():
+        head = ["#pragma unroll 4", f"for (int e = me; e < rows * {quads}; e += {self.launch.threads}) {{"]
+        with self.scope(head), self.alone():
             self.line(f"const int r = e / {quads};")
             self.line(f"const rlx_index {name}_0 = first * {STEP} + e % {quads} * 4;")
             with self.scope([f"if ({name}_0 < last * {STEP}) {{"]):
@@ -168,11 +179,11 @@ class BlocksWriter(CudaWriter):
         return None
 
     def stage_digits(self, c: Contract) -> None:
-        """The one row as digits of integers: first its greatest element, for which a thread keeps its own elements."""
+        """The one row as digits of integers: a warp has the elements that are multiples of one power of two."""
         at, row, column = self.launch, Var("row", index_), Var("column", index_)
         self.names[row] = "(rlx_index)row0"
         body: tuple[Stmt, ...] = ()
-        head = ["#pragma unroll", f"for (int q = 0; q < {at.quads}; q++) {{"]
+        head = ["#pragma unroll", f"for (int q = 0; q < {at.runs}; q++) {{"]
         fetched: dict[Key, str] = {}
         if isinstance(c.a, Computed):
             self.names[c.a.row] = self.names[c.i] = self.names[row]
@@ -186,38 +197,36 @@ class BlocksWriter(CudaWriter):
             self.alive.append(value)
         self.registers, self.loaded, self.round = fetched, set(fetched), "q"
         name = self.name(column, "i")
-        self.line(f"float four[{at.quads}][4] = {{}}, most = 0;")
+        self.line(f"float run[{at.runs}][{RUN}] = {{}};")
         with self.scope(head), self.alone():
-            self.line(f"const rlx_index {name}_0 = first * {STEP} + (me + q * {THREADS}) * 4;")
+            self.line(f"const rlx_index {name}_0 = first * {STEP} + (me + q * {at.threads}) * {RUN};")
             with self.scope([f"if ({name}_0 < last * {STEP}) {{"]):
-                self.in_vectors(body, [value], column, 4, f"{name}_0", lambda v: self.line(f"four[q][v] = {v[0]};"))
-            self.line("for (int v = 0; v < 4; v++) most = rlx_max_f32(most, fabsf(four[q][v]));")
-        self.line(f"most = rlx_reduce<{THREADS}>(most, [](float a, float b) {{ return rlx_max_f32(a, b); }});")
-        self.line("float inverse;")
-        self.line("const float unit = rlx_unit(most, inverse);")
+                self.in_vectors(body, [value], column, RUN, f"{name}_0", lambda v: self.line(f"run[q][v] = {v[0]};"))
         with self.scope(head):
-            self.line(f"const int quad = me + q * {THREADS};")
-            self.line(f"if (quad < {-(-at.turns * STEP // 128) * 32})")
-            self.line(f"  rlx_digits_4(rlx_x + quad * 4, {at.pitch}, totals + quad / {8 // at.groups}, four[q], inverse, lane);")
+            self.line(f"const int n = me + q * {at.threads};")
+            self.line(f"if (n >= {at.scales * 32}) continue;")
+            total = f"totals + n / {4 // at.groups}"
+            self.line(f"const float unit = rlx_digits_8(rlx_x + n * {RUN}, {at.pitch}, {total}, run[q], lane);")
+            self.line("if (lane == 0) units[n / 32] = unit;")
 
     def fetched_ahead(self, c: Contract, head: list[str]) -> dict[Key, str]:
         """Arrays of what a thread loads to compute its elements, in front of the sums that they wait for."""
         at, a, found = self.launch, c.a, dict[Key, Load]()
         assert isinstance(a, Computed)
         known = {a.column, a.row, c.i, *(v for v, _ in self.kernel.grid)}
-        for x in loads(a.body, [a.value], a.column, 4):
+        for x in loads(a.body, [a.value], a.column, RUN):
             if x.guard is None and not any(isinstance(e, Load) or (isinstance(e, Var) and e not in known) for e in walk(x.index)):
                 found[key_of(x, a.column)] = x
-        if len(found) * at.quads * 4 > FETCHED:
+        if len(found) * at.runs * RUN > FETCHED:
             return {}
         names = {key: self.fresh("q") for key in found}
         for key, x in found.items():
-            self.line(f"{CUDA.element(x.buffer.dtype)} {names[key]}[{at.quads}][4];")
+            self.line(f"{CUDA.element(x.buffer.dtype)} {names[key]}[{at.runs}][{RUN}];")
         with self.scope(head):
-            self.line(f"const rlx_index d = first * {STEP} + (me + q * {THREADS}) * 4;")
+            self.line(f"const rlx_index d = first * {STEP} + (me + q * {at.threads}) * {RUN};")
             self.line(f"if (d >= last * {STEP}) continue;")
             for key, x in found.items():
-                self.line(f"rlx_fetch<4>({names[key]}[q], {self.names[x.buffer]} + {self.at_first(x.index, a.column, 'd')});")
+                self.line(f"rlx_fetch<{RUN}>({names[key]}[q], {self.names[x.buffer]} + {self.at_first(x.index, a.column, 'd')});")
         return names
 
     def split(self, body: tuple[Stmt, ...], value: Expr, column: Var, first: str) -> None:
@@ -280,70 +289,87 @@ class BlocksWriter(CudaWriter):
 
     def digit_turns(self) -> None:
         at = self.launch
-        how = f"{at.spread}, {at.at_once}"
+        how, digits = f"{at.spread}, {at.at_once}", f"digits + (u & moves) * {STEP}"
+        units = f"totals + u * {at.groups}, units[u / {SCALED // STEP}]"
         turns = f"piece + {at.panel.turns_at} + within % {at.inner} * {at.panel.turn_bytes}"
-        self.line(f"rlx_add_turns<{how}>(sums, piece, {turns}, lane, digits + (u & moves) * {STEP}, totals + u * {at.groups});")
+        self.line(f"rlx_add_turns<{how}>(sums, piece, {turns}, lane, {digits}, {units});")
 
     # -- sums of warps and blocks
 
     def add_up(self) -> None:
         """all[column][row of the panel]: the sums of the warps."""
-        columns, sums, added = self.launch.columns, self.launch.columns * PANEL, self.launch.at_once_added
-        scaled = ""
-        if self.launch.digits:
-            self.line(f"rlx_add_units<{self.launch.spread}>(sums, lane);")
-            self.line("auto& sum = sums.sum;")
-            self.line("const float by_digit[2] = {t ? unit * 65536 : unit, unit * 256};")
-            scaled = " * by_digit[e % 2]"
-        self.line(f"float* const all = of_{'warps' if added else 'panel'} + round % 2 * {sums * (WARPS if added else 1)};")
-        with self.scope(["#pragma unroll", f"for (int e = 0; e < {self.launch.tiles * 8}; e++) {{"]):
-            row = "g + e / 2 % 4 * 8" if self.launch.plain else "4 * g + e / 2 % 4"
-            self.line(f"const int column = e / 8 * 8 + 2 * t + e % 2, row = {row};")
-            place = f"{'all' if added else 'of_warps'}[(warp * {columns} + column) * {self.launch.sum_pitch} + row]"
-            self.line(f"if (column < {columns}) {place} = sum[e / 4 % 2][e / 8][e % 4]{scaled};")
+        at = self.launch
+        columns, sums, added = at.added, at.added * PANEL, at.at_once_added
+        own = f"round % {2 * at.both} * {sums * (at.warps if added else 1)}"
+        self.line(f"float* const all = of_{'warps' if added else 'panel'} + {own};")
+        if at.digits:
+            self.line(f"rlx_add_units<{at.spread}>(all + warp * {PANEL} + g * 4, sums, lane);")
+        else:
+            with self.scope(["#pragma unroll", f"for (int e = 0; e < {at.tiles * 8}; e++) {{"]):
+                row = "g + e / 2 % 4 * 8" if at.plain else "4 * g + e / 2 % 4"
+                self.line(f"const int column = e / 8 * 8 + 2 * t + e % 2, row = {row};")
+                place = f"{'all' if added else 'of_warps'}[(warp * {columns} + column) * {at.sum_pitch} + row]"
+                self.line(f"if (column < {columns}) {place} = sum[e / 4 % 2][e / 8][e % 4];")
         self.line("__syncthreads();")
         if added:
             return
-        with self.scope([f"for (int e = me; e < {sums}; e += {THREADS}) {{"]):
-            pitch = self.launch.sum_pitch
-            self.line(f"const float* const one = of_warps + e / {PANEL} * {pitch} + e % {PANEL};")
+        with self.scope([f"for (int e = me; e < {sums}; e += {at.threads}) {{"]):
+            self.line(f"const float* const one = of_warps + e / {PANEL} * {at.sum_pitch} + e % {PANEL};")
             self.line("float sum = *one;")
             self.line("#pragma unroll")
-            self.line(f"for (int w = 1; w < {WARPS}; w++) sum += one[w * {columns * pitch}];")
+            self.line(f"for (int w = 1; w < {at.warps}; w++) sum += one[w * {columns * at.sum_pitch}];")
             self.line("all[e] = sum;")
         self.line("__syncthreads();")
 
     def finish(self) -> None:
         """The epilogue of a panel, in one of the blocks that share it."""
         at, c = self.launch, self.contract
-        pieces = at.pieces
-        first = f"(me + {PANEL} * round) % {THREADS}"  # another warp begins with each panel
-        with self.scope([f"for (int e = {first}; e < {at.rows * PANEL}; e += {THREADS}) {{"]):
+        names = ["result"] if c.also is None else ["result", "other"]
+        with self.scope([f"for (int e = finished; e < {at.rows * PANEL}; e += {self.launch.threads}) {{"]):
             self.line(f"const int r = e / {PANEL}, j = panel * {PANEL} + e % {PANEL};")
             self.line(f"if (r >= rows || j >= {c.n}) continue;")
-            self.line("float result = 0;")
-            place = f"all + (r * {pieces} + piece) * {PANEL} + e % {PANEL}"
-            if at.at_once_added:
-                self.line("#pragma unroll")
-                self.line(f"for (int w = 0; w < {WARPS}; w++)")
-                self.line(f"  for (int piece = 0; piece < {pieces}; piece++) result += ({place})[w * {at.columns * PANEL}];")
-            else:
-                self.line(f"for (int piece = 0; piece < {pieces}; piece++) result += *({place});")
+            for name in names:
+                self.total(name, names[-1])
             if at.told:
-                self.exchange()
-            self.names[c.i], self.names[c.j] = self.fix("i", index_, "row0 + r"), self.fix("j", index_, "j")
-            self.names[c.acc] = "result"
+                self.exchange(names)
+            self.at_element(c, "r", "j")
+            self.names[c.acc] = names[0]
+            if c.also is not None:
+                self.names[c.also] = names[-1]
             self.block(c.epilogue)
 
-    def exchange(self) -> None:
+    def place(self, c: Contract) -> None:
+        self.at_element(c, f"finished / {PANEL}", f"panel * {PANEL} + finished % {PANEL}")
+
+    def at_element(self, c: Contract, row: str, column: str) -> None:
+        self.names[c.i], self.names[c.j] = self.fix("i", index_, f"row0 + {row}"), self.fix("j", index_, column)
+
+    def total(self, name: str, last: str) -> None:
+        """A sum of the panel that has just been added up, or of the one before it."""
+        at, added = self.launch, self.launch.at_once_added
+        pieces = at.added // at.rows
+        before = at.added * PANEL * (at.warps if added else 1) * (name != last)
+        place = f"all + (r * {pieces} + piece) * {PANEL} + e % {PANEL}{f' - {before}' * (before > 0)}"
+        self.line(f"float {name} = 0;")
+        if added:
+            self.line("#pragma unroll")
+            self.line(f"for (int w = 0; w < {at.warps}; w++)")
+            self.line(f"  for (int piece = 0; piece < {pieces}; piece++) {name} += ({place})[w * {at.added * PANEL}];")
+        else:
+            self.line(f"for (int piece = 0; piece < {pieces}; piece++) {name} += *({place});")
+
+    def exchange(self, names: list[str]) -> None:
         """The first of the blocks that share a panel adds the sums that the others tell it."""
-        at, own = self.launch, self.launch.rows * PANEL
+        at, each = self.launch, self.launch.rows * PANEL
+        own = each * at.both
         place = f"(blockIdx.x / {at.shares * at.each} * {at.panels} + panel) * {at.shares} + part"
         self.line(f"uint64_t* const word = (uint64_t*)rlx_counters + (size_t)({place}) * {own} + e;")
         with self.scope(["if (part) {"]):
-            self.line("rlx_tell(word, result);")
+            for n, name in enumerate(names):
+                self.line(f"rlx_tell(word + {n * each}, {name});")
             self.line("continue;")
-        self.line(f"rlx_hear<{at.shares - 1}>(result, word + {own}, {own});")
+        for n, name in enumerate(names):
+            self.line(f"rlx_hear<{at.shares - 1}>({name}, word + {own + n * each}, {own});")
 
     def function(self, name: str, member: bool = False) -> str:
         plain = (FOLDER / "ring.h").read_text() if self.launch.plain else ""

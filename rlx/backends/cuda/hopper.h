@@ -23,10 +23,7 @@ RLX_FN float4 rlx_from_block(const float4* at, int rank) {
 /* Two multiplying groups in turns: wait for one's own, and give the other its own. */
 RLX_FN void rlx_group_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
 RLX_FN void rlx_group_next(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
-RLX_FN void rlx_sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
-}
-/* The same without order of what they write. */
+/* A barrier of the cluster without order of what they write. */
 RLX_FN void rlx_meet_cluster() { asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory"); }
 template <int N> RLX_FN void rlx_keep() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> RLX_FN void rlx_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

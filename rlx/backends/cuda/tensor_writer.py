@@ -94,7 +94,7 @@ class TensorWriter(PackedCopies):
             with self.scope([f"if (threadIdx.x < {producers}) {{", *self.tile_loop()], 2):
                 self.copies(c)
             if t.parts > 1:
-                self.line(f"if ({self.sharing}) rlx_sync_cluster();")
+                self.line(f"if ({self.sharing}) rlx_cluster_shares();")
         with self.scope(["else {"]), self.alone():
             self.line(f"rlx_take<{taken}>();")
             self.line(f"const int group = warp / 4 - {at.copying};")
@@ -329,7 +329,7 @@ class TensorWriter(PackedCopies):
         self.line(f"float4* const mine = (float4*)rlx_ring + threadIdx.x - {self.launch.copying * GROUP};")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {count}; n += 4) {{"]):
             self.line(f"mine[n / 4 * {2 * GROUP}] = make_float4(sum[0][n], sum[0][n + 1], sum[0][n + 2], sum[0][n + 3]);")
-        self.line("rlx_sync_cluster();")
+        self.line("rlx_cluster_shares();")
         with self.scope(["#pragma unroll", f"for (int n = 0; n < {share}; n += 4) {{"]):
             self.line(f"const float4* const from = mine + (rank * {share} + n) / 4 * {2 * GROUP};")
             self.line("float4 all = *from;")
