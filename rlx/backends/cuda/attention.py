@@ -124,9 +124,9 @@ def launch(kernel: Kernel, multiprocessors: int = 132, most: int = 227 << 10, cl
 
 
 def _decoding(kernel: Kernel, tiles: int, rows: int, multiprocessors: int) -> AttentionLaunch:
-    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor; where keys are few, they leave room
-    for blocks of the product behind them, whose weights are then there in time. Clusters of more than two
-    blocks, each of which fills a multiprocessor, do not fill the GPU: with more of them some would run after the others."""
+    """Few rows on tensor cores. Where key heads are many, smaller blocks share a multiprocessor; where keys are few, they leave
+    room for blocks of the product behind them, whose weights are then there in time. Clusters of more than two blocks, each of
+    which fills a multiprocessor, do not fill the GPU: with more of them some would run after the others."""
     native = native_of(kernel)
     assert native is not None
     size, (*_, keys, width) = native.inputs[0].dims[3], native.inputs[2].dims
