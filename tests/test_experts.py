@@ -15,13 +15,17 @@ import rlx
 from rlx.backends import get
 from rlx.compiler import lower
 from rlx.compiler.check import program_faults
-from rlx.errors import GraphError, IndexRangeError
+from rlx.errors import CompileError, GraphError, IndexRangeError
 from rlx.ir import kernel as K
+from rlx.ir.blocks import FORMATS
 from rlx.ir.cost import program_work
 from rlx.ir.dtype import as_dtype, i32
+from rlx.ir.evaluate import evaluate, evaluate_ranks
 from rlx.ir.graph import Graph
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.kernel_text import print_kernel
+from rlx.ir.ops.quant import random_weights
+from rlx.ir.placement import Split
 from rlx.ir.program import Program, Region, print_program
 from rlx.ir.program_parse import parse_program
 
@@ -307,3 +311,40 @@ def test_weights_that_anything_else_reads_are_not_experts_of_a_router() -> None:
     up = next(v for v in g.params if v.node.name == "layer0.up")
     g.set_outputs([*g.outputs, rlx.sum(rlx.exp(up)) + g.inputs[0]])
     assert [r.params for r in lower(g, get("cpu").target(0), rlx.CompileOptions()).routers] == [("layer0.down",)]
+
+
+def test_a_narrow_precision_narrows_rows_and_weights_of_experts() -> None:
+    found = program(4, options=rlx.CompileOptions(precision="bf16"))
+    products = [s for step in found.steps for s in step.kernel.body if isinstance(s, K.Contract) and s.count is not None]
+    assert [(s.a.dtype.name, s.b.dtype.name) for s in products] == [("bf16", "bf16")] * 4
+
+
+@pytest.mark.parametrize("form", ["", "q8_0"])
+def test_ranks_share_the_columns_of_experts_and_what_the_others_sum(form: str) -> None:
+    """As a dense network's: gate and up by columns, down by rows, one all_reduce. The products stay whole ops."""
+    width, ffn, experts, rng = 64, 128, 4, np.random.default_rng(0)
+    g, rows = Graph("experts"), FORMATS[form].row_bytes if form else None
+    x, ends = g.input("x", (9, width), "f32"), g.input("ends", (experts,), "i32")
+    if rows:
+        up, down = (experts, 2 * ffn, rows(width)), (experts, width, rows(ffn))
+    else:
+        up, down = (experts, width, 2 * ffn), (experts, ffn, width)
+    hidden = rlx.segment_matmul(x, g.param("up", up, "u8" if form else "f32"), ends, format=form)
+    hidden = rlx.silu(hidden[:, :ffn]) * hidden[:, ffn:]
+    g.set_outputs([rlx.segment_matmul(hidden, g.param("down", down, "u8" if form else "f32"), ends, format=form)])
+    columns, summed = (1, 2) if form else (2, 1)
+    marks = {"up": Split(columns, (ffn, ffn)), "down": summed}
+    p = rlx.partition(g, marks, 2)
+    names = [n.op.name for n in p.graph.nodes()]
+    assert names.count("segment_matmul") == 2 and names.count("all_reduce") == 1 and "gather" not in names
+    params = {v.node.name: rng.standard_normal(v.shape.static).astype(v.dtype.numpy) for v in g.params}
+    if form:
+        params = {name: np.zeros_like(a) for name, a in params.items()}
+        for a in params.values():
+            random_weights(FORMATS[form])(rng, [a, a])
+    given = {"x": 30 * rng.standard_normal((9, width)).astype(np.float32), "ends": np.array([2, 2, 7, 9], np.int32)}
+    want = evaluate(g, given, params)[0][0]
+    for (found,), _ in evaluate_ranks(p.graph, *([p.shards(a, r) for r in range(2)] for a in (given, params, {}))):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
+    with pytest.raises(CompileError, match="each rank needs all experts"):
+        rlx.partition(g, {"up": 0}, 2)

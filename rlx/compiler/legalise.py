@@ -13,7 +13,7 @@ from typing import Any
 from rlx.compiler.compilation import Compilation
 from rlx.errors import CompileError, OptionError, UnboundDimError, known
 from rlx.ir.graph import CONSTANT, EXTENT, Extent, Graph, Node, Value, keep
-from rlx.ir.op import Attrs, Kind
+from rlx.ir.op import OPS, Attrs, Kind
 from rlx.ir.shape import Dim, Shape, contiguous_strides
 from rlx.ir.verify import where
 
@@ -151,7 +151,10 @@ def into_contractions(node: Node) -> list[int] | None:
     own, reached = set(node.inputs), set(contracted)
     for v in contracted:  # a worklist: it grows in the loop
         varying = [x for x in v.node.inputs if x.node.op is not CONSTANT]
-        if v not in own and v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1:
+        moved = v.node.op.kind in (Kind.VIEW, Kind.POINTWISE) and len(varying) == 1
+        if v.node.op is OPS["gather"]:
+            moved, varying = True, [v.node.inputs[0]]
+        if v not in own and moved:
             contracted += varying
             reached.update(varying)
     return [i for i, v in enumerate(node.inputs) if v in reached] if contracted else None

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.errors import AttributeValueError, DTypeError, IndexRangeError, ShapeError, known
 from rlx.ir.blocks import FORMATS
-from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass
+from rlx.ir.contexts import Applied, Coords, Lowering, Padded, PaddingPass, Parted, Partitioning
 from rlx.ir.declare import op
 from rlx.ir.dtype import f32, i32, index_
 from rlx.ir.kernel import Carry, Check, Expr, Loop, Loops, Reduce, Var, const, k
@@ -33,6 +33,7 @@ from rlx.ir.ops.reduce import softmax
 from rlx.ir.ops.reduce import sum as sum_of
 from rlx.ir.ops.rules import integer, static_dim
 from rlx.ir.ops.view import transpose
+from rlx.ir.placement import REPLICATED, Partial, Split
 from rlx.ir.shape import Shape
 
 T = TypeVar("T", Value, np.ndarray)
@@ -362,6 +363,24 @@ def _segment_padded(p: PaddingPass, attrs: SegmentAttrs, x: Value, w: Value, end
     return p.final(segment_matmul(x, w, ends, format=attrs.format, exact=attrs.exact)) if p.of(x) else None
 
 
+def _segment_partitioned(p: Partitioning, attrs: SegmentAttrs, x: Value, w: Value, ends: Value) -> Parted:
+    """Ranks may share the columns of every expert, or the elements that are summed, of packed weights in whole blocks."""
+    of_x, of_w, (summed, columns) = p.split_of(x), p.split_of(w), (2, 1) if attrs.format else (1, 2)
+    size, block = (FORMATS[attrs.format].nbytes, FORMATS[attrs.format].block) if attrs.format else (1, 1)
+    own_x, own_w, result = REPLICATED, of_w, None
+    if of_w is not None and of_w.axis == columns:
+        result = Split(1, of_w.parts)
+    elif of_w is not None and of_w.axis == summed and not any(part % (size * p.ranks) for part in of_w.parts):
+        own_x, result = Split(1, tuple(part // size * block for part in of_w.parts)), Partial("sum")
+    elif of_w is None and of_x is not None and of_x.axis == 1 and not any(part % (block * p.ranks) for part in of_x.parts):
+        own_x, own_w = of_x, Split(summed, tuple(part // block * size for part in of_x.parts))
+        result = Partial("sum")
+    if own_w is None or result is None:
+        return "each rank needs all experts and all rows" + (", and whole blocks of weights" if attrs.format else "")
+    made = segment_matmul(p.at(x, own_x), p.at(w, own_w), p.at(ends, REPLICATED), format=attrs.format, exact=attrs.exact)
+    return [(made, result)]
+
+
 def _segment_flops(operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
     return 2 * math.prod(operands[0]) * results[0][-1]
 
@@ -401,7 +420,7 @@ SEGMENTS = (
 segment_matmul = op(
     "segment_matmul", kind=Kind.COMPOSITE, infer=_segment_shape, attrs=SegmentAttrs, arity=(3, 3), dtypes="f", roles="xxi",
     reference=_segment_array, decompose=_segment, product=_segment_product, flops=_segment_flops,
-    padded=_segment_padded,
+    padded=_segment_padded, partitioned=_segment_partitioned,
     samples=(
         *(Sample(((m, c), (e, c, n), (e,)), dtypes=("", "", "i32"), settle=_settled("")) for m, c, n, e in SEGMENTS),
         *(
