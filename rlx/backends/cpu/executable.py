@@ -330,8 +330,8 @@ class CpuExecutable(Loaded):
             head = [function, spans.address(at)] if spans else []
             moving += [(place, a) for place, a in enumerate(step.args, len(rows.addresses) + len(head)) if a in self.entries]
             given_or_own = ((given or {}).get(a) or self.address(a) for a in step.args)
-            rows.add(at, spans.function if spans else function, *head, *given_or_own, *more)
-            rows.kernels[-1], rows.steps[-1] = step.kernel, (*rows.steps[-1][:2], code.tasks, concurrent)
+            row = (spans.function if spans else function, *head, *given_or_own, *more)
+            rows.add(at, *row, kernel=step.kernel, tasks=code.tasks, joined=concurrent)
             rows.add_all(at + 1, behind)
         if exchange and len(coded) <= ends:
             rows.add_all(len(coded), (commits and exchange.agreement(), exchange.release()))
@@ -351,10 +351,12 @@ class _Rows:
         self.kernels: list[Kernel | None] = []
         self.places: list[int] = []
 
-    def add(self, place: int, function: int, *addresses: int) -> None:
-        self.steps.append((function, len(self.addresses), 1, False))
+    def add(
+        self, place: int, function: int, *addresses: int, kernel: Kernel | None = None, tasks: int = 1, joined: bool = False
+    ) -> None:
+        self.steps.append((function, len(self.addresses), tasks, joined))
         self.addresses += addresses
-        self.kernels.append(None)
+        self.kernels.append(kernel)
         self.places.append(place)
 
     def add_all(self, place: int, rows: Iterable[Sequence[int] | Literal[False] | None]) -> None:
