@@ -10,9 +10,11 @@ import pytest
 import torch
 from devices import DEVICES
 from expert_graphs import data, expected, layers
+from kernel_runs import TARGETS, run
 
 import rlx
 from rlx.backends import get
+from rlx.backends.cpu.backend import with_natives
 from rlx.compiler import lower
 from rlx.compiler.check import program_faults
 from rlx.errors import CompileError, GraphError, IndexRangeError
@@ -348,3 +350,34 @@ def test_ranks_share_the_columns_of_experts_and_what_the_others_sum(form: str) -
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
     with pytest.raises(CompileError, match="each rank needs all experts"):
         rlx.partition(g, {"up": 0}, 2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", *FORMATS])
+def test_kernels_of_groups_stay_in_their_buffers(target: str, dtype: str) -> None:
+    """Code for this processor and for a narrower one, between unreadable pages, with gathered rows and an activation behind."""
+    form, k, n = (dtype, 256, 80) if dtype in FORMATS else ("", 72, 80)
+    kind, rng = as_dtype("f32" if form else dtype), np.random.default_rng(1)
+    for sizes in ([3, 0, 5, 1], [1], [0, 40, 0], [150, 2]):
+        g, rows, w_dims = Graph("groups"), sum(sizes), (len(sizes), *((n, FORMATS[form].row_bytes(k)) if form else (k, n)))
+        x, order = g.input("x", (rows, k), kind), g.input("order", (rows,), "i32")
+        w, ends = g.param("w", w_dims, "u8" if form else kind), g.input("ends", (len(sizes),), "i32")
+        g.set_outputs([rlx.relu(rlx.segment_matmul(rlx.gather(x, order), w, ends, format=form))])
+        given = {"x": rng.standard_normal((rows, k)), "order": rng.permutation(rows), "ends": np.cumsum(sizes)}
+        given = {v.node.name: given[v.node.name].astype(v.dtype.numpy) for v in g.inputs}
+        weights = np.zeros(w_dims, np.uint8) if form else (rng.standard_normal(w_dims) / 8).astype(kind.numpy)
+        if form:
+            random_weights(FORMATS[form])(rng, [weights, weights])
+        found = lower(g, with_natives(TARGETS[target]), rlx.CompileOptions())
+        memory = {b.id: np.zeros(b.shape.num_elements, b.shape.dtype.numpy) for b in found.buffers}
+        for id, value in (*zip(found.inputs, given.values()), (found.params[0], weights)):
+            memory[id] = value.reshape(-1)
+        for step in (*found.prepare, *found.steps):
+            values = [None if b.writable else memory[a] for a, b in zip(step.args, step.kernel.buffers)]
+            made, status = run(step.kernel, values, with_natives(TARGETS[target]))
+            assert not status
+            memory |= zip([a for a, b in zip(step.args, step.kernel.buffers) if b.writable], made)
+        want = evaluate(g, given, {"w": weights})[0][0].astype(np.float64)
+        got = memory[found.outputs[0].buffer].reshape(want.shape).astype(np.float64)
+        most = {"f64": 1e-12, "f32": 1e-5, "bf16": 2e-2, "f16": 3e-3}.get(dtype, 0.02)  # x may be rounded to 8 bits
+        np.testing.assert_allclose(got, want, atol=most * float(np.abs(want).max()), err_msg=f"{sizes}")
