@@ -102,6 +102,28 @@ def test_wrong_budgets_are_errors_before_anything_is_read(folder, tmp_path):
         LanguageModel(tmp_path / "dense", expert_budget=20, record_experts=tmp_path / "t")
 
 
+@pytest.mark.parametrize("room", [6, 4096])
+def test_a_run_of_resident_experts_asks_no_python(folder, monkeypatch, tmp_path, room):
+    """Their choices are logged, in a ring of so many, and counted later."""
+    monkeypatch.setattr("rlx.backends.cpu.experts.LOGGED", room)
+    model = LanguageModel(folder, expert_budget=48, record_experts=tmp_path / "t", expert_policy="lru")
+    model.step(PROMPT)
+    assert model.pool is not None
+    asked: list[int] = []
+    routed = model.pool.routed
+    monkeypatch.setattr(model.pool, "routed", lambda layer, *given: asked.append(layer) or routed(layer, *given))
+    before, resident = model.pool.report(), sum(int(model.pool.tiers.resident(n).sum()) for n in range(3))
+    model.pool.tiers.set([np.ones(16, bool)] * 3)
+    for m in model.pool.policy.resident:
+        m[:] = True
+    for token in range(30):
+        model.step([token])
+    report = model.pool.report()
+    assert resident < 48 and (report.uses - before.uses, report.hits - before.hits) == (180, 180)
+    assert report.forwards == before.forwards + 30
+    assert len(asked) == (3 * (30 // 4) if room == 6 else 0)  # every fourth forward finds three in the ring
+
+
 def test_a_pool_for_a_model_that_is_loaded(folder, expected):
     model = LanguageModel(folder)
     greedy(model, 5)

@@ -33,6 +33,7 @@ class FakeTiers:
         self.masks = [np.zeros(x.experts, bool) for x in of]
         self.lock, self.most, self.read, self.promoted = threading.Lock(), 0, 0, 0
         self.fails: BaseException | None = None
+        self.logged: list[list[np.ndarray]] = [[] for _ in of]
         self.threads: set[str] = set()
 
     def expert_tiers(self) -> FakeTiers:
@@ -40,6 +41,11 @@ class FakeTiers:
 
     def resident(self, layer: int) -> np.ndarray:
         return self.masks[layer].copy()
+
+    def tell_hits(self, layer: int) -> None:
+        found, self.logged[layer] = self.logged[layer], []
+        if found and self.advisor is not None:
+            self.advisor.hits(layer, np.stack(found))
 
     def promote(self, layer: int, expert: int) -> None:
         self._set(layer, expert, True)
@@ -67,7 +73,12 @@ class FakeTiers:
         """A run. `pool`: its thread is always done before the next layer begins, as if that took long enough."""
         for at, (x, chosen) in enumerate(zip(self.layers, forward.chosen)):
             ahead = forward.ahead[at] if forward.ahead is not None and at < len(forward.ahead) else None
-            kept = self.advisor.routed(at, chosen, ahead) if self.advisor is not None else ()
+            kept: Sequence[int] = ()
+            if self.advisor is not None and not self.advisor.each and self.masks[at][chosen].all():
+                self.logged[at].append(chosen)
+            elif self.advisor is not None:
+                self.tell_hits(at)
+                kept = self.advisor.routed(at, chosen, ahead)
             with self.lock:
                 missing = set(np.unique(chosen).tolist()) - set(np.flatnonzero(self.masks[at]).tolist())
                 self.most, self.read = max(self.most, self.held() + len(missing) * x.nbytes), self.read + len(missing) * x.nbytes

@@ -394,12 +394,21 @@ def test_promotions_beside_runs_of_clones_never_change_a_result() -> None:
         assert [at.in_memory(e) for e in range(E)] == tiers.resident(layer).tolist()
 
 
+class Asked:
+    """An advisor that is asked at every router."""
+
+    each = True
+
+    def hits(self, layer: int, ids: np.ndarray) -> None:
+        raise AssertionError("it was asked already")
+
+
 def test_an_expert_that_a_run_reads_is_released_when_the_run_leaves() -> None:
     compiled = compiled_model()
     compiled.set_params(weights(compiled))
     expected, tiers = outputs(compiled, 1), compiled.expert_tiers()
 
-    class Demotes:
+    class Demotes(Asked):
         """Keeps every missing expert, and demotes all others at each router."""
 
         def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> list[int]:
@@ -416,7 +425,7 @@ def test_an_expert_that_a_run_reads_is_released_when_the_run_leaves() -> None:
     assert set(np.flatnonzero(tiers.resident(1)).tolist()) == set(chosen[1].reshape(-1).tolist())
     assert not tiers.resident(0).any()
 
-    class Fails:
+    class Fails(Asked):
         def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> list[int]:
             raise OptionError("the budget is gone")
 

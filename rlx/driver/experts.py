@@ -24,6 +24,7 @@ from rlx.driver import files
 from rlx.errors import BindingError, CorruptFileError, InputShapeError, OutOfMemoryError
 from rlx.forks import Lock
 
+AT_ONCE, LATER = 1, 2  # when an advisor learns of choices that were all resident
 THREADS = 8  # at most, that read experts at once
 
 
@@ -114,6 +115,10 @@ class Window(Protocol):
         """When the run inside leaves, call ExpertTiers.finish."""
         ...
 
+    def logged(self) -> np.ndarray:
+        """The choices, i32 [forwards, tokens, k], that were all resident and that the advisor has not been told of."""
+        ...
+
     def reset(self) -> None:
         """No run is inside."""
         ...
@@ -149,11 +154,18 @@ class ExpertLayer:
 
 
 class Advisor(Protocol):
-    """Decides, at the router of each layer, which of the experts that must be read stay resident."""
+    """Decides, at the router of each layer, which of the experts that must be read stay resident. `each`: it is asked at every
+    router; else it is asked where an expert must be read, and told of all other choices some time later."""
+
+    each: bool
 
     def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> Iterable[int]:
         """`ids`: i32 [tokens, k], valid during the call; `ahead`: a guess of the next layer's, if the graph makes one. It may
         promote and demote experts. An exception fails the run."""
+        ...
+
+    def hits(self, layer: int, ids: np.ndarray) -> None:
+        """Choices, i32 [forwards, tokens, k], that were all resident: those since the last call of `hits` or `routed`."""
         ...
 
 
@@ -163,7 +175,7 @@ class ExpertTiers:
     def __init__(self, versions: Mapping[str, int], publish: Callable[[int, int], None]) -> None:
         """`versions`: of the store's params. `publish(address, value)`: writes a word, and orders it before all later reads."""
         self.layers: list[ExpertLayer] = []
-        self.asking = ctypes.c_int32()  # not 0: there is an advisor
+        self.asking = ctypes.c_int32()  # 0: there is no advisor
         self._advisor: Advisor | None = None
         self._versions, self._publish = versions, publish
         self._sources: dict[str, ExpertSource] = {}
@@ -226,8 +238,19 @@ class ExpertTiers:
 
     @advisor.setter
     def advisor(self, advisor: Advisor | None) -> None:
+        for layer in range(len(self.layers)):
+            self.tell_hits(layer)
         self._advisor = advisor
-        self.asking.value = advisor is not None
+        self.asking.value = 0 if advisor is None else AT_ONCE if advisor.each else LATER
+
+    def tell_hits(self, layer: int) -> None:
+        """Tell the advisor of choices that were all resident."""
+        at = self.layers[layer]
+        with at.lock:
+            found = [window.logged() for window in at.windows]
+        for ids in found:
+            if len(ids) and self._advisor is not None:
+                self._advisor.hits(layer, ids)
 
     # -- for executables
 

@@ -138,6 +138,15 @@ class Policy:
             fetched += self._fetch(layer + 1, _counts(ahead, self.layers[layer + 1].experts), spare, demoted)
         return Change(uses, uses - misses, misses * x.nbytes, kept, demoted, fetched, made_room)
 
+    def hit(self, layer: int, chosen: np.ndarray) -> int:
+        """As `routed`, where the experts were all in memory: nothing changes. Returns how many they are."""
+        counts = _counts(chosen, self.layers[layer].experts)
+        uses = int(np.count_nonzero(counts))
+        self.clock[layer] += 1
+        self._learn(layer, counts, len(chosen))
+        self.uses, self.hits = self.uses + uses, self.hits + int(np.count_nonzero(self.resident[layer] & (counts > 0)))
+        return uses
+
     def _learn(self, layer: int, counts: np.ndarray, tokens: int) -> None:
         raise TypeError(f"{type(self).__name__} is no policy")
 

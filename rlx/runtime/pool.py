@@ -34,6 +34,7 @@ class Tiers(Protocol):
     @property
     def layers(self) -> Sequence[Any]: ...
     def resident(self, layer: int) -> np.ndarray: ...
+    def tell_hits(self, layer: int) -> None: ...
     def promote(self, layer: int, expert: int) -> None: ...
     def demote(self, layer: int, expert: int) -> None: ...
     def set(self, masks: Sequence[np.ndarray]) -> None: ...
@@ -96,6 +97,7 @@ class ExpertPool(Shown):
         self.name, self.budget = policy, Budget.of(budget)
         start = _counts_of(profile, self.layers)
         self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, tokens)
+        self.each = self.policy.guesses  # guesses are of use at once, hits are not
         self._ready = threading.Condition()
         self._thread: threading.Thread | None = None
         self._demote, self._promote = set[int](), set[int]()  # layers with work
@@ -118,6 +120,8 @@ class ExpertPool(Shown):
 
     def report(self) -> PoolReport:
         """What is resident, and the rates of hits so far."""
+        for layer in range(len(self.layers)):
+            self.tiers.tell_hits(layer)
         policy = self.policy
         nbytes = sum(n * x.nbytes for n, x in zip(policy.quotas, self.layers))
         forwards = max(policy.clock)
@@ -162,6 +166,13 @@ class ExpertPool(Shown):
             if change.made_room:
                 self._settle()
             return kept
+
+    def hits(self, layer: int, ids: np.ndarray) -> None:
+        """Choices, int [forwards, tokens, top_k], that were all resident."""
+        with self._ready:
+            for chosen in ids:
+                uses = self.policy.hit(layer, chosen)
+                self._uses, self._hits = self._uses + uses, self._hits + uses
 
     def settle(self) -> None:
         """Wait until the tiers are as the policy wants them. Raises an error of the background thread."""

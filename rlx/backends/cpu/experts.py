@@ -21,7 +21,7 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.exchange import ANSWER, answers
 from rlx.backends.cpu.timing import MONOTONIC
 from rlx.backends.shared.loaded import Loaded
-from rlx.driver.experts import ExpertTiers, ResidencyStats, TierStats
+from rlx.driver.experts import AT_ONCE, LATER, ExpertTiers, ResidencyStats, TierStats
 from rlx.driver.memory import Block, bytes_of
 from rlx.errors import InputShapeError
 from rlx.host.abi import I64, P
@@ -32,6 +32,7 @@ from rlx.ir.program import BufferDecl, Region, RouterDecl, Step
 
 FAILED = 1 << 17  # status of a step whose error is in ExpertSteps.errors
 ENTER, LEAVE = 0, 1  # the argument of `answer`
+LOGGED = 4096  # choices that are logged before Python is called for them
 SCRATCH_ALIGNMENT = 64  # see Rendered
 Sections: TypeAlias = "Mapping[int, tuple[Library, Rendered]]"  # step of prepare -> the code for one expert
 SYMBOLS = "rlx_experts_enter", "rlx_experts_leave", "rlx_experts_publish"
@@ -40,12 +41,13 @@ SYMBOLS = "rlx_experts_enter", "rlx_experts_leave", "rlx_experts_publish"
 class Place(ctypes.Structure):
     """One router of one executable. `ids`: its choices, `chosen` of them. `words`, `asking`: of ExpertTiers. `seen`: u8 for each
     expert. `count`: see Window; `told`: call Python when leaving. `answer`: void (i64), Python that clears `failed`. `tokens`,
-    `used`, `nanoseconds`: statistics of resident experts."""
+    `used`, `nanoseconds`: statistics of resident experts. `log`: a ring of `room` forwards' choices, `entry` bytes each; `logged`
+    and `taken` count those that were ever written and read."""
 
     _fields_ = [
         ("ids", P), ("chosen", I64), ("words", P), ("experts", I64), ("asking", P), ("seen", P), ("count", I64), ("told", I64),
         ("answer", P), ("failed", I64), ("tokens", I64), ("used", I64), ("nanoseconds", I64), ("begun", I64),
-        ("clock_seconds", I64), ("clock_rest", I64),
+        ("clock_seconds", I64), ("clock_rest", I64), ("log", P), ("room", I64), ("entry", I64), ("logged", I64), ("taken", I64),
     ]  # fmt: skip
 
 
@@ -89,10 +91,17 @@ def rlx_experts_enter(e: Body, args: V, task: V, scratch: V, status: V) -> None:
         e.store(e.select(hit, e.const("i8", 1), before), e.gep(seen, expert), 1)
         each.next = [e.bin("add", c, e.convert("zext", x, "i64")) for c, x in zip(each.carried, (hit, new, miss))]
     tokens, used, missing = each.results
-    asking = e.cmp("ne", e.load_atomic("i32", e.get(place, "asking")), 0)
-    with e.when(e.bin("or", asking, e.cmp("ne", missing, 0))):
+    asking, logged, room = e.load_atomic("i32", e.get(place, "asking")), e.get(place, "logged"), e.get(place, "room")
+    logs, full = e.cmp("eq", asking, LATER), e.cmp("uge", e.bin("sub", logged, e.get(place, "taken")), room)
+    asks = e.bin("or", e.cmp("eq", asking, AT_ONCE), e.bin("and", logs, full))
+    with e.when(e.bin("or", asks, e.cmp("ne", missing, 0))):
         ask(e, place, e.i64(ENTER), status)
         e.ret()
+    with e.when(logs):
+        entry = e.get(place, "entry")
+        goal = e.gep(e.get(place, "log"), e.bin("mul", e.bin("urem", logged, room), entry))
+        e.intrinsic("memcpy", goal, ids, entry, e.const("i1", False), suffix=("ptr", "ptr", "i64"), returns="void")
+        e.put(place, "logged", e.bin("add", logged, 1), "release")
     e.put(place, "tokens", e.bin("add", e.get(place, "tokens"), tokens))
     e.put(place, "used", e.bin("add", e.get(place, "used"), used))
 
@@ -205,7 +214,11 @@ class _Router:
 
     def __init__(self, ids: np.ndarray, ahead: np.ndarray | None, experts: int) -> None:
         self.ids, self.ahead, self._seen = ids, ahead, np.zeros(experts, np.uint8)
-        self.place = Place(ids=ids.ctypes.data, chosen=ids.size, experts=experts, seen=self._seen.ctypes.data)
+        self._log = np.zeros((max(1, LOGGED // max(1, ids.size)), *ids.shape), np.int32)
+        self.place = Place(
+            ids=ids.ctypes.data, chosen=ids.size, experts=experts, seen=self._seen.ctypes.data, log=self._log.ctypes.data,
+            room=len(self._log), entry=ids.nbytes,
+        )  # fmt: skip
         self.layer = -1
         self.own: list[int] = []  # experts in memory for this run only
         self.slow = TierStats()
@@ -217,6 +230,13 @@ class _Router:
     def step(self) -> None:
         """Begin or end the stay in the layer."""
         self.place.count += 1
+
+    def logged(self) -> np.ndarray:
+        place = self.place
+        first, end = place.taken, place.logged
+        found = self._log[np.arange(first, end) % len(self._log)]
+        place.taken = end
+        return found
 
     def tell(self) -> None:
         _publish()(ctypes.addressof(self.place) + Place.told.offset, 1)
@@ -283,6 +303,7 @@ class ExpertSteps:
         with layer.lock:  # experts that are being promoted count as resident
             fast = layer.words != 0
         keep: Iterable[int] = ()
+        tiers.tell_hits(router.layer)
         if tiers.advisor is not None:
             keep = tiers.advisor.routed(router.layer, router.ids, router.ahead)
         read, router.own = tiers.use(router.layer, np.flatnonzero(chosen).tolist(), keep, router.step)
