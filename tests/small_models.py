@@ -32,7 +32,7 @@ MLA = {
 }  # fmt: skip
 STRETCHED = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.9,
-    "mscale_all_dim": 0.7,
+    "mscale_all_dim": 0.7, "beta_fast": 5.0, "beta_slow": 0.5,
 }  # fmt: skip
 # name -> (transformers' class prefix, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -216,6 +216,8 @@ def _write_experts(writer: Any, c: Any, split_latent: bool) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
 def _written_apart(name: str, p: Any, c: Any, split_latent: bool) -> list[tuple[str, Any]]:

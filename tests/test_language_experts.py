@@ -180,6 +180,7 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
         ("olmoe", {"clip_qkv": 8.0}, ModelError, "clip_qkv = 8.0 is not supported for olmoe"),
         ("deepseek_v2", {"norm_topk_prob": True}, ModelError, "norm_topk_prob = True is not supported for deepseek_v2"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ModelError, "scoring_func = 'sigmoid' is not supported"),
+        ("deepseek_v2", {"topk_method": None}, ModelError, "topk_method = None is not supported for deepseek_v2"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ModelError, "topk_method = 'noaux_tc' is not supported"),
         ("deepseek_v2", {"topk_group": 5}, CorruptFileError, "3 of 8 experts cannot be chosen from 5 of 4 groups"),
         ("deepseek_v3", {"n_group": 3}, CorruptFileError, "3 of 8 experts cannot be chosen from 1 of 3 groups"),

@@ -97,7 +97,7 @@ def config_of(config: Mapping[str, Any], **facts: Any) -> DecoderConfig:
     c: dict[str, Any] = {k: v for k, v in {**FAMILIES[family], **given, **facts}.items() if v is not None}
     for key, allowed in {**REFUSED, **REFUSED_OF.get(family, {})}.items():
         if c.get(key) not in allowed:
-            raise ModelError(f"configuration: {key} = {c[key]!r} is not supported for {family}")
+            raise ModelError(f"configuration: {key} = {c.get(key)!r} is not supported for {family}")
     hidden, layers, heads = (_size(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     shared = _size(c, "num_key_value_heads", heads)
     if heads % shared or ("head_dim" not in c and hidden % heads):
@@ -307,6 +307,8 @@ def _yarn(p: Mapping[str, Any], f: np.ndarray, factor: float, trained: float, th
     ends, width = [], 2 * len(f)
     for key, default, rounded in (("beta_fast", 32.0, math.floor), ("beta_slow", 1.0, math.ceil)):
         rotations = _number(p, key, default) or default
+        if rotations < 1e-30:
+            raise CorruptFileError(f"configuration: {key} = {rotations} is too small a number of rotations")
         at = width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
         ends.append(rounded(at) if p.get("truncate", True) else at)
     low, high = max(ends[0], 0), min(ends[1], width - 1)
@@ -342,12 +344,16 @@ GGUF_KEYS = {
     "leading_dense_block_count": "first_k_dense_replace", "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
 }  # fmt: skip
+GGUF_SCALING = {
+    "type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
 GGUF_SOFTMAX, GGUF_GATING = 1, {"deepseek_v3": 2}  # expert_gating_func, of all others and by family
 GGUF_DEEPSEEK = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 REFUSED_GGUF: dict[str, tuple[Any, ...]] = {  # as REFUSED, for keys without the architecture's prefix
     "attention.causal": (True,), "attention.clamp_kqv": (0.0,), "attention.scale": (0.0,),
     "logit_scale": (1.0, 0.0), "residual_scale": (1.0, 0.0), "embedding_scale": (1.0, 0.0), "rope.scale_linear": (1.0,),
-    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
 }  # fmt: skip
 
 
@@ -372,11 +378,9 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str], vocab: i
     for key, allowed in refused.items():
         if str(found := metadata.get(f"{arch}.{key}", allowed[0])) not in map(str, allowed):  # the value may be an array
             raise ModelError(f"metadata {arch}.{key} = {str(found)[:80]} is not supported")
-    scaling = {k: metadata.get(f"{arch}.rope.scaling.{k}") for k in ("type", "factor", "original_context_length")}
-    if scaling["type"] is not None and str(scaling["type"]) != "none":
-        c["rope_scaling"] = {"rope_type": str(scaling["type"]), "factor": scaling["factor"]}
-        if scaling["original_context_length"] is not None:
-            c["rope_scaling"]["original_max_position_embeddings"] = scaling["original_context_length"]
+    scaling = {new: metadata[key] for old, new in GGUF_SCALING.items() if (key := f"{arch}.rope.scaling.{old}") in metadata}
+    if str(scaling.get("rope_type", "none")) != "none":
+        c["rope_scaling"] = {**scaling, "rope_type": str(scaling["rope_type"])}
         if family in DEEPSEEK:  # the file has a tenth of mscale_all_dim; cosine and sine are not scaled
             tenth = _number(metadata, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)
             c["rope_scaling"] |= {"attention_factor": 1.0, "mscale_all_dim": 10 * tenth}
