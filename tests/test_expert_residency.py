@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from counting import check_allocates_nothing
+from expert_graphs import block
 
 import rlx
-from rlx import ops
 from rlx.driver.experts import ExpertSource
 from rlx.driver.files import map_file
 from rlx.errors import (
@@ -40,35 +40,14 @@ Sizes = tuple[int, int, int, int]  # experts, choices of a token, width, width i
 T, E, K, D, FFN, LAYERS = 3, 8, 2, 128, 96, 2
 
 
-def expert_block(g: rlx.Graph, h: rlx.Value, layer: int, ids: rlx.Value, form: str, sizes: Sizes) -> rlx.Value:
-    """h plus the sum of the chosen experts' rows."""
-    experts, k, d, ffn = sizes
-    tokens, packed = h.shape.static[0], FORMATS.get(form)
-
-    def weights(name: str, rows: int, columns: int) -> tuple[rlx.Value, str]:
-        if packed:
-            return g.param(name, (experts * rows, packed.row_bytes(columns)), rlx.u8).reshape((experts, rows, -1)), form
-        w = g.param(name, (experts * rows, columns), form)
-        return rlx.transpose(w.reshape((experts, rows, columns)), axes=(0, 2, 1)), ""
-
-    order, place, ends = ops.group_rows(ids.reshape((tokens * k,)), groups=experts)
-    rows = rlx.gather(h, rlx.floor_div(order, k))
-    up, down = weights(f"l{layer}.gate_up", 2 * ffn, d), weights(f"l{layer}.down", d, ffn)
-    narrow = (lambda v: v) if packed else (lambda v: rlx.astype(v, form))
-    y = rlx.astype(ops.segment_matmul(narrow(rows), up[0], ends, format=up[1]), "f32")
-    y = narrow(rlx.silu(y[:, :ffn]) * y[:, ffn:])
-    y = rlx.astype(ops.segment_matmul(y, down[0], ends, format=down[1]), "f32")
-    return h + rlx.sum(rlx.gather(y, place).reshape((tokens, k, d)), axis=1) * 0.5
-
-
 def model(form: str = "f32", sizes: Sizes = (E, K, D, FFN), tokens: int = T, layers: int = LAYERS) -> rlx.Graph:
     """Layers of experts with a router each, and a state that every run changes."""
-    experts, k, d, _ = sizes
+    experts, k, d, ffn = sizes
     g = rlx.Graph("moe")
     h = g.input("x", (tokens, d), rlx.f32) + (state := g.handle(rlx.BufferHandle("state", (tokens, d), rlx.f32)))
     for layer in range(layers):
-        ids, _ = ops.route(h @ g.param(f"l{layer}.gate", (d, experts), rlx.f32), k=k)
-        h = expert_block(g, h, layer, ids, form, sizes)
+        x, packed = (h, form) if form in FORMATS else (h.astype(form), "")
+        h = h + block(g, x, f"l{layer}", experts, k, ffn, form, packed).astype("f32")
         h = rlx.rms_norm(h, rlx.ones((d,)))
     g.assign(state, h * 0.5)
     g.set_outputs([h])
@@ -83,14 +62,14 @@ def weights(compiled: CompiledGraph, form: str = "f32", seed: int = 0) -> dict[s
     rng = np.random.default_rng(seed)
     found = {}
     for p in compiled.params:
-        rows, columns = p.shape.static
+        *dims, columns = p.shape.static
         if p.dtype == rlx.u8:
-            blocks = rng.integers(0, 256, (rows, columns // FORMATS[form].nbytes, FORMATS[form].nbytes), np.uint8)
+            blocks = rng.integers(0, 256, (*dims, columns // FORMATS[form].nbytes, FORMATS[form].nbytes), np.uint8)
             for at in FORMATS[form].numbers:  # f16 factors of a block
-                blocks[:, :, at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-            found[p.name] = blocks.reshape(rows, columns)
+                blocks[..., at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+            found[p.name] = blocks.reshape(*dims, columns)
         else:
-            found[p.name] = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(p.dtype.numpy)
+            found[p.name] = (rng.standard_normal((*dims, columns)) / np.sqrt(columns)).astype(p.dtype.numpy)
     return found
 
 
@@ -329,23 +308,26 @@ def test_a_file_that_changes_while_experts_are_read(how: str, large: bool, tmp_p
     compiled.expert_tiers().promote(1, 3)
 
 
-def test_a_run_that_fails_inside_a_layer_leaves_it() -> None:
+def test_a_run_that_fails_between_a_layers_steps_leaves_it() -> None:
     g = rlx.Graph("fails")
-    h, table = g.input("x", (T, D), rlx.f32), g.param("table", (16, D), rlx.f32)
-    ids, _ = ops.route(h @ g.param("l0.gate", (D, E), rlx.f32), k=K)
-    late = rlx.gather(table, rlx.cast(rlx.sum(expert_block(g, h, 0, ids, "f32", (E, K, D, FFN)), axis=1) * 0 + h[:, 0], "i32"))
-    g.set_outputs([expert_block(g, late, 0, ids, "f32", (E, K, D, FFN)) if False else late])
+    x, at = g.input("x", (T, D), rlx.f32), g.input("at", (T * K,), rlx.i32)
+    up, down = (g.param(name, (E * D, D), rlx.f32).reshape((E, D, D)).transpose(0, 2, 1) for name in ("up", "down"))
+    ids, _ = rlx.route(x @ g.param("gate", (D, E), rlx.f32), k=K)
+    order, _, ends = rlx.group_rows(ids.reshape((T * K,)), groups=E)
+    rows = rlx.segment_matmul(rlx.gather(x, order // K), up, ends)
+    g.set_outputs([rlx.segment_matmul(rlx.gather(rows, at), down, ends)])
     compiled = rlx.Session("cpu", threads=2).compile(g)
-    rng = np.random.default_rng(0)
-    compiled.set_params({p.name: rng.standard_normal(p.shape.static).astype(F) for p in compiled.params})
-    fine, bad = np.zeros((T, D), F), np.full((T, D), 1e6, F)
-    expected = compiled.run({"x": fine})[0]
+    compiled.set_params(weights(compiled))
+    given, places = inputs(1)[0], np.arange(T * K, dtype=np.int32)
+    expected = compiled.run({**given, "at": places})[0]
     compiled.set_moe_resident_experts([False] * E)
-    with pytest.raises(IndexRangeError):
-        compiled.run({"x": bad})
     layer = compiled.expert_tiers().layers[0]
-    assert not any(window.count % 2 for window in layer.windows) and not any(layer.in_memory(e) for e in range(E))
-    np.testing.assert_array_equal(compiled.run({"x": fine})[0], expected)
+    for wrong in (-1000, 1000):
+        with pytest.raises(IndexRangeError):
+            compiled.run({**given, "at": places + wrong})
+        assert any(window.count for window in layer.windows) and not any(window.count % 2 for window in layer.windows)
+        assert not any(layer.in_memory(e) for e in range(E))
+    np.testing.assert_array_equal(compiled.run({**given, "at": places})[0], expected)
 
 
 # -- beside runs

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import expert_graphs
 import numpy as np
 import pytest
 
@@ -247,6 +248,17 @@ def test_a_loaded_artifact_can_be_exported(tmp_path):
     layers.save(tmp_path / "layers.rlx")
     model = Model(rlx.load(tmp_path / "layers.rlx").export_c(tmp_path))
     assert model.run({"x": X}) == [layers.run({"x": X})[0].tobytes()]
+    model.close()
+
+
+def test_experts_that_are_not_resident_are_in_the_library(tmp_path):
+    compiled = rlx.Session("cpu", threads=2).compile(expert_graphs.layers(3, 64, 96, 8, 2, count=2))
+    compiled.set_params(expert_graphs.data(expert_graphs.layers(3, 64, 96, 8, 2, count=2)))
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    (want,) = compiled.run({"x": x})
+    compiled.set_moe_resident_experts([False] * 8)
+    model = Model(compiled.export_c(tmp_path))
+    assert model.run({"x": x}) == [want.tobytes()] and compiled.memory_plan().offloaded
     model.close()
 
 
