@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_models import logits, make, write_gguf
+from small_models import greedy, logits, make, talker, write_gguf
 from test_language import CLOSE, TOKENS, edit, off, whole
 
 import rlx
+from rlx.cli import show
+from rlx.cli.main import run
 from rlx.driver import files
 from rlx.errors import CorruptFileError, ModelError
 from rlx.frontends.checkpoint import Checkpoint
@@ -227,6 +229,24 @@ def test_the_published_configurations():
         "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": 128, "num_key_value_heads": 4,
     }  # fmt: skip
     assert config_of(qwen).experts.layers == (0, 1, 2, 3) and config_of({**qwen, "num_experts": 0}).experts is None
+
+
+def test_commands_take_them_like_any_other_model(tmp_path, capsys, monkeypatch):
+    """inspect names experts and latents; generate gives the greedy tokens of transformers."""
+    network = talker(tmp_path, family="deepseek_v3", num_hidden_layers=2, hidden_size=32)
+    monkeypatch.setattr(show._out, "width", 200)
+
+    def shown(command: str, *args: str) -> str:
+        with pytest.raises(SystemExit, match="^0$"):
+            run([command, str(tmp_path), *args])
+        return capsys.readouterr().out
+
+    text = shown("inspect", "--files")
+    assert "experts: layers 1, count 8, used 3, width 16, scoring sigmoid" in text
+    assert "latent attention: rank 14, plain 10" in text
+    codec = load(tmp_path).codec
+    want = codec.decode(greedy(network, codec.encode("Hello"), 12))
+    assert shown("generate", "Hello", "--max-new-tokens", "12", "--temperature", "0").strip().endswith(want.strip())
 
 
 def test_on_one_rank(tmp_path):
