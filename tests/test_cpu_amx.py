@@ -14,11 +14,16 @@ import pytest
 import test_cpu_contract as plain
 from kernel_runs import TARGETS, TRIPLE
 
+import rlx
+from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.kernels import contract
 from rlx.backends.cpu.target import target_for
+from rlx.backends.ref.interpret import run_kernel
+from rlx.compiler import lower
 from rlx.host import jit
 from rlx.host.processor import machine_of
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
+from rlx.ir.evaluate import evaluate
 from rlx.ir.target import Target
 
 NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tilestored64 tdpbf16ps tdpbusd".split()
@@ -163,3 +168,30 @@ def test_the_knob_leaves_the_unit_alone() -> None:
     environment = {**os.environ, "RLX_AMX": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() in (["[]", "48", "1"], ["[]", "16", "1"])
+
+
+@pytest.mark.parametrize("sizes", [[5, 9, 16, 0, 17, 33, 1], [0, 70], [140, 12]], ids=str)
+def test_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
+    """Tiles of a group have the height that its rows need: low ones without the unit, others in blocks whose last rows are
+    undefined."""
+    target, rng, rows = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes)
+    g = rlx.Graph("groups")
+    x, order, ends = g.input("x", (rows, 64), bf16), g.input("order", (rows,), i32), g.input("ends", (len(sizes),), i32)
+    w = g.param("w", (len(sizes), 64, 72), bf16)
+    g.set_outputs([rlx.segment_matmul(rlx.gather(x, order), w, ends).astype(f32)])
+    given = {"x": rng.standard_normal((rows, 64)), "order": rng.permutation(rows), "ends": np.cumsum(sizes)}
+    given = {v.node.name: given[v.node.name].astype(v.dtype.numpy) for v in g.inputs}
+    weights = rng.standard_normal(w.shape.static).astype(bf16.numpy)
+    found = lower(g, target, rlx.CompileOptions())
+    memory = {b.id: np.zeros(b.shape.num_elements, b.shape.dtype.numpy) for b in found.buffers}
+    memory |= {id: a.reshape(-1) for id, a in zip((*found.inputs, *found.params), (*given.values(), weights))}
+    for step in found.prepare:
+        run_kernel(step.kernel, [memory[a] for a in step.args])
+    (step,) = found.steps
+    out = {b.name for b in step.kernel.buffers if b.writable}
+    named = {b.name: memory[a] for a, b in zip(step.args, step.kernel.buffers) if b.name not in out}
+    (got,) = (a for name, a in plain.run(step.kernel, target, named).items() if name in out)
+    want = evaluate(g, given, {"w": weights})[0][0]
+    np.testing.assert_allclose(got.reshape(want.shape), want, atol=2e-2 * float(np.abs(want).max()))
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1

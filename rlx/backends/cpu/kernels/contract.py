@@ -16,7 +16,7 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, MATRIX_ROWS, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored
@@ -51,7 +51,7 @@ class _Contraction(Product):
         if raw:  # from here on, one element is a whole group
             self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, self.panel)
         size = self.acc.itemsize
-        self.configured = p.matrix and p.tall == p.row_tiles  # all tiles have the same height
+        self.configured = p.matrix and p.tall == p.row_tiles and contract.count is None  # all tiles have the same height
         self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
         self.sums_at = self.reserve(p.rows * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
@@ -128,9 +128,9 @@ class _Contraction(Product):
             if share and not self.cut:
                 ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
             for height, here in (heights := self.heights(e, at.index)):
-                if p.matrix:
+                if p.matrix and not (self.cut and height <= MATRIX_ROWS):
                     with e.when(here):
-                        self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share, height, vectors)
+                        self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share if ahead else 0, height, vectors)
                     continue
                 shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
                 t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.kernels.amx import SIDE
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import lane_mask
-from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
+from rlx.backends.cpu.kernels.tiles import MATRIX_ROWS, Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.host.emit import Emitter, V, stored, vector
@@ -150,8 +151,12 @@ class Product(Module):
         """(rows, whether the tile has this height) for each height that occurs."""
         p = self.plan
         if self.cut:
-            found = self.height(e, tile)
-            return [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, p.rows + 1)]
+            found, low = self.height(e, tile), MATRIX_ROWS if p.matrix else p.rows
+            heights = [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, low + 1)]
+            for least, rows in ((low, SIDE), (SIDE, 2 * SIDE)) if p.matrix else ():  # blocks with undefined rows at the end
+                above, fits = (e.cmp(order, found, e.i64(n)) for order, n in (("ugt", least), ("ule", rows)))
+                heights.append((rows, e.bin("and", above, fits)))
+            return heights
         tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
         return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
 

@@ -137,8 +137,9 @@ def _ragged(
     """The tiling of a contraction whose grid points have a number of rows of their own: a task has some of the panels of some
     points; the rows of a point are cut at run time, into blocks of at most `block_rows` and tiles of `rows` or fewer."""
     _, group = panel_of(c.b)
-    rows = max(1, min(highest, c.m))
-    stage_a = _stage_a(c, group)
+    matrix = c.m > MATRIX_ROWS and amx.usable(target.features, group, c.k)
+    rows = 2 * amx.SIDE if matrix else max(1, min(highest, c.m))
+    stage_a = matrix or _stage_a(c, group)  # the matrix unit reads whole blocks, with rows that a group does not have
     row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
@@ -147,7 +148,7 @@ def _ragged(
     groups, batch_groups = ragged_tasks(panels, batch, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
-        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, False, _fetches_ahead(c, rows, 1),
+        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
     )  # fmt: skip
 
 
