@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from small_models import make, talker
 
 import rlx
 from rlx.cli.main import run
-from rlx.errors import BindingError, CorruptFileError, OptionError
+from rlx.errors import BindingError, CorruptFileError, OptionError, Unsupported
 from rlx.models import LanguageModel
+from rlx.runtime.policies import profile_of
 from rlx.runtime.simulate import Rates, simulate
 from rlx.runtime.traces import TraceFile
 
@@ -93,6 +95,8 @@ def test_wrong_budgets_are_errors_before_anything_is_read(folder, tmp_path):
         LanguageModel(folder, expert_budget=20, expert_policy="best")
     with pytest.raises(OptionError, match="expert_policy='lru' needs an expert_budget"):
         LanguageModel(folder, expert_policy="lru")
+    with pytest.raises(OptionError, match="expert_profile='t' needs an expert_budget"):
+        LanguageModel(folder, expert_profile="t")
     small = LanguageModel(folder, expert_budget=9)
     with pytest.raises(OptionError, match="in use by 128 tokens: at least 16 experts"):
         small.step(PROMPT)
@@ -140,6 +144,35 @@ def test_an_artifact_file_runs_within_a_budget(folder, expected, tmp_path):
     model = rlx.load(tmp_path / "m.rlx", expert_budget=20, record_experts=tmp_path / "t")
     assert greedy(model) == expected
     assert 0 < model.pool.report().hit_rate < 1 and len(list(TraceFile(tmp_path / "t"))) == 60
+    with pytest.raises(Unsupported, match="saved without guesses, which the policy 'predict' needs"):
+        rlx.load(tmp_path / "m.rlx", expert_budget=20, expert_policy="predict").step([3])
+
+
+def test_a_model_begins_with_the_experts_of_a_profile(folder, tmp_path):
+    greedy(LanguageModel(folder, record_experts=tmp_path / "t"))
+    model = LanguageModel(folder, expert_budget=20, expert_policy="static", expert_profile=tmp_path / "t", capacity=16)
+    model.step(PROMPT[:1])
+    file = TraceFile(tmp_path / "t")
+    assert model.pool is not None
+    for mask, count in zip(model.pool.policy.resident, profile_of(file, file.layers)):
+        assert count[mask].min() >= count[~mask].max()
+
+
+def test_a_file_that_is_cut_meanwhile_is_an_error_and_the_state_stays(folder, expected, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    model, file = LanguageModel(copy, expert_budget=20), copy / "model.safetensors"
+    model.step(PROMPT)
+    whole, times = file.read_bytes(), os.stat(file)
+    os.truncate(file, len(whole) // 3)
+    with pytest.raises(CorruptFileError, match=r"expert \d+ of 'model\.layers.*model\.safetensors"):
+        for token in range(100):
+            before = model.position
+            model.step([token])
+    assert model.position == before
+    file.write_bytes(whole)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert greedy(model) == expected
 
 
 @pytest.mark.parametrize("budget,most", [(20, 276_480 + 2 * 15_360), ("300kB", 300_000), (48, 10**9), ("1GB", 10**9)])
@@ -190,6 +223,9 @@ def test_generate_and_chat_run_within_a_budget_and_record(speaking, tmp_path, ca
     assert code == 0 and "lru" in table
     code, _, error = command(capfd, "generate", speaking, "hello", *how, "--expert-budget", "3")
     assert code == 1 and "at least 8 experts" in error
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"hello\nagain\n")))
+    code, _, told = command(capfd, "chat", speaking, *how, "--expert-budget", "12", "--expert-profile", tmp_path / "t")
+    assert code == 0 and told.count("rlx: 10 experts resident") == 1
 
 
 def test_progress_counts_only_what_is_read(folder):

@@ -41,6 +41,7 @@ def generate(
     tune: o.Tune = 0.0,
     expert_budget: o.ExpertBudget = None,
     expert_policy: o.ExpertPolicy = None,
+    expert_profile: o.ExpertProfile = None,
     record_experts: o.RecordExperts = None,
     trace: o.Trace = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, time per phase, and memory use.")] = False,
@@ -62,7 +63,10 @@ def generate(
 
     o.check_writable(trace)
     o.check_writable(record_experts)
-    experts = {"expert_budget": expert_budget, "expert_policy": expert_policy, "record_experts": record_experts}
+    experts = {
+        "expert_budget": expert_budget, "expert_policy": expert_policy, "expert_profile": expert_profile,
+        "record_experts": record_experts,
+    }  # fmt: skip
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
@@ -112,6 +116,7 @@ def chat(
     tune: o.Tune = 0.0,
     expert_budget: o.ExpertBudget = None,
     expert_policy: o.ExpertPolicy = None,
+    expert_profile: o.ExpertProfile = None,
     record_experts: o.RecordExperts = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and memory use after each answer.")] = False,
 ) -> None:
@@ -135,7 +140,10 @@ def chat(
         "seed": seed,
     }  # fmt: skip
     o.check_writable(record_experts)
-    experts = {"expert_budget": expert_budget, "expert_policy": expert_policy, "record_experts": record_experts}
+    experts = {
+        "expert_budget": expert_budget, "expert_policy": expert_policy, "expert_profile": expert_profile,
+        "record_experts": record_experts,
+    }  # fmt: skip
     bars = Bars()
     with bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, **experts)

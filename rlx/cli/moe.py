@@ -32,7 +32,7 @@ def simulate(
     budget: Annotated[str, typer.Option(help="Memory of the experts, as 2GB or 1.5GiB, or their number.", show_default=False)],
     policy: Annotated[list[str] | None, typer.Option(help="Only this policy; can be given several times.")] = None,
     refresh: o.Refresh = 1,
-    profile: Annotated[Path | None, typer.Option(help="Begin with the experts that this trace used most.")] = None,
+    profile: o.ExpertProfile = None,
     resident_rate: Annotated[
         float | None, typer.Option(help="Tokens per second with all experts resident.", show_default="as in the trace")
     ] = None,

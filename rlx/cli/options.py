@@ -67,6 +67,7 @@ ExpertPolicy = Annotated[
     str | None,
     typer.Option(help="Which experts stay: static, lru, lfu, hysteresis or predict.", show_default="hysteresis"),
 ]
+ExpertProfile = Annotated[Path | None, typer.Option(help="Begin with the experts that this trace used most.", show_default=False)]
 RecordExperts = Annotated[
     Path | None, typer.Option(help="Write a trace of the experts chosen, for `rlx moe simulate`.", show_default=False)
 ]  # fmt: skip

@@ -103,14 +103,15 @@ class StoredDecoder(LanguageModel):
 
     def __init__(
         self, file: ArtifactFile, model: Any = None, expert_budget: int | str | None = None, expert_policy: str | None = None,
-        record_experts: Any = None,
+        expert_profile: Any = None, record_experts: Any = None,
     ) -> None:  # fmt: skip
         """`model`: the folder or file of the weights, for an artifact file without them; None: where it was."""
         self._file, self.path, self.device, self._lock = file, file.path, file.device, Lock()
         self.transport, self.ranks, self.seconds, self.splits = None, 1, Seconds(), {}
         self._compiled, self._codec, self._answer, self.params = {}, None, None, None
         self.config, self._about = read(file, self._described)
-        self._experts = ModelExperts(self.config, self.path.name, expert_budget, expert_policy, record_experts)
+        how = expert_budget, expert_policy, expert_profile, record_experts
+        self._experts = ModelExperts(self.config, self.path.name, *how)
         self.handles = file.handles(program_name(1, None))
         self.checkpoint, self._progress = None, None
         if self._about.get("files") is not None:
@@ -158,6 +159,8 @@ class StoredDecoder(LanguageModel):
             )
         with self.seconds.spent("load programs"):
             found = self._file[program_name(tokens, steps)]
+        if tokens == 1:
+            self._experts.check_guesses(found)
         self._experts.join(found, self._most_tokens())
         if self.checkpoint is not None:
             with self.seconds.spent("set weights"):

@@ -22,18 +22,19 @@ class ModelExperts:
 
     def __init__(
         self, config: DecoderConfig, model: str, budget: Budget | int | str | None, policy: str | None,
-        record: str | PathLike[str] | None,
+        profile: str | PathLike[str] | None, record: str | PathLike[str] | None,
     ) -> None:  # fmt: skip
         """OptionError: a wrong budget or policy, or the model has no experts."""
-        given = {"expert_budget": budget, "expert_policy": policy, "record_experts": record}
+        given = {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
         if config.experts is None and (names := [name for name, value in given.items() if value is not None]):
             raise OptionError(f"{model} has no experts: {' and '.join(names)} cannot be used with it")
-        if policy is not None and budget is None:
-            raise OptionError(f"expert_policy={policy!r} needs an expert_budget")
+        for name, value in (("expert_policy", policy), ("expert_profile", profile)):
+            if value is not None and budget is None:
+                raise OptionError(f"{name}={str(value)!r} needs an expert_budget")
         self._budget, self._policy = None if budget is None else Budget.of(budget), policy or DEFAULT
         # whether graphs guess the next layer's experts: a trace has guesses too, for a simulation of the policies that use them
         self.guesses = record is not None or (policy_of(self._policy).guesses and budget is not None)
-        self._record, self._model = record, model
+        self._profile, self._record, self._model = profile, record, model
         self._writer: TraceWriter | None = None
         self.pool: ExpertPool | None = None
 
@@ -41,7 +42,13 @@ class ModelExperts:
         """A new executable, before its weights are set, so that only resident experts are read. `tokens`: of the largest forward
         of the model. OptionError: the budget is too small."""
         if self._budget is not None and self.pool is None:
-            self.pool = ExpertPool(compiled, self._budget, self._policy, tokens=tokens)
+            self.pool = ExpertPool(compiled, self._budget, self._policy, profile=self._profile, tokens=tokens)
+
+    def check_guesses(self, compiled: CompiledGraph) -> None:
+        """Unsupported: the policy needs guesses, and this executable for one token makes none."""
+        routers = compiled.program().routers
+        if self._budget is not None and policy_of(self._policy).guesses and len(routers) > 1 and not routers[0].ahead:
+            raise Unsupported(f"{self._model} was saved without guesses, which the policy {self._policy!r} needs: choose another")
 
     @property
     def share(self) -> float:

@@ -82,6 +82,7 @@ class LanguageModel(Shown):
         transport: SymmetricTransport | None = None,
         expert_budget: int | str | None = None,
         expert_policy: str | None = None,
+        expert_profile: str | PathLike[str] | None = None,
         record_experts: str | PathLike[str] | None = None,
     ) -> None:
         """`weights`: format of matrices in memory: "f32", "bf16", "f16", "int8", "int4", or None: as in the file. `capacity`:
@@ -91,9 +92,9 @@ class LanguageModel(Shown):
         LanguageModel, then calls the same methods with the same arguments. It reads its part of the weights, holds its part of
         the state, and gets complete results.
 
-        For models with experts (docs/experts.md): `expert_budget`, "2GB" or a number of experts, bounds what they take in memory.
-        The others are read from the model's files when a router chooses them; `expert_policy` decides which stay ("hysteresis").
-        `record_experts`: a file for a trace of the choices.
+        For models with experts (docs/experts.md): `expert_budget`, "2GB" or a number of experts, bounds their memory. The others
+        are read from the model's files when a router chooses them; `expert_policy` decides which stay ("hysteresis").
+        `expert_profile`: a trace, whose most used experts are resident at first. `record_experts`: a file for a trace.
 
         Raises ModelError saying what is missing or unsupported, CorruptFileError for a damaged file.
         """
@@ -122,7 +123,8 @@ class LanguageModel(Shown):
         self._codec: TextCodec | None = None
         self._answer: Decoding | None = None  # the answer that owns the state
         self._lock = Lock()
-        self._experts = ModelExperts(self.config, self.path.name, expert_budget, expert_policy, record_experts)
+        how = expert_budget, expert_policy, expert_profile, record_experts
+        self._experts = ModelExperts(self.config, self.path.name, *how)
 
     def _line(self) -> str:
         size = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}, {self.config.vocab_size} tokens"

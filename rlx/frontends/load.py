@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
     from rlx.frontends.language import LanguageModel
 
-OF_EXPERTS = ("expert_budget", "expert_policy", "record_experts")  # arguments of LanguageModel and StoredDecoder
+OF_EXPERTS = ("expert_budget", "expert_policy", "expert_profile", "record_experts")  # arguments of the models
 FROM_FILE = ("device", "threads", "trust", "verify")  # arguments of ArtifactFile
 
 
