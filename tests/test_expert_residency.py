@@ -193,6 +193,8 @@ def test_devices_without_a_slow_tier_say_so() -> None:
     given = weights(compiled)
     down = given["l0.down"]
     compiled.set_params({**given, "l0.down": ExpertSource(lambda e: down[e * D : (e + 1) * D], "l0.down")})
+    with pytest.raises(InputShapeError):
+        compiled.set_params({"l0.down": ExpertSource(lambda e: np.zeros((D, FFN + 1), F), "l0.down")})
     compiled.set_moe_resident_experts([True] * E)
     with pytest.raises(Unsupported, match="REF has no slow tier"):
         compiled.set_moe_resident_experts([True] * (E - 1) + [False])
@@ -206,6 +208,18 @@ def test_devices_without_a_slow_tier_say_so() -> None:
     cpu.run(inputs(1)[0])
     for ours, theirs in zip(compiled.take_moe_topk_capture(), cpu.take_moe_topk_capture(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "ref"])
+def test_sources_of_params_with_an_axis_of_experts(device: str) -> None:
+    compiled = rlx.Session(device).compile(model("q8_0"))
+    arrays = weights(compiled, "q8_0")
+    compiled.set_params(arrays)
+    expected = outputs(compiled, 2)
+    for cut in (lambda a, e: a[e], lambda a, e: a[e : e + 1]):
+        sources = {n: ExpertSource(partial(cut, a), n) for n, a in arrays.items() if experts_of(n)}
+        compiled.set_params(sources)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(outputs(compiled, 2), expected)
 
 
 def test_graphs_without_experts_say_so() -> None:

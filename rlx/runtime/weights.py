@@ -124,8 +124,10 @@ class Weights:
         if isinstance(array, ExpertSource):
             if self._apart_in_memory(name):
                 return array
-            rows = array.read(0)
-            array = np.concatenate([rows, *(array.read(e) for e in range(1, decl.shape.static[0] // max(1, len(rows))))])
+            first, dims = array.read(0), decl.shape.static
+            rows = len(first) if first.ndim == len(dims) else 1
+            found = [first, *(array.read(e) for e in range(1, dims[0] // max(1, rows)))]
+            array = np.concatenate(found) if first.ndim == len(dims) else np.stack(found)
         found = fits(f"param {name!r}", array, decl.shape, self.executable.adopt)
         if isinstance(found, DeviceArray):
             return found
