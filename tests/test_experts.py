@@ -4,6 +4,7 @@ and in programs."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kernel_runs import TARGETS, run
 import rlx
 from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
+from rlx.backends.cpu.render import axes, render
 from rlx.compiler import lower
 from rlx.compiler.check import program_faults
 from rlx.errors import CompileError, GraphError, IndexRangeError
@@ -156,6 +158,20 @@ def test_the_tokens_of_a_group_are_gathered_in_the_product() -> None:
     names = [" ".join(s.kernel.origin) for s in program().steps]
     assert sum("segment_matmul" in name for name in names) == 4
     assert all("gather" in name or "exp" in name for name in names if "segment_matmul" in name), names
+
+
+def test_the_defaults_of_tuning_parameters_are_those_of_the_code() -> None:
+    target = with_natives(replace(TARGETS["host"], threads=4))
+    for form in ("", "q8_0"):
+        steps = lower(layers(40, 256, 256, 8, 2, "f32", form), target, rlx.CompileOptions()).steps
+        kernels = [s.kernel for s in steps if isinstance(s.kernel.body[0], K.Contract) and s.kernel.body[0].count is not None]
+        assert len(kernels) == 2
+        for kernel in kernels:
+            found = axes(kernel, target)
+            assert found and all(len(values) > 1 for values in found.values())
+            usual = render(kernel, target, "kernel")
+            assert render(kernel, target, "kernel", {name: values[0] for name, values in found.items()}) == usual
+            assert all(render(kernel, target, "kernel", {name: values[-1]}) != usual for name, values in found.items())
 
 
 def test_a_program_lists_its_routers_in_forward_order() -> None:

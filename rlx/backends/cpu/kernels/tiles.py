@@ -144,12 +144,16 @@ def _ragged(
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     row_tiles, panels, batch = -(-fit // rows), -(-c.n // (vectors * lanes)), prod(extent for _, extent in kernel.grid)
-    wanted = tiling.get("tasks", RAGGED_TASKS * _wanted_tasks(c, 1, target.threads)) if target.threads > 1 else 1
+    wanted = tiling.get("tasks", _ragged_wanted(c, target.threads))
     groups, batch_groups = ragged_tasks(panels, batch, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
         _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
     )  # fmt: skip
+
+
+def _ragged_wanted(c: Contract, threads: int) -> int:
+    return RAGGED_TASKS * _wanted_tasks(c, 1, threads) if threads > 1 else 1
 
 
 def ragged_tasks(panels: int, batch: int, wanted: int, threads: int) -> tuple[int, int]:
@@ -166,7 +170,8 @@ def axes(kernel: Kernel, c: Contract, target: Target) -> dict[str, tuple[int, ..
     `tasks`: the number to aim for; `blocks`: split the rows into this many, and the columns not at all (0: as `plan` does)."""
     default = plan(kernel, c, target)
     if c.count is not None:
-        return distinct({"tasks": 0}, {"tasks": other_tasks(target.threads)}, lambda tiling: plan(kernel, c, target, tiling))
+        usual, other = {"tasks": _ragged_wanted(c, target.threads)}, {"tasks": other_tasks(target.threads)}
+        return distinct(usual, other, lambda tiling: plan(kernel, c, target, tiling))
     wanted = _wanted_tasks(c, default.batch, target.threads)
     highest = _highest(default.vectors, default.registers, default.matrix)
     tile: dict[str, Iterable[int]] = {"vectors": (1, 2, 3, 4)}
