@@ -4,10 +4,12 @@
 
 Each engine runs in a separate process, and the engines alternate; the others wait on a pipe. A run is the whole layer: router,
 choice, experts, weighted sum. Runs take several sets of tokens in turn, so that the experts of a few tokens are not left in the
-caches by the run before. Results are compared with float64 first. Times are medians of single runs through the public call, wall
-time, without the runs in which the system preempted the engine, unless no others are left. The limit is the greater of two times:
-reading the experts in use once, at the rate of generated code that only reads with as many threads, and multiplying, at the peak
-of one core times the threads. Both rates are measured just before and after each turn; the share is the median over turns.
+caches by the run before. Results are compared with float64 first. Times are medians of single runs through the public call: with
+one thread the CPU time of the process, which excludes other programs, else wall time, without the runs in which the system
+preempted the engine, unless no others are left. The limit is the greater of two times: reading the experts in use once, at the
+rate of generated code that only reads with as many threads, and multiplying, at the peak of one core times the threads. Both are
+measured just before and after each turn; the share is the median over turns (marked with ! if above 103%: then one of the two was
+disturbed).
 torch gets the library that lets its MKL use its fast kernels on AMD processors.
 """
 
@@ -30,7 +32,7 @@ import numpy as np
 
 from benchmarks.encoder import LIMITS, Engine, package
 from benchmarks.gemv import read_calls
-from benchmarks.measure import dot_call, header
+from benchmarks.measure import dot_call, header, share
 from benchmarks.moe_peers import EXPERTS, ONLY, RUNNERS, Layer, Run
 
 TURN = 0.4  # seconds of runs in a turn; at least one run of each set of tokens
@@ -42,18 +44,22 @@ def needed(engine: str) -> str:
     return package("torch" if engine.startswith("torch") else engine)
 
 
+def clock(layer: Layer) -> float:
+    return time.process_time() if layer.threads == 1 else time.perf_counter()
+
+
 def limits(layer: Layer) -> Callable[[], list[float]]:
     """Measures (bytes per second, multiplies and adds per second)."""
     read, nbytes = read_calls(layer.threads, times=3)  # long enough to make the start of the threads negligible
     dot, work = dot_call(2 if layer.dtype == "bf16" else 1)
 
     def turn() -> list[float]:
-        begun = time.perf_counter()
+        begun = clock(layer)
         read()
-        middle = time.perf_counter()
+        middle = clock(layer)
         for _ in range(10):
             dot()
-        return [nbytes / (middle - begun), 10 * work * layer.threads / (time.perf_counter() - middle)]
+        return [nbytes / (middle - begun), 10 * work * layer.threads / (clock(layer) - middle)]
 
     return turn
 
@@ -76,11 +82,12 @@ def timed(run: Run, layer: Layer) -> Callable[[], list[float]]:
         run(layer.x[-1])  # restores clock rate and workers after other engines
         times, taken = [], [resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw]
         for x in layer.x * again:
-            begun = time.perf_counter()
+            begun = clock(layer)
             run(x)
-            times.append(time.perf_counter() - begun)
+            times.append(clock(layer) - begun)
             taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
-        return [t for t, before, after in zip(times, taken, taken[1:]) if before == after] or times
+        alone = [t for t, before, after in zip(times, taken, taken[1:]) if before == after] if layer.threads > 1 else times
+        return alone or times
 
     return turn
 
@@ -125,10 +132,10 @@ def compare(engines: list[str], layer: Layer, rounds: int) -> list[str]:
     for at, engine in enumerate(running):
         near = [(floors[t] + floors[t + 1]) / 2 for t in range(at, len(floors) - 1, len(running))]
         turns = [statistics.median(turn) for turn in engine.turns]
-        share = statistics.median(floor / turn for floor, turn in zip(near, turns, strict=True))
+        of = statistics.median(floor / turn for floor, turn in zip(near, turns, strict=True))
         beside = statistics.median(turn / statistics.median(own) for turn, own in zip(turns, running[0].turns))
         median = statistics.median(t for turn in engine.turns for t in turn)
-        cells = [layer.tokens, layer.dtype, engine.name, f"{median * 1e3:.2f}", f"{share:.0%}"]
+        cells = [layer.tokens, layer.dtype, engine.name, f"{median * 1e3:.2f}", share(of, 1)]
         cells += ["" if at == 0 else f"{beside:.2f}", f"{said[engine.name]['error']:.0e}"]
         rows.append(f"| {' | '.join(map(str, cells))} |")
         print(rows[-1], flush=True)
@@ -167,7 +174,8 @@ def main() -> None:
         lines += [line for n in args.tokens for line in compare(fit, Layer(n, dtype, args.threads), args.rounds)]
     if args.write:
         rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
-        title = f"\n## One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `python benchmarks/moe.py`\n\n{about}\n\n"
+        command = f"python benchmarks/moe.py --threads {args.threads}"
+        title = f"\n## One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
         path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
         with path.open("a", encoding="utf-8") as f:
             f.write(title + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")
