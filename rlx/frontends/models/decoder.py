@@ -378,7 +378,8 @@ class _Network:
         return ops.attention(q, k, v, self.start, positioned=True, **how)
 
     def rotated(self, x: Value, rope: Rope) -> Value:
-        """x [batch, tokens, heads, size] with its first pairs rotated by position times frequency."""
+        """x [batch, tokens, heads, size] with its first pairs rotated by position times frequency: their first elements, their
+        second ones, and the rest."""
         if rope not in self.angles:
             frequencies = rope.far if rope.far and self.states["k.0"].shape.static[2] > rope.trained else rope.frequencies
             angle = self.positions.astype("f32").reshape(self.tokens, 1, 1) * self.g.constant(frequencies, "f32")
@@ -388,12 +389,11 @@ class _Network:
         if self.config.interleaved:
             split = x[..., : 2 * pairs].reshape(*lead, pairs, 2)
             a, b = (split[..., n].astype("f32") for n in (0, 1))
-            rotated = ops.concat(*(t.reshape(*lead, pairs, 1) for t in (a * cos - b * sin, b * cos + a * sin)), axis=-1)
-            out = [rotated.reshape(*lead, 2 * pairs)]
         else:
             a, b = (x[..., n * pairs : (n + 1) * pairs].astype("f32") for n in (0, 1))
-            out = [a * cos - b * sin, b * cos + a * sin]
-        return ops.concat(*out, *([x[..., 2 * pairs :].astype("f32")] if 2 * pairs < size else ()), axis=-1)
+        # Adjacent pairs are parted too: queries and keys are permuted alike, and nothing else reads them
+        rest = [x[..., 2 * pairs :].astype("f32")] if 2 * pairs < size else []
+        return ops.concat(a * cos - b * sin, b * cos + a * sin, *rest, axis=-1)
 
 
 def _capped(x: Value, cap: float) -> Value:
