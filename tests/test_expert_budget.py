@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_models import make, talker
+from small_models import make, talker, write_gguf
 
 import rlx
 from rlx.cli.main import run
@@ -146,6 +146,15 @@ def test_an_artifact_file_runs_within_a_budget(folder, expected, tmp_path):
     assert 0 < model.pool.report().hit_rate < 1 and len(list(TraceFile(tmp_path / "t"))) == 60
     with pytest.raises(Unsupported, match="saved without guesses, which the policy 'predict' needs"):
         rlx.load(tmp_path / "m.rlx", expert_budget=20, expert_policy="predict").step([3])
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_a_gguf_file_runs_within_a_budget(tmp_path, kind):
+    network = make("olmoe", tmp_path / "m", gain=4.0, hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    write_gguf(network, "olmoe", path := tmp_path / "m.gguf", {"": kind})
+    model = LanguageModel(path, expert_budget=10, capacity=80)
+    assert greedy(model, 40) == greedy(LanguageModel(path, capacity=80), 40)
+    assert model.pool is not None and 0 < model.pool.report().hit_rate < 1
 
 
 def test_a_model_begins_with_the_experts_of_a_profile(folder, tmp_path):
