@@ -83,8 +83,11 @@ class _Product(Product):
         self.vectors = PANEL // self.lanes
         row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
         panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
-        work = max(panels * self.panel_bytes // TASK_BYTES, c.m * c.n * c.k // GRAIN)
-        default = 1 if target.threads == 1 else min(work * batch, target.threads * TASKS_PER_THREAD)
+        nbytes, products = panels * self.panel_bytes, c.m * c.n * c.k
+        work, each = batch * max(nbytes // TASK_BYTES, products // GRAIN), TASKS_PER_THREAD
+        if c.count is not None:
+            work, each = max(1, min(batch, c.m) * nbytes // TASK_BYTES, products // GRAIN), RAGGED_TASKS
+        default = 1 if target.threads == 1 else min(work, target.threads * each)
         self.wanted = tiling.get("tasks", default)
         super().__init__(kernel, c, target, self._cut(c, target, highest, row_bytes, panels, batch))
         self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
@@ -117,7 +120,7 @@ class _Product(Product):
         rows = max(1, min(highest, c.m))
         fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
         row_tiles = max(1, fit // rows)
-        groups, batch_groups = ragged_tasks(panels, batch, RAGGED_TASKS * self.wanted, self.threads)
+        groups, batch_groups = ragged_tasks(panels, batch, self.wanted, self.threads)
         registers = 32 if self.lanes == 16 else 16
         return Plan(
             self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,

@@ -31,7 +31,7 @@ COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the n
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
-RAGGED_TASKS = 4  # times as many tasks if rows are spread over grid points in ways that are known at run time only
+RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -153,7 +153,7 @@ def _ragged(
 
 
 def _ragged_wanted(c: Contract, threads: int) -> int:
-    return RAGGED_TASKS * _wanted_tasks(c, 1, threads) if threads > 1 else 1
+    return _wanted_tasks(c, 1, threads, RAGGED_TASKS)
 
 
 def ragged_tasks(panels: int, batch: int, wanted: int, threads: int) -> tuple[int, int]:
@@ -261,9 +261,9 @@ def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
     return rows == MAX_ROWS or rows * tiles >= 2 * MAX_ROWS or (cold and rows >= AHEAD_ROWS)
 
 
-def _wanted_tasks(c: Contract, batch: int, threads: int) -> int:
+def _wanted_tasks(c: Contract, batch: int, threads: int, each: int = TASKS_PER_THREAD) -> int:
     worth = max(1, batch * max(c.m, FEWEST_ROWS) * c.n * max(1, c.k) // GRAIN)
-    return 1 if threads == 1 else min(worth, threads * TASKS_PER_THREAD)
+    return 1 if threads == 1 else min(worth, threads * each)
 
 
 def _tasks(
