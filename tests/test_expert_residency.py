@@ -210,6 +210,26 @@ def test_devices_without_a_slow_tier_say_so() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_experts_whose_weights_have_other_readers_stay_resident() -> None:
+    g = rlx.Graph("read twice")
+    h = g.input("x", (T, D), rlx.f32)
+    h = h + block(g, h, "l0", E, K, FFN, "f32")
+    h = h + block(g, h, "l1", E, K, FFN, "f32")
+    shared = [p for p in g.params if p.node.name in ("l0.up", "l0.down")]
+    g.set_outputs([h, *(rlx.sum(p) for p in shared)])
+    compiled = rlx.Session("cpu", threads=2).compile(g)
+    compiled.set_params(weights(compiled))
+    given = inputs(1)[0]
+    expected = compiled.run(given)
+    compiled.set_moe_resident_experts_per_layer([[True] * E, [False] * E])
+    with pytest.raises(Unsupported, match="layer 0 stay resident"):
+        compiled.set_moe_resident_experts([True] * (E - 1) + [False])
+    compiled.enable_moe_topk_capture(K)
+    for found, want in zip(compiled.run(given), expected, strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert len(compiled.take_moe_topk_capture()) == 2 and compiled.memory_plan().offloaded
+
+
 @pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_sources_of_params_with_an_axis_of_experts(device: str) -> None:
     compiled = rlx.Session(device).compile(model("q8_0"))

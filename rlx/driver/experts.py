@@ -440,7 +440,7 @@ class Tiered(Protocol):
 
     @property
     def tier_layers(self) -> Sequence[int]:
-        """For each router of the program, its layer in `tiers`."""
+        """For each router of the program, its layer in `tiers`; -1: the memory of its experts is not apart, or others read it."""
         ...
 
     def take_tier_stats(self) -> ResidencyStats:

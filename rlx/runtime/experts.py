@@ -110,10 +110,11 @@ def set_resident(executable: Executable, device: object, masks: Sequence[object]
     tiers = tiers_of(executable, device)
     assert isinstance(executable, Tiered)
     layers = executable.tier_layers
-    for at, m in zip(layers, wanted):
-        if not (m.all() or tiers.layers[at].nbytes):
-            raise Unsupported(f"the experts of {tiers.layers[at].name!r} are packed together: they stay resident")
-    tiers.set([dict(zip(layers, wanted)).get(n, tiers.resident(n)) for n in range(len(tiers.layers))])
+    for at, (layer, given_mask) in enumerate(zip(layers, wanted)):
+        if layer < 0 and not given_mask.all():
+            raise Unsupported(f"the experts of layer {at} stay resident: others read their weights too, or they are not apart")
+    chosen = dict(zip(layers, wanted))
+    tiers.set([chosen.get(n, tiers.resident(n)) for n in range(len(tiers.layers))])
 
 
 def offloaded(executable: Executable) -> int:

@@ -141,7 +141,7 @@ class CpuExecutable(Loaded):
 
     @property
     def tier_layers(self) -> Sequence[int]:
-        return [router.layer for router in self._experts.routers] if self._experts else ()
+        return self._experts.layers if self._experts else ()
 
     def take_tier_stats(self) -> ResidencyStats:
         assert self._experts is not None

@@ -247,7 +247,8 @@ class _Router:
 
 
 class ExpertSteps:
-    """The routers of one executable. `around`: step -> (rows in front of it, rows behind it), each (function, its argument)."""
+    """The routers of one executable. `around`: step -> (rows in front of it, rows behind it), each (function, its argument).
+    `layers`: for each router of the program, its layer in the tiers; -1: its experts are not apart."""
 
     FAILED = FAILED
 
@@ -255,12 +256,13 @@ class ExpertSteps:
         """`groups`: for each step of a run, the first step of its group."""
         self.tiers, self.errors = tiers_of(executable), list[BaseException]()
         self.routers: list[_Router] = []
+        self.layers: list[int] = []
         self.around: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         self._kept: list[Any] = [_library()]
         for router in executable.program.routers:
-            self._add(executable, sections, router, groups)
+            self.layers.append(self._add(executable, sections, router, groups))
 
-    def _add(self, executable: Loaded, sections: Sections, router: RouterDecl, groups: Sequence[int]) -> None:
+    def _add(self, executable: Loaded, sections: Sections, router: RouterDecl, groups: Sequence[int]) -> int:
         program = executable.program
         ids = executable.view(router.buffer)
         assert ids is not None
@@ -270,7 +272,7 @@ class ExpertSteps:
         weights = {b.id for b in program.buffers if b.region in (Region.PARAM, Region.PREPARED) and b.name in names}
         readers = [n for n, step in enumerate(program.steps) if weights.intersection(step.args)]
         if not readers:
-            return
+            return -1
         made = _Router(ids[: router.tokens], ids[router.tokens :] if router.ahead else None, router.experts)
         name = min(params)
         made.layer = self.tiers.join(name, router.experts, ids.shape[-1], parts, made)
@@ -286,6 +288,7 @@ class ExpertSteps:
         for at, side, function in ((groups[readers[0]], 0, SYMBOLS[0]), (last, 1, SYMBOLS[1])):
             rows = self.around.setdefault(at, ([], []))[side]
             rows.append((_library().address(function), ctypes.addressof(made.place)))
+        return made.layer
 
     def answer(self, at: int, leaving: int) -> None:
         router = self.routers[at]
