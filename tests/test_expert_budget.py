@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from expert_choices import KINDS, bursty, layers
 from small_models import make, talker, write_gguf
 
 import rlx
@@ -19,7 +21,7 @@ from rlx.errors import BindingError, CorruptFileError, OptionError, Unsupported
 from rlx.models import LanguageModel
 from rlx.runtime.policies import profile_of
 from rlx.runtime.simulate import Rates, simulate
-from rlx.runtime.traces import TraceFile
+from rlx.runtime.traces import MoELayer, TraceFile, TraceWriter
 
 PROMPT = [1, 5, 9, 7, 30]
 
@@ -58,6 +60,64 @@ def test_a_budget_changes_no_token_and_hits_are_predicted(folder, expected, poli
     assert 0 < report.hit_rate < 1 and abs(report.predicted_rate - predicted.hit_rate) < 0.02
     late = 1 if policy == "predict" else 0.02  # a layer this small is done before the experts of the next one are read
     assert -0.02 < predicted.hit_rate - report.hit_rate < late
+
+
+def told_what_to_choose(of: list[MoELayer], width: int = 32) -> rlx.Graph:
+    """One token through layers whose routers choose what they are given."""
+    g = rlx.Graph("told")
+    h = g.input("x", (1, width), "f32")
+    for i, x in enumerate(of):
+        ids = rlx.router(g.input(f"ids{i}", (1, x.top_k), "i32"), experts=x.experts)
+        order, place, ends = rlx.group_rows(ids.reshape((x.top_k,)), groups=x.experts)
+        w = g.param(f"w{i}", (x.experts * width, width), "f32").reshape((x.experts, width, width)).transpose(0, 2, 1)
+        rows = rlx.segment_matmul(rlx.gather(h, order // x.top_k), w, ends)
+        h = rlx.tanh(rlx.sum(rlx.gather(rows, place), axis=0, keepdims=True))
+    g.set_outputs([h])
+    return g
+
+
+@pytest.mark.parametrize("policy", ["static", "lru", "lfu", "hysteresis"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_predicted_hits_are_those_that_the_device_counts(kind, policy, tmp_path):
+    """On three kinds of traces. The device's own statistics know nothing of policies."""
+    of, rng = layers(2, 32, 4, 4096), np.random.default_rng(0)
+    compiled = rlx.compile(told_what_to_choose(of), threads=1)
+    compiled.set_params({p.name: rng.standard_normal(p.shape.static, np.float32) / 8 for p in compiled.params})
+    forwards = list(KINDS[kind](3, of, 150))
+    inputs = [{"x": np.ones((1, 32), np.float32)} | {f"ids{i}": c for i, c in enumerate(f.chosen)} for f in forwards]
+    expected = [compiled.run(x)[0] for x in inputs]
+    with TraceWriter(tmp_path / "t", "told", of) as trace:
+        for forward in forwards:
+            trace.add(forward)
+    (predicted,) = simulate(TraceFile(tmp_path / "t"), 24, Rates(1.0, 1e9, {}), [policy])
+    with rlx.ExpertPool(compiled, 24, policy) as pool:
+        compiled.take_moe_residency_stats()
+        found = [compiled.run(x)[0] for x in inputs]
+        stats = compiled.take_moe_residency_stats()
+    assert all(map(np.array_equal, found, expected))
+    measured = stats.resident.experts / (stats.resident.experts + stats.offloaded.experts)
+    assert abs(measured - predicted.hit_rate) < 0.02 and 0.1 < measured < 0.95
+    assert abs(pool.report().hit_rate - measured) < 0.02
+
+
+@pytest.mark.parametrize("policy", ["lru", "hysteresis"])
+def test_executables_on_several_threads_share_a_pool(policy):
+    of, rng = layers(2, 32, 4), np.random.default_rng(0)
+    compiled = rlx.compile(told_what_to_choose(of), threads=1)
+    compiled.set_params({p.name: rng.standard_normal(p.shape.static, np.float32) / 8 for p in compiled.params})
+    inputs = [
+        {"x": rng.standard_normal((1, 32), np.float32)} | {f"ids{i}": c for i, c in enumerate(f.chosen)}
+        for f in bursty(1, of, 120)
+    ]  # fmt: skip
+    expected = [compiled.run(x)[0] for x in inputs]
+    with rlx.ExpertPool(compiled, 24, policy) as pool, ThreadPoolExecutor(3) as threads:
+        clones = [compiled.clone() for _ in range(3)]
+        each = list(threads.map(lambda clone: [clone.run(x)[0] for x in inputs], clones))
+        pool.settle()
+        assert all(int(m.sum()) <= n for m, n in zip(pool.policy.resident, pool.policy.quotas))
+        assert all(np.array_equal(m, pool.tiers.resident(n)) for n, m in enumerate(pool.policy.resident))
+    assert all(np.array_equal(a, b) for found in each for a, b in zip(found, expected))
+    assert pool.report().forwards == 360
 
 
 def test_a_trace_has_what_the_routers_chose(folder, tmp_path):
