@@ -17,6 +17,8 @@ import rlx
 from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
 from rlx.backends.cpu.render import axes, render
+from rlx.backends.shared import c_style
+from rlx.backends.shared.c_dialect import C
 from rlx.compiler import lower
 from rlx.compiler.check import program_faults
 from rlx.errors import CompileError, GraphError, IndexRangeError
@@ -397,3 +399,10 @@ def test_kernels_of_groups_stay_in_their_buffers(target: str, dtype: str) -> Non
         got = memory[found.outputs[0].buffer].reshape(want.shape).astype(np.float64)
         most = {"f64": 1e-12, "f32": 1e-5, "bf16": 2e-2, "f16": 3e-3}.get(dtype, 0.02)  # x may be rounded to 8 bits
         np.testing.assert_allclose(got, want, atol=most * float(np.abs(want).max()), err_msg=f"{sizes}")
+
+
+def test_a_renderer_without_groups_of_rows_says_so() -> None:
+    products = [s.kernel for s in program().steps if isinstance(s.kernel.body[0], K.Contract)]
+    ragged = next(kernel for kernel in products if kernel.body[0].count is not None)
+    with pytest.raises(CompileError, match="claims segment_matmul"):
+        c_style.render(ragged, C, "kernel")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlx.backends.shared.packed import panel as panel_of
+from rlx.errors import CompileError
 from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Operand, Reduce, Stmt, Var, alu, const, k
 
 
 def without_contract(kernel: Kernel) -> Kernel:
     """The same function without a Contract. The matrix rows become a grid dimension. The columns become another one, unless some
     statement works on a whole row. So a limit on rows is a limit of the grid, and memory private to a row (Local.per_row) is
-    private to a grid point."""
+    private to a grid point. CompileError: a grid point has rows of its own (Contract.count), a number known at run time only."""
     found = next((s for s in kernel.body if isinstance(s, Contract)), None)
     if found is None:
         return kernel
+    if found.count is not None:
+        raise CompileError(f"kernel {kernel.name!r}: a target that claims segment_matmul renders groups of rows itself")
     step, dtype = Var("k"), found.acc.dtype
     before = _row(found.a, found.i) if isinstance(found.a, Computed) else ()
     inside, a = _element(found.a, found.i, step, found.k)
