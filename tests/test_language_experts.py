@@ -34,7 +34,8 @@ def all_in_one(folder: Path) -> None:
     """Rewrite a folder so that the experts of a layer are one tensor, without ".weight", as in some newer files."""
     found, apart = dict(read_weights(folder)), {}
     for name in [n for n in found if ".experts." in n]:
-        layer, _, (expert, part, _) = name.partition(".experts.")[0], None, name.partition(".experts.")[2].split(".")
+        layer, _, rest = name.partition(".experts.")
+        expert, part, _ = rest.split(".")
         apart.setdefault((layer, part), {})[int(expert)] = found.pop(name)
     for layer in {layer for layer, _ in apart}:
         gate, up, down = (apart[layer, part] for part in ("gate_proj", "up_proj", "down_proj"))
