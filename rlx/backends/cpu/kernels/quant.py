@@ -120,7 +120,7 @@ class _Product(Product):
         rows = max(1, min(highest, c.m))
         fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
         row_tiles = max(1, fit // rows)
-        groups, batch_groups = ragged_tasks(panels, batch, self.wanted, self.threads)
+        groups, batch_groups = ragged_tasks(panels, batch, c.m, self.wanted, self.threads)
         registers = 32 if self.lanes == 16 else 16
         return Plan(
             self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,

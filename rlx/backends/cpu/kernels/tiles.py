@@ -145,7 +145,7 @@ def _ragged(
     fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
     row_tiles, panels, batch = -(-fit // rows), -(-c.n // (vectors * lanes)), prod(extent for _, extent in kernel.grid)
     wanted = tiling.get("tasks", _ragged_wanted(c, target.threads))
-    groups, batch_groups = ragged_tasks(panels, batch, wanted, target.threads)
+    groups, batch_groups = ragged_tasks(panels, batch, c.m, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
         _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
@@ -156,10 +156,11 @@ def _ragged_wanted(c: Contract, threads: int) -> int:
     return _wanted_tasks(c, 1, threads, RAGGED_TASKS)
 
 
-def ragged_tasks(panels: int, batch: int, wanted: int, threads: int) -> tuple[int, int]:
-    """(groups of panels, groups of points). Every group of panels reads or computes the rows again, so there are as many as it
-    takes to share the points with the most rows; other tasks are points, most of which may have no rows."""
-    groups = max(1, min(panels, wanted, threads))
+def ragged_tasks(panels: int, batch: int, m: int, wanted: int, threads: int) -> tuple[int, int]:
+    """(groups of panels, groups of points). Every group of panels reads or computes the rows again, so there are only as many as
+    it takes to keep the threads busy with the points that may have rows, and two, so that no point is one thread's alone."""
+    enough = -(-TASKS_PER_THREAD * threads // max(1, min(batch, m)))
+    groups = max(1, min(panels, wanted, threads, max(2, enough)))
     return groups, max(1, min(batch, -(-wanted // groups)))
 
 
