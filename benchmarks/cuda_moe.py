@@ -30,7 +30,7 @@ from benchmarks.cuda_measure import header, interleaved, print_kernels, replay
 from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import random_weights
 
-ERROR, OTHERS = 2e-2, 0.05  # of the norm of what the layers add; tokens that x, rounded in another place, sends to another expert
+ERROR, OTHERS = 4e-2, 0.25  # of the norm of what the layers add; tokens that go to another expert since x is rounded elsewhere
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -60,7 +60,7 @@ def network(s: Shape, tokens: int, form: str, layers: int) -> rlx.Graph:
         order, place, ends = rlx.group_rows(ids.reshape((tokens * s.k,)), groups=s.experts)
         hidden = rlx.segment_matmul(rlx.gather(x, order // s.k), up, ends, format=blocks)
         hidden = rlx.silu(hidden[:, : s.inner]) * hidden[:, s.inner :]
-        made = rlx.gather(rlx.segment_matmul(hidden, down, ends, format=blocks), place).reshape((tokens, s.k, s.width))
+        made = rlx.gather(rlx.segment_matmul(hidden, down, ends, format=blocks), place.reshape((tokens, s.k)))
         x = x + rlx.sum(made.astype("f32") * by.reshape((tokens, s.k, 1)), axis=1).astype("bf16")
     g.set_outputs([x])
     return g

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import expert_graphs
@@ -15,12 +16,14 @@ from rlx.backends.cuda.contract import Tile
 from rlx.backends.cuda.gemv import GemvLaunch
 from rlx.backends.cuda.gemv_blocks import BlocksLaunch
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.scan import chosen
 from rlx.backends.cuda.segments import in_tiles
 from rlx.backends.cuda.tensor import TensorLaunch
 from rlx.backends.cuda.warps import WarpLaunch
 from rlx.compiler import lower
 from rlx.ir.blocks import FORMATS
-from rlx.ir.kernel import Contract, Kernel
+from rlx.ir.dtype import index_
+from rlx.ir.kernel import Buffer, Carry, Contract, Expr, Kernel, Load, Loop, Store, Var, k
 from rlx.ir.ops.quant import random_weights
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install rlx[cuda]")
@@ -61,7 +64,8 @@ def kernel(g: rlx.Graph, arch: str = "sm_90a") -> Kernel:
         ((32768, 64, 2048, 2048), "sm_90a", TensorLaunch, 128), ((8, 64, 2048, 2048), "sm_80", GemvLaunch, 2),
         ((8, 64, 100, 30), "sm_90a", GemvLaunch, 2), ((128, 64, 512, 512), "sm_100", GemvLaunch, 4),
         ((8192, 64, 2048, 2048), "sm_80", WarpLaunch, 128), ((8, 64, 256, 512, "f32"), "sm_90a", GemvLaunch, 2),
-        ((1000, 4, 256, 512, "f32"), "sm_90a", Tile, 64), ((8, 128, 2048, 1536, "bf16", "q4_k"), "sm_90a", BlocksLaunch, 8),
+        ((1000, 4, 256, 512, "f32"), "sm_90a", Tile, 64), ((8, 128, 2048, 1536, "bf16", "q4_k"), "sm_90a", BlocksLaunch, 1),
+        ((128, 128, 2048, 1536, "bf16", "q4_k"), "sm_90a", BlocksLaunch, 4),
         ((1024, 128, 768, 2048, "f32", "q8_0"), "sm_80", BlocksLaunch, 16),
         ((8192, 64, 2048, 2048, "bf16", "q4_k"), "sm_90a", TensorLaunch, 128),
         ((8192, 64, 2048, 2048, "bf16", "q4_k"), "sm_80", BlocksLaunch, 32),
@@ -90,7 +94,14 @@ def test_gate_and_up_meet_in_one_kernel():
     assert len(lower(product(64, 8, 256, 512, paired=True), target("sm_90a"), rlx.CompileOptions()).steps) == 1
     found = launch_of(kernel(product(64, 8, 256, 512, paired=True)))
     assert type(found) is TensorLaunch and found.contract.also is not None and cubin(text_of(found, "kernel"), "sm_90a")
-    for other in (product(64, 8, 250, 512, paired=True), product(64, 8, 256, 512, "f32", paired=True)):
+    for few in (product(8, 4, 14336, 512, "f32", "q4_k", paired=True), product(100, 16, 512, 256, "bf16", "q8_0", paired=True)):
+        (step,) = lower(few, target("sm_90a"), rlx.CompileOptions()).steps
+        found = launch_of(step.kernel)
+        assert type(found) is BlocksLaunch and found.contract.also is not None and cubin(text_of(found, "kernel"), "sm_90a")
+    for other in (
+        product(64, 8, 250, 512, paired=True), product(64, 8, 256, 512, "f32", paired=True),
+        product(64, 8, 512, 96, "bf16", "q8_0", paired=True), product(900, 8, 512, 256, "bf16", "q8_0", paired=True),
+    ):  # fmt: skip
         (step, _) = lower(other, target("sm_90a"), rlx.CompileOptions()).steps
         assert cubin(text_of(launch_of(step.kernel), "kernel"), "sm_90a")
 
@@ -102,6 +113,39 @@ def test_wrong_ends_are_clamped_in_front_of_every_access():
         own = text[text.index('extern "C"') :]
         loads = own.count("b0[")
         assert loads >= 2 and own.count("rlx_max_index(((int64_t)x") == loads, "an end is used as it is"
+
+
+def grouping(rows: int, groups: int) -> rlx.Graph:
+    g = rlx.Graph("grouping")
+    g.set_outputs([*rlx.group_rows(g.input("ids", (rows,), "i32"), groups=groups)])
+    return g
+
+
+@pytest.mark.parametrize(("rows", "team"), [(100, 32), (1000, 128), (32768, 1024)])
+def test_a_team_places_many_rows_at_a_time(rows: int, team: int):
+    (step,) = lower(grouping(rows, 64), target("sm_90a"), rlx.CompileOptions()).steps
+    found = launch_of(step.kernel)
+    text = text_of(found, "kernel")
+    assert found.team == team and f"rlx_chosen_before<{team}>(" in text and cubin(text, "sm_90a")
+
+
+def test_loops_that_store_otherwise_are_not_spread():
+    """Two iterations may store at one place, or read what another one stores."""
+    i, at = Var("i"), Var("at")
+    ids, out = Buffer("ids", rlx.i32, 100), Buffer("out", rlx.i32, 100, writable=True)
+    test = k.eq(k.cast(Load(ids, i), index_), k.const(3))
+    store = Store(out, at, k.cast(i, rlx.i32), test)
+    one = k.select(test, k.const(1), k.const(0))
+
+    def loop(body: Store, step: Expr = one) -> Loop:
+        return Loop(i, 100, (body,), carries=(Carry(at, k.const(0), k.add(at, step)),))
+
+    assert chosen(loop(store)) is test
+    for other in (
+        loop(replace(store, guard=None)), loop(replace(store, index=k.const(5))), loop(replace(store, value=Load(out, i))),
+        loop(store, k.select(test, k.const(0), k.const(1))), loop(store, k.const(1)),
+    ):  # fmt: skip
+        assert chosen(other) is None
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------
@@ -136,6 +180,8 @@ PRODUCTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "norm": ((2, 5, 256, 64, "f32"), {"norm": True}), "q4_k": ((8, 16, 256, 96, "bf16", "q4_k"), {}),
     "q4_k, a few": ((100, 16, 512, 96, "bf16", "q4_k"), {}), "q4_k, many": ((2000, 16, 512, 100, "bf16", "q4_k"), {}),
     "q8_0": ((8, 16, 256, 96, "f32", "q8_0"), {}), "q6_k, many": ((1000, 6, 256, 64, "f32", "q6_k"), {}),
+    "halves of q4_k": ((8, 16, 512, 256, "bf16", "q4_k"), {"paired": True}),
+    "halves of q8_0, a few": ((100, 16, 512, 256, "f32", "q8_0"), {"paired": True}),
     "q5_k": ((60, 6, 256, 64, "f16", "q5_k"), {"scaled": True}), "one row of q4_k": ((1, 4, 256, 64, "f32", "q4_k"), {}),
 }  # fmt: skip
 
@@ -172,6 +218,20 @@ def test_products_of_groups_are_right(name: str):
 
 
 @on_gpu
+@pytest.mark.parametrize(("rows", "groups"), [(8, 64), (100, 3), (1000, 64), (5001, 7), (40000, 128)])
+def test_rows_are_grouped_on_a_gpu(rows: int, groups: int):
+    compiled, rng = rlx.Session("cuda").compile(grouping(rows, groups)), np.random.default_rng(rows)
+    for ids in (rng.integers(0, groups, rows), np.where(rng.random(rows) < 0.3, 2**31 - 1, rng.integers(0, groups, rows))):
+        order, place, ends = compiled.run({"ids": ids.astype(np.int32)})
+        want = np.argsort(ids, kind="stable")
+        np.testing.assert_array_equal(order, want)
+        np.testing.assert_array_equal(np.asarray(order)[place], np.arange(rows))
+        np.testing.assert_array_equal(ends, np.searchsorted(ids[want], np.arange(groups), side="right"))
+    with pytest.raises(rlx.errors.IndexRangeError):
+        compiled.run({"ids": np.full(rows, groups, np.int32)})
+
+
+@on_gpu
 @pytest.mark.parametrize("form", ["", "q4_k", "q8_0"])
 @pytest.mark.parametrize("tokens", [1, 16, 100])
 def test_layers_of_experts_are_right_on_a_gpu(tokens: int, form: str):
@@ -187,6 +247,40 @@ def test_layers_of_experts_are_right_on_a_gpu(tokens: int, form: str):
     (got,) = compiled.run({"x": x})
     want = expert_graphs.expected(x, params, 256, 4, form, count=1)
     assert np.linalg.norm(np.asarray(got, np.float64) - want) < (2e-2 if form else 1e-5) * np.linalg.norm(want)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", ["run", "run_slots", "bound", "call", "queued", "run_raw", "pipelined"])
+def test_choices_of_routers_are_captured_from_replays(form: str):
+    g = expert_graphs.layers(5, 64, 32, 16, 4, count=2)
+    params, made = expert_graphs.data(g), {}
+    for device in ("cuda", "cpu"):
+        made[device] = rlx.Session(device).compile(g)
+        made[device].set_params(params)
+    first, second = np.random.default_rng(3).standard_normal((2, 5, 64)).astype(np.float32)
+    made["cpu"].enable_moe_topk_capture(4)
+    made["cpu"].run({"x": first})
+    compiled, array = made["cuda"], first.copy()
+    call = {
+        "run": lambda: compiled.run({"x": array}), "run_slots": lambda: compiled.run_slots([array]),
+        "bound": compiled.bound([array]), "call": lambda: compiled(array), "run_raw": lambda: compiled.run_raw({"x": array}),
+        "queued": lambda: compiled.commit_no_wait({"x": array}), "pipelined": lambda: compiled.run_pipelined([{"x": array}]),
+    }[form]  # fmt: skip
+    array[...] = second
+    call()
+    compiled.sync_pending()
+    array[...] = first
+    compiled.enable_moe_topk_capture(3)
+    call()
+    compiled.sync_pending()
+    array[...] = second
+    call()
+    compiled.sync_pending()
+    for ours, theirs in zip(compiled.take_moe_topk_capture(), made["cpu"].take_moe_topk_capture(), strict=True):
+        np.testing.assert_array_equal(ours, theirs[:, :3])
+    compiled.set_moe_resident_experts([True] * 16)
+    with pytest.raises(rlx.errors.Unsupported, match="no slow tier"):
+        compiled.set_moe_resident_experts([True] * 15 + [False])
 
 
 @on_gpu

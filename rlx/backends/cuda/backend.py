@@ -159,7 +159,9 @@ def _pairs(arch: str, node: Node) -> bool:
     *rows, depth = left.shape.static
     many, whole = math.prod(rows), node.shapes[0].static[-1] % (2 * packed.PANEL) == 0
     if node.op.name == "segment_matmul":
-        return arch == "sm_90a" and many > COMPUTED_ROWS and segments.in_boxes(node)
+        return segments.in_panels(node) and whole if node.attrs.format else (  # type: ignore[union-attr]
+            arch == "sm_90a" and many > COMPUTED_ROWS and segments.in_boxes(node)
+        )
     if node.op.name == "dequant_matmul":
         return many <= gemv_blocks.MOST_PIECES and whole
     narrow = arch == "sm_90a" and left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")

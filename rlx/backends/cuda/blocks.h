@@ -225,11 +225,44 @@ RLX_FN float rlx_digits_8(unsigned char* to, int pitch, float* total, const floa
   return unit;
 }
 
+/* A pair of bf16 from bytes 2 * PAIR and the next of four unsigned integers q: q - zero. */
+template <int PAIR> RLX_FN uint32_t rlx_adjacent_pair(uint32_t four) {
+  constexpr uint32_t one = 0x3f803f80u, less = (0x8000u | 0x4300u | (RLX_LESS - 128)) * 0x10001u;
+  uint32_t out;
+  if constexpr (RLX_BITS < 8) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(__byte_perm(four, 0x43434343u, PAIR ? 0x4342 : 0x4140)), "r"(one), "r"(less));
+  } else { /* as rlx_narrow_pair */
+    const uint32_t wide = __byte_perm(four, 0, PAIR ? 0x4342 : 0x4140);
+    const uint32_t q = (wide & 0x007f007fu) | 0x43004300u, high = (~wide & 0x00800080u) | 0xc300c300u;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(q), "r"(one), "r"(high));
+  }
+  return out;
+}
+
 /* The weights of a turn, rounded to f16 or bf16, in lines of 128 bytes for each row of the panel: chunk n of 16 bytes of line r is at
-   n ^ (r % 8). `chunk`: where the turn begins. */
+   n ^ (r % 8). `chunk`: where the turn begins. To bf16, scales and mins are rounded, too: two weights at a time take three
+   instructions instead of nine. f16 has too small a range for that. */
 template <bool F16> RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, unsigned char* lines, int chunk) {
   float scale[RLX_GROUPS][4], least[4];
   rlx_factors(turn, rlx_wide_numbers(turn, 1.0f), scale, least);
+  const auto weights = [&](uint32_t four, float by, float less) {
+    if constexpr (!F16) {
+      const uint32_t both = rlx_near_pair<false>(by, by), end = RLX_MINS ? rlx_near_pair<false>(-less, -less) : 0x80008000u;
+      uint2 out;
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out.x) : "r"(rlx_adjacent_pair<0>(four)), "r"(both), "r"(end));
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out.y) : "r"(rlx_adjacent_pair<1>(four)), "r"(both), "r"(end));
+      return out;
+    } else {
+      float w[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float q = __uint_as_float(__byte_perm(four, 0x4b000000u, 0x7440 + i)) - (8388608.0f + RLX_ZERO);
+        w[i] = by * q;
+        if constexpr (RLX_MINS) w[i] -= less;
+      }
+      return make_uint2(rlx_near_pair<F16>(w[0], w[1]), rlx_near_pair<F16>(w[2], w[3]));
+    }
+  };
   #pragma unroll
   for (int row = 0; row < 4; row++) {
     const int t = lane % 4, line = lane / 4 * 4 + row;
@@ -237,14 +270,7 @@ template <bool F16> RLX_FN void rlx_decode_turn(const rlx_turn& turn, int lane, 
     #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint32_t four = half ? rlx_word<1>(turn, row, t) : rlx_word<0>(turn, row, t);
-      float w[4];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float q = __uint_as_float(__byte_perm(four, 0x4b000000u, 0x7440 + i)) - (8388608.0f + RLX_ZERO);
-        w[i] = scale[half % RLX_GROUPS][row] * q;
-        if constexpr (RLX_MINS) w[i] -= least[row];
-      }
-      runs[half] = make_uint2(rlx_near_pair<F16>(w[0], w[1]), rlx_near_pair<F16>(w[2], w[3]));
+      runs[half] = weights(four, scale[half % RLX_GROUPS][row], least[row]);
     }
     if constexpr (RLX_GROUPS == 1) {  // adjacent runs
       *(uint4*)(lines + line * 128 + (chunk + t ^ line % 8) * 16) = make_uint4(runs[0].x, runs[0].y, runs[1].x, runs[1].y);

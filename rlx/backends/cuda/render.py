@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlx.backends.cuda.dialect import CUDA, unrounded
 from rlx.backends.cuda.rows import Key, Row, key_of
-from rlx.backends.cuda.scan import Scan
+from rlx.backends.cuda.scan import Scan, chosen, place
 from rlx.backends.cuda.schedule import WARP, Launch, Segments, is_shared
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.c_style import Writer
@@ -351,6 +351,9 @@ class CudaWriter(Writer):
             super().loop(s)
         elif s.carries and self.launch.part:
             Scan(self, s).write()
+        elif self.launch.lanes == 1 and self.launch.parts == 1 and (test := chosen(s)) is not None:
+            place(self, s, test)
+            self.exchanged(s)
         elif not is_shared(s):
             super().loop(s)
             self.exchanged(s)

@@ -10,7 +10,8 @@ from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.schedule import WARP
 from rlx.backends.cuda.vectors import loads, stores, width
 from rlx.backends.shared.nest import identity, nested
-from rlx.ir.kernel import Alu, Buffer, Let, Load, Loop, Store, walk
+from rlx.ir.dtype import index_
+from rlx.ir.kernel import Alu, Buffer, Expr, Let, Load, Loop, Store, coefficient, is_const, walk
 
 
 class Scan:
@@ -105,6 +106,44 @@ class Scan:
                 w.line(text if self.even else f"if ({self.i}_0 < {self.extent}) {text}")
 
 
+def chosen(s: Loop) -> Expr | None:
+    """The condition on which iterations store, if they number those that do, so that no two store at one place; None: a loop does
+    anything else."""
+    added = s.carries[0].added if len(s.carries) == 1 else None
+    if s.reduces or not isinstance(added, Alu) or added.op != "select" or s.carries[0].var.dtype != index_:
+        return None
+    (carry,), (test, one, zero) = s.carries, added.args
+    written = [x.buffer for x in s.body if isinstance(x, Store) and x.guard is test]
+    apart = all(isinstance(x, Store) and (x.index is carry.var or coefficient(x.index, s.var)) for x in s.body)
+    fits = apart and len({*written}) == len(s.body) and is_const(one, 1) and is_const(zero, 0) and carry.var not in walk(test)
+    return test if fits and not any(isinstance(x, Load) and x.buffer in written for x in walk(s.body)) else None
+
+
+def place(w: Any, s: Loop, test: Expr) -> None:
+    """Writes such a loop with a CudaWriter: a thread of the team has some adjacent iterations at a time."""
+    (carry,), team, base, first = s.carries, w.launch.team, w.fresh("i"), w.fresh("i")
+    each = next(n for n in (8, 4, 1) if n * team <= max(s.extent, team))
+    start, total, i, extent = w.value(carry.init), w.name(carry.var, "r"), w.name(s.var, "i"), w.extent(s)
+    loop = ["#pragma unroll", f"for (int v = 0; v < {each}; v++) {{"]
+    w.line(f"rlx_index {total} = {start};")
+    with w.scope([f"for (rlx_index {base} = 0; {base} < {extent}; {base} += {team * each}) {{"]), w.alone():
+        w.line(f"const rlx_index {first} = {base} + me * {each};")
+        w.line("unsigned mine = 0;  // a bit for each iteration")
+        with w.scope(loop):
+            w.line(f"const bool inside = {first} + v < {extent};")
+            w.line(f"const rlx_index {i} = inside ? {first} + v : {extent} - 1;")
+            w.line(f"mine |= (unsigned)(inside && {w.value(test)}) << v;")
+        w.line("int all;")
+        w.line(f"rlx_index place = {total} + rlx_chosen_before<{team}>(__popc(mine), all);")
+        w.names[carry.var] = "place"
+        with w.scope([*loop, "if (mine >> v & 1) {"], 2):
+            w.line(f"const rlx_index {i} = {first} + v;")
+            w.block(s.body)
+            w.line("place++;")
+        w.line(f"{total} += all;")
+    w.names[carry.var] = total
+
+
 def _free(x: Load, s: Loop) -> bool:
     """True for an unconditional load from memory that depends on nothing that the body of `s` computes or writes."""
     own = {c.var for c in s.carries} | {y.var for y in nested(s.body) if isinstance(y, Let)}
@@ -118,4 +157,4 @@ def _free(x: Load, s: Loop) -> bool:
     )
 
 
-__all__ = ["Scan"]
+__all__ = ["Scan", "chosen", "place"]

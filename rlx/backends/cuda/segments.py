@@ -27,7 +27,8 @@ from rlx.ir.op import Kind
 
 FEW = (1, 2, 4, 8)  # rows of a tile of which each warp has some columns
 PACKED = (1, 2, 4, 8, 16, MOST_PIECES)  # the same with quantised weights
-LEAST_PACKED = 8  # of those, unless they need too much shared memory
+LEAST_PACKED = 4  # of those, unless they need too much shared memory
+ALONE = 1.2  # rows of a group, up to which a tile has one: that is multiplied as integers
 MANY, TALL = (64, 128), 160  # rows of tiles on tensor cores; rows of a group from which on the latter are faster
 LEAST = 16  # columns of a product on tensor cores
 SPARE = 1.5  # times the rows that a group has on average, if it has any: few have more
@@ -44,6 +45,11 @@ def in_boxes(node: Node) -> bool:
     whole = right.node.op.name == "transpose" and _stored(right.node.inputs[0]) and left.node.op.kind is not Kind.VIEW
     narrow = left.dtype == right.dtype and left.dtype.name in ("f16", "bf16")
     return whole and narrow and left.shape.static[1] % 8 == 0 and node.shapes[0].static[1] >= 2 * LEAST
+
+
+def in_panels(node: Node) -> bool:
+    """Whether tiles have few rows of a segment_matmul with quantised weights."""
+    return SPARE * rows_of_group(node.inputs[0].shape.static[0], node.inputs[1].shape.static[0]) <= PACKED[-1]
 
 
 def _stored(value: Value) -> bool:
@@ -77,7 +83,7 @@ def segmented(kernel: Kernel, arch: str, multiprocessors: int, most: int) -> Lau
     if arch == "sm_90a" and not (c.b.blocks and average <= PACKED[-1]):
         ways += [(tensors, rows) for rows in _order(MANY, 0 if average <= TALL and not c.b.blocks else MANY[1])]
     if c.b.blocks:
-        ways += [(blocks, rows) for rows in _order(PACKED, max(average, LEAST_PACKED))]
+        ways += [(blocks, rows) for rows in _order(PACKED, 1 if average <= SPARE * ALONE else max(average, LEAST_PACKED))]
     elif average > FEW[-1] and isinstance(c.a, Operand):
         ways += [(warps, MANY[1]), (plain, MANY[0])]
     else:

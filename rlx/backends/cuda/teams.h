@@ -44,6 +44,32 @@ template <int T, class V, class F> RLX_FN V rlx_reduce(V a, F op) {
   return a;
 }
 
+/* The sum of `own` over the threads of the team before this one, and over `all` of them. */
+template <int T> RLX_FN int rlx_chosen_before(int own, int& all) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int before = own;
+  #pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int below = rlx_up(before, 32, by);
+    if (lane >= by) before += below;
+  }
+  all = rlx_from_lane(before, 31);
+  before -= own;
+  if constexpr (T > 32) {
+    __shared__ int counts[T / 32];
+    rlx_sync<T>();
+    if (lane == 0) counts[warp] = all;
+    rlx_sync<T>();
+    all = 0;
+    #pragma unroll
+    for (int w = 0; w < T / 32; w++) {
+      before += w < warp ? counts[w] : 0;
+      all += counts[w];
+    }
+  }
+  return before;
+}
+
 /* The same where the threads of a team are the lanes of equal number of T warps. */
 template <int T, class V, class F> RLX_FN V rlx_reduce_down(V a, F op) {
   __shared__ V parts[T][32];

@@ -14,6 +14,7 @@ from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Operand, Var, const, k
 
 DEPTH = LINE // 2  # elements of a line that are decoded
+WAITING = 2  # turns of a warp that are on their way from memory; 3 are too many registers for some formats
 
 
 class PackedCopies(CudaWriter):
@@ -28,6 +29,12 @@ class PackedCopies(CudaWriter):
         self.turn, self.f16 = turn_of(form) if form else None, str(kind(launch.contract)[0] == "f16").lower()
 
     @property
+    def waiting(self) -> int:
+        """Stages whose weights a warp has loaded, or waits for, before it decodes the first; one where a left operand in f32
+        takes the registers."""
+        return max(1, WAITING // self.units) if self.turn and self.launch.contract.a.dtype != f32 else 1
+
+    @property
     def units(self) -> int:
         """Turns of a stage for each warp."""
         return -(-self.launch.tiling.columns // PANEL * (DEPTH // STEP) // (4 * self.launch.copying))
@@ -38,25 +45,28 @@ class PackedCopies(CudaWriter):
         inside = [f"if (warp + n * {warps} < {all_units}) {{"] if all_units % warps else ["{"]
         return ["#pragma unroll", f"for (int n = 0; n < {self.units}; n++) {{", *inside]
 
-    def ahead(self, c: Contract, k0: str) -> None:
+    def first_ahead(self, c: Contract) -> None:
+        assert isinstance(c.b, Operand)
+        self.line(f"const unsigned char* const blocks = {self.names[c.b.buffer]} + {self.value(c.b.offset)};")
+        for n in range(self.waiting):
+            self.line(f"rlx_turn held{n}[{self.units}];")
+            self.ahead(c, f"begin + {n * DEPTH}", f"held{n}")
+        if c.a.dtype == f32:
+            self.ahead_rows(c, "begin")
+
+    def ahead(self, c: Contract, k0: str, held: str) -> None:
         """Load the turns of this warp from `k0` on into `held`. There are no panels behind the last one: the last one instead."""
         assert self.turn and isinstance(c.b, Operand)
         f = self.turn.panel.packed
         inner, panels = f.block // STEP, -(-c.n // PANEL)
-        if k0 == "begin":
-            self.line(f"rlx_turn held[{self.units}];")
-            base = self.value(c.b.offset)
-            self.line(f"const unsigned char* const blocks = {self.names[c.b.buffer]} + {base};")
         with self.scope(self.each_unit(), 2):
             self.line(f"const int unit = warp + n * {4 * self.launch.copying}, u = ({k0}) / {STEP} + unit % {DEPTH // STEP};")
             self.line(f"const int column = column0 / {PANEL} + unit / {DEPTH // STEP};")
             self.line(f"const int panel = column < {panels} ? column : {panels - 1};")
             self.line(f"if (u >= {c.k // STEP}) continue;")
             place = f"((size_t)panel * {c.k // f.block} + u / {inner}) * {f.nbytes}"
-            self.line(f"rlx_load_numbers<rlx_far>(held[n], blocks + {place}, lane);")
-            self.line(f"rlx_load_turn<rlx_far>(held[n], blocks + {place}, u % {inner}, lane);")
-        if c.a.dtype == f32:
-            self.ahead_rows(c, k0)
+            self.line(f"rlx_load_numbers<rlx_far>({held}[n], blocks + {place}, lane);")
+            self.line(f"rlx_load_turn<rlx_far>({held}[n], blocks + {place}, u % {inner}, lane);")
 
     def raw_copies(self, c: Contract) -> None:
         """Bulk copies of the right operand as it is in memory, stages ahead. `fetch_raw(turn, k0)` starts those of a stage."""
@@ -128,11 +138,13 @@ class PackedCopies(CudaWriter):
             pairs = ", ".join(f"rlx_near_pair<{self.f16}>(wide[n].{a}, wide[n].{b})" for a, b in ("xy", "zw"))
             self.line(f"*(uint2*)(to + line * 128 + (quad / 2 ^ line % 8) * 16 + quad % 2 * 8) = make_uint2({pairs});")
 
-    def decoded(self, c: Contract, start: int) -> None:
+    def decoded(self, c: Contract, start: int, held: str) -> None:
         """The tile of quantised weights; elements behind the summed axis are zeros."""
         self.line(f"rlx_turn now[{self.units}];")
-        self.line(f"for (int n = 0; n < {self.units}; n++) now[n] = held[n];")
-        self.ahead(c, f"k0 + {DEPTH}")
+        self.line(f"for (int n = 0; n < {self.units}; n++) now[n] = {held}[n];")
+        self.ahead(c, f"k0 + {self.waiting * DEPTH}", held)
+        if c.a.dtype == f32:
+            self.ahead_rows(c, f"k0 + {DEPTH}")
         with self.scope(self.each_unit(), 2):
             self.line(f"const int unit = warp + n * {4 * self.launch.copying};")
             self.line(f"unsigned char* const lines = to + {start} + unit / {DEPTH // STEP} * {PANEL * DEPTH * 2};")

@@ -159,36 +159,48 @@ class TensorWriter(PackedCopies):
         at, t = self.launch, self.launch.tiling
         self.place(c)
         if self.turn:
-            self.ahead(c, "begin")
+            self.first_ahead(c)
         if t.raw:
             self.raw_copies(c)
         if (start := at.sides[0].start) is not None:
             self.value(start)  # outside the loop
-        with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
-            self.line(f"const int s = turn % {t.stages};")
-            self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
-            self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
-            sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
-            begun = f"!early || turn >= {min(t.stages, -(-c.k // depth(c)))}" if at.early is not None else "true"
-            if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
-                with self.scope(["if (threadIdx.x == 0) {"]):
-                    with self.scope([f"if ({begun}) {{"]):
-                        self.line(f"rlx_expect(full + s, {copied});")
-                        self.right_copies(c)
-                    self.bulk_copies(at.sides[0], "a", "row0", t.rows, 0, 0)
-            if copied < t.stage:
-                for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
-                    if side.tensor is None and self.turn and o is c.b:
-                        self.decoded(c, start)
-                    elif side.raw:
-                        self.made_of_raw(c, start)
-                    elif side.tensor is None and self.turn and o.dtype == f32:
-                        self.rounded(c)
-                    elif side.tensor is None:
-                        load = self.loads if tensor.itemsize(c) == 2 else self.words
-                        load(side, o, c, first, size, start)  # type: ignore[arg-type]
-                self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
-                self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
+        if (count := self.waiting) == 1:
+            with self.scope([f"for (int k0 = begin; k0 < end; k0 += {depth(c)}, turn++) {{"]):
+                self.stage_copies(c, "held0")
+            return
+        with self.scope([f"for (int first = begin; first < end; first += {count * depth(c)}) {{"]):
+            for n in range(count):
+                with self.scope([f"if (const int k0 = first + {n * depth(c)}; k0 < end) {{"]):
+                    self.stage_copies(c, f"held{n}")
+                    self.line("turn++;")
+
+    def stage_copies(self, c: Contract, held: str) -> None:
+        """One stage, from k0 on. `held`: quantised weights of it."""
+        at, t = self.launch, self.launch.tiling
+        self.line(f"const int s = turn % {t.stages};")
+        self.line(f"if (turn >= {t.stages}) rlx_await(empty + s, (turn / {t.stages} - 1) & 1);")
+        self.line(f"unsigned char* const to = rlx_ring + s * {t.stage};")
+        sizes, starts = (t.rows, t.columns), (0, t.rows * LINE)
+        begun = f"!early || turn >= {min(t.stages, -(-c.k // depth(c)))}" if at.early is not None else "true"
+        if copied := sum(size * LINE for size, side in zip(sizes, at.sides) if side.tensor and not side.raw):
+            with self.scope(["if (threadIdx.x == 0) {"]):
+                with self.scope([f"if ({begun}) {{"]):
+                    self.line(f"rlx_expect(full + s, {copied});")
+                    self.right_copies(c)
+                self.bulk_copies(at.sides[0], "a", "row0", t.rows, 0, 0)
+        if copied < t.stage:
+            for side, o, first, size, start in zip(at.sides, (c.a, c.b), ("row0", "column0"), sizes, starts):
+                if side.tensor is None and self.turn and o is c.b:
+                    self.decoded(c, start, held)
+                elif side.raw:
+                    self.made_of_raw(c, start)
+                elif side.tensor is None and self.turn and o.dtype == f32:
+                    self.rounded(c)
+                elif side.tensor is None:
+                    load = self.loads if tensor.itemsize(c) == 2 else self.words
+                    load(side, o, c, first, size, start)  # type: ignore[arg-type]
+            self.line('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
+            self.line("if (threadIdx.x > 0) rlx_arrive(full + s);" if copied else "rlx_arrive(full + s);")
 
     def first_copies(self, c: Contract) -> None:
         """The right operand's part of the first stages, before the kernel in front ends."""
