@@ -11,6 +11,7 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from rlx.ir.blocks import FORMATS
 from rlx.ir.kernel_parse import parse_kernel
 from rlx.ir.sections import section
 from rlx.runtime import CompiledGraph
+from rlx.runtime.pool import ExpertPool
 
 F = np.float32
 Sizes = tuple[int, int, int, int]  # experts, choices of a token, width, width inside an expert
@@ -186,6 +188,35 @@ def test_a_wrong_mask_changes_nothing(mask: object, error: type[RlxError]) -> No
             compiled.set_moe_resident_experts_per_layer([[False] * E] * count)
     for layer in range(LAYERS):
         np.testing.assert_array_equal(compiled.expert_tiers().resident(layer), before[layer])
+
+
+@pytest.mark.parametrize(
+    "place,error",
+    [((0, E), IndexRangeError), ((0, -1), IndexRangeError), ((LAYERS, 0), IndexRangeError), ((-1, 0), IndexRangeError),
+     (("a", 0), OptionError), ((0, 1.0), OptionError), ((0, None), OptionError)],
+)  # fmt: skip
+def test_experts_that_are_none_are_not_promoted_or_demoted(place: tuple[Any, Any], error: type[RlxError]) -> None:
+    """The memory of expert -1 would be that in front of the weights."""
+    tiers = compiled_model().expert_tiers()
+    for act in (tiers.promote, tiers.demote):
+        with pytest.raises(error):
+            act(*place)
+    if place[0] != 0:
+        with pytest.raises(error):
+            tiers.resident(place[0])
+    assert all(tiers.resident(n).all() and not tiers.layers[n].leaving for n in range(LAYERS))
+
+
+def test_masks_are_not_set_behind_the_back_of_a_pool() -> None:
+    compiled = compiled_model()
+    compiled.set_params(weights(compiled))
+    with ExpertPool(compiled, E, tokens=1) as pool:
+        before = pool.tiers.resident(0)
+        with pytest.raises(BindingError, match="ExpertPool places the experts"):
+            compiled.set_moe_resident_experts([True] * E)
+        np.testing.assert_array_equal(pool.tiers.resident(0), before)
+    compiled.set_moe_resident_experts([True] * E)
+    assert pool.tiers.resident(0).all()
 
 
 def test_devices_without_a_slow_tier_say_so() -> None:

@@ -21,7 +21,7 @@ from weakref import WeakSet, finalize
 import numpy as np
 
 from rlx.driver import files
-from rlx.errors import BindingError, CorruptFileError, InputShapeError, OutOfMemoryError
+from rlx.errors import BindingError, CorruptFileError, IndexRangeError, InputShapeError, OutOfMemoryError, whole
 from rlx.forks import Lock
 
 AT_ONCE, LATER = 1, 2  # when an advisor learns of choices that were all resident
@@ -188,15 +188,16 @@ class ExpertTiers:
 
     def resident(self, layer: int) -> np.ndarray:
         """bool [experts]."""
-        return self.layers[layer].words != 0
+        return self._layer(layer).words != 0
 
     def promote(self, layer: int, expert: int) -> None:
-        """Make an expert resident; returns when it is. CorruptFileError: it cannot be read."""
-        self._promote(self.layers[layer], [expert])
+        """Make an expert resident; returns when it is. IndexRangeError: there is no such. CorruptFileError: it cannot be read."""
+        self._promote(self._layer(layer, expert), [expert])
 
     def demote(self, layer: int, expert: int) -> None:
-        """Take an expert out of the fast tier. If a run is reading it, its memory is released when that run leaves the layer."""
-        at = self.layers[layer]
+        """Take an expert out of the fast tier. If a run is reading it, its memory is released when that run leaves the layer.
+        IndexRangeError: there is no such."""
+        at = self._layer(layer, expert)
         with at.lock:
             if not at.words[expert]:
                 return
@@ -209,6 +210,14 @@ class ExpertTiers:
             for window, _ in inside:
                 window.tell()
             self._finish(at)
+
+    def _layer(self, layer: int, expert: int = 0) -> ExpertLayer:
+        """Negative numbers are no experts: their memory would be that in front of the weights."""
+        if not 0 <= whole("a layer", layer) < len(self.layers):
+            raise IndexRangeError(f"layers with experts are numbered from 0 to {len(self.layers) - 1}, got {layer}")
+        if not 0 <= whole("an expert", expert) < (experts := self.layers[layer].experts):
+            raise IndexRangeError(f"experts of layer {layer} are numbered from 0 to {experts - 1}, got {expert}")
+        return self.layers[layer]
 
     def set(self, masks: Sequence[Any]) -> None:
         """Make exactly these experts resident: a mask for each layer, of a bool for each expert.

@@ -108,6 +108,8 @@ def set_resident(executable: Executable, device: object, masks: Sequence[object]
     if all(m.all() for m in wanted) and not (isinstance(executable, Tiered) and executable.tiers):
         return
     tiers = tiers_of(executable, device)
+    if tiers.advisor is not None:
+        raise BindingError(f"an ExpertPool places the experts of {executable.program.name}: close it before masks are set")
     assert isinstance(executable, Tiered)
     layers = executable.tier_layers
     for at, (layer, given_mask) in enumerate(zip(layers, wanted)):
