@@ -361,8 +361,7 @@ def test_the_rate_of_a_run_is_the_one_that_a_simulation_predicts(kind, policy):
     tiers = FakeTiers(of)
     with ExpertPool(tiers, "34kB", policy) as pool:
         for forward in forwards:
-            tiers.forward(forward, pool if policy == "predict" else None)
-        pool.settle()
+            tiers.forward(forward, pool)
         report = pool.report()
         assert all(map(np.array_equal, tiers.masks, pool.policy.resident))
     predicted = hit_rate(policy, forwards, of, "34kB")
@@ -417,7 +416,9 @@ def test_an_error_of_the_thread_is_raised_by_the_next_forward_and_then_it_goes_o
 
 def test_one_pool_at_a_time_and_wrong_arguments_change_nothing():
     tiers = FakeTiers(layers(2, 16, 2))
-    for wrong in ({"budget": 1}, {"policy": "fifo"}, {"refresh": 0}, {"profile": [np.zeros(2)]}, {"tokens": 5}):
+    profiles = [np.zeros(2)], [np.full(16, np.nan)] * 2, [np.full(16, -1)] * 2, [np.zeros((16, 1))] * 2, ["a" * 16] * 2, 5
+    others = {"budget": 1}, {"policy": "fifo"}, {"refresh": 0}, {"tokens": 5}, {"tokens": 0}, {"tokens": -1}
+    for wrong in (*others, *({"profile": p} for p in profiles)):
         with pytest.raises(OptionError):
             ExpertPool(tiers, **{"budget": 9, **wrong})
         assert tiers.advisor is None and not tiers.held()

@@ -95,13 +95,11 @@ class Policy:
         """`refresh`: forwards between changes. `profile`: how often each expert was chosen, per layer: the start; else the first
         experts of each layer are. `tokens`: of the largest forward."""
         self.layers, self.budget, self.refresh = tuple(layers), budget, whole("refresh", refresh, 1)
-        self.sizes, self.quotas = budget.sizes(layers), budget.quotas(layers, tokens)
+        self.sizes, self.quotas = budget.sizes(layers), budget.quotas(layers, whole("tokens", tokens, 1))
         self.clock = [0] * len(self.layers)  # forwards of each layer
         self.uses = self.hits = 0
         self.profiled = profile is not None
-        counts = [np.zeros(x.experts) for x in self.layers] if profile is None else list(profile)
-        if [len(c) for c in counts] != [x.experts for x in self.layers]:
-            raise OptionError(f"a profile has a number for each expert of each layer, got {[len(c) for c in counts]}")
+        counts = [np.zeros(x.experts) for x in self.layers] if profile is None else _checked(profile, layers)
         # how likely a token uses the expert
         self.worth = [np.asarray(c) * (x.top_k / max(1.0, float(np.sum(c)))) for c, x in zip(counts, self.layers)]
         self.resident = [np.zeros(x.experts, bool) for x in self.layers]
@@ -297,6 +295,17 @@ def _counts(chosen: np.ndarray, experts: int) -> np.ndarray:
     if flat.max(initial=0) >= experts:  # padding
         flat = flat[flat < experts]
     return np.bincount(flat, minlength=experts)
+
+
+def _checked(profile: Any, layers: Sequence[MoELayer]) -> list[np.ndarray]:
+    """OptionError: not one number, 0 or more, for each expert of each layer."""
+    counts = [np.asarray(c) for c in profile] if isinstance(profile, Iterable) else [np.asarray(profile)]
+    found = [f"{c.dtype}{list(c.shape)}" for c in counts]
+    if [c.shape for c in counts] != [(x.experts,) for x in layers] or any(c.dtype.kind not in "iuf" for c in counts):
+        raise OptionError(f"a profile has a number for each expert of each layer, got {', '.join(found)[:200]}")
+    if not all(np.all(np.isfinite(c) & (c >= 0)) for c in counts):
+        raise OptionError("the numbers of a profile say how often each expert was used: they are finite, and 0 or more")
+    return counts
 
 
 POLICIES: dict[str, type[Policy]] = {
