@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import struct
 import zlib
@@ -94,6 +96,36 @@ def test_wrong_choices_are_refused_and_nothing_is_written(tmp_path):
         writer.add(good)
     with pytest.raises(OptionError, match="cannot write"):
         TraceWriter(tmp_path / "none" / "t", "m", LAYERS)
+
+
+class FullDisk(io.FileIO):
+    """Writes a few bytes at a time, `room` of them."""
+
+    room = 150
+
+    def write(self, raw) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= (count := super().write(raw[: min(20, self.room)]))
+        return count
+
+
+def test_a_disk_that_fills_leaves_a_trace_that_can_be_read_and_continued(tmp_path):
+    forwards = [f._replace(ahead=None) for f in some(0, forwards=6)]
+    path = written(tmp_path / "t", forwards[:1])
+    writer = TraceWriter(path, "some model", LAYERS, append=True)
+    writer.close()
+    writer._file = FullDisk(path, "ab")
+    with pytest.raises(OptionError, match="cannot write .*No space left"):
+        for forward in forwards[1:]:
+            writer.add(forward)
+    kept = len(list(TraceFile(path)))
+    assert 1 < kept < len(forwards)
+    writer._file.room = 10_000
+    for forward in forwards[kept:]:
+        writer.add(forward)
+    writer.close()
+    assert len(list(TraceFile(path))) == len(forwards) and all(map(same, TraceFile(path), forwards))
 
 
 def test_files_that_are_no_traces(tmp_path):

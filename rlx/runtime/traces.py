@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,10 +174,11 @@ class TraceWriter:
             raise OptionError(f"cannot write {str(path)!r}: {e.strerror}") from e
         finalize(self, self._file.close)
         if not goes_on:
-            self._file.write(HEADER.pack(MAGIC, FORMAT, len(text), zlib.crc32(text)) + text)
+            self._write(HEADER.pack(MAGIC, FORMAT, len(text), zlib.crc32(text)) + text)
 
     def add(self, forward: Forward) -> None:
-        """Append one forward. InputShapeError: its choices are not of these layers; then nothing is written."""
+        """Append one forward. InputShapeError: its choices are not of these layers; OptionError: the disk is full. Then
+        nothing is written."""
         if self._file.closed:
             raise RlxError(f"{self.path} is closed")
         raw = self._chosen.joined("choices", forward.chosen)
@@ -187,7 +189,19 @@ class TraceWriter:
                 raise InputShapeError(f"guesses are of {tokens} tokens, as the choices, got {len(forward.ahead[0])}")
         rest = RECORD.pack(0, tokens, tokens * bool(ahead), forward.seconds, forward.slow_seconds, forward.slow_bytes)[4:]
         crc = zlib.crc32(raw + ahead, zlib.crc32(rest))
-        self._file.write(struct.pack("<I", crc) + rest + raw + ahead)
+        self._write(struct.pack("<I", crc) + rest + raw + ahead)
+
+    def _write(self, raw: bytes) -> None:
+        """All of it or nothing, so that the file can still be read, and continued."""
+        begun = self._file.tell()
+        try:
+            while raw:
+                raw = raw[self._file.write(raw) :]
+        except OSError as e:
+            with suppress(OSError):  # of what is no file
+                self._file.truncate(begun)
+                self._file.seek(begun)
+            raise OptionError(f"cannot write {str(self.path)!r}: {e.strerror}") from e
 
     def close(self) -> None:
         self._file.close()
