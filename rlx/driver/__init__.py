@@ -15,18 +15,18 @@ from rlx.driver.transports.shm import ShmTransport
 
 from rlx.errors import (  # isort: skip
     BindingError, CallMismatchError, CollectiveError, CompileError, CorruptFileError, DeviceError, DeviceUnavailableError,
-    HeapBoundsError, InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, PlanError, RlxError, TransferError,
-    TransportError, UnknownDeviceError, UnknownNameError, UnknownRankError,
+    HeapBoundsError, IndexRangeError, InputDTypeError, InputShapeError, OptionError, OutOfMemoryError, PlanError, RlxError,
+    TransferError, TransportError, UnknownDeviceError, UnknownNameError, UnknownRankError,
 )  # fmt: skip
 from rlx.ir.handle import BufferHandle
 
 __all__ = [
     "Arena", "Artifact", "Backend", "BindingError", "Block", "Buffer", "BufferHandle", "CallMismatchError", "CollectiveError",
     "CommandStream", "CompileError", "CorruptFileError", "Device", "DeviceArena", "DeviceError", "DeviceUnavailableError",
-    "Executable", "HandleStore", "HeapBoundsError", "HostMemory", "InputDTypeError", "InputShapeError", "Launch",
-    "LocalTransport", "Memory", "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank", "ReduceKind",
-    "RlxError", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport", "SyncStream",
-    "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError", "all_gather", "all_reduce",
-    "all_to_all", "bf16_to_f32", "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "memory_of",
-    "recording", "reduce_scatter",
+    "Executable", "HandleStore", "HeapBoundsError", "HostMemory", "IndexRangeError", "InputDTypeError", "InputShapeError",
+    "Launch", "LocalTransport", "Memory", "OptionError", "OutOfMemoryError", "ParamStore", "Pending", "PlanError", "Rank",
+    "ReduceKind", "RlxError", "ShmTransport", "Snapshot", "SymmetricBuffer", "SymmetricHeap", "SymmetricTransport",
+    "SyncStream", "TransferError", "TransportError", "UnknownDeviceError", "UnknownNameError", "UnknownRankError",
+    "all_gather", "all_reduce", "all_to_all", "bf16_to_f32", "broadcast", "connect", "convert", "f16_to_f32", "f32_to_bf16",
+    "f32_to_f16", "memory_of", "recording", "reduce_scatter",
 ]  # fmt: skip

@@ -191,12 +191,12 @@ class ExpertTiers:
         return self._layer(layer).words != 0
 
     def promote(self, layer: int, expert: int) -> None:
-        """Make an expert resident; returns when it is. IndexRangeError: there is no such. CorruptFileError: it cannot be read."""
+        """Make an expert resident; returns when it is. IndexRangeError: there is none. CorruptFileError: it cannot be read."""
         self._promote(self._layer(layer, expert), [expert])
 
     def demote(self, layer: int, expert: int) -> None:
         """Take an expert out of the fast tier. If a run is reading it, its memory is released when that run leaves the layer.
-        IndexRangeError: there is no such."""
+        IndexRangeError: there is none."""
         at = self._layer(layer, expert)
         with at.lock:
             if not at.words[expert]:
@@ -215,7 +215,8 @@ class ExpertTiers:
         """Negative numbers are no experts: their memory would be that in front of the weights."""
         if not 0 <= whole("a layer", layer) < len(self.layers):
             raise IndexRangeError(f"layers with experts are numbered from 0 to {len(self.layers) - 1}, got {layer}")
-        if not 0 <= whole("an expert", expert) < (experts := self.layers[layer].experts):
+        experts = self.layers[layer].experts
+        if not 0 <= whole("an expert", expert) < experts:
             raise IndexRangeError(f"experts of layer {layer} are numbered from 0 to {experts - 1}, got {expert}")
         return self.layers[layer]
 
