@@ -261,6 +261,16 @@ def test_experts_whose_weights_have_other_readers_stay_resident() -> None:
     assert len(compiled.take_moe_topk_capture()) == 2 and compiled.memory_plan().offloaded
 
 
+def test_a_pool_of_experts_that_all_stay_resident_says_so() -> None:
+    g = rlx.Graph("ids only")
+    ids, share = rlx.ops.route(g.input("scores", (T, E), rlx.f32), k=K)
+    g.set_outputs([ids, share])
+    compiled = rlx.Session("cpu").compile(g)
+    with pytest.raises(Unsupported, match="no experts can leave memory"):
+        ExpertPool(compiled, E)
+    assert compiled.expert_tiers().advisor is None
+
+
 @pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_sources_of_params_with_an_axis_of_experts(device: str) -> None:
     compiled = rlx.Session(device).compile(model("q8_0"))

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rlx.errors import BindingError, OptionError
+from rlx.errors import BindingError, OptionError, Unsupported
 from rlx.ir.shown import Shown, counted, sized
 from rlx.runtime.policies import DEFAULT, Budget, policy_of, profile_of
 from rlx.runtime.traces import MoELayer, TraceFile
@@ -94,6 +94,8 @@ class ExpertPool(Shown):
         if self.tiers.advisor is not None:
             raise BindingError("these weights have an ExpertPool already: close it first")
         self.layers = tuple(MoELayer(x.name, x.experts, x.top_k, x.nbytes) for x in self.tiers.layers)
+        if not self.layers:
+            raise Unsupported("no experts can leave memory: others read their weights too, or they are not apart")
         self.name, self.budget = policy, Budget.of(budget)
         start = _counts_of(profile, self.layers)
         self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, tokens)
