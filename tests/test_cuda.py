@@ -727,3 +727,9 @@ def test_the_greatest_of_a_long_row_is_found_by_many_blocks():
     g.set_outputs([rlx.max(g.input("x", (1, 151936), "f32"), axis=-1), rlx.min(g.input("y", (4096, 64), "f32"), axis=-1)])
     found = [launch_of(s.kernel) for s in lower(g, target("sm_90a"), rlx.CompileOptions()).steps]
     assert sorted((at.blocks, at.parts) for at in found) == [(25, 25), (512, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_products_of_two_vectors_have_no_columns_to_pair(dtype: str):
+    (kernel,) = kernels(graph(lambda g: rlx.exp(g.input("x", (5,), dtype) @ g.input("y", (5,), dtype))))
+    assert "matmul" in kernel.origin

@@ -142,18 +142,23 @@ def test_a_run_comes_after_what_the_library_of_its_array_has_queued(way: str, la
 
 @producers
 def test_without_the_event_the_old_contents_are_read(late: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail."""
+    """The tests above can fail: one of some runs reads the old contents (another program on the GPU may delay a run)."""
     compiled = scaled()
     if late is late_jax:
         pytest.skip("jax itself makes the stream wait")
     if late in (late_torch, late_torch_interface, late_cupy_interface):
         monkeypatch.setattr(gpu(0), "after", lambda stream: None)
-    with late(7.0) as x:
-        given = x
-        if late is late_cupy:  # cupy makes our stream wait: let it be another one
-            given = SimpleNamespace(__dlpack_device__=x.__dlpack_device__, __dlpack__=lambda stream: x.__dlpack__(stream=-1))
-        found = compiled.run({"x": given})[0]  # type: ignore[dict-item]
-    assert not (found == 7).any()
+    for _ in range(20):
+        with late(7.0) as x:
+            given = x
+            if late is late_cupy:  # cupy makes our stream wait: let it be another one
+                given = SimpleNamespace(
+                    __dlpack_device__=x.__dlpack_device__, __dlpack__=lambda stream, x=x: x.__dlpack__(stream=-1)
+                )
+            found = compiled.run({"x": given})[0]  # type: ignore[dict-item]
+        if not (found == 7).any():
+            return
+    pytest.fail("each run came after what the library had queued")
 
 
 def products() -> rlx.CompiledGraph:

@@ -30,7 +30,7 @@ THREADS = 8  # at most, that read experts at once
 
 @dataclass(frozen=True)
 class TierStats:
-    """What one tier served: `tokens`, choices of a token; `experts`, those used by a run of a layer, each counted once; their
+    """The work of one tier: `tokens`, choices of a token; `experts`, those used by a run of a layer, each counted once; their
     `bytes` when packed; `seconds`."""
 
     tokens: int = 0
@@ -454,7 +454,7 @@ class Tiered(Protocol):
         ...
 
     def take_tier_stats(self) -> ResidencyStats:
-        """What the tiers served in the runs of this executable since the last call. No run may be under way."""
+        """The work of the tiers in the runs of this executable since the last call. No run may be under way."""
         ...
 
 

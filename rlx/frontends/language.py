@@ -339,7 +339,7 @@ class LanguageModel(Shown):
 
     @property
     def pool(self) -> ExpertPool | None:
-        """What keeps the experts within their budget, from the first step on. None: there is no budget."""
+        """The pool that keeps the experts within their budget, from the first step on. None: there is no budget."""
         return self._experts.pool
 
     def expert_tiers(self) -> ExpertTiers:

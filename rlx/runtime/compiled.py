@@ -514,7 +514,7 @@ class CompiledGraph(Shown):
         return tiers_of(self._executable, self.device)
 
     def take_moe_residency_stats(self) -> ResidencyStats:
-        """What each tier served in the runs of this executable since the last call. Unsupported: as expert_tiers."""
+        """The work of each tier in the runs of this executable since the last call. Unsupported: as expert_tiers."""
         self._drain()
         with self._lock, self._gate:
             return take_stats(self._executable, self.device)

@@ -1,4 +1,4 @@
-"""What a compiled graph knows of itself, for reports and the page (rlx.explain)."""
+"""The knowledge of a compiled graph about itself, for reports and the page (rlx.explain)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ WARM_UP = 32  # forwards that a static profile is made from, if none is given
 
 @dataclass(frozen=True)
 class Budget:
-    """What all resident experts and those in use may take: bytes, or a number of experts."""
+    """The most that resident experts and those in use may take: bytes, or a number of experts."""
 
     amount: int
     in_bytes: bool

@@ -121,7 +121,7 @@ class ExpertPool(Shown):
         self.close()
 
     def report(self) -> PoolReport:
-        """What is resident, and the rates of hits so far."""
+        """The resident experts, and the rates of hits so far."""
         for layer in range(len(self.layers)):
             self.tiers.tell_hits(layer)
         policy = self.policy

@@ -30,7 +30,7 @@ class Rates:
 
     @classmethod
     def of(cls, trace: Iterable[Forward], resident: float | None = None, slow: float | None = None) -> Rates:
-        """What is not given is taken from the trace. A slow rate that is not there is measured on this machine, as a copy in
+        """Rates not given are taken from the trace. A slow rate that is not there is measured on this machine, as a copy in
         memory: that of files that the system has cached. OptionError: a rate is not positive, or there is none of computing."""
         for name, rate in (("resident", resident), ("slow", slow)):
             if rate is not None and not 0 < rate < float("inf"):

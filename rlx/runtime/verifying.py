@@ -169,7 +169,7 @@ class _Comparison:
         return results
 
     def _stored(self, node: Node, own: Node) -> Iterator[tuple[Value, np.ndarray]]:
-        """What the run stored of a node's results (`own`: the node in the compile's copy of the graph), then the states that they
+        """The run's values of a node's results (`own`: the node in the compile's copy of the graph), then the states that they
         became. Complex numbers are stored as parts, and left out."""
         for mine, value in zip(own.results, node.results):
             offset = self.origins.offsets.get(mine)

@@ -157,7 +157,8 @@ def _pairs(arch: str, node: Node) -> bool:
     """A product of few rows (gemv_ring.py, gemv_blocks.py), or one whose tiles tensor.py copies in bulk; columns are adjacent."""
     left, right = node.inputs[:2]
     *rows, depth = left.shape.static
-    many, whole = math.prod(rows), node.shapes[0].static[-1] % (2 * packed.PANEL) == 0
+    many, columns = math.prod(rows), node.shapes[0].static[-1:]  # two vectors have none
+    whole = bool(columns) and columns[0] % (2 * packed.PANEL) == 0
     if node.op.name == "segment_matmul":
         return segments.in_panels(node) and whole if node.attrs.format else (  # type: ignore[union-attr]
             arch == "sm_90a" and many > COMPUTED_ROWS and segments.in_boxes(node)
