@@ -151,6 +151,23 @@ def test_a_policy_never_exceeds_its_budget(policy, kind):
                 assert all(int(m.sum()) <= n for m, n in zip(made.resident, made.quotas))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("refresh", [1, 2, 3])
+def test_experts_in_use_that_do_not_stay_are_within_the_budget_too(policy, refresh):
+    """Also those that a change at this forward demotes, which its run still needs."""
+    rng = np.random.default_rng(3)
+    for budget in range(12, 60, 4):
+        of = layers(3, 24, 4)
+        running = POLICIES[policy](of, Budget.of(budget), refresh, None, 2)
+        for forward in drifting(budget, of, 60):
+            for layer, chosen in enumerate(forward.chosen):
+                if rng.random() < 0.3:
+                    chosen = np.concatenate([chosen, rng.permutation(24)[None, :4]])
+                running.routed(layer, chosen)
+                missing = np.count_nonzero(~running.resident[layer][np.unique(chosen)])
+                assert running.held + missing <= budget
+
+
 def test_promotions_and_demotions_are_pairs_of_one_layer():
     of = layers(3, 32, 4)
     for policy in ("lru", "lfu", "hysteresis"):

@@ -163,7 +163,8 @@ class Policy:
         wanted = missing
         if self.refresh > 1 or free > len(missing):
             wanted = np.flatnonzero(~resident & ((worth > 0) | (counts > 0)))
-        inside = np.flatnonzero(resident)
+        # one in use that leaves stays in memory for this run: only a newcomer that is in use too has room for that
+        inside = np.flatnonzero(resident & (counts == 0)) if self.refresh > 1 else np.flatnonzero(resident)
         victims = iter(inside[np.argsort(worth[inside], kind="stable")].tolist())
         kept, fetched = list[int](), list[tuple[int, int]]()
         for expert in wanted[np.argsort(-worth[wanted], kind="stable")].tolist():
