@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import device_conformance as conformance
 import numpy as np
 import pytest
+from op_cases import cases
 
 import rlx
 from rlx.backends.cuda import attention, code, vectors
@@ -729,7 +730,10 @@ def test_the_greatest_of_a_long_row_is_found_by_many_blocks():
     assert sorted((at.blocks, at.parts) for at in found) == [(25, 25), (512, 1)]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_products_of_two_vectors_have_no_columns_to_pair(dtype: str):
-    (kernel,) = kernels(graph(lambda g: rlx.exp(g.input("x", (5,), dtype) @ g.input("y", (5,), dtype))))
-    assert "matmul" in kernel.origin
+
+@pytest.mark.parametrize("name", ["matmul", "dequant_matmul", "segment_matmul"])
+def test_products_of_every_shape_lower_for_a_gpu(name: str):
+    """Of two vectors, without rows, without anything to sum: with a pointwise op behind each."""
+    whole, _, _ = conformance.together(name, [c for c in cases(dtypes=HOPPER.dtypes) if c.op.name == name])
+    whole.set_outputs([rlx.abs(v) for v in whole.outputs])
+    assert sum(1 for _ in kernels(whole))

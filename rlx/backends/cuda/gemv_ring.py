@@ -125,7 +125,7 @@ def _kept(m: int, k: int, item: int) -> list[tuple[float, int, int, int]]:
 
 def takes(m: int, k: int, item: int) -> bool:
     """True if products of m rows of k elements pass through a ring, where columns of weights are adjacent in memory."""
-    return m <= MOST_ROWS and k % (BYTES // item) == 0 and bool(_kept(m, k, item))
+    return k > 0 and m <= MOST_ROWS and k % (BYTES // item) == 0 and bool(_kept(m, k, item))
 
 
 def _with_ring(at: RingLaunch) -> RingLaunch | None:
