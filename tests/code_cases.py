@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from op_cases import Case, cases  # noqa: E402
 
 import rlx  # noqa: E402
-from rlx.backends.cpu.backend import NATIVES, CpuBackend  # noqa: E402
+from rlx.backends.cpu.backend import CpuBackend, with_natives  # noqa: E402
 from rlx.backends.cpu.target import target_for  # noqa: E402
 from rlx.compiler import CompileOptions, lower  # noqa: E402
 from rlx.errors import GraphError  # noqa: E402
@@ -165,7 +164,7 @@ def every() -> Every:
 
 def compile_case(number: int, processor: str) -> bool:
     """Machine code of the case's kernels. False: there is no such graph."""
-    target = replace(TARGETS[processor], natives=NATIVES, packs=CpuBackend().target().packs)
+    target = with_natives(TARGETS[processor])
     g = graph(*every()[number])
     if g is None or not {v.dtype.name for n in g.nodes() for v in n.results} <= target.dtypes:
         return False

@@ -116,6 +116,8 @@ class LanguageModel(Shown):
         self.params: ParamStore | None = None  # shared by every graph
         self.handles = HandleStore()  # the state; also shared by every graph
         self._options, self._progress = options or CompileOptions(), progress
+        how = expert_budget, expert_policy, expert_profile, record_experts
+        self._experts = ModelExperts(self.config, self.path.name, *how)
         self.splits: dict[str, Split] = {}  # split of params and states among ranks
         if self.ranks > 1:
             self.splits = self.partitioned(self.whole_graph(1)).splits
@@ -123,8 +125,6 @@ class LanguageModel(Shown):
         self._codec: TextCodec | None = None
         self._answer: Decoding | None = None  # the answer that owns the state
         self._lock = Lock()
-        how = expert_budget, expert_policy, expert_profile, record_experts
-        self._experts = ModelExperts(self.config, self.path.name, *how)
 
     def _line(self) -> str:
         size = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}, {self.config.vocab_size} tokens"
