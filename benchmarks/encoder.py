@@ -134,6 +134,18 @@ class Engine:
         self.process.wait()
 
 
+def take_turns(running: list[Engine], limits: Engine, rounds: int) -> None:
+    """Engines in turn, and the limits before and after each. All processes end."""
+    limits.turn()
+    for _ in range(rounds):
+        for engine in running:
+            time.sleep(0.02)
+            engine.turn()
+            limits.turn()
+    for engine in (*running, limits):
+        engine.end()
+
+
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
@@ -150,14 +162,7 @@ def compare(
     apart = {name: float(np.abs(np.array(said[name]["result"]) - ours).max()) for name in engines}
     if max(apart.values()) > TOLERANCE:
         raise SystemExit(f"{model} {shape}: the peers disagree: {apart}")
-    limits.turn()
-    for _ in range(rounds):
-        for engine in running:
-            time.sleep(0.02)
-            engine.turn()
-            limits.turn()
-    for engine in (*running, limits):
-        engine.end()
+    take_turns(running, limits, rounds)
     (work,) = said[LIMITS]["result"]
     peaks = [work / statistics.median(t) * threads for t in limits.turns]
     medians = {e.name: statistics.median(t for turn in e.turns for t in turn) for e in running}

@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from benchmarks import qwen_moe_shape, qwen_shape
+from benchmarks.measure import append
 
 SHAPES: dict[str, Any] = {"0.6b": qwen_shape, "30b-a3b": qwen_moe_shape}
 NAMES = {"0.6b": "Qwen3-0.6B shape", "30b-a3b": f"Qwen3-30B-A3B shape, {qwen_moe_shape.LAYERS} layers"}
@@ -267,12 +268,8 @@ def main() -> None:
     print(about, *head, sep="\n", flush=True)
     lines = [line for form in args.formats for line in compare(form, engines, args)]
     if args.write:
-        rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
         command = f"python benchmarks/generation.py --shape {args.shape} --threads {args.threads} --context {args.context}"
-        title = f"\n## Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
-        path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        with path.open("a", encoding="utf-8") as f:
-            f.write(title + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")
+        append(f"Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`", about, head, lines)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rlx.backends.cpu.roofline import Call, dot_call, fma_call, read_call
 from rlx.backends.cpu.target import host_target
@@ -77,3 +78,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[x]) for row in cells) for x in range(len(heads))]
     lines = ["  ".join(c.ljust(w) if x == 0 else c.rjust(w) for x, (c, w) in enumerate(zip(row, widths))) for row in cells]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def append(title: str, about: str, head: Sequence[str], lines: Sequence[str]) -> None:
+    """Add a section to docs/benchmarks.md: the table's rows among `lines`, then the others as notes."""
+    rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
+    path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+    with path.open("a", encoding="utf-8") as f:
+        f.write(f"\n## {title}\n\n{about}\n\n" + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")

@@ -30,9 +30,9 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks.encoder import LIMITS, Engine, package
+from benchmarks.encoder import LIMITS, Engine, package, take_turns
 from benchmarks.gemv import read_calls
-from benchmarks.measure import dot_call, header, share
+from benchmarks.measure import append, dot_call, header, share
 from benchmarks.moe_peers import EXPERTS, ONLY, RUNNERS, Layer, Run
 
 TURN = 0.4  # seconds of runs in a turn; at least one run of each set of tokens
@@ -119,14 +119,7 @@ def compare(engines: list[str], layer: Layer, rounds: int) -> list[str]:
     wrong = {name: said[name]["error"] for name in engines if not said[name]["error"] < TOLERANCE[layer.dtype]}
     if wrong:
         raise SystemExit(f"{layer.tokens} tokens, {layer.dtype}: wrong results: {wrong}")
-    rates.turn()
-    for _ in range(rounds):
-        for engine in running:
-            time.sleep(0.02)
-            engine.turn()
-            rates.turn()
-    for engine in (*running, rates):
-        engine.end()
+    take_turns(running, rates, rounds)
     floors = [max(amount / rate for amount, rate in zip(said[LIMITS]["work"], turn)) for turn in rates.turns]
     rows = []
     for at, engine in enumerate(running):
@@ -173,12 +166,8 @@ def main() -> None:
         fit = [e for e in engines if ONLY.get(e, dtype) == dtype]
         lines += [line for n in args.tokens for line in compare(fit, Layer(n, dtype, args.threads), args.rounds)]
     if args.write:
-        rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
         command = f"python benchmarks/moe.py --threads {args.threads}"
-        title = f"\n## One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
-        path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        with path.open("a", encoding="utf-8") as f:
-            f.write(title + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")
+        append(f"One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `{command}`", about, head, lines)
 
 
 if __name__ == "__main__":

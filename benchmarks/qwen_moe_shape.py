@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.qwen_shape import header_of
+
 LAYERS = 4
 CONFIG = {
     "vocab_size": 151936 * LAYERS // 48 // 32 * 32,
@@ -40,22 +42,10 @@ def _write(path: Path, kind: str) -> None:
     import gguf
 
     c = CONFIG
-    w = gguf.GGUFWriter(path, "qwen3moe")
-    w.add_block_count(c["num_hidden_layers"])
-    w.add_context_length(c["max_position_embeddings"])
-    w.add_embedding_length(c["hidden_size"])
-    w.add_feed_forward_length(c["intermediate_size"])
-    w.add_head_count(c["num_attention_heads"])
-    w.add_head_count_kv(c["num_key_value_heads"])
-    w.add_key_length(c["head_dim"])
-    w.add_value_length(c["head_dim"])
-    w.add_rope_freq_base(c["rope_theta"])
-    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    w = header_of(path, "qwen3moe", c)
     w.add_expert_count(c["num_experts"])
     w.add_expert_used_count(c["num_experts_per_tok"])
     w.add_expert_feed_forward_length(c["moe_intermediate_size"])
-    w.add_vocab_size(c["vocab_size"])
-    w.add_tokenizer_model("no_vocab")
     h, d, f, experts = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"], c["num_experts"]
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (c["vocab_size"], h), "output": (c["vocab_size"], h), "output_norm": (h,)}

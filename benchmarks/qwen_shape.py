@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -84,11 +85,11 @@ def gguf_file(root: Path, kind: str) -> Path:
     return path
 
 
-def _write(path: Path, kind: str) -> None:
+def header_of(path: Path, family: str, c: Mapping[str, Any]) -> Any:
+    """A gguf.GGUFWriter with the sizes of a model without a tokenizer, of a configuration with the names of Hugging Face."""
     import gguf
 
-    c = CONFIG
-    w = gguf.GGUFWriter(path, "qwen3")
+    w = gguf.GGUFWriter(path, family)
     w.add_block_count(c["num_hidden_layers"])
     w.add_context_length(c["max_position_embeddings"])
     w.add_embedding_length(c["hidden_size"])
@@ -101,6 +102,13 @@ def _write(path: Path, kind: str) -> None:
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
     w.add_vocab_size(c["vocab_size"])
     w.add_tokenizer_model("no_vocab")
+    return w
+
+
+def _write(path: Path, kind: str) -> None:
+    import gguf
+
+    w = header_of(path, "qwen3", CONFIG)
     for name, array in tensors():
         name = name.removesuffix(".weight").removeprefix("model.")
         if name.startswith("layers."):

@@ -62,11 +62,7 @@ def generate(
     from rlx.runtime import connect, of_first
 
     o.check_writable(trace)
-    o.check_writable(record_experts)
-    experts = {
-        "expert_budget": expert_budget, "expert_policy": expert_policy, "expert_profile": expert_profile,
-        "record_experts": record_experts,
-    }  # fmt: skip
+    experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
     transport = connect()  # with several ranks, only the first one prints
     first, text = transport.this_rank.index == 0, prompt
     if prompt == "-":
@@ -79,8 +75,20 @@ def generate(
             repetition_penalty=repetition_penalty,
         )  # fmt: skip
         prepare(answer)
+    try:
+        _run(answer, loaded, first, stats)
+    finally:
+        transport.close()
+    if trace is not None:
+        from rlx.explain.profile import write_trace
+
+        write_trace(trace, loaded.profiles())
+
+
+def _run(answer: Generator, model: LanguageModel, first: bool, stats: bool) -> None:
+    """Run the answer to its end. Only the `first` rank prints."""
     if first:
-        _tell_experts(loaded)
+        _tell_experts(model)
     try:
         answer.run()
     except KeyboardInterrupt:
@@ -90,12 +98,7 @@ def generate(
         if first:
             print(flush=True)
         if first and stats:
-            _account(loaded, answer)
-        transport.close()
-    if trace is not None:
-        from rlx.explain.profile import write_trace
-
-        write_trace(trace, loaded.profiles())
+            _account(model, answer)
 
 
 def chat(
@@ -139,11 +142,7 @@ def chat(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "seed": seed,
     }  # fmt: skip
-    o.check_writable(record_experts)
-    experts = {
-        "expert_budget": expert_budget, "expert_policy": expert_policy, "expert_profile": expert_profile,
-        "record_experts": record_experts,
-    }  # fmt: skip
+    experts = expert_options(expert_budget, expert_policy, expert_profile, record_experts)
     bars = Bars()
     with bars:
         loaded = open_model(model, bars, capacity, cache, device, threads, tune, **experts)
@@ -206,11 +205,17 @@ def _message(terminal: bool) -> str | None:
     return _text(line).strip() if line else None
 
 
+def expert_options(budget: str | None, policy: str | None, profile: Path | None, record: Path | None) -> dict[str, Any]:
+    """The arguments of LanguageModel that only models with experts take, checked."""
+    o.check_writable(record)
+    return {"expert_budget": budget, "expert_policy": policy, "expert_profile": profile, "record_experts": record}
+
+
 def open_model(
     model: Path, bars: Bars, capacity: int | None, cache: str, device: str, threads: int | None, tune: float,
     transport: SymmetricTransport | None = None, **experts: Any,
 ) -> LanguageModel:  # fmt: skip
-    """`experts`: arguments of LanguageModel that only models with experts take."""
+    """`experts`: as from expert_options."""
     from rlx.frontends.load import load_decoder
     from rlx.runtime import CompileOptions, Session
 

@@ -45,12 +45,21 @@ class StepBody(Body):
 _functions = Functions()
 
 
-@_functions.native("void", block="ptr", function="i64", status="ptr")
-def ask(e: Body, block: V, function: V, status: V) -> None:
-    e.put(block, "failed", 1)
-    e.call(e.get(block, "answer"), "void", function)
-    with e.when(e.cmp("ne", e.get(block, "failed"), 0)):
-        e.store(e.const("i32", FAILED), status, 4)
+def asking(functions: Functions, failed: int) -> Callable[..., V]:
+    """The function `ask` of a module: it calls the `answer` of a block, and sets the status to `failed` unless that cleared the
+    block's `failed`."""
+
+    @functions.native("void", block="ptr", argument="i64", status="ptr")
+    def ask(e: Body, block: V, argument: V, status: V) -> None:
+        e.put(block, "failed", 1)
+        e.call(e.get(block, "answer"), "void", argument)
+        with e.when(e.cmp("ne", e.get(block, "failed"), 0)):
+            e.store(e.const("i32", failed), status, 4)
+
+    return ask
+
+
+ask = asking(_functions, FAILED)
 
 
 @_functions.native("void", args="ptr", task="i64", scratch="ptr", status="ptr")

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx.backends.cpu import memory
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.exchange import ANSWER, answers
+from rlx.backends.cpu.exchange import ANSWER, answers, asking
 from rlx.backends.cpu.timing import MONOTONIC
 from rlx.backends.shared.loaded import Loaded
 from rlx.driver.experts import AT_ONCE, LATER, ExpertTiers, ResidencyStats, TierStats
@@ -58,12 +58,7 @@ class PlaceBody(Body):
 _functions = Functions()
 
 
-@_functions.native("void", place="ptr", argument="i64", status="ptr")
-def ask(e: Body, place: V, argument: V, status: V) -> None:
-    e.put(place, "failed", 1)
-    e.call(e.get(place, "answer"), "void", argument)
-    with e.when(e.cmp("ne", e.get(place, "failed"), 0)):
-        e.store(e.const("i32", FAILED), status, 4)
+ask = asking(_functions, FAILED)
 
 
 @_functions.native("i64", place="ptr")
