@@ -3,6 +3,7 @@
 # make lint   ruff and pyright
 # make docs   the site of docs/, into build/site; it loads nothing from elsewhere
 # make bench  encoders, rlx against every installed peer
+# make bench-cpu  every CPU benchmark, into this processor's section of docs/benchmarks.md, and the chart; ARGS="--parts encoders"
 # Everything is installed into .venv, once: a stamp file per purpose says what is there.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FILES  := rlx tests benchmarks docs
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench bench-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rlx embed --stats \
@@ -30,6 +31,10 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/encoder.py $(ARGS)
+
+bench-cpu: $(VENV)/.bench
+	$(BIN)/python benchmarks/cpu.py --write $(ARGS)
+	$(BIN)/python docs/chart.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

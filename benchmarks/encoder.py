@@ -1,15 +1,18 @@
 """Sentence encoders on rlx and every installed peer: MiniLM-L6, or the size of BERT-base with random weights.
 
-    python benchmarks/encoder.py [--model minilm bert-base] [--threads 1 2] [--shapes 1x16 8x128] [--write]
+    python benchmarks/encoder.py [--model minilm bert-base] [--precision f32 bf16 int8] [--threads 1 2] [--shapes 1x16] [--write]
 
 Each engine runs in a separate process, and the engines alternate. The others wait on a pipe meanwhile, so that no idle worker
 spins during a measurement. Every peer gets the same ids and mask and returns the same normalised embeddings, which are compared
 first. Times are medians and 99th percentiles of single runs through the public call. With one thread it is the CPU time of the
 engine's process, which excludes other programs. With more threads it is wall time, without the runs in which the system preempted
-the engine, unless no other runs are left. The FMA limit is the time of the model's multiply-adds at the peak of one core times
-the threads. That peak is measured just before and after each turn, and the share is the median over turns. torch gets the library
-that lets its MKL use its fast kernels on AMD processors. An engine may be installed in another environment: --python MAX=PATH
-names its interpreter.
+the engine, unless no other runs are left. The limit is the time of the model's multiply-adds at the peak of one core times the
+threads: of f32, or of the instruction for bf16 or for bytes (the matrix unit's, if there is one). That peak is measured just
+before and after each turn, and the share is the median over turns. torch gets the library that lets its MKL use its fast kernels
+on AMD processors. An engine may be installed in another environment: --python MAX=PATH names its interpreter.
+
+bf16: weights and activations, in OpenVINO by its hint. int8: rlx and torch quantise activations at run time; OpenVINO and ONNX
+Runtime run a model that onnxruntime.quantization made, calibrated with the ids of the benchmark itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +36,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks.encoder_peers import RUNNERS, Task
-from benchmarks.measure import fma_call, header
+from benchmarks.encoder_peers import ENGINES, RUNNERS, Task
+from benchmarks.measure import append, dot_call, fma_call, header
 from benchmarks.mkl import mkl_on_amd
 
 SHAPES = {"minilm": ("1x16", "1x128", "8x128", "32x128"), "bert-base": ("1x128", "8x512")}
@@ -43,21 +46,23 @@ PACKAGES |= {"rlx": "llvmlite", "rlx, tuned": "llvmlite"}
 LIMITS = "limits"
 TURN = 0.3  # seconds of runs in a turn; at least one run
 LONG = 0.5  # seconds; a run this long needs no separate warm-up
-TOLERANCE = 2e-4  # between unit vectors
+TOLERANCE = {"f32": 2e-4, "bf16": 2e-2, "int8": 0.2}  # between unit vectors; peers have one int8 scale for all rows
+WIDTHS = {"bf16": 2, "int8": 4}  # products that one instruction's lane sums
 RESULTS = 2048  # numbers of a result that are compared
 
 
 @dataclass(frozen=True)
 class Workload:
     """The workload of a benchmark. `shapes`: of each model. `runners`: by engine; runner(task) returns a function that runs it
-    once. `task`: (model, batch, length, threads) -> a task with `flops` and `threads`. `program`: the file that each engine's
-    process runs."""
+    once. `task`: (model, batch, length, threads) -> a task with `flops`, `threads` and `precision`. `program`: the file that each
+    engine's process runs. `engines`: by precision, those that have it. A model in any but f32 is called "MODEL PRECISION"."""
 
     program: str
     title: str
     shapes: Mapping[str, tuple[str, ...]]
     runners: Mapping[str, Callable[[Any], Callable[[], np.ndarray]]]
     task: Callable[[str, int, int, int], Any]
+    engines: Mapping[str, tuple[str, ...]]
 
 
 def package(engine: str) -> str:
@@ -72,7 +77,7 @@ def worker(engine: str, task: Any, runners: Mapping[str, Callable[[Any], Callabl
     answers, sys.stdout = sys.stdout, sys.stderr
     clock = time.process_time if task.threads == 1 else time.perf_counter
     if engine == LIMITS:
-        call, work = fma_call(steps=20_000)
+        call, work = dot_call(WIDTHS[task.precision]) if task.precision in WIDTHS else fma_call(steps=20_000)
         run, clock = (lambda: call() or np.array(work)), time.thread_time
     else:
         run = runners[engine](task)
@@ -150,7 +155,7 @@ def take_turns(running: list[Engine], limits: Engine, rounds: int) -> None:
 
 
 def compare(
-    program: str, engines: list[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
+    program: str, engines: Sequence[str], model: str, shape: str, threads: int, rounds: int, pythons: dict[str, str]
 ) -> list[str]:
     """Table rows of one shape. SystemExit: a peer's result differs."""
     running, said = [], {}
@@ -160,7 +165,7 @@ def compare(
     limits = running.pop()
     ours = np.array(said["rlx"]["result"])
     apart = {name: float(np.abs(np.array(said[name]["result"]) - ours).max()) for name in engines}
-    if max(apart.values()) > TOLERANCE:
+    if max(apart.values()) > TOLERANCE.get(model.split()[-1], TOLERANCE["f32"]):
         raise SystemExit(f"{model} {shape}: the peers disagree: {apart}")
     take_turns(running, limits, rounds)
     (work,) = said[LIMITS]["result"]
@@ -185,6 +190,7 @@ def main(w: Workload, about: str) -> None:
     """The command. `about`: its description for --help."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(w.shapes), choices=w.shapes)
+    parser.add_argument("--precision", nargs="+", default=["f32"], choices=w.engines)
     parser.add_argument("--shapes", nargs="+", help="batch x length, instead of the model's own")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--engines", nargs="+", default=list(w.runners), choices=w.runners)
@@ -202,17 +208,18 @@ def main(w: Workload, about: str) -> None:
     engines = ["rlx", *(e for e in there if e != "rlx")]
     about = header(*dict.fromkeys(package(e) for e in engines if e not in pythons))
     about += "".join(f"; {e} is not installed" for e in args.engines if e not in engines)
-    heads = ["model", "threads", "engine", "median, ms", "p99, ms", "of the FMA limit", "rlx is faster by", "max abs difference"]
+    heads = ["model", "threads", "engine", "median, ms", "p99, ms", "of the limit", "rlx is faster by", "max abs difference"]
     head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     print(about, *head, sep="\n", flush=True)
-    jobs = [(m, s, t) for m in args.model for s in args.shapes or w.shapes[m] for t in args.threads]
-    rows = [row for job in jobs for row in compare(w.program, engines, *job, args.rounds, pythons)]
+    rows: list[str] = []
+    for model, precision in ((m, p) for m in args.model for p in args.precision):
+        able = [e for e in engines if e in w.engines[precision]]
+        name = model if precision == "f32" else f"{model} {precision}"
+        for shape, threads in ((s, t) for s in args.shapes or w.shapes[model] for t in args.threads):
+            rows += compare(w.program, able, name, shape, threads, args.rounds, pythons)
     if args.write:
-        path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        title = f"\n## {w.title}, {time.strftime('%Y-%m-%d')}\n\n{about}\n\n"
-        with path.open("a", encoding="utf-8") as f:
-            f.write(title + "\n".join([*head, *rows]) + "\n")
+        append(f"{w.title}, {time.strftime('%Y-%m-%d')}", about, head, rows)
 
 
 if __name__ == "__main__":
-    main(Workload(__file__, "Encoders, `make bench`", SHAPES, RUNNERS, Task), __doc__ or "")
+    main(Workload(__file__, "Encoders, `make bench`", SHAPES, RUNNERS, Task, ENGINES), __doc__ or "")

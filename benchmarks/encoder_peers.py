@@ -20,16 +20,20 @@ BASE = bert.BertConfig(30522, 768, 12, 12, 3072, 512, normalize=True)  # BERT-ba
 
 @dataclass(frozen=True)
 class Task:
-    """One model ("minilm" with its weights, "bert-base" with random ones) at one shape."""
+    """One model ("minilm" with its weights, "bert-base" with random ones; "minilm bf16": in that precision) at one shape."""
 
     model: str
     batch: int
     length: int
     threads: int
 
+    @property
+    def precision(self) -> str:
+        return (self.model.split() + ["f32"])[1]
+
     @cached_property
     def loaded(self) -> tuple[bert.BertConfig, dict[str, np.ndarray]]:
-        if self.model == "minilm":
+        if self.model.startswith("minilm"):
             from rlx.models import default_folder, load
 
             found = load(default_folder())
@@ -76,7 +80,7 @@ def run_rlx(task: Task) -> Run:
     import rlx
 
     graph = bert.build(task.config, task.batch, task.length)
-    compiled = rlx.Session().compile(graph, rlx.CompileOptions(threads=task.threads))
+    compiled = rlx.Session().compile(graph, rlx.CompileOptions(threads=task.threads, precision=task.precision))
     for name, array in task.weights.items():
         compiled.set_param(name, array)
     inputs = [compiled.input_view("input_ids"), compiled.input_view("attention_mask")]
@@ -101,9 +105,13 @@ def _torch_network(task: Task) -> Callable[[], Any]:
     network.load_state_dict({name: torch.tensor(w) for name, w in task.weights.items()}, strict=False)
     ids, mask = torch.tensor(task.ids, dtype=torch.int64), torch.tensor(task.mask, dtype=torch.int64)
     torch.set_num_threads(task.threads)
+    if task.precision == "bf16":
+        network = network.bfloat16()
+    if task.precision == "int8":
+        network = torch.ao.quantization.quantize_dynamic(network, {torch.nn.Linear}, dtype=torch.qint8)
 
     def embed() -> Any:
-        x = network(input_ids=ids, attention_mask=mask).last_hidden_state
+        x = network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
         weight = mask[..., None].float()
         return torch.nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
 
@@ -149,10 +157,15 @@ def onnx_session(made: Any, threads: int, inputs: Mapping[str, np.ndarray], outp
     return run
 
 
-def run_onnx(task: Task, fused: bool = False) -> Run:
-    from benchmarks.encoder_onnx import onnx_model
+def _onnx_model(task: Task, fused: bool = False) -> Any:
+    from benchmarks.encoder_onnx import onnx_model, quantised
 
     made = onnx_model(task.config, task.weights, task.ids.shape, fused)
+    return quantised(made, {"input_ids": task.ids, "attention_mask": task.mask}) if task.precision == "int8" else made
+
+
+def run_onnx(task: Task, fused: bool = False) -> Run:
+    made = _onnx_model(task, fused)
     inputs = {"input_ids": task.ids, "attention_mask": task.mask}
     return onnx_session(made, task.threads, inputs, ("embedding", (task.batch, task.config.hidden_size)))
 
@@ -162,19 +175,18 @@ def run_onnx_fused(task: Task) -> Run:
 
 
 def run_openvino(task: Task) -> Run:
-    from benchmarks.encoder_onnx import onnx_model
+    precision = "f32" if task.precision == "f32" else "bf16"  # bytes: of the products; the rest in what is fastest
+    return openvino_request(_onnx_model(task), task.threads, [task.ids, task.mask], precision)
 
-    return openvino_request(onnx_model(task.config, task.weights, task.ids.shape, False), task.threads, [task.ids, task.mask])
 
-
-def openvino_request(made: Any, threads: int, inputs: Sequence[np.ndarray]) -> Run:
+def openvino_request(made: Any, threads: int, inputs: Sequence[np.ndarray], precision: str = "f32") -> Run:
     """An ONNX model in OpenVINO, bound to these inputs."""
     import io
 
     import openvino as ov
 
     core = ov.Core()
-    how = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    how = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision}
     request = core.compile_model(core.read_model(io.BytesIO(made.SerializeToString())), "CPU", how).create_infer_request()
     for i, array in enumerate(inputs):
         request.set_input_tensor(i, ov.Tensor(array))
@@ -293,4 +305,9 @@ RUNNERS = {
     "JAX": run_jax,
     "torch": run_torch,
     "torch.compile": run_torch_compile,
+}
+ENGINES = {  # that have a way to compute in this precision
+    "f32": tuple(RUNNERS),
+    "bf16": ("rlx", "OpenVINO", "torch", "torch.compile"),
+    "int8": ("rlx", "ONNX Runtime", "OpenVINO", "torch"),
 }

@@ -227,10 +227,10 @@ def compare(form: str, engines: list[str], args: argparse.Namespace) -> list[str
         apart = np.abs(np.array(engine.results[-1]["logits"]) - ours).max() / np.abs(ours).max()
         limit = operations / (fma * PEAK[form] * args.threads)
         cells = [
-            form, name, f"{1 / decode[name]:.1f}", f"{shares[name]:.0%}", f"{decode[name] / decode['rlx']:.2f}",
+            form, args.threads, name, f"{1 / decode[name]:.1f}", f"{shares[name]:.0%}", f"{decode[name] / decode['rlx']:.2f}",
             f"{prefill[name] * 1e3:.0f}", f"{limit / prefill[name]:.0%}", f"{prefill[name] / prefill['rlx']:.2f}", f"{apart:.0e}",
         ]  # fmt: skip
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {' | '.join(map(str, cells))} |")
         print(rows[-1], flush=True)
     note = f"{form}: read rate {read / 1e9:.1f} GB/s on {args.threads} thread(s), multiply-adds {fma / 1e9:.0f} GFLOP/s on one"
     print(note, flush=True)
@@ -262,7 +262,7 @@ def main() -> None:
     packages = {"llama.cpp": "llama-cpp-python", "OpenVINO": "openvino", "rlx": "llvmlite"}
     about = header(*(packages[e] for e in engines))
     about += "".join(f"; {e} is not installed" for e in args.engines if e not in engines)
-    heads = ["format", "engine", "decode, tokens/s", "of read rate", "rlx is faster by", "prefill, ms", "of peak"]
+    heads = ["format", "threads", "engine", "decode, tokens/s", "of read rate", "rlx is faster by", "prefill, ms", "of peak"]
     heads += ["rlx is faster by", "logits differ"]
     head = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     print(about, *head, sep="\n", flush=True)

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +33,7 @@ TUNE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Task:
+    precision: ClassVar[str] = "f32"
     model: str
     batch: int
     length: int  # tokens
@@ -212,4 +213,5 @@ RUNNERS = {
 }
 
 if __name__ == "__main__":
-    main(Workload(__file__, "MLP mixer of odd sizes, `python benchmarks/mixer.py`", SHAPES, RUNNERS, Task), __doc__ or "")
+    title, engines = "MLP mixer of odd sizes, `python benchmarks/mixer.py`", {"f32": tuple(RUNNERS)}
+    main(Workload(__file__, title, SHAPES, RUNNERS, Task, engines), __doc__ or "")

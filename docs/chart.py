@@ -6,6 +6,7 @@ of those tables: python docs/chart.py"""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -98,7 +99,26 @@ def groups() -> Iterator[tuple[str, list[Bar]]]:
             ("8 of 512, bf16, 16 threads", "bert-base 8 × 512, bf16", "16"),
         )
     ]  # fmt: skip
+    yield from processors()
     yield "one H200, against torch.compile", [*on_gpu()]
+
+
+def processors() -> Iterator[tuple[str, list[Bar]]]:
+    """Encoders and generation from the sections that `make bench-cpu` wrote: with one thread and with the most."""
+    for title in re.findall(r"\n## (.*), `make bench-cpu`", SOURCE.read_text("utf-8")):
+        cases: dict[tuple[str, int, str], list[Row]] = {}
+        for row in (row for table in tables(title) for row in table if "threads" in row and FASTER in row):
+            cases.setdefault((row.get("model") or f"a token, {row['format']}", int(row["threads"]), FASTER), []).append(row)
+            if "format" in row:
+                cases.setdefault((f"prefill, {row['format']}", int(row["threads"]), f"{FASTER} 2"), []).append(row)
+        most = max((threads for _, threads, _ in cases), default=1)
+        bars = [
+            best(f"{name}, {threads} thread{'s' * (threads > 1)}", found, column)
+            for (name, threads, column), found in cases.items()
+            if threads in (1, most) and len(found) > 1
+        ]
+        if bars:
+            yield title, bars
 
 
 def on_gpu() -> Iterator[Bar]:

@@ -134,3 +134,14 @@ def test_entries_of_the_page_of_ops() -> None:
     assert "`gelu(x, approximate: 'none' | 'tanh' = 'none')`" in entry(OPS["gelu"])
     assert "`iota(dims: tuple[int | Dim, ...], axis: int = 0, dtype: DType = i64)`" in entry(OPS["iota"])
     assert "*index; floats, signed integers, unsigned integers, bool; at: an index (integers)*" in entry(OPS["take_rows"])
+
+
+def test_benchmarks_of_one_processor_leave_those_of_others_and_other_parts_alone():
+    from benchmarks.cpu import replaced
+
+    text = "# Benchmarks\n\n## First, 2 CPUs\n\n### start\n\nold\n\n### encoders\n\nkept\n\n## Other\n\n### start\n\ntheirs\n"
+    found = replaced(text, "First, 2 CPUs", {"start": "new", "chains": "added"})
+    assert found == text.replace("old\n\n### encoders\n\nkept\n", "new\n\n### encoders\n\nkept\n\n### chains\n\nadded\n")
+    made = replaced(text, "Third, 4 CPUs", {"start": "new"})
+    assert made == text + "\n## Third, 4 CPUs\n\n### start\n\nnew\n"
+    assert replaced(made, "Third, 4 CPUs", {"start": "newer"}) == made.replace("new\n", "newer\n")
