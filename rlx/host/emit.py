@@ -117,6 +117,11 @@ class Emitter:
         kind = "fcmp" if a.scalar in ("float", "double", "half", "bfloat") else "icmp"
         return self.op(f"<{a.lanes} x i1>" if a.ty[0] == "<" else "i1", f"{kind} {predicate} {a}, {self.const(a.ty, b).text}")
 
+    def freeze(self, a: V) -> V:
+        """`a`, without its computation for the passes over loops: of many addresses at constant distances from a frozen one they
+        see one value, not as many induction variables, over which they take most of the time of code generation."""
+        return self.op(a.ty, f"freeze {a}")
+
     def select(self, c: V, a: V | float, b: V) -> V:
         return self.op(b.ty, f"select {c}, {self.const(b.ty, a)}, {b}")
 

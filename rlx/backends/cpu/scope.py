@@ -51,6 +51,8 @@ class Scope:
         self.alive: list[Expr] = []  # all whose id is in a memo of this kernel: another expression would get the id of a dead one
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
         self.ahead: Ahead | None = None
+        self.origin: tuple[Scope, Mapping[Var, int]] | None = None  # see `moved`
+        self.places: dict[tuple[int, int], V] = {}  # addresses that scopes moved from this one share, by buffer and index
         self.scalar: Scope = self if lanes == 1 else Scope(e, pointers, status, vector_bytes=vector_bytes)
         self.scalar.alive = self.alive
         for var, value in (bindings or {}).items():
@@ -79,6 +81,12 @@ class Scope:
             assert base is not None and self.vector is None
             out.vector, out.scalar.bindings[vector] = vector, base
         return out
+
+    def moved(self, origin: Scope, steps: Mapping[Var, int]) -> Scope:
+        """This scope, known to be `origin` with each variable of `steps` so much larger, in the same block. Its addresses are
+        then constant distances from those of `origin`, which LLVM would spend most of its time on finding out."""
+        self.scalar.origin = origin.scalar, steps
+        return self
 
     def bind(self, var: Var, value: V) -> None:
         """`var` means `value` from here on."""
@@ -219,6 +227,13 @@ def _active(guard: Expr | None, scope: Scope) -> V | None:
 
 def address(buffer: Buffer | Local, index: Expr, scope: Scope) -> V:
     """The scalar address of buffer[index]; in a vector scope's lane-0 twin, that of lane 0."""
+    if scope.origin is not None:
+        origin, steps = scope.origin
+        each = [(coefficient(index, var), n) for var, n in steps.items()]
+        if all(c is not None for c, _ in each):
+            if (key := (id(buffer), id(index))) not in origin.places:
+                origin.places[key] = scope.e.freeze(address(buffer, index, origin))
+            return scope.e.gep(origin.places[key], sum(c * n for c, n in each if c) * buffer.dtype.itemsize)
     at = expr(index, scope)
     return scope.e.op("ptr", f"getelementptr {alu.memory_type(buffer.dtype)}, {scope.pointers[buffer]}, {at}")
 

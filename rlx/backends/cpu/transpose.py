@@ -72,9 +72,12 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
     def tiles(count: int) -> None:
         with e.loop(start, middle, n) as loop, e.loop(0, count * n, n, nonempty=True) as tile:
             row = e.bin("add nsw", first, tile.index)
-            transposed = {load: _transposed(e, _read(x, load, scope, row, loop.index)) for load in x.loads}
+            corner = scope.child({x.row: row}, vector=x.loop.var, base=loop.index, lanes=n)
+            blocks = {load: min(n, 16 // load.buffer.dtype.itemsize) for load in x.loads}
+            transposed = {load: _transposed(e, _read(x, load, corner), block) for load, block in blocks.items()}
             for i in range(n):
                 inner = scope.child({x.row: e.bin("add nsw", row, i)}, vector=x.loop.var, base=loop.index, lanes=n)
+                inner.moved(corner, {x.row: i})
                 for load, found in transposed.items():
                     inner.memo[id(load)] = alu.from_memory(e, found[i], load.buffer.dtype)
                 emit_statements(x.loop.body, inner)
@@ -92,27 +95,34 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
         rows(over // n * n, over, bounds)
 
 
-def _read(x: Crossing, load: Load, scope: Scope, row: V, column: V) -> list[V]:
-    """Load the tile at (row, column) in memory order: one vector along the rows for each column."""
-    e, dtype = scope.e, load.buffer.dtype
-    ty, out = vector(alu.memory_type(dtype), x.size), []
-    for j in range(x.size):
-        at = scope.child({x.row: row, x.loop.var: e.bin("add nsw", column, j)})
-        out.append(e.load(ty, address(load.buffer, load.index, at), dtype.itemsize))
-    return out
+def _read(x: Crossing, load: Load, corner: Scope) -> list[V]:
+    """Load the tile at `corner` in memory order: one vector along the rows for each column."""
+    e, dtype = corner.e, load.buffer.dtype
+    ty, first = vector(alu.memory_type(dtype), x.size), e.freeze(address(load.buffer, load.index, corner.scalar))
+    step = coefficient(load.index, x.loop.var)
+    assert step is not None  # see `crossing`
+    return [e.load(ty, e.gep(first, j * step * dtype.itemsize), dtype.itemsize) for j in range(x.size)]
 
 
-def _transposed(e: Emitter, rows: list[V]) -> list[V]:
-    """Transpose a square tile: swap its off-diagonal quarters, then those of each quarter, down to single elements."""
-    n = step = len(rows)
-    rows = list(rows)
-    while step := step // 2:
-        low = [j if not j & step else n + j - step for j in range(n)]
-        high = [j + step if not j & step else n + j for j in range(n)]
+def _transposed(e: Emitter, rows: list[V], block: int) -> list[V]:
+    """Transpose a square tile of blocks of `block` lanes (128 bits): first elements are interleaved inside the blocks, then whole
+    blocks are exchanged. Each of these shuffles is one instruction, of a kind that LLVM recognises soon."""
+    n, step, rows = len(rows), 1, list(rows)
+    columns = [list(range(n)) for _ in rows]  # of the lanes of each row
+    while step < n:
+        half = block // 2
+        starts = [b + g for b in range(0, n, block) for g in range(0, half, step)] if step < block else range(0, n, 2 * block)
+        length, apart = (step, half) if step < block else (block, block)
+        runs = [[s + n * second + i for i in range(length)] for s in starts for second in (0, 1)]
+        if step >= block:
+            runs.sort()  # all blocks of the first row before those of the second
+        low = [i for run in runs for i in run]
         for r in (r for r in range(n) if not r & step):
-            a, b = rows[r], rows[r + step]
-            rows[r], rows[r + step] = (e.shuffle(a, picks, b) for picks in (low, high))
-    return rows
+            a, b, both = rows[r], rows[r + step], columns[r] + columns[r + step]
+            for at, picks in ((r, low), (r + step, [i + apart for i in low])):
+                rows[at], columns[at] = e.shuffle(a, picks, b), [both[i] for i in picks]
+        step *= 2
+    return [row for _, row in sorted(zip((c[0] for c in columns), rows), key=lambda found: found[0])]
 
 
 __all__ = ["Crossing", "crossing", "emit_tiles"]
