@@ -68,6 +68,15 @@ def test_unary_f32_on_narrower_cpus(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNARY)
+def test_a_function_has_the_same_bits_in_any_number_of_lanes(name: str) -> None:
+    x = np.concatenate([EDGES.view(np.float32), np.random.default_rng(4).uniform(-9, 9, 43).astype(np.float32)])
+    whole = apply(getattr(k, name), f32, x)
+    for lanes in (1, 2, 4, 8):
+        parts = [apply(getattr(k, name), f32, x[n : n + lanes]) for n in range(0, len(x), lanes)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)  # NaN equals NaN here
+
+
+@pytest.mark.parametrize("name", UNARY)
 def test_unary_f64(name: str) -> None:
     with np.errstate(all="ignore"):
         edges = EDGES.view(np.float32).astype(np.float64)
