@@ -56,45 +56,41 @@ def _tiled(attrs: PackAttrs, w: Shape) -> TiledLayout:
 
 
 def _kernel(ctx: Lowering, node: Applied[PackAttrs]) -> Loops:
-    """One grid point per block of a panel."""
+    """One grid point per row of each block of a panel: it reads contiguous bytes."""
     w, p = node.inputs[0], panel(node.attrs)
     f, (*groups, rows, nbytes) = p.plain, ctx.dims(w)
-    at_panel, block, turn = Var("panel"), Var("block"), Var("turn")
+    at_panel, block, row, turn = Var("panel"), Var("block"), Var("row"), Var("turn")
     group = tuple(Var("group") for _ in groups)
-    grid = (*zip(group, groups), (at_panel, -(-rows // p.rows)), (block, nbytes // f.nbytes))
+    grid = (*zip(group, groups), (at_panel, -(-rows // p.rows)), (block, nbytes // f.nbytes), (row, p.rows))
+    source = k.add(k.mul(at_panel, p.rows), row)
+    guard = k.lt(source, rows) if rows % p.rows else None
 
-    def byte(row: Expr) -> Callable[[Expr], Expr]:
-        """Loads a byte of the block of a row."""
-        row = k.add(k.mul(at_panel, p.rows), row)
-        guard = k.lt(row, rows) if rows % p.rows else None
-        return lambda at: ctx.element(w, (*group, row, k.add(k.mul(block, f.nbytes), at)), guard)
+    def byte(at: Expr) -> Expr:
+        return ctx.element(w, (*group, source, k.add(k.mul(block, f.nbytes), at)), guard)
 
-    def copied(unit: int, at: Expr | int, value: Callable[[Expr, Expr], Expr]) -> Loop:
-        """Writes `unit` bytes of each row from offset `at` of this block of the panel; value(row, i) is byte i of a row's."""
-        t = Var("t")
-        place = k.add(k.add(k.mul(block, p.packed.nbytes), at), t)
-        made = value(k.div(t, unit), k.rem(t, unit))
-        return Loop(t, unit * p.rows, (ctx.store(0, (*group, at_panel, place), made),), vector=True)
+    def stored(at: Expr | int, unit: int, value: Callable[[Expr], Expr]) -> Loop:
+        """`unit` bytes of this row, in a field that begins at offset `at` of this block of the panel."""
+        i, place = Var("i"), k.add(k.add(k.mul(block, p.packed.nbytes), at), k.mul(row, unit))
+        return Loop(i, unit, (ctx.store(0, (*group, at_panel, k.add(place, i)), value(i)),), vector=True)
 
-    def small(integers: Integers, i: int) -> Callable[[Expr, Expr], Expr]:
-        number = k.add(k.mul(turn, p.each(integers)), i)
-        return lambda row, _: integers.load(byte(row), number, u8)
+    def small(integers: Integers, number: int) -> Callable[[Expr], Expr]:
+        return lambda _: integers.load(byte, k.add(k.mul(turn, p.each(integers)), number), u8)
 
-    def dword(part: int, first: int) -> Callable[[Expr, Expr], Expr]:
+    def dword(part: int, first: int) -> Callable[[Expr], Expr]:
         bits, flip = f.q.parts[part], 0 if part else p.flip
 
-        def value(row: Expr, i: Expr) -> Expr:
-            found = [bits.load(byte(row), k.add(i, first + 4 * n), u8, turn, p.step) for n in range(8 // bits.bits)]
+        def value(i: Expr) -> Expr:
+            found = [bits.load(byte, k.add(i, first + 4 * n), u8, turn, p.step) for n in range(8 // bits.bits)]
             found = [k.xor(q, flip) if flip else q for q in found]
             return reduce(k.or_, (k.shl(q, n * bits.bits) if n else q for n, q in enumerate(found)))
 
         return value
 
-    numbers = [copied(2, to, lambda row, i, at=at: byte(row)(k.add(i, at))) for at, to in zip(f.numbers, p.packed.numbers)]
+    numbers = [stored(to, 2, lambda i, at=at: byte(k.add(i, at))) for at, to in zip(f.numbers, p.packed.numbers)]
     lines = [(1, small(x, i)) for x in (f.scales, f.mins) if x for i in range(p.each(x))] + [(4, dword(*x)) for x in p.dwords]
     at, body = p.turns_at, []
     for unit, value in lines:
-        body.append(copied(unit, k.add(k.mul(turn, p.turn_bytes), at), value))
+        body.append(stored(k.add(k.mul(turn, p.turn_bytes), at), unit, value))
         at += unit * p.rows
     return grid, (*numbers, Loop(turn, f.block // p.step, tuple(body)))
 
