@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from rlx import knobs
 from rlx.backends.cpu import backend
 from rlx.backends.cpu import target as cpu
 from rlx.errors import CompileError, DeviceUnavailableError
-from rlx.host import jit, processor
+from rlx.host import jit, llvm, once, processor
 from rlx.host.jit import Library, assembly, compile_object, load
+from rlx.host.once import at_once
 from rlx.ir.target import Target
 
 HOST = cpu.host_target(1)
@@ -231,3 +233,47 @@ def test_threads_that_compile_the_same_kernel_at_once_compile_it_once(monkeypatc
     for t in threads:
         t.join()
     assert names and len(names) == len(set(names)), names
+
+
+def test_different_kernels_are_compiled_at_once_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other one inside its work, so one thread alone would not end."""
+    monkeypatch.setattr(once, "available_threads", lambda: 2)
+    both = threading.Barrier(2)
+
+    def make(n: int) -> bytes:
+        both.wait(60)
+        return llvm.code(ADD.format(n=n), processor.machine_of(HOST))
+
+    assert at_once(make, [1, 2]) == [object_of(1), object_of(2)]
+
+
+def test_the_first_fault_of_work_done_at_once_is_raised_and_ends_the_rest() -> None:
+    begun: list[int] = []
+
+    def make(n: int) -> int:
+        begun.append(n)
+        if n == 3:
+            raise CompileError("three")
+        return n
+
+    with pytest.raises(CompileError, match="three"):
+        at_once(make, range(100_000))
+    assert len(begun) < 100_000 and "rlx compile" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_other_versions_of_llvmlite_compile_by_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = object_of(1)
+    monkeypatch.setattr(llvm, "compiler_version", lambda: "llvmlite-0.51.1")
+    monkeypatch.setattr(llvm, "_functions", {})
+    monkeypatch.setattr(llvm, "_idle", defaultdict(list))
+    machine = processor.machine_of(HOST)
+    assert llvm.code(ADD.format(n=1), machine) == known and not llvm.load()
+    assert b"add_1:" in llvm.code(ADD.format(n=1), machine, assembly=True)
+    with pytest.raises(CompileError, match="kernel 'layer 3'"):
+        compile_object("nonsense", HOST, "layer 3")
+
+
+def test_this_version_of_llvmlite_is_used_without_its_classes() -> None:
+    """It is the version that CI installs; if not, compiles are slower, and its functions are to be declared."""
+    object_of(1)
+    assert {type(found) for idle in llvm._idle.values() for found in idle} == {llvm.Machine}

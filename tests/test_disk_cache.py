@@ -149,14 +149,14 @@ def test_what_gives_another_key_and_how_a_miss_is_explained(folder, monkeypatch)
     assert note(two_layers(), threads=2) == ("compiled", "target threads differs: 1 -> 2")
     assert note(two_layers(), precision="bf16") == ("compiled", "option precision differs: 'f32' -> 'bf16'")
     assert note(two_layers(), disable=["fuse"]) == ("compiled", "option disable differs: () -> ('fuse',)")
-    from rlx.host import jit, processor
+    from rlx.host import llvm, processor
 
     here = processor.host_features()
     monkeypatch.setattr(processor, "host_features", lambda: here[:-1])
     state, why = note(two_layers())
     assert state == "compiled" and why.startswith("target features differs: ('triple=")
     monkeypatch.setattr(processor, "host_features", lambda: here)
-    monkeypatch.setattr(jit, "compiler_version", lambda: "llvmlite-99")
+    monkeypatch.setattr(llvm, "compiler_version", lambda: "llvmlite-99")
     assert note(two_layers()) == ("compiled", "compiler differs: llvmlite-0.50.0 -> llvmlite-99".replace("llvmlite-0.50.0", REAL))
     assert note(two_layers(), debug=True) == ("cached", "")  # changes no code
 
@@ -233,10 +233,10 @@ def test_when_nothing_is_kept(folder, tmp_path):
 def test_a_start_from_disk_loads_neither_the_compiler_nor_what_writes_code(folder):
     script = (
         "import sys, numpy as np, rlx\nfrom tests.test_disk_cache import *\n"
-        "for m in [m for m in sys.modules if m.startswith('llvmlite')]: del sys.modules[m]\n"
+        "from rlx.host import llvm; llvm._functions.clear()\n"
         "exe = compiled(two_layers(), threads=2); exe.run(X)\n"
         "writers = {m.rpartition('.')[2] for m in sys.modules} & {'emit', 'executor', 'call_code', 'render'}\n"
-        "print(exe.report().cache.state, 'llvmlite' in sys.modules, len(writers))"
+        "print(exe.report().cache.state, llvm.loaded(), len(writers))"
     )
     env = {**os.environ, "RLX_CACHE": "1", "RLX_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     run = {"env": env, "capture_output": True, "text": True, "check": True}

@@ -109,6 +109,15 @@ class Opening(Protocol):
 
 
 @runtime_checkable
+class Warming(Protocol):
+    """A Backend whose compiler takes long to load."""
+
+    def warm(self) -> None:
+        """Begin to load the compiler in another thread, since a compile will need it. Its errors are those of the compile."""
+        ...
+
+
+@runtime_checkable
 class Tunable(Protocol):
     """A Backend that has several tilings for a kernel. All of them compute the same bits."""
 

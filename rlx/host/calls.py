@@ -124,9 +124,14 @@ def _made(name: str, form: str, doc: str) -> MethodDef:
     return MethodDef(name.encode(), library().address(FORMS[form]), flags, text.encode())
 
 
-@cache
 def library() -> Library:
     """The machine code of all calls."""
+    with _making:
+        return _library()
+
+
+@cache
+def _library() -> Library:
     def text() -> str:
         from rlx.host import call_code  # not needed if its code is in the disk cache
 

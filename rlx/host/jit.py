@@ -1,4 +1,4 @@
-"""Compiles LLVM IR text to object code, and loads object code. The only user of llvmlite besides processor.py.
+"""Compiles LLVM IR text to object code, and loads object code. LLVM itself is in rlx.host.llvm.
 
 LLVM is loaded at the first compile. Code from the disk cache (rlx.host.disk) runs without it.
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.errors import CompileError, DeviceUnavailableError
+from rlx.forks import Lock
+from rlx.host import llvm
 from rlx.host.disk import DiskCache, disk_cache, source_digest
 from rlx.host.legal import faults
 from rlx.host.link import SUPPORTED, Foreign, Image
@@ -25,35 +23,9 @@ from rlx.host.processor import host_target, machine_of, missing_features, plain_
 from rlx.ir.target import Target
 
 if TYPE_CHECKING:
-    import llvmlite.binding as llvm
+    import llvmlite.binding as binding
 
-SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of LLVM's code generator
-
-one_at_a_time = threading.RLock()  # only one thread at a time may use LLVM
-if hasattr(os, "register_at_fork"):  # a fork waits for a running compile, else the child would wait for the lock for ever
-    os.register_at_fork(before=one_at_a_time.acquire, after_in_parent=one_at_a_time.release, after_in_child=one_at_a_time.release)
-
-
-@cache
-def _machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
-
-
-@cache
-def compiler_version() -> str:
-    """The version of llvmlite, which implies that of LLVM. Found without importing it, if it is installed in the usual way."""
-    spec = find_spec("llvmlite")
-    place = Path(spec.origin).parent.parent if spec and spec.origin else None
-    found = [n for n in os.listdir(place) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if place else []
-    if len(found) == 1:
-        return found[0].removesuffix(".dist-info")
-    import llvmlite
-
-    return f"llvmlite-{llvmlite.__version__}"
+own_objects: dict[str, bytes] = {}  # key -> object code of kept_object, made in this process or read from an artifact
 
 
 def compile_object(text: str, target: Target, name: str = "", keep: bool = False) -> bytes:
@@ -63,11 +35,8 @@ def compile_object(text: str, target: Target, name: str = "", keep: bool = False
     CompileError: LLVM does not accept the text (a bug in the renderer)."""
     disk, _ = disk_cache() if keep else (None, "")
     if disk is None:
-        return _emit(text, target, name, lambda machine, module: machine.emit_object(module))
+        return _emit(text, target, name)
     return _kept(disk, text, target, lambda: compile_object(text, target, name))
-
-
-own_objects: dict[str, bytes] = {}  # key -> object code of the modules below, made in this process or read from an artifact
 
 
 def kept_object(name: str, text: Callable[[], str]) -> bytes:
@@ -75,14 +44,18 @@ def kept_object(name: str, text: Callable[[], str]) -> bytes:
     cached on disk and comes with artifacts (rlx.runtime.artifact). A hit does not need the module's text."""
     target, disk = plain_target(), disk_cache()[0]
     key = f"{name} {source_digest()} {' '.join(target.features)}"
-    if key not in own_objects:
-        make = lambda: compile_object(text(), target, name)  # noqa: E731
-        own_objects[key] = make() if disk is None else _kept(disk, key, target, make)
+    with _making.setdefault(name, Lock()):  # several may be made at once, but each only once
+        if key not in own_objects:
+            make = lambda: compile_object(text(), target, name)  # noqa: E731
+            own_objects[key] = make() if disk is None else _kept(disk, key, target, make)
     return own_objects[key]
 
 
+_making: dict[str, Lock] = {}
+
+
 def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes]) -> bytes:
-    given = repr((compiler_version(), SETTINGS, machine_of(target), source))
+    given = repr((llvm.compiler_version(), llvm.SETTINGS, machine_of(target), source))
     key = f"object-{hashlib.sha256(given.encode()).hexdigest()}"
     image, _ = disk.get(key)
     if image is None:
@@ -93,28 +66,18 @@ def _kept(disk: DiskCache, source: str, target: Target, make: Callable[[], bytes
 
 def assembly(text: str, target: Target) -> str:
     """The same code as assembly text, for debugging and tests."""
-    return _emit(text, target, "", lambda machine, module: machine.emit_assembly(module))
+    return _emit(text, target, assembly=True).decode()
 
 
-def _emit(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
-    with one_at_a_time:
-        return _emitted(text, target, name, emit)  # a separate function, so that the module is freed before the lock
-
-
-def _emitted(text: str, target: Target, name: str, emit: Callable[[llvm.TargetMachine, llvm.ModuleRef], Any]) -> Any:
-    import llvmlite.binding as llvm
-
+def _emit(text: str, target: Target, name: str = "", assembly: bool = False) -> bytes:
     name = name or next(iter(re.findall(r"^define [^@]*@([\w.]+)", text, re.M)), "module")
-    machine = _machine(*machine_of(target))
+    machine = machine_of(target)
     if illegal := faults(text, target.features):
         raise CompileError(f"LLVM cannot generate code for kernel {name!r}, a bug in its renderer: {'; '.join(illegal[:3])}")
     try:
-        module = llvm.parse_assembly(text, llvm.create_context())  # one context per module, freed with it
-        module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        module.verify()
-        return emit(machine, module)
-    except RuntimeError as fault:
-        raise CompileError(f"LLVM rejected the code of kernel {name!r}: {str(fault).strip()}") from fault
+        return llvm.code(text, machine, assembly)
+    except llvm.Rejected as fault:
+        raise CompileError(f"LLVM rejected the code of kernel {name!r}: {fault}") from fault
 
 
 class Library:
@@ -149,19 +112,19 @@ class Library:
 
 
 class _Linked:
-    """Objects loaded by LLVM's linker."""
+    """Objects loaded by LLVM's linker, through llvmlite's classes."""
 
     def __init__(self, objects: Sequence[bytes], symbols: Sequence[str]) -> None:
-        import llvmlite.binding as llvm
+        import llvmlite.binding as binding
 
-        builder = llvm.JITLibraryBuilder().add_current_process()
+        builder = binding.JITLibraryBuilder().add_current_process()
         for image in objects:
             builder.add_object_img(image)
         for symbol in symbols:
             builder.export_symbol(symbol)
-        with one_at_a_time:
+        with _linking:
             # One linker per library: a shared one would leak 9 KB per unloaded library, RuntimeDyld (not JITLink) 10 more.
-            linker = llvm.create_lljit_compiler(_machine(*machine_of(host_target(1))), use_jit_link=True)
+            linker = binding.create_lljit_compiler(_linked_machine(), use_jit_link=True)
             try:
                 self._code = builder.link(linker, "rlx")
             except RuntimeError as fault:
@@ -170,12 +133,20 @@ class _Linked:
         weakref.finalize(self, _unload, self._code, linker).atexit = False
 
     def address(self, symbol: str) -> int:
-        with one_at_a_time:
+        with _linking:
             return self._code[symbol]
 
 
-def _unload(code: llvm.ResourceTracker, linker: llvm.LLJIT) -> None:
-    with one_at_a_time:
+_linking = Lock()
+
+
+@cache
+def _linked_machine() -> binding.TargetMachine:
+    return llvm.PackageMachine(*machine_of(host_target(1))).machine
+
+
+def _unload(code: binding.ResourceTracker, linker: binding.LLJIT) -> None:
+    with _linking:
         code.close()
         linker.close()
 

@@ -12,7 +12,7 @@ from rlx import knobs
 from rlx.backends import backend_of
 from rlx.compiler import lower
 from rlx.compiler.options import CompileOptions
-from rlx.driver.backend import Artifact, Counting, Executable, Opening
+from rlx.driver.backend import Artifact, Counting, Executable, Opening, Warming
 from rlx.driver.device import Device
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
@@ -124,6 +124,8 @@ class Session(Shown):
         if kept is not None:
             artifact, executable = kept
         else:
+            if isinstance(self._backend, Warming):
+                self._backend.warm()
             program = lower(graph, target, options)
             if sum(planned_bytes(program).values()) >= ADDRESSES:
                 raise OutOfMemoryError(f"no memory has room for {_room(program)}")

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rlx.backends.cpu import pool
 from rlx.backends.cpu.target import host_target
 from rlx.backends.shared.codes import KEPT, whole
 from rlx.driver.handles import HandleStore
 from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
-from rlx.errors import DeviceUnavailableError
+from rlx.errors import DeviceUnavailableError, RlxError
+from rlx.host import calls, llvm
+from rlx.host.once import Once, at_once
 from rlx.host.processor import missing_features, processor
 from rlx.ir.cost import Roofline
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Kernel, Loop
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.ir.sections import section
@@ -60,8 +65,13 @@ class CpuBackend:
         from rlx.backends.cpu import memory
 
         held = max(0, memory.resident() - memory.allocations()["live_bytes"])
-        first = FIRST_COMPILE * (_compiled.cache_info().misses == 0)
-        return held + first + LLVM_LOADED * ("llvmlite.binding" not in sys.modules)
+        first = FIRST_COMPILE * (_compiled.misses == 0)
+        return held + first + LLVM_LOADED * (not llvm.loaded())
+
+    def warm(self) -> None:
+        """Warming protocol."""
+        if not llvm.loaded():
+            threading.Thread(target=_load_compiler, name="rlx compile").start()
 
     counts_kernels = True
 
@@ -78,13 +88,9 @@ class CpuBackend:
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
         jobs = {i: _Job(keys[i], program.target, chosen.get(keys[i], ()), kernel) for i, kernel in kernels.items()}
-        distinct, made = dict.fromkeys(jobs.values()), {}
-        for at, job in enumerate(distinct):
-            if progress is not None:
-                progress(at, len(distinct))
-            made[job] = _made_once(job)
-        if progress is not None:
-            progress(len(distinct), len(distinct))
+        slowest_first = sorted(dict.fromkeys(jobs.values()), key=lambda job: job.is_loops)
+        found = dict(zip(slowest_first, at_once(_compiled, slowest_first, progress)))
+        made = {job: found[job] for job in jobs.values()}
         coded = {phase: [(s, made[jobs[id(s.kernel)]][0]) for s in steps] for phase, steps in program.phases.items()}
         alone = {i: made[jobs[id(kernel)]][0] for i, kernel in sections.items()}
         codes, objects = tuple(code for code, _ in made.values()), tuple(image for _, image in made.values())
@@ -111,9 +117,7 @@ class CpuBackend:
         return f"{processor()}, {self.compiler()}"
 
     def compiler(self) -> str:
-        from rlx.host.jit import compiler_version
-
-        return compiler_version()
+        return llvm.compiler_version()
 
     def to_parts(self, artifact: CpuArtifact) -> tuple[Any, list[bytes]]:
         at = {code: i for i, code in enumerate(artifact.codes)}
@@ -155,6 +159,15 @@ class CpuBackend:
         return CpuExecutable(CpuCode(artifact), params or ParamStore(), handles or HandleStore(), transport)
 
 
+def _load_compiler() -> None:
+    """Load LLVM, and generate the code that runs and calls every program."""
+    with suppress(RlxError):  # the compile raises it again
+        llvm.load()
+        pool.run_address()
+        if calls.refusal() is None:
+            calls.library()
+
+
 @dataclass(frozen=True)
 class _Job:
     """A kernel to compile. Jobs that give the same code are equal."""
@@ -164,13 +177,10 @@ class _Job:
     tiling: tuple[tuple[str, int], ...]
     kernel: Kernel = field(compare=False)
 
-
-def _made_once(job: _Job) -> tuple[Rendered, bytes]:
-    """The code of a job. If several threads ask at once (ranks may be threads), only one of them compiles it."""
-    from rlx.host.jit import one_at_a_time
-
-    with one_at_a_time:
-        return _compiled(job)
+    @property
+    def is_loops(self) -> bool:
+        """Whether it has no contraction and no claimed op: LLVM takes a few milliseconds for loops, and up to 30 for those."""
+        return all(isinstance(s, Loop) for s in self.kernel.body)
 
 
 def _sections(program: Program) -> Iterator[tuple[int, Kernel]]:
@@ -184,8 +194,7 @@ def _sections(program: Program) -> Iterator[tuple[int, Kernel]]:
             yield i, kernel
 
 
-@lru_cache(KEPT)
-def _compiled(job: _Job) -> tuple[Rendered, bytes]:
+def _generated(job: _Job) -> tuple[Rendered, bytes]:
     from rlx.backends.cpu.abi import Rendered
     from rlx.backends.cpu.cost import estimated_ns, may_fail
     from rlx.backends.cpu.render import render
@@ -197,6 +206,9 @@ def _compiled(job: _Job) -> tuple[Rendered, bytes]:
     code = render(job.kernel, job.target, symbol, dict(job.tiling))
     code = replace(code, work_ns=estimated_ns(job.kernel, job.target), may_fail=int(may_fail(job.kernel)))
     return code, compile_object(code.text, job.target, job.kernel.name, keep=True)
+
+
+_compiled = Once(_generated, KEPT)  # ranks may be threads, which ask for the same kernels
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from rlx.backends.cpu.abi import ATTEND, END, MAX_CPUS, MAX_TASKS, MAX_THREADS, Control, Run, Step
 from rlx.backends.cpu.memory import allocate
 from rlx.errors import OptionError
+from rlx.forks import Lock
 from rlx.host.builtin import METH_NOARGS, MethodDef, address_of, builtin, futex_call
 from rlx.host.jit import Library, kept_object
 from rlx.host.processor import usable_cpus
@@ -56,7 +57,7 @@ def _walker() -> tuple[Library, MethodDef]:
         return _made()
 
 
-_making = threading.Lock()
+_making = Lock()
 
 
 def _library() -> Library:
@@ -167,7 +168,7 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
-_pools_lock = threading.Lock()
+_pools_lock = Lock()
 
 
 def pool(threads: int) -> Pool:
@@ -181,8 +182,6 @@ def pool(threads: int) -> Pool:
 
 
 def _after_fork() -> None:
-    global _pools_lock, _making
-    _pools_lock, _making = threading.Lock(), threading.Lock()
     for found in _pools.values():
         found._reset()
 

@@ -1,0 +1,198 @@
+"""LLVM's code generator, called by any number of threads at once: the C functions of llvmlite's library, without its package.
+
+llvmlite holds one lock around all calls, and importing it takes three times as long as loading its library. LLVM needs no lock
+between threads: each has a context and a target machine of its own. The C functions are not a promised interface: VERSIONS of
+llvmlite have them as declared here, and with others its classes are used, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlx.forks import Lock
+
+VERSIONS = ("0.50",)  # of llvmlite
+SETTINGS: dict[str, Any] = {"opt": 3, "reloc": "pic", "codemodel": "small", "jit": True}  # of the code generator
+SLOTS = 16  # most threads in LLVM at once
+
+P, Text, Int = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+Out = ctypes.POINTER(P)  # receives a string to be disposed of
+LONG = {  # functions that take long: they release the GIL
+    "ParseAssembly": (P, P, Text, Out), "VerifyModule": (ctypes.c_bool, P, Out), "DisposeModule": (None, P),
+    "TargetMachineEmitToMemory": (P, P, P, Int, Out),
+}  # fmt: skip
+SHORT = {
+    "ContextCreate": (P,), "ContextDispose": (None, P), "SetTarget": (None, P, Text), "SetDataLayout": (None, P, Text),
+    "GetBufferStart": (P, P), "GetBufferSize": (ctypes.c_size_t, P), "DisposeMemoryBuffer": (None, P), "DisposeString": (None, P),
+    "GetTargetFromTriple": (P, Text, Out), "CreateTargetMachine": (P, P, Text, Text, Text, Int, Text, Text, Int, Int, Text),
+    "CreateTargetMachineData": (P, P), "CopyStringRepOfTargetData": (None, P, Out), "DisposeTargetData": (None, P),
+    **dict.fromkeys(("InitializeNativeTarget", "InitializeNativeAsmPrinter", "InitializeAllTargetInfos", "InitializeAllTargets",
+                     "InitializeAllTargetMCs", "InitializeAllAsmPrinters"), (None,)),
+}  # fmt: skip
+
+_slots, _forking = threading.Semaphore(SLOTS), threading.Lock()
+
+
+class Rejected(Exception):
+    """LLVM does not accept a module, or knows no such machine."""
+
+
+def _pause() -> None:
+    """Wait until no thread is inside LLVM: in a forked child, a lock that such a thread holds would never be released."""
+    _forking.acquire()
+    for _ in range(SLOTS):
+        _slots.acquire()
+
+
+def _resume() -> None:
+    _slots.release(SLOTS)
+    _forking.release()
+
+
+def _renew() -> None:
+    global _slots, _forking
+    _slots, _forking = threading.Semaphore(SLOTS), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_pause, after_in_parent=_resume, after_in_child=_renew)
+
+
+@cache
+def compiler_version() -> str:
+    """The version of llvmlite, which implies that of LLVM. Found without importing it, if it is installed in the usual way."""
+    folder = _folder()
+    found = [n for n in os.listdir(folder.parent) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if folder else []
+    if len(found) == 1:
+        return found[0].removesuffix(".dist-info")
+    import llvmlite
+
+    return f"llvmlite-{llvmlite.__version__}"
+
+
+def _folder() -> Path | None:
+    spec = find_spec("llvmlite")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+_loading, _functions = Lock(), dict[str, Callable[..., Any]]()
+
+
+def loaded() -> bool:
+    return bool(_functions) or "llvmlite.binding" in sys.modules
+
+
+def load() -> dict[str, Callable[..., Any]]:
+    """Load LLVM. Returns the C functions; empty: they are not known for this version of llvmlite."""
+    with _loading:
+        folder = _folder()
+        known = compiler_version().removeprefix("llvmlite-").rpartition(".")[0] in VERSIONS
+        if not _functions and known and folder is not None:
+            library = ctypes.CDLL(str(folder / "binding" / "libllvmlite.so"))
+            made = {}
+            for prototype, functions in ((ctypes.CFUNCTYPE, LONG), (ctypes.PYFUNCTYPE, SHORT)):
+                for name, (result, *args) in functions.items():
+                    made[name] = prototype(result, *args)((f"LLVMPY_{name}", library))
+            made["InitializeNativeTarget"]()
+            made["InitializeNativeAsmPrinter"]()
+            _functions.update(made)
+    return _functions
+
+
+class Machine:
+    """A target machine. One thread at a time uses it."""
+
+    def __init__(self, f: Mapping[str, Callable[..., Any]], triple: str, cpu: str, features: str) -> None:
+        """`f`: see `load`. Rejected: LLVM does not know the triple."""
+        self._f = f
+        self._triple, fault = triple.encode(), P()
+        if not (target := f["GetTargetFromTriple"](self._triple, fault)):
+            self._string(fault)
+            for name in ("TargetInfos", "Targets", "TargetMCs", "AsmPrinters"):  # another architecture than this one
+                f[f"InitializeAll{name}"]()
+            target = f["GetTargetFromTriple"](self._triple, fault)
+        if not target:
+            raise Rejected(self._string(fault))
+        opt, reloc, model, jit = SETTINGS.values()
+        how = opt, reloc.encode(), model.encode(), False, jit, b""
+        self._machine = f["CreateTargetMachine"](target, self._triple, cpu.encode(), features.encode(), *how)
+        if not self._machine:
+            raise Rejected(f"there is no machine {triple} {cpu} {features}")
+        layout, data = P(), f["CreateTargetMachineData"](self._machine)
+        f["CopyStringRepOfTargetData"](data, layout)
+        f["DisposeTargetData"](data)
+        self._layout = self._string(layout).encode()
+
+    def _string(self, text: ctypes.c_void_p) -> str:
+        """The string that a call has put into `text`, which is freed; empty if there is none."""
+        found = ctypes.string_at(text.value).decode(errors="replace").strip() if text.value else ""
+        self._f["DisposeString"](text)
+        text.value = None
+        return found
+
+    def code(self, text: str, assembly: bool = False) -> bytes:
+        """Object code, or assembly, of a module. Rejected: LLVM does not accept the text."""
+        f, fault = self._f, P()
+        context, module = f["ContextCreate"](), None  # one context per module, freed with it
+        try:
+            if not (module := f["ParseAssembly"](context, text.encode(), fault)):
+                raise Rejected(self._string(fault))
+            f["SetTarget"](module, self._triple)
+            f["SetDataLayout"](module, self._layout)
+            wrong = f["VerifyModule"](module, fault)
+            if (said := self._string(fault)) and wrong:
+                raise Rejected(said)
+            if not (buffer := f["TargetMachineEmitToMemory"](self._machine, module, not assembly, fault)):
+                raise Rejected(self._string(fault))
+            made = ctypes.string_at(f["GetBufferStart"](buffer), f["GetBufferSize"](buffer))
+            f["DisposeMemoryBuffer"](buffer)
+            return made
+        finally:
+            if module:
+                f["DisposeModule"](module)
+            f["ContextDispose"](context)
+
+
+class PackageMachine:
+    """The same by llvmlite's classes, which know the C functions of their version."""
+
+    def __init__(self, triple: str, cpu: str, features: str) -> None:
+        import llvmlite.binding as binding
+
+        self._binding = binding
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+        self.machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
+
+    def code(self, text: str, assembly: bool = False) -> bytes:
+        try:
+            module = self._binding.parse_assembly(text, self._binding.create_context())
+            module.triple, module.data_layout = self.machine.triple, str(self.machine.target_data)
+            module.verify()
+            return self.machine.emit_assembly(module).encode() if assembly else self.machine.emit_object(module)
+        except RuntimeError as fault:
+            raise Rejected(str(fault).strip()) from fault
+
+
+_idle: defaultdict[tuple[str, str, str], list[Machine | PackageMachine]] = defaultdict(list)  # that no thread uses
+
+
+def code(text: str, machine: tuple[str, str, str], assembly: bool = False) -> bytes:
+    """Object code, or assembly, of a module for (triple, cpu, features). Rejected: LLVM does not accept it."""
+    with _slots:
+        try:
+            here = _idle[machine].pop()
+        except IndexError:
+            here = Machine(functions, *machine) if (functions := load()) else PackageMachine(*machine)
+        made = here.code(text, assembly)
+        _idle[machine].append(here)  # not after a fault
+    return made
