@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.backends.cpu.kernels import contract
+from rlx.backends.cpu.kernels import contract, tiles
 from rlx.backends.cpu.kernels.tiles import Plan, plan
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
@@ -214,6 +214,40 @@ SHAPES = [
 def test_packed(shape: tuple[int, int, int], cpu: str) -> None:
     target = TARGETS[cpu]
     check_product(product(*shape, panel=target.panel("f32")[0]), target)
+
+
+PARTED = [(9, 96, 97), (17, 97, 130), (140, 50, 64), (33, 144, 96), (8, 48, 200)]
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("shape", PARTED, ids=str)
+def test_deep_panels_are_multiplied_in_parts(shape: tuple[int, int, int], cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits where an element has one chain of sums: in tiles that are neither low nor narrow."""
+    target, (m, n, k) = TARGETS[cpu], shape
+    panel = target.panel("f32")[0]
+    kernel = product(*shape, panel=panel)
+    values = {"a": numbers(m * k, f32, 0), "b": numbers(kernel.buffers[1].size, f32, 1)}
+    whole = run(kernel, target, values)["c"].reshape(m, n)
+    monkeypatch.setattr(tiles, "PART", 4 * panel * 31)
+    parted = plan_of(kernel, 1, target)
+    assert (0 < parted.depth < k) == (m > 8 and k >= 93)
+    check_product(kernel, target)
+    same = slice(parted.tall * parted.rows), slice(n // panel * panel)
+    assert parted.unroll(parted.rows, parted.vectors) == 1
+    np.testing.assert_array_equal(run(kernel, target, values)["c"].reshape(m, n)[same], whole[same])
+
+
+@pytest.mark.parametrize("b", ["panel", "rows", "columns"])
+@pytest.mark.parametrize("dtypes", [(f64,) * 3, (bf16, bf16, f32), (u8, i8, i32), (f32, bf16, f32), (i16,) * 3], ids=str)
+def test_parts_of_every_dtype(dtypes: DTypes, b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = [f for f in TARGETS["host"].features if "=" not in f and not f.startswith("amx")]
+    target = target_for(TRIPLE, machine_of(TARGETS["host"])[1], features)
+    monkeypatch.setattr(tiles, "PART", 4 * 48 * 8)
+    panel, group = target.panel("u8 i8" if dtypes[0] == u8 else dtypes[1].name)
+    kernel = product(21, 70, 131, b=b, dtypes=dtypes, panel=panel or 48, group=group if tiles.GROUPS.get(dtypes) == group else 1)
+    found = plan_of(kernel, 1, target)
+    assert 0 < found.depth < -(-131 // found.group)
+    check_product(kernel, target)
 
 
 STRIDED = [(1, 50, 20), (1, 300, 3), (2, 65, 7), (6, 33, 40), (80, 70, 33), (50, 1, 9), (50, 17, 1)]
@@ -515,10 +549,10 @@ def test_a_check_in_a_computed_operand_fails_the_run_and_spares_rows_past_the_li
 # -- how work is cut -----------------------------------------------------------------------------------------------
 
 
-def plan_of(kernel: Kernel, threads: int) -> Plan:
+def plan_of(kernel: Kernel, threads: int, target: Target = TARGETS["host"]) -> Plan:
     (c,) = kernel.body
     assert isinstance(c, Contract)
-    return plan(kernel, c, with_threads(TARGETS["host"], threads))
+    return plan(kernel, c, with_threads(target, threads))
 
 
 def test_same_bits_at_any_thread_count() -> None:
@@ -566,9 +600,9 @@ def test_row_tiles_are_even(m: int) -> None:
 
 
 def test_code_does_not_grow_with_extents() -> None:
-    shapes = (64, 96, 32), (4096, 9600, 4096)
-    small, large = (contract.render(product(*shape, panel=48), TARGETS["host"], "mm").text for shape in shapes)
-    assert len(large) < 1.05 * len(small)
+    for shapes in [((64, 96, 32), (4096, 9600, 1024)), ((64, 96, 4096), (4096, 9600, 8192))]:
+        small, large = (contract.render(product(*shape, panel=48), TARGETS["host"], "mm").text for shape in shapes)
+        assert len(large) < 1.05 * len(small)
 
 
 def test_compiles_for_aarch64() -> None:

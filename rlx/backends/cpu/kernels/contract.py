@@ -19,7 +19,7 @@ from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, til
 from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, MATRIX_ROWS, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
-from rlx.host.emit import Emitter, V, stored
+from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import u8, u16, u32
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
@@ -31,6 +31,9 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
     (contract,) = kernel.body
     assert isinstance(contract, Contract), f"kernel {kernel.name} is no contraction"
     return _Contraction(kernel, contract, target, tiling).written(symbol)
+
+
+Width = tuple[Layout, int, int]  # of a panel: layout, vectors, and columns of the last vector if others are not in memory
 
 
 class _Contraction(Product):
@@ -53,7 +56,7 @@ class _Contraction(Product):
         size = self.acc.itemsize
         self.configured = p.matrix and p.tall == p.row_tiles and contract.count is None  # all tiles have the same height
         self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
-        self.sums_at = self.reserve(p.rows * p.columns * size)
+        self.sums_at = self.reserve((block_rows if p.depth else p.rows) * p.columns * size)
         self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
         self.reserve_locals()
@@ -120,47 +123,80 @@ class _Contraction(Product):
             else:
                 self._staged_b(e, b, kept, (vectors - 1) * p.lanes + (tail or p.lanes), layout)
             b = kept
-        sums = e.gep(SCRATCH, self.sums_at)
-        every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
-        share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
+        sums, width = e.gep(SCRATCH, self.sums_at), (layout, vectors, masked)
+        if p.depth:
+            self._parts(e, a, b, sums, tiles, i0, width)
+            count = e.bin("sub", self._first_row(e, tiles[1]), i0)
+            self._finish(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+            return
         with e.loop(*tiles) as at:
-            row, ahead = self._first_row(e, at.index), list[V]()
-            if share and not self.cut:
-                ahead = [step(e, e.gep(b, layout.byte(self.steps, 0)), e.bin("sub", at.index, tiles[0]), self.steps * share)]
-            for height, here in (heights := self.heights(e, at.index)):
-                if p.matrix and not (self.cut and height <= MATRIX_ROWS):
-                    with e.when(here):
-                        self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share if ahead else 0, height, vectors)
-                    continue
-                shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
-                t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share)
-                with e.when(here):
-                    if self.cut and share:
-                        self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, at.index, tiles[1])
-                    else:
-                        self._tile(e, t, f"tile_{height}x{vectors}_{masked}", self.a.at(e, a, row), b, sums, layout, *ahead)
-            count = self.height(e, at.index, heights[0][1])
+            row = self._first_row(e, at.index)
+            high = self._row_tile(e, a, row, b, sums, tiles, at.index, width, self.steps)
+            count = self.height(e, at.index, high)
             self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
-    def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, *ahead: V) -> None:
-        def body(e: Emitter, a: V, b: V, sums: V, *ahead: V) -> None:
-            tile_function(e, a, b, sums, self.steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
+    def _parts(self, e: Emitter, a: V, b: V, sums: V, tiles: tuple[V, V], i0: V, width: Width) -> None:
+        """The sums of all row tiles of a block, from one part of k after the other."""
+        (layout, vectors, _), whole = width, self.steps // self.plan.depth
+        zero, pitch = V("zeroinitializer", vector(stored(self.acc), self.plan.lanes)), Layout(self.acc, vectors * self.plan.lanes)
+        with e.loop(i0, self._first_row(e, tiles[1])) as row:
+            for v in range(vectors):
+                e.store(zero, pitch.at(e, sums, e.bin("sub", row.index, i0), v * self.plan.lanes), self.acc.itemsize)
 
-        self.call(e, name, body, a, b, sums, *ahead)
+        def part(first: V, steps: int) -> None:
+            at_a, at_b = self.a.at(e, a, 0, first), layout.at(e, b, first)
+            with e.loop(*tiles) as at:
+                row = self._first_row(e, at.index)
+                kept = pitch.at(e, sums, e.bin("sub", row, i0))
+                self._row_tile(e, at_a, row, at_b, kept, tiles, at.index, width, steps)
+
+        with e.loop(0, whole * self.plan.depth, self.plan.depth) as at:
+            part(at.index, self.plan.depth)
+        if rest := self.steps % self.plan.depth:
+            part(e.i64(self.steps - rest), rest)
+
+    def _row_tile(
+        self, e: Emitter, a: V, row: V, b: V, sums: V, tiles: tuple[V, V], tile: V, width: Width, steps: int
+    ) -> V:
+        """One row tile, which begins at `row`, over `steps` of k. Returns whether it is one of the high ones."""
+        p, (layout, vectors, masked), ahead = self.plan, width, list[V]()
+        every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
+        share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
+        if share and not self.cut:
+            ahead = [step(e, e.gep(b, layout.byte(steps, 0)), e.bin("sub", tile, tiles[0]), steps * share)]
+        for height, here in (heights := self.heights(e, tile)):
+            if p.matrix and not (self.cut and height <= MATRIX_ROWS):
+                with e.when(here):
+                    self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share if ahead else 0, height, vectors)
+                continue
+            shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
+            t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share, adds=steps < self.steps)
+            with e.when(here):
+                if self.cut and share:
+                    self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, tile, tiles[1])
+                else:
+                    self._tile(e, t, f"tile_{height}x{vectors}_{masked}", self.a.at(e, a, row), b, sums, layout, steps, *ahead)
+        return heights[0][1]
+
+    def _tile(self, e: Emitter, t: Tile, name: str, a: V, b: V, sums: V, layout: Layout, steps: int, *ahead: V) -> None:
+        def body(e: Emitter, a: V, b: V, sums: V, *ahead: V) -> None:
+            tile_function(e, a, b, sums, steps, None, *ahead, t=t, from_a=self.a, from_b=layout)
+
+        self.call(e, name if steps in (self.steps, self.plan.depth) else f"{name}_last", body, a, b, sums, *ahead)
 
     def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are
         more than three, low ones nothing."""
         name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
         if t.rows < AHEAD_ROWS:
-            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout)
+            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout, self.steps)
             return
         after = e.gep(b, layout.byte(self.steps, 0))
         for order, few in (("eq", 1), ("eq", 2), ("ugt", 2)):
             share = -(-layout.byte(1, 0) // (few + (order == "ugt")))
             with e.when(e.cmp(order, tiles, e.i64(few))):
                 here = step(e, after, tile, self.steps * share)
-                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, here)
+                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, self.steps, here)
 
     def _blocks(self, e: Emitter, a: V, b: V, sums: V, ahead: list[V], share: int, rows: int, vectors: int) -> None:
         """Like tile_function, on the matrix unit."""

@@ -40,7 +40,8 @@ class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k have separate sums. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a
     gives zero products even if b is NaN or infinite. `group`: an element is two bf16 numbers (denormals count as zero), or four
-    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: bytes to prefetch per step of k."""
+    integers, u8 in a and i8 in b; one instruction sums all their products. `ahead`: bytes to prefetch per step of k. `adds`: to
+    the previous sums."""
 
     rows: int
     vectors: int
@@ -52,6 +53,7 @@ class Tile:
     careful: bool = False
     group: int = 1
     ahead: int = 0
+    adds: bool = False
 
 
 def convert(e: Emitter, raw: V, source: DType, to: DType) -> V:
@@ -95,6 +97,8 @@ def tile_function(
     dot = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}.get(t.group)
     places = [(r * t.pitch + v * t.lanes) * size for r in range(t.rows) for v in range(t.vectors)]
     totals = [V("zeroinitializer", ty)] * (t.unroll * count)
+    if t.adds:
+        totals[:count] = [e.load(ty, e.gep(sums, at), size) for at in places]
     if factors is not None:
         scales = [e.splat(e.load(stored(t.acc), e.gep(factors, r * size), size), t.lanes) for r in range(t.rows)]
         totals = [e.bin("fmul", e.load(ty, e.gep(sums, at), size), scales[x // t.vectors]) for x, at in enumerate(places)]

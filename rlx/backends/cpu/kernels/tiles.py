@@ -32,6 +32,7 @@ IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; w
 GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
+PART = 1 << 17  # bytes of a part of a panel, at most: it stays in the L2 cache beside the next one and the rows of a
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -46,7 +47,8 @@ class Plan:
     `stage_a`, `stage_b`: the operand is copied to scratch first, in the accumulator's dtype or, for groups, unconverted.
     `stage_b` names the method: "rows" and "columns" follow b's unit stride, "any" has none, "computed" evaluates b there, ""
     reads it in place. Narrow floats are widened in the tile, which measured faster than a widened copy. `matrix`: tiles run on
-    the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel.
+    the matrix unit (amx.py). `ahead`: each tile of a panel prefetches its share of the next panel. `depth`: steps of k that all
+    tiles of a panel take before any takes the next ones, so that this part of the panel stays in a cache; 0: all.
     """
 
     lanes: int
@@ -65,6 +67,7 @@ class Plan:
     registers: int
     matrix: bool
     ahead: bool
+    depth: int = 0
 
     @property
     def columns(self) -> int:
@@ -127,7 +130,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a, stage_b, registers,
-        matrix, bool(ahead),
+        matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix),
     )  # fmt: skip
 
 
@@ -211,11 +214,13 @@ def other_tasks(threads: int) -> tuple[int, ...]:
     return () if threads == 1 else (1, threads, 2 * threads, 4 * threads, 8 * threads)
 
 
-def _order(c: Contract, p: Plan) -> set[int]:
-    """The numbers of partial sums per element (combined at the end) over all tiles; they determine the order of additions."""
+def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
+    """What determines the order of additions over all tiles: numbers of partial sums per element, and after how many steps they
+    are combined."""
     heights = (p.rows, p.rows - 1)[: 1 + (p.tall < p.row_tiles)]
     widths = {p.vectors if c.n >= p.columns else 0, -(-(c.n % p.columns) // p.lanes)} - {0}
-    return {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
+    unrolled = {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
+    return {(steps, p.depth if steps > 1 else 0) for steps in unrolled}
 
 
 def _highest(vectors: int, registers: int, matrix: bool) -> int:
@@ -260,6 +265,16 @@ def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
     """Whether prefetching the next panel gains. It costs low tiles up to a third if `b` is in a cache."""
     cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
     return rows == MAX_ROWS or rows * tiles >= 2 * MAX_ROWS or (cold and rows >= AHEAD_ROWS)
+
+
+def _depth(c: Contract, group: int, columns: int, matrix: bool) -> int:
+    """Steps of k (of `group` elements) in a part of a panel: parts of one size if possible. 0, all, if they are fewer
+    than three parts, or if one row tile reads the panel, once."""
+    steps, most = -(-c.k // group), PART // (columns * group * c.b.dtype.itemsize)
+    if matrix or c.m <= MAX_ROWS or steps < 3 * most:
+        return 0
+    least = -(-steps // most)
+    return -(-steps // next((parts for parts in range(least, 2 * least) if steps % parts == 0), least))
 
 
 def _wanted_tasks(c: Contract, batch: int, threads: int, each: int = TASKS_PER_THREAD) -> int:
