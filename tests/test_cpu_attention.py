@@ -26,6 +26,10 @@ MARGIN = 40  # elements before and after every buffer that the kernel must leave
 CANARY = 77
 SIGNATURE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
 WINDOWS = [("causal", 0), ("sliding_window", 1), ("sliding_window", 20), ("sliding_window", 150), ("sliding_window", 1 << 40)]
+F32, BF16 = np.float32, as_dtype("bf16").numpy
+TOLERANCE = {F32: 3e-6, BF16: 2e-2}  # of results around 1
+PAIRS = pytest.mark.skipif("avx512bf16" not in host_features(), reason="no instruction sums products of pairs of bf16 here")
+BOTH = pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=PAIRS)], ids=["f32", "bf16"])
 BSHD, BHSD, BHDS = (0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)  # which dims lie outermost to innermost in memory
 
 
@@ -179,45 +183,48 @@ def test_operand_masks(shape, which):
         check(attend(q, k, v, bias, mask="bias"), expected(q, k, v, bias, mask="bias"))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2, 33, 140, 64), (1, 2, 1, 2, 600, 24)], ids=str)
-def test_rows_that_see_nothing_are_zero(shape):
-    q, k, v = operands(*shape)
+@BOTH
+@pytest.mark.parametrize("shape", [(2, 2, 2, 33, 140, 64), (1, 2, 1, 2, 600, 24), (1, 1, 1, 40, 600, 32)], ids=str)
+def test_rows_that_see_nothing_are_zero(shape, dtype):
+    q, k, v = operands(*shape, dtype=dtype)
     keep = np.random.default_rng(2).random((shape[0], 1, shape[3], shape[4])) < 0.5
     keep[:, :, 1] = False
     keep[0] = False
     got = attend(q, k, v, keep, mask="custom")
-    check(got, expected(q, k, v, keep, mask="custom"))
+    check(got, expected(q, k, v, keep, mask="custom"), TOLERANCE[dtype])
     assert (got[0] == 0).all() and (got[:, :, 1] == 0).all()
-    bias = np.where(keep, 0, -np.inf).astype(np.float32)
-    assert (attend(q, k, v, bias, mask="bias") == got).all()
+    bias = np.where(keep, 0, -np.inf).astype(dtype)
+    check(attend(q, k, v, bias, mask="bias"), np.asarray(got, np.float64), TOLERANCE[dtype] if dtype == BF16 else 0)
 
 
+@BOTH
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(2, 2, 2, 33, 140, 64), (2, 2, 1, 2, 600, 24), (1, 1, 1, 16, 16, 32)], ids=str)
-def test_hidden_keys_and_values_add_nothing_whatever_they_hold(shape, poison):
-    q, k, v = operands(*shape)
+def test_hidden_keys_and_values_add_nothing_whatever_they_hold(shape, poison, dtype):
+    q, k, v = operands(*shape, dtype=dtype)
     rows, keys = shape[3:5]
     keep = np.full((shape[0], 1, 1, keys), True)
     keep[0, ..., keys // 2 :] = False
     want = expected(q, k, v, keep, mask="custom")
     bad_k, bad_v = k.copy(), v.copy()
     bad_k[0, :, keys // 2 :] = bad_v[0, :, keys // 2 :] = poison
-    check(attend(q, bad_k, bad_v, keep, mask="custom"), want)
-    check(attend(q, bad_k, bad_v, np.repeat(keep, rows, axis=2), mask="custom"), want)
+    check(attend(q, bad_k, bad_v, keep, mask="custom"), want, TOLERANCE[dtype])
+    check(attend(q, bad_k, bad_v, np.repeat(keep, rows, axis=2), mask="custom"), want, TOLERANCE[dtype])
     bad_k, bad_v = k.copy(), v.copy()
     bad_k[:, :, -1] = bad_v[:, :, -1] = poison  # only the last query sees it
     got = attend(q, bad_k, bad_v, mask="causal")
-    check(got[:, :, :-1], expected(q, k, v, mask="causal")[:, :, :-1])
+    check(got[:, :, :-1], expected(q, k, v, mask="causal")[:, :, :-1], TOLERANCE[dtype])
     assert np.isnan(got[:, :, -1]).all()
     bad_k, bad_v = k.copy(), v.copy()
     bad_k[:, :, 0] = bad_v[:, :, 0] = poison  # out of every query's window but that of the first ones
     got = attend(q, bad_k, bad_v, mask="sliding_window", window=4)
     first = max(0, 4 - (keys - rows))
-    check(got[:, :, first:], expected(q, k, v, mask="sliding_window", window=4)[:, :, first:])
+    check(got[:, :, first:], expected(q, k, v, mask="sliding_window", window=4)[:, :, first:], TOLERANCE[dtype])
 
 
-def test_nan_in_a_query_stays_in_its_row():
-    q, k, v = operands(1, 2, 2, 20, 50, 32)
+@BOTH
+def test_nan_in_a_query_stays_in_its_row(dtype):
+    q, k, v = operands(1, 2, 2, 20, 50, 32, dtype=dtype)
     q[0, 1, 3] = np.nan
     got = attend(q, k, v)
     assert np.isnan(got[0, 1, 3]).all() and np.isnan(got).sum() == 32
@@ -267,6 +274,37 @@ def test_sixteen_bit_floats(shape, dtype, tolerance):
     check(attend(q, k, v, bias, mask="bias", orders=(BHDS, BHDS, BHDS, BHDS)), expected(q, k, v, bias, mask="bias"), tolerance)
 
 
+PAIRED = [  # some of every way to cut rows, keys, depth and columns: batch, heads, key heads, rows, keys, head size, value size
+    (1, 2, 2, 9, 5, 2), (1, 2, 2, 16, 16, 32), (2, 3, 3, 17, 33, 64), (2, 3, 1, 40, 140, 80, 33), (1, 2, 2, 64, 300, 128),
+    (1, 1, 1, 300, 600, 256, 20), (1, 2, 1, 33, 1, 32),
+]  # fmt: skip
+
+
+@PAIRS
+@pytest.mark.parametrize("shape", PAIRED, ids=str)
+def test_pairs_of_bf16(shape):
+    q, k, v = operands(*shape, dtype=BF16)
+    rng, rows, keys = np.random.default_rng(1), *shape[3:5]
+    every = [((), how) for how in ({}, {"cap": 2.0}, {"scale": -0.3}, {"scale": 3.0})]
+    every += [((), {"mask": mask, "window": window}) for mask, window in WINDOWS if rows <= keys]
+    for dims in mask_shapes(shape):
+        every.append(((rng.random(dims) < 0.4,), {"mask": "custom"}))
+        every.append(((np.where(rng.random(dims) < 0.7, rng.normal(size=dims), -np.inf).astype(BF16),), {"mask": "bias"}))
+    for mask, how in every:
+        check(attend(q, k, v, *mask, **how), expected(q, k, v, *mask, **how), TOLERANCE[BF16])
+
+
+@PAIRS
+def test_pairs_are_multiplied_by_their_instruction():
+    """If keys are pairs in memory; odd strides are left to the other kernel."""
+    q = Buffer("q", as_dtype("bf16"), 1 << 16), Buffer("o", as_dtype("bf16"), 1 << 16, writable=True)
+    for stride, count in ((64, 1), (63, 0)):
+        inputs = tuple(View(q[0], (1, 2, 40, 32), (0, 40 * stride, stride, 1)) for _ in range(3))
+        native = Native("attention", AttentionAttrs(), inputs, (View(q[1], (1, 2, 40, 32), (0, 1280, 32, 1)),))
+        text = render(Kernel("a", q, (), (), (native,)), host_target(1), "a").text
+        assert bool(text.count("dpbf16ps")) == count
+
+
 @pytest.mark.skipif("x86_64" not in host_features()[0], reason="needs an x86-64 host")
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
 def test_narrower_vectors(level):
@@ -288,11 +326,13 @@ def test_compiles_for_aarch64():
         assert compile_object(rendered.text, target)[:4] == b"\x7fELF"
 
 
-def test_results_do_not_depend_on_threads_or_order():
-    q, k, v = operands(2, 4, 2, 70, 200, 32)
-    once = attend(q, k, v, mask="causal", target=host_target(1))
+@BOTH
+@pytest.mark.parametrize("how", [{"mask": "causal"}, {"mask": "sliding_window", "window": 290}], ids=str)
+def test_results_do_not_depend_on_threads_or_order(dtype, how):
+    q, k, v = operands(2, 4, 2, 270, 600, 32, dtype=dtype)
+    once = attend(q, k, v, **how, target=host_target(1))
     for threads in (2, 16):
-        assert attend(q, k, v, mask="causal", target=host_target(threads), backwards=True).tobytes() == once.tobytes()
+        assert attend(q, k, v, **how, target=host_target(threads), backwards=True).tobytes() == once.tobytes()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[x] for x in (3, 6, 9, 11, 14)], ids=str)
@@ -344,14 +384,15 @@ def guarded(array, order=BHSD, pad=0):
 
 
 @linux
+@BOTH
 @pytest.mark.parametrize("shape", [(1, 2, 2, 7, 9, 5), (1, 1, 1, 33, 131, 20), (2, 2, 1, 1, 23, 20), (1, 1, 1, 4, 530, 17, 33)])
-def test_nothing_is_read_or_written_past_a_buffer(shape, monkeypatch):
+def test_nothing_is_read_or_written_past_a_buffer(shape, dtype, monkeypatch):
     """An access past one ends the process."""
     monkeypatch.setattr(sys.modules[__name__], "placed", guarded)
-    q, k, v = operands(*shape)
+    q, k, v = operands(*shape, dtype=dtype)
     keep = np.random.default_rng(0).random((shape[3], shape[4])) < 0.5
-    check(attend(q, k, v, keep, mask="custom"), expected(q, k, v, keep, mask="custom"))
-    check(attend(q, k, v), expected(q, k, v))
+    check(attend(q, k, v, keep, mask="custom"), expected(q, k, v, keep, mask="custom"), TOLERANCE[dtype])
+    check(attend(q, k, v), expected(q, k, v), TOLERANCE[dtype])
 
 
 # -- a cache of which the first keys are there ----------------------------------------------------------------------
@@ -370,19 +411,20 @@ def starting(*positions, dtype=np.int32):
     return np.array(positions if len(positions) > 1 else positions[0], dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("case", [*itertools.product(CACHES[:3], KINDS), *itertools.product(CACHES[3:], KINDS[:2])], ids=str)
-def test_a_cache_filled_in_part(case):
+def test_a_cache_filled_in_part(case, dtype):
     """At every position as torch has it from the visible part alone; what lies elsewhere is NaN."""
     (shape, starts), (mask, window) = case
-    q, k, v = operands(*shape)
+    q, k, v = operands(*shape, dtype=dtype)
     rows, capacity = shape[3:5]
     for start in starts:
         bad = np.arange(capacity) >= start + rows
         if window:
             bad |= np.arange(capacity) <= start - window
-        some = np.where(bad[:, None], np.nan, k).astype(np.float32), np.where(bad[:, None], np.nan, v).astype(np.float32)
+        some = np.where(bad[:, None], np.nan, k).astype(dtype), np.where(bad[:, None], np.nan, v).astype(dtype)
         got = attend(q, *some, starting(start), mask=mask, window=window, positioned=True)
-        check(got, in_cache(q, k, v, starting(start), mask=mask, window=window))
+        check(got, in_cache(q, k, v, starting(start), mask=mask, window=window), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.int32), (3, np.int64), (40, np.int32)])

@@ -20,6 +20,8 @@ from rlx.ir.graph import Graph, Node, Value, keep
 from rlx.ir.op import Kind
 from rlx.ir.program import NodeReport
 
+MOST_AROUND = 8  # a smaller part of a value is cast by itself: the kernel of the whole would store more than it saves
+
 
 def precision(graph: Graph, compilation: Compilation, notes: list[NodeReport] | None = None) -> Graph:
     """`graph` with options.precision applied. CompileError: the target does not support that dtype.
@@ -72,12 +74,37 @@ def _policy(compilation: Compilation) -> DType | None:
 
 def _on(node: Node, narrow: DType, at: Sequence[int]) -> Node | None:
     """The node with f32 operands `at` cast to `narrow`; None if the op does not allow it."""
-    inputs = tuple(v.astype(narrow) if i in at and v.dtype == f32 else v for i, v in enumerate(node.inputs))
+    inputs = tuple(_narrowed(v, narrow) if i in at and v.dtype == f32 else v for i, v in enumerate(node.inputs))
     try:
         shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
     except GraphError:
         return None
     return Node(node.op, inputs, node.attrs, shapes, node.name, node.source)
+
+
+def _narrowed(v: Value, narrow: DType) -> Value:
+    """`v` cast to `narrow`: in front of views of a computed value, so that its kernel rounds what it stores, once for all."""
+    views: list[Node] = []
+    root = _as_view(v)
+    while root.node.op.kind is Kind.VIEW and len(root.node.inputs) == len(root.node.shapes) == 1:
+        views.append(root.node)
+        root = _as_view(root.node.inputs[0])
+    if root.node.op.kind is Kind.LEAF or root.shape.num_elements > MOST_AROUND * v.shape.num_elements:
+        return v.astype(narrow)
+    moved = root.astype(narrow)
+    for view in reversed(views):
+        (moved,) = Node(view.op, (moved,), view.attrs, (view.shapes[0].with_dtype(narrow),), view.name, view.source).results
+    return moved
+
+
+def _as_view(v: Value) -> Value:
+    """A result of a composite that is made of views, such as split, as a view; any other value as it is."""
+    node = v.node
+    if node.op.kind is not Kind.COMPOSITE or node.op.decompose is None or len(node.inputs) != 1:
+        return v
+    made = node.op.decompose(node.attrs, *node.inputs)
+    value = made if isinstance(made, Value) else made[v.index]
+    return value if value.node.op.kind is Kind.VIEW and value.node.inputs == node.inputs else v
 
 
 def _widened(slim: Node | None, node: Node) -> Sequence[Value]:

@@ -39,15 +39,15 @@ def release(e: Emitter) -> None:
 
 
 def blocks_function(
-    e: Emitter, a: V, b: V, sums: V, config: V, ahead: V | None = None, *, rows: int, vectors: int, k: int, group: int,
-    from_a: Layout, from_b: Layout, configured: bool, share: int = 0,
+    e: Emitter, a: V, b: V, sums: V, config: V, ahead: V | None = None, *, rows: int, vectors: int, k: int | V, group: int,
+    from_a: Layout, from_b: Layout, configured: bool, share: int = 0, pitch: int = 0,
 ) -> None:  # fmt: skip
     """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: the
     unit is configured for this height already; else `config` points to memory for the configuration. `ahead`: where `share` bytes
-    per step of k are prefetched from."""
+    per step of k are prefetched from. `pitch`: distance of rows of sums, if it is not their length."""
     if not configured:
         configure(e, config, rows)
-    above, across, pitch = range(-(-rows // SIDE)), range(vectors), e.i64(4 * SIDE * vectors)
+    above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     steps = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
     for i in above:
         for j in across:
@@ -64,7 +64,7 @@ def blocks_function(
                 _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
     for i in above:
         for j in across:
-            _do(e, "tilestored64", _register(_SUMS[i][j]), e.gep(sums, 4 * SIDE * (i * SIDE * vectors + j)), pitch)
+            _do(e, "tilestored64", _register(_SUMS[i][j]), e.gep(sums, 4 * SIDE * (i * pitch + j)), e.i64(4 * pitch))
 
 
 def _register(number: int) -> V:

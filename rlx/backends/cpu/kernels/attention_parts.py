@@ -83,6 +83,15 @@ def lanes_at(e: Emitter, x: V, places: Sequence[int]) -> V:
     return e.op(vector(x.scalar, len(places)), f"shufflevector {x}, {x.ty} poison, <{len(places)} x i32> <{picks}>")
 
 
+def across_lines(e: Emitter, lines: list[V], combine: Callable[[V, V], V]) -> V:
+    """As many lines as they have lanes. Lane x of the result: the lanes of line x, combined while a square is transposed."""
+    block = 1
+    while len(lines) > 1:
+        lines = [combine(*halves(e, a, b, block)) for a, b in zip(lines[::2], lines[1::2])]
+        block *= 2
+    return lines[0]
+
+
 def highest(e: Emitter, a: V, b: V) -> V:
     """The larger of a and b; b if a is NaN. A NaN score still makes its row's sum NaN, through its weight."""
     return e.select(e.cmp("ogt", a, b), a, b)
@@ -202,14 +211,10 @@ def dots_function(
         for r, total in enumerate(added(key, whole, columns - whole, totals)):
             e.store(total, line.at(e, line.at(e, sums, r), 0, x.index), F32)
     totals = [e.load(ty, line.at(e, sums, r, x), F32) for r in range(height) for x in range(count)]
-    totals += totals[:1] * (lanes - len(totals))
-    block = 1
-    while len(totals) > 1:  # transposing reduction: lane x of the result is the total of sum x
-        totals = [e.bin("fadd", *halves(e, a, b, block)) for a, b in zip(totals[::2], totals[1::2])]
-        block *= 2
+    total = across_lines(e, totals + totals[:1] * (lanes - len(totals)), partial(e.bin, "fadd"))
     for r in range(height):
         picks = ", ".join(f"i32 {r * count + x}" for x in range(count))
-        part = e.op(f"<{count} x float>", f"shufflevector {totals[0]}, {ty} poison, <{count} x i32> <{picks}>")
+        part = e.op(f"<{count} x float>", f"shufflevector {total}, {ty} poison, <{count} x i32> <{picks}>")
         e.store(part, to.at(e, out, r), F32)
 
 
