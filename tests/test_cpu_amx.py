@@ -28,9 +28,12 @@ from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
 from rlx.ir.target import Target
 
-NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tilestored64 tdpbf16ps tdpbusd".split()
+NAMES = "ldtilecfg tilerelease tilezero tileloadd64 tileloaddt164 tilestored64 tdpbf16ps tdpbusd".split()
 HOST = [f for f in machine_of(TARGETS["host"])[2].replace("+", "").split(",") if "amx" not in f]
 AMX = ("amx-tile", "amx-bf16", "amx-int8")
+SHAPES = [
+    (8, 32, 64), (16, 31, 64), (17, 97, 128), (32, 16, 64), (33, 40, 192), (150, 64, 64), (50, 40, 1664), (50, 260, 1088),
+]  # fmt: skip
 KINDS = {"bf16": (bf16, bf16, f32), "u8 i8": (u8, i8, i32)}
 
 pytestmark = pytest.mark.skipif(
@@ -52,7 +55,8 @@ class Emulator:
         self.faults: list[str] = []
         self.released = self.products = 0
         v, b, i = ctypes.c_void_p, ctypes.c_uint8, ctypes.c_int64
-        types = {"ldtilecfg": (v,), "tilerelease": (), "tilezero": (b,), "tileloadd64": (b, v, i), "tilestored64": (b, v, i)}
+        types = {"ldtilecfg": (v,), "tilerelease": (), "tilezero": (b,)}
+        types |= dict.fromkeys(("tileloadd64", "tileloaddt164", "tilestored64"), (b, v, i))
         self.callbacks = {name: ctypes.CFUNCTYPE(None, *types.get(name, (b, b, b)))(self.guarded(name)) for name in NAMES}
 
     def guarded(self, name: str):
@@ -83,6 +87,8 @@ class Emulator:
         assert self.rows[tile], "not configured"
         for r in range(self.rows[tile]):
             self.tiles[tile][r] = np.frombuffer(ctypes.string_at(at + r * stride, self.widths[tile]), np.uint8)
+
+    tileloaddt164 = tileloadd64  # a hint to the caches
 
     def tilestored64(self, tile: int, at: int, stride: int) -> None:
         assert self.rows[tile], "not configured"
@@ -138,7 +144,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("a", ["rows", "padded", "columns"])
-@pytest.mark.parametrize("shape", [(8, 32, 64), (16, 31, 64), (17, 97, 128), (32, 16, 64), (33, 40, 192), (150, 64, 64)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_emulated(emulator: Emulator, shape: tuple[int, int, int], a: str, kind: str) -> None:
     target = with_amx(2)
     panel, group = target.panel(kind)
@@ -173,7 +179,8 @@ def test_assembly(kind: str, instruction: str) -> None:
     panel, group = target.panel(kind)
     kernel = plain.product(64, 64, 128, dtypes=KINDS[kind], panel=panel, group=group)
     text = jit.assembly(contract.render(kernel, target, "mm").text, target)
-    assert [text.count(f"\t{name}\t") for name in (instruction, "tileloadd", "tilestored", "tilezero")] == [4, 4, 4, 4]
+    names = instruction, "tileloadd", "tileloaddt1", "tilestored", "tilezero"
+    assert [text.count(f"\t{name}\t") for name in names] == [4, 2, 2, 4, 4]
     assert text.count("\tldtilecfg\t") == text.count("\ttilerelease\n") == 1
 
 

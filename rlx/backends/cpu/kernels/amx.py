@@ -8,6 +8,8 @@ height and `release` clears it; until then the system saves it at every context 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.host.emit import Emitter, V
 
@@ -39,32 +41,37 @@ def release(e: Emitter) -> None:
 
 
 def blocks_function(
-    e: Emitter, a: V, b: V, sums: V, config: V, ahead: V | None = None, *, rows: int, vectors: int, k: int | V, group: int,
-    from_a: Layout, from_b: Layout, configured: bool, share: int = 0, pitch: int = 0,
+    e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
+    rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
+    beside: Callable[[V], None] | None = None,
 ) -> None:  # fmt: skip
-    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `configured`: the
-    unit is configured for this height already; else `config` points to memory for the configuration. `ahead`: where `share` bytes
-    per step of k are prefetched from. `pitch`: distance of rows of sums, if it is not their length."""
-    if not configured:
-        configure(e, config, rows)
+    """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `kept`: whether
+    the previous sums are added (None: never). The unit is configured for this height. `step_a`: bytes from SIDE groups of a
+    to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
+    bytes per step are prefetched from. `beside`: emits other work of the step at an index, done while the unit multiplies."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
-    steps = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
-    for i in above:
-        for j in across:
-            _do(e, "tilezero", _register(_SUMS[i][j]))
+    strides = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
+    places = {_SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
+    for tile in places:
+        _do(e, "tilezero", _register(tile))
+    if kept is not None:
+        with e.when(kept):
+            for tile, place in places.items():
+                _do(e, "tileloadd64", _register(tile), place, e.i64(4 * pitch))
     fetched = [ahead] if ahead else []
     with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
         at_a, at_b, *now = loop.carried
-        loop.next = [from_a.at(e, at_a, 0, SIDE), from_b.at(e, at_b, SIDE), *prefetch(e, now, SIDE * share)]
+        loop.next = [e.gep(at_a, step_a or from_a.byte(0, SIDE)), from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
         for i in above:
-            _do(e, "tileloadd64", _register(_A[i]), from_a.at(e, at_a, SIDE * i), steps[0])
+            _do(e, "tileloaddt164", _register(_A[i]), from_a.at(e, at_a, SIDE * i), strides[0])
         for j in across:
-            _do(e, "tileloadd64", _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), steps[1])
+            _do(e, "tileloadd64", _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), strides[1])
             for i in above:
                 _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
-    for i in above:
-        for j in across:
-            _do(e, "tilestored64", _register(_SUMS[i][j]), e.gep(sums, 4 * SIDE * (i * pitch + j)), e.i64(4 * pitch))
+        if beside:
+            beside(loop.index)
+    for tile, place in places.items():
+        _do(e, "tilestored64", _register(tile), place, e.i64(4 * pitch))
 
 
 def _register(number: int) -> V:

@@ -218,8 +218,7 @@ def _product(
 ) -> None:  # fmt: skip
     """out[height][vectors * LANES] = a @ b over k pairs, a multiple of LANES."""
     if matrix:
-        shape = {"rows": height, "vectors": vectors, "k": k, "group": 2, "pitch": pitch}
-        amx.blocks_function(e, a, b, out, out, from_a=from_a, from_b=from_b, configured=True, **shape)
+        amx.blocks_function(e, a, b, out, k, rows=height, vectors=vectors, group=2, from_a=from_a, from_b=from_b, pitch=pitch)
         return
     t = Tile(TILE_ROWS, vectors, LANES, 1, 0, f32, pitch, group=2)
     with e.loop(0, height, TILE_ROWS) as row:

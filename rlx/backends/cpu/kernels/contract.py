@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
+from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, MATRIX_ROWS, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
@@ -54,25 +54,30 @@ class _Contraction(Product):
         if raw:  # from here on, one element is a whole group
             self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, self.panel)
         size = self.acc.itemsize
-        self.configured = p.matrix and p.tall == p.row_tiles and contract.count is None  # all tiles have the same height
-        self.config_at = self.reserve(amx.CONFIG_BYTES if p.matrix else 0)
-        self.sums_at = self.reserve((block_rows if p.depth else p.rows) * p.columns * size)
-        self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a else 0)
+        self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.from_b) if p.matrix else None
+        self.sums_at = self.reserve(0 if p.matrix else (block_rows if p.depth else p.rows) * p.columns * size)
+        self.a_at = self.reserve(block_rows * self.staged.byte(1, 0) if p.stage_a and not p.matrix else 0)
         self.b_at = self.reserve(contract.k * p.columns * size if p.stage_b else 0)
         self.reserve_locals()
 
     def _begin(self, e: Emitter) -> None:
-        if self.configured:
-            amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows)
+        if self.unit:
+            self.unit.begin(e)
 
     def _end(self, e: Emitter) -> None:
-        if self.plan.matrix:
+        if self.unit:
             amx.release(e)
 
-    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+    def _swept(self, e: Emitter, scope: Scope, i0: V, vectors: int, tail: int) -> None:
+        if self.unit:
+            self.unit.finish(e, scope, i0, vectors, tail)
+
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V, tiles: tuple[V, V]) -> V:
         c, p = self.c, self.plan
         if not p.stage_a:
             return a
+        if self.unit:
+            return self.unit.staged(e, scope, a, tiles, stop)
         kept = e.gep(SCRATCH, self.a_at)
         if isinstance(c.a, Computed):
             self._computed_a(e, scope, c.a, kept, i0, stop)
@@ -113,6 +118,9 @@ class _Contraction(Product):
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
+        if self.unit:
+            self.unit.sweep(e, scope, a, b, tiles, i0, panel, vectors, tail)
+            return
         p, layout = self.plan, self.from_b
         b = step(e, b, panel, layout.byte(self.steps, 0) if self.panel else layout.byte(0, p.columns))
         masked = 0 if self.panel or p.stage_b else tail  # panels are padded
@@ -126,27 +134,27 @@ class _Contraction(Product):
         sums, width = e.gep(SCRATCH, self.sums_at), (layout, vectors, masked)
         if p.depth:
             self._parts(e, a, b, sums, tiles, i0, width)
-            count = e.bin("sub", self._first_row(e, tiles[1]), i0)
-            self._finish(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+            count = e.bin("sub", self.first_row(e, tiles[1]), i0)
+            self.finish_rows(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
             return
         with e.loop(*tiles) as at:
-            row = self._first_row(e, at.index)
+            row = self.first_row(e, at.index)
             high = self._row_tile(e, a, row, b, sums, tiles, at.index, width, self.steps)
             count = self.height(e, at.index, high)
-            self._finish(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
+            self.finish_rows(e, scope.child(), sums, i0, row, count, e.bin("mul", panel, e.i64(p.columns)), vectors, tail)
 
     def _parts(self, e: Emitter, a: V, b: V, sums: V, tiles: tuple[V, V], i0: V, width: Width) -> None:
         """The sums of all row tiles of a block, from one part of k after the other."""
         (layout, vectors, _), whole = width, self.steps // self.plan.depth
         zero, pitch = V("zeroinitializer", vector(stored(self.acc), self.plan.lanes)), Layout(self.acc, vectors * self.plan.lanes)
-        with e.loop(i0, self._first_row(e, tiles[1])) as row:
+        with e.loop(i0, self.first_row(e, tiles[1])) as row:
             for v in range(vectors):
                 e.store(zero, pitch.at(e, sums, e.bin("sub", row.index, i0), v * self.plan.lanes), self.acc.itemsize)
 
         def part(first: V, steps: int) -> None:
             at_a, at_b = self.a.at(e, a, 0, first), layout.at(e, b, first)
             with e.loop(*tiles) as at:
-                row = self._first_row(e, at.index)
+                row = self.first_row(e, at.index)
                 kept = pitch.at(e, sums, e.bin("sub", row, i0))
                 self._row_tile(e, at_a, row, at_b, kept, tiles, at.index, width, steps)
 
@@ -165,10 +173,6 @@ class _Contraction(Product):
         if share and not self.cut:
             ahead = [step(e, e.gep(b, layout.byte(steps, 0)), e.bin("sub", tile, tiles[0]), steps * share)]
         for height, here in (heights := self.heights(e, tile)):
-            if p.matrix and not (self.cut and height <= MATRIX_ROWS):
-                with e.when(here):
-                    self._blocks(e, self.a.at(e, a, row), b, sums, ahead, share if ahead else 0, height, vectors)
-                continue
             shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
             t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share, adds=steps < self.steps)
             with e.when(here):
@@ -197,14 +201,6 @@ class _Contraction(Product):
             with e.when(e.cmp(order, tiles, e.i64(few))):
                 here = step(e, after, tile, self.steps * share)
                 self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, self.steps, here)
-
-    def _blocks(self, e: Emitter, a: V, b: V, sums: V, ahead: list[V], share: int, rows: int, vectors: int) -> None:
-        """Like tile_function, on the matrix unit."""
-        body = partial(
-            amx.blocks_function, rows=rows, vectors=vectors, k=self.steps, group=self.plan.group, from_a=self.a,
-            from_b=self.from_b, configured=self.configured, share=share,
-        )  # fmt: skip
-        self.call(e, f"blocks_{rows}x{vectors}", body, a, b, sums, e.gep(SCRATCH, self.config_at), *ahead)
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. Columns past the edge of the matrix are undefined;

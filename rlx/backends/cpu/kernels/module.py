@@ -12,9 +12,9 @@ from rlx.ir.kernel import Buffer, Kernel, Native
 ARGS, TASK, SCRATCH, STATUS = V("%args", "ptr"), V("%task", "i64"), V("%scratch", "ptr"), V("%status", "ptr")
 
 
-def argument_pointers(e: Emitter, buffers: Sequence[Buffer]) -> dict[Buffer, V]:
+def argument_pointers(e: Emitter, buffers: Sequence[Buffer], args: V = ARGS) -> dict[Buffer, V]:
     """The address of each buffer, read from the argument table."""
-    return {b: e.load("ptr", e.gep(ARGS, 8 * i), 8) for i, b in enumerate(buffers)}
+    return {b: e.load("ptr", e.gep(args, 8 * i), 8) for i, b in enumerate(buffers)}
 
 
 def outside(e: Emitter, buffers: Sequence[Buffer], vector_bytes: int) -> Scope:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from rlx.backends.cpu.abi import Rendered
-from rlx.backends.cpu.kernels.amx import SIDE
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided, share, step
 from rlx.backends.cpu.kernels.tile import lane_mask
-from rlx.backends.cpu.kernels.tiles import MATRIX_ROWS, Plan, kept_locals
+from rlx.backends.cpu.kernels.tiles import Plan, kept_locals
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr, limit_of
 from rlx.host.emit import Emitter, V, stored, vector
@@ -44,13 +43,16 @@ class Product(Module):
     def _end(self, e: Emitter) -> None:
         """Emitted after the grid points of a task."""
 
-    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
-        """Prepare rows i0 to i1 of a for the tiles; only rows before `stop` are needed. Returns the address of row 0."""
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V, tiles: tuple[V, V]) -> V:
+        """Prepare rows i0 to i1 of a for `tiles`; only rows before `stop` are needed. Returns the address of row 0."""
         raise AssertionError("abstract")
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         """One panel: the task's row tiles, of a block that starts at row i0."""
         raise AssertionError("abstract")
+
+    def _swept(self, e: Emitter, scope: Scope, i0: V, vectors: int, tail: int) -> None:
+        """Emitted after panels of that size."""
 
     # -- tasks and grid points
 
@@ -88,7 +90,7 @@ class Product(Module):
         """One grid point: the task's rows and panels of one pair of matrices. Results of rows from `limit` on are not needed."""
         c = self.c
         a, b = (self._start(e, scope, o) for o in (c.a, c.b))
-        i0, i1 = (self._first_row(e, t) for t in tiles)
+        i0, i1 = (self.first_row(e, t) for t in tiles)
         stop = e.intrinsic("smin", i1, limit) if isinstance(c.a, Computed) and limit is not None else i1
         self._block(e, scope, a, b, tiles, panels, (i0, i1, stop))
         if c.rows:
@@ -119,15 +121,17 @@ class Product(Module):
     ) -> None:
         """The task's panels of a block of rows: the first, the last, and that from which on none is needed."""
         c, p, i0 = self.c, self.plan, rows[0]
-        a = self._staged_a(e, scope, a, *rows)
+        a = self._staged_a(e, scope, a, *rows, tiles)
         operands = e, scope, a, b, tiles, i0
         whole, odd = divmod(c.n, p.columns)
         if whole:
             with e.loop(panels[0], e.intrinsic("smin", panels[1], e.i64(whole))) as panel:
                 self._sweep(*operands, panel.index, p.vectors, 0)
+            self._swept(e, scope, i0, p.vectors, 0)
         if odd:
             with e.when(e.cmp("eq", panels[1], e.i64(p.panels))):
                 self._sweep(*operands, e.i64(whole), -(-odd // p.lanes), odd % p.lanes)
+                self._swept(e, scope, i0, -(-odd // p.lanes), odd % p.lanes)
 
     def _row_tiles(self, e: Emitter, limit: V | None) -> V | int:
         """The number of tiles that hold the rows before the limit."""
@@ -138,7 +142,7 @@ class Product(Module):
         tiles = e.bin("udiv", e.bin("add", tall, p.rows - 1), p.rows)
         return e.bin("add", tiles, e.bin("udiv", e.bin("add", e.bin("sub", limit, tall), low - 1), low))
 
-    def _first_row(self, e: Emitter, tile: V) -> V:
+    def first_row(self, e: Emitter, tile: V) -> V:
         """Plan.first_row, at run time."""
         if self.cut:
             i0, height, high = self.cut
@@ -151,12 +155,8 @@ class Product(Module):
         """(rows, whether the tile has this height) for each height that occurs."""
         p = self.plan
         if self.cut:
-            found, low = self.height(e, tile), MATRIX_ROWS if p.matrix else p.rows
-            heights = [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, low + 1)]
-            for least, rows in ((low, SIDE), (SIDE, 2 * SIDE)) if p.matrix else ():  # blocks with undefined rows at the end
-                above, fits = (e.cmp(order, found, e.i64(n)) for order, n in (("ugt", least), ("ule", rows)))
-                heights.append((rows, e.bin("and", above, fits)))
-            return heights
+            found = self.height(e, tile)
+            return [(rows, e.cmp("eq", found, e.i64(rows))) for rows in range(1, p.rows + 1)]
         tall, low = (e.cmp(order, tile, e.i64(p.tall)) for order in ("slt", "sge"))
         return [(p.rows, tall), (p.rows - 1, low)][: 1 + (p.tall < p.row_tiles)]
 
@@ -173,7 +173,7 @@ class Product(Module):
             return SCRATCH
         return step(e, scope.pointers[o.buffer], expr(o.offset, scope), o.buffer.dtype.itemsize)
 
-    def _finish(
+    def finish_rows(
         self, e: Emitter, scope: Scope, sums: V, i0: V, first: V, count: V, j0: V, vectors: int, tail: int,
         pitch: int = 0,
     ) -> None:  # fmt: skip
@@ -189,7 +189,8 @@ class Product(Module):
             def summed(column: V) -> V:
                 return e.load(vector(stored(self.acc), lanes), step(e, line, column, size), size)
 
-            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, (vectors - (tail > 0)) * lanes + tail, lanes, j0)
+            columns, few = (vectors - (tail > 0)) * lanes + tail, self.plan.matrix
+            emit_epilogue(c.epilogue, at_row, c.acc, c.j, summed, columns, lanes, j0, unroll=few)
 
     def _at_row(self, e: Emitter, scope: Scope, i0: V, row: V) -> Scope:
         """The scope of one row of the block that starts at i0. Per-row locals refer to this row's part."""

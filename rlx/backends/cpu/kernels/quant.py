@@ -210,7 +210,7 @@ class _Integer(_Product):
         self.row_at = self.reserve(4 * self.k if isinstance(c.a, Computed) else 0)
         self.reserve_locals()
 
-    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V, tiles: tuple[V, V]) -> V:
         x, kept, statements = self.c.a, e.gep(SCRATCH, self.row_at), ()
         line = Local("line", f32, self.k)
         if isinstance(x, Computed):
@@ -263,13 +263,13 @@ class _Integer(_Product):
             self.call(e, "unpacked", self._unpacked, *source, *unpacked)
             source = unpacked
         with e.loop(*tiles) as at:
-            row = self._first_row(e, at.index)
+            row = self.first_row(e, at.index)
             places = self._of_row(e, e.bin("sub", row, i0))
             for height, here in self.heights(e, at.index):
                 with e.when(here):
                     self.call(e, f"tile{height}", partial(self._tile, rows=height), sums, *places, *source)
             count, first = self.height(e, at.index), e.bin("mul", panel, e.i64(PANEL))
-            self._finish(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
+            self.finish_rows(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
 
     def _of_row(self, e: Emitter, row: V) -> list[V]:
         """The addresses of q, factors, shifts and least for a row of the block."""
@@ -380,7 +380,7 @@ class _Float(_Product):
         self.ones_at = self.reserve(4 * self.plan.rows)
         self.reserve_locals()
 
-    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V) -> V:
+    def _staged_a(self, e: Emitter, scope: Scope, a: V, i0: V, i1: V, stop: V, tiles: tuple[V, V]) -> V:
         for r in range(self.plan.rows):
             e.store(e.const("float", 1.0), e.gep(SCRATCH, self.ones_at + 4 * r), 4)
         x, kept = self.c.a, e.gep(SCRATCH, self.rows_at)
@@ -412,8 +412,8 @@ class _Float(_Product):
         if whole and rest:
             place = e.gep(weights, whole * blocks * self.f.nbytes)
             self._chunk(e, place, e.gep(a, 4 * whole * self.chunk), sums, chunk, ones, block, rest)
-        count = e.bin("sub", self._first_row(e, tiles[1]), i0)
-        self._finish(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(PANEL)), vectors, tail, PANEL)
+        count = e.bin("sub", self.first_row(e, tiles[1]), i0)
+        self.finish_rows(e, scope.child(), sums, i0, i0, count, e.bin("mul", panel, e.i64(PANEL)), vectors, tail, PANEL)
 
     def _chunk(
         self, e: Emitter, weights: V, x: V, sums: V, chunk: V, ones: V | None, block: tuple[tuple[V, V], V], length: int
@@ -423,7 +423,7 @@ class _Float(_Product):
         self.call(e, f"decoded{length}", partial(self._decoded, length=length), weights, chunk)
         tiles, i0 = block
         with e.loop(*tiles) as at:
-            row = e.bin("sub", self._first_row(e, at.index), i0)
+            row = e.bin("sub", self.first_row(e, at.index), i0)
             places = self.rows_of_x.at(e, x, row), chunk, self.sums.at(e, sums, row)
             args = [*places, e.i64(length), *filter(None, [ones])]
             for rows, here in self.heights(e, at.index):

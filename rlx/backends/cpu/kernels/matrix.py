@@ -1,0 +1,208 @@
+"""Panels of a contraction on the matrix unit (amx.py).
+
+A tile of sums takes four loads of blocks per four products, as many bytes as a core's L2 cache gives in that time. So k is cut
+into parts of MATRIX_DEPTH steps: the panel's part stays in the L1 cache for all row tiles, and only `a` comes from L2. Between
+parts the sums are in scratch. The order of additions is that of one loop over k. The epilogue of a tile runs row by row between
+the products of the next one, since the two use different units of the core.
+
+If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
+memory. All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
+undefined row at the end, or start a row earlier if `a` is read in place; what is computed for it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlx.backends.cpu.kernels import amx
+from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, step
+from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.tile import Layout, stage_rows_function
+from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
+from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.scope import Scope, expr
+from rlx.host.emit import Emitter, V, vector
+from rlx.ir.kernel import Buffer, Computed, Local
+
+LINE = 4 * amx.SIDE  # bytes of a row of a block
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Sums whose epilogue is to run: their address, the first row, how many rows, the first column."""
+
+    sums: V
+    row: V
+    count: V
+    column: V
+
+    @staticmethod
+    def read(e: Emitter, at: V) -> Pending:
+        return Pending(*(e.load(ty, e.gep(at, 8 * n), 8) for n, ty in enumerate(("ptr", "i64", "i64", "i64"))))
+
+    def write(self, e: Emitter, at: V) -> None:
+        for n, value in enumerate(self.values):
+            e.store(value, e.gep(at, 8 * n), 8)
+
+    @property
+    def values(self) -> tuple[V, V, V, V]:
+        return self.sums, self.row, self.count, self.column
+
+
+class MatrixUnit:
+    """The part of a product that runs on the matrix unit. `from_a`: elements of a in memory, `line`: of one contiguous row of
+    it; `groups`, `from_b`: a and a panel of b in groups of elements, as one instruction sums them."""
+
+    def __init__(self, product: Product, from_a: Layout, line: Layout, groups: Layout, from_b: Layout) -> None:
+        self.product, self.c, self.plan = product, product.c, (p := product.plan)
+        self.from_a, self.line, self.groups, self.from_b = from_a, line, groups, from_b
+        self.steps = self.c.k // (amx.SIDE * p.group)
+        self.tiles = max(1, -(-p.row_tiles // max(1, p.blocks)))  # of a block, at most
+        self.parts = -(-self.steps // MATRIX_DEPTH)
+        self.step_bytes = LINE * p.rows if p.tiled else LINE  # from a step of a to the next
+        if p.tiled:
+            self.groups = Layout(groups.dtype, amx.SIDE)
+        self.sums_bytes = p.rows * 4 * p.columns
+        kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
+        self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
+        self.sums_at = product.reserve(kept * self.sums_bytes)
+        self.line_at, self.a_at = (product.reserve(p.tiled * n) for n in (LINE * self.steps, self.tiles * self.tile_bytes))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a staged tile of a."""
+        return self.steps * self.step_bytes
+
+    def begin(self, e: Emitter) -> None:
+        amx.configure(e, e.gep(SCRATCH, self.config_at), self.plan.rows)
+        self._nothing_pending(e)
+
+    def _nothing_pending(self, e: Emitter) -> None:
+        null, zero = V("null", "ptr"), e.i64(0)
+        Pending(null, zero, zero, zero).write(e, e.gep(SCRATCH, self.pending_at))
+
+    def staged(self, e: Emitter, scope: Scope, a: V, tiles: tuple[V, V], stop: V) -> V:
+        """Copy or compute the rows before `stop` as tiles: [tile][step][row][SIDE groups]. Returns their address."""
+        product, source, kept = self.product, self.c.a, e.gep(SCRATCH, self.a_at)
+        line = Local("line", source.dtype, self.c.k)
+        statements = row_statements(source, line, self.c.k) if isinstance(source, Computed) else ()
+        hoist(statements, scope)
+        with e.loop(*tiles) as tile:
+            first = product.first_row(e, tile.index)
+            out = step(e, kept, e.bin("sub", tile.index, tiles[0]), self.tile_bytes)
+            with e.loop(0, e.intrinsic("smin", product.height(e, tile.index), e.bin("sub", stop, first))) as row:
+                index, at = e.bin("add", first, row.index), e.gep(SCRATCH, self.line_at)
+                if isinstance(source, Computed):
+                    emit_statements(statements, scope.child({source.row: index}, pointers={line: at}))
+                elif self.from_a.column == 1:
+                    at = self.from_a.at(e, a, index)
+                else:
+                    start, p = self.from_a.at(e, a, index), self.plan
+                    stage_rows_function(e, start, at, e.i64(1), self.c.k, self.from_a, self.line, p.lanes, p.group)
+                to = step(e, out, row.index, LINE)
+                with e.loop(0, self.steps) as turn:
+                    copied = e.load(vector("i32", amx.SIDE), step(e, at, turn.index, LINE), 4)
+                    e.store(copied, step(e, to, turn.index, self.step_bytes), LINE)
+        return kept
+
+    def sweep(
+        self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int
+    ) -> None:
+        """One panel: see Product._sweep."""
+        product, p, panel_bytes = self.product, self.plan, self.from_b.byte(amx.SIDE * self.steps, 0)
+        b = step(e, b, panel, panel_bytes)
+        share = amx.SIDE * -(-self.from_b.byte(1, 0) // self.tiles) if p.ahead and not product.cut else 0
+        with e.loop(0, self.steps, MATRIX_DEPTH) as part, e.loop(*tiles) as at:
+            done, tile = part.index, e.bin("sub", at.index, tiles[0])
+            count = e.intrinsic("smin", e.bin("sub", e.i64(self.steps), done), e.i64(MATRIX_DEPTH))
+            kept, last = e.cmp("ne", done, e.i64(0)), e.cmp("eq", e.bin("add", done, count), e.i64(self.steps))
+            sums = step(e, e.gep(SCRATCH, self.sums_at), self._place(e, tiles, tile, panel), self.sums_bytes)
+            row = product.first_row(e, at.index)
+            first = self._start(e, at.index, row)
+            start = step(e, a, tile, self.tile_bytes) if p.tiled else self.groups.at(e, a, first)
+            at_b = self.from_b.at(e, b, e.bin("mul", done, e.i64(amx.SIDE)))
+            places = [step(e, start, done, self.step_bytes), at_b, sums, e.bin("mul", count, e.i64(amx.SIDE)), kept]
+            if share:  # each tile of a panel prefetches its share of the next
+                before = e.bin("add", e.bin("mul", done, e.i64(self.tiles)), e.bin("mul", tile, count))
+                places.append(step(e, e.gep(b, panel_bytes), before, share))
+            pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
+            for height, here in self._heights(e, at.index):
+                with e.when(here):
+                    self._multiply(e, places, pending, self._outside(scope, i0), height, vectors, tail, share)
+            sums = step(e, sums, e.bin("sub", row, first), 4 * vectors * p.lanes)
+            finished = e.select(last, product.height(e, at.index), e.i64(0))
+            after = Pending(sums, row, finished, e.bin("mul", panel, e.i64(p.columns)))
+            after.write(e, e.gep(SCRATCH, self.pending_at))
+
+    def finish(self, e: Emitter, scope: Scope, i0: V, vectors: int, tail: int) -> None:
+        """Run the epilogue that is pending."""
+        pending = Pending.read(e, e.gep(SCRATCH, self.pending_at))
+        with e.when(e.cmp("sgt", pending.count, e.i64(0))):
+            self._epilogue(e, pending, e.i64(0), pending.count, self._outside(scope, i0), vectors, tail)
+        self._nothing_pending(e)
+
+    def _place(self, e: Emitter, tiles: tuple[V, V], tile: V, panel: V) -> V:
+        """Where the sums of a tile are kept: not where those of the tile before are."""
+        have = e.bin("sub", tiles[1], tiles[0])
+        turn = e.bin("and", e.bin("add", e.bin("mul", panel, have), tile), e.i64(1))
+        return e.select(e.cmp("eq", have, e.i64(1)), turn, tile) if self.parts > 1 else turn
+
+    def _start(self, e: Emitter, tile: V, row: V) -> V:
+        """The row that a tile is computed from; `row`: its first."""
+        p = self.plan
+        if p.tiled or p.tall == p.row_tiles:
+            return row
+        return e.bin("sub", row, e.convert("zext", e.cmp("sge", tile, e.i64(p.tall)), "i64"))
+
+    def _heights(self, e: Emitter, tile: V) -> list[tuple[int, V]]:
+        """(rows, whether a tile is computed as so many rows)."""
+        if not self.product.cut:
+            return [(self.plan.rows, V("true", "i1"))]
+        low = e.cmp("ule", self.product.height(e, tile), e.i64(amx.SIDE))
+        return [(amx.SIDE, low), (2 * amx.SIDE, e.bin("xor", low, V("true", "i1")))]
+
+    def _outside(self, scope: Scope, i0: V) -> tuple[V, ...]:
+        """The values that a function needs to run the epilogue."""
+        return ARGS, SCRATCH, STATUS, i0, *(expr(var, scope) for var, _ in self.product.kernel.grid)
+
+    def _multiply(
+        self, e: Emitter, places: Sequence[V], pending: Pending, outside: Sequence[V],
+        height: int, vectors: int, tail: int, share: int,
+    ) -> None:  # fmt: skip
+        """Multiply one part of a tile, with the pending epilogue beside it."""
+
+        def body(e: Emitter, *values: V) -> None:
+            (a, b, sums, k, kept, *ahead), waiting = values[: len(places)], Pending(*values[len(places) : len(places) + 4])
+            steps, own = e.bin("udiv", k, e.i64(amx.SIDE)), values[len(places) + 4 :]
+            each = e.bin("udiv", e.bin("sub", e.bin("add", waiting.count, steps), 1), steps)
+
+            def beside(at: V) -> None:
+                low = e.bin("mul", e.bin("udiv", at, e.i64(amx.SIDE)), each)
+                rows = e.intrinsic("smin", each, e.bin("sub", waiting.count, low))
+                with e.when(e.cmp("sgt", rows, e.i64(0))):
+                    self._epilogue(e, waiting, low, rows, own, vectors, tail)
+
+            amx.blocks_function(
+                e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
+                from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, beside=beside,
+            )  # fmt: skip
+
+        self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending.values, *outside)
+
+    def _epilogue(
+        self, e: Emitter, pending: Pending, low: V, rows: V, outside: Sequence[V], vectors: int, tail: int
+    ) -> None:
+        """The epilogue of `rows` pending rows from `low` on."""
+        product = self.product
+
+        def body(e: Emitter, sums: V, first: V, rows: V, column: V, args: V, scratch: V, status: V, i0: V, *point: V) -> None:
+            pointers: dict[Buffer | Local, V] = {**argument_pointers(e, product.kernel.buffers, args)}
+            pointers |= {x: e.gep(scratch, at) for x, at in product.local_at.items()}
+            bindings = {var: at for (var, _), at in zip(product.kernel.grid, point)}
+            scope = Scope(e, pointers, status, bindings, vector_bytes=product.vector_bytes)
+            product.finish_rows(e, scope, sums, i0, first, rows, column, vectors, tail)
+
+        line = step(e, pending.sums, low, 4 * vectors * self.plan.lanes)
+        places = line, e.bin("add", pending.row, low), rows, pending.column
+        product.call(e, f"finish_{vectors}_{tail}", body, *places, *outside)
