@@ -61,6 +61,8 @@ TARGETS = {
     "neon x 4": with_natives(target_for("aarch64-linux-gnu", "generic", ("neon",), threads=4)),
 }
 WIDE, NARROW, AMX, NEON = CPUS = tuple(TARGETS)
+MATRICES = "neoverse-n2 x 2"
+TARGETS[MATRICES] = with_natives(target_for("aarch64-linux-gnu", "neoverse-n2", threads=2))
 HOPPER = "sm_90a"
 TARGETS[HOPPER] = cuda_target(HOPPER)
 
@@ -104,6 +106,7 @@ def large_ops() -> Iterator[Known]:
     for target in CPUS:
         for dtype in ("f32", "bf16"):
             yield product(f"product {dtype} {target}", 130, 768, 3072, dtype, target)
+    yield product(f"product bf16 {MATRICES}", 130, 768, 3072, "bf16", MATRICES)
     yield product("product of one row", 1, 768, 3072)
     yield product("product without weights", 130, 500, 700, packed=False)
     yield product("product f64", 33, 91, 49, "f64")
@@ -120,8 +123,7 @@ def small_encoder() -> Iterator[Known]:
     config = bert.BertConfig(211, 48, 2, 4, 96, 64, pooling="cls")
     for target in CPUS:
         for precision in ("f32", "bf16", "int8"):
-            graph = bert.build(config, 3, 24)
-            yield f"encoder {precision} on {target}", graph, PLAIN.replace(precision=precision), target
+            yield f"encoder {precision} on {target}", bert.build(config, 3, 24), PLAIN.replace(precision=precision), target
     for left_out in ("canonicalise", "tidy", "fuse", "inplace", "reuse", "concurrent"):
         yield f"encoder without {left_out}", bert.build(config, 3, 24), PLAIN.replace(disable=(left_out,)), WIDE
 

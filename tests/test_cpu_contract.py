@@ -51,6 +51,11 @@ for _name in CPUS:
     _target = target_for(TRIPLE, _name)
     if not missing_features(_target.features) and _target.vector_bytes not in {t.vector_bytes for t in TARGETS.values()}:
         TARGETS[_name] = _target
+if TRIPLE.startswith("aarch64"):
+    TARGETS |= {"dotprod": target_for(TRIPLE, "generic", ("neon", "dotprod")), "neon": target_for(TRIPLE, "generic", ("neon",))}
+GROUPS = {  # dtypes -> (feature, number of products that its instruction sums), the first found counts
+    "bf16": (("avx512bf16", 2), ("bf16", 4)), "u8 i8": (("avx512vnni", 4), ("i8mm", 8), ("dotprod", 4)),
+}  # fmt: skip
 PAGE = mmap.PAGESIZE
 Arrays = dict[str, np.ndarray]
 DTypes = tuple[DType, DType, DType]  # of a, b and the result
@@ -291,6 +296,10 @@ def test_floats(dtypes: DTypes, few: bool, b: str, cpu: str) -> None:
     check_product(product(*shape, b=b, dtypes=dtypes, panel=target.panel(dtypes[1].name)[0]), target)
 
 
+def group_of(dtypes: str, target: Target) -> int:
+    return next((n for feature, n in GROUPS[dtypes] if feature in target.features), 1)
+
+
 @pytest.mark.parametrize("cpu", TARGETS)
 @pytest.mark.parametrize("shape", [(8, 48, 2), (1, 50, 70), (3, 20, 6), (21, 97, 64), (140, 49, 96), (9, 30, 33)], ids=str)
 @pytest.mark.parametrize("a", ["rows", "padded", "columns", "every other"])
@@ -300,7 +309,7 @@ def test_pairs_of_bf16(shape: tuple[int, int, int], a: str, cpu: str) -> None:
     panel, group = target.panel("bf16")
     kernel = product(*shape, a=a, dtypes=(bf16, bf16, f32), panel=panel, group=group)
     check_product(kernel, target)
-    assert plan(kernel, kernel.body[0], target).group == 1 + ("avx512bf16" in target.features)  # type: ignore[arg-type]
+    assert plan(kernel, kernel.body[0], target).group == group == group_of("bf16", target)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpu", TARGETS)
@@ -312,7 +321,20 @@ def test_fours_of_bytes(shape: tuple[int, int, int], a: str, cpu: str) -> None:
     panel, group = target.panel("u8 i8")
     kernel = product(*shape, a=a, dtypes=(u8, i8, i32), panel=panel, group=group)
     check_product(kernel, target)
-    assert plan(kernel, kernel.body[0], target).group == (4 if "avx512vnni" in target.features else 1)  # type: ignore[arg-type]
+    assert plan(kernel, kernel.body[0], target).group == group == group_of("u8 i8", target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cpu", TARGETS)
+@pytest.mark.parametrize("dtypes", [(bf16, bf16, f32), (u8, i8, i32)], ids=str)
+def test_groups_in_parts_of_k(dtypes: DTypes, cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of earlier parts are added, wherever the instruction keeps its own."""
+    monkeypatch.setattr(tiles, "PART", 4096)
+    target = TARGETS[cpu]
+    panel, group = target.panel("bf16" if dtypes[0] is bf16 else "u8 i8")
+    kernel = product(11, 70, 1030, dtypes=dtypes, panel=panel, group=group)
+    check_product(kernel, target)
+    found = plan(kernel, kernel.body[0], target)  # type: ignore[arg-type]
+    assert found.depth or found.matrix
 
 
 INTEGERS = [(d, d, d) for d in (i8, i16, i32, i64, u8, u16, u32, u64)]

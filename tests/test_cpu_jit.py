@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import pickle
+import platform
 import subprocess
 import sys
 import threading
@@ -129,6 +130,10 @@ def test_levels() -> None:
     assert [t.panel("f64") for t in (v4, v3, arm)] == [(24, 1), (8, 1), (8, 1)]
     assert v4.panel("i32") == (0, 1)
     assert arm.threads == 4
+    assert (arm.panel("u8 i8"), arm.panel("bf16")) == ((16, 4), (16, 1))  # sdot
+    for core in ("neoverse-n2", "neoverse-v2", "apple-m2"):  # two by two sums in an instruction
+        newer = cpu.target_for("aarch64-linux-gnu", core)
+        assert (newer.panel("u8 i8"), newer.panel("bf16"), newer.panel("f32")) == ((16, 8), (16, 4), (16, 1))
     assert {"f32", "bf16", "bool", "i64"} <= v4.dtypes and "f8e4m3" in v4.dtypes
     assert pickle.loads(pickle.dumps(v4)) == v4
 
@@ -137,6 +142,23 @@ def test_features_decide_the_code() -> None:
     text = "define <16 x float> @f(<16 x float> %a) {\n  %b = fmul <16 x float> %a, %a\n  ret <16 x float> %b\n}\n"
     wide, narrow = (assembly(text, cpu.target_for("x86_64-unknown-linux-gnu", f"x86-64-{v}")) for v in ("v4", "v3"))
     assert "zmm" in wide and "zmm" not in narrow
+
+
+@pytest.mark.parametrize(
+    ("words", "has"),
+    [
+        ({16: 0b11}, "neon"),  # a Cortex-A72: floating point, vectors
+        ({16: 1 << 1 | 1 << 10 | 1 << 20}, "neon fullfp16 dotprod"),  # a Neoverse N1
+        ({16: 1 << 1 | 1 << 10 | 1 << 20 | 1 << 23, 26: 1 << 13 | 1 << 14}, "neon fullfp16 dotprod fp16fml i8mm bf16"),
+    ],
+)
+def test_features_of_aarch64_are_those_that_linux_gives_each_process(words, has):
+    found = processor._linux_arm(lambda entry: words.get(entry, 0))
+    assert found == ("aarch64-unknown-linux-gnu", frozenset(has.split()))
+
+
+def test_the_auxiliary_vector_is_not_asked_elsewhere():
+    assert (processor._linux_arm() is None) == (platform.machine() != "aarch64")
 
 
 def test_threads_from_argument_knob_and_machine() -> None:

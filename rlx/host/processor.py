@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,20 +23,27 @@ DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8
 # Instruction sets that affect generated code, by LLVM's names. A baseline CPU implies those listed with it.
 X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used if RLX_AMX is not 0 and the system permits it
-BASELINES = {"x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": ()}
+# aarch64: where Linux tells a process of each, as (entry of the auxiliary vector: AT_HWCAP or AT_HWCAP2, bit)
+ARM = {"neon": (16, 1), "fullfp16": (16, 10), "dotprod": (16, 20), "fp16fml": (16, 23), "i8mm": (26, 13), "bf16": (26, 14)}
+BASELINES = {
+    "x86-64-v4": X86[:7], "x86-64-v3": X86[:3], "x86-64": (),
+    **dict.fromkeys(("cortex-a76", "neoverse-n1"), ("neon", "fullfp16", "dotprod")),
+    "apple-m1": ("neon", "fullfp16", "dotprod", "fp16fml"),
+    **dict.fromkeys(("neoverse-v1", "neoverse-n2", "neoverse-v2", "apple-m2"), tuple(ARM)),
+}  # fmt: skip
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
 
 
 @cache
 def host_features() -> tuple[str, ...]:
-    """This machine: "triple=…", "cpu=…" (its x86-64 level, or generic), then the features of X86 (or neon) it has."""
-    triple, has = _linux_x86() or _asked_of_llvm()
+    """This machine: "triple=…", "cpu=…" (its x86-64 level, or generic), then the features of X86 or ARM it has."""
+    triple, has = _linux_x86() or _linux_arm() or _asked_of_llvm()
     if not triple.startswith("x86_64"):
-        return f"triple={triple}", "cpu=generic", "neon"
+        return f"triple={triple}", "cpu=generic", *(f for f in ARM if f in has)
     features = tuple(f for f in X86 if f in has)
     amx = tuple(f for f in AMX if f in has) if knobs.AMX.get() and "avx512bw" in has else ()
     features += amx if amx and _may_use_tiles() else ()
-    cpu = next(name for name, needs in BASELINES.items() if set(needs) <= set(features))
+    cpu = next(name for name in BASELINES if set(BASELINES[name]) <= set(features))
     return f"triple={triple}", f"cpu={cpu}", *features
 
 
@@ -51,6 +58,16 @@ def _linux_x86(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[st
     return ("x86_64-unknown-linux-gnu", found) if flags else None
 
 
+def _linux_arm(told: Callable[[int], int] | None = None) -> tuple[str, frozenset[str]] | None:
+    """The same from the auxiliary vector. `told`: the value of one of its entries."""
+    if told is None:
+        if sys.platform != "linux" or platform.machine() != "aarch64":
+            return None
+        told = ctypes.CDLL(None).getauxval
+        told.restype, told.argtypes = ctypes.c_ulong, [ctypes.c_ulong]  # pyright: ignore
+    return "aarch64-unknown-linux-gnu", frozenset(f for f, (entry, bit) in ARM.items() if told(entry) >> bit & 1)
+
+
 @cache
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The model of this machine's CPU, if the system reports it, else its architecture."""
@@ -63,8 +80,8 @@ def _asked_of_llvm() -> tuple[str, frozenset[str]]:
     import llvmlite.binding as llvm
 
     triple = llvm.get_process_triple()
-    x86 = triple.startswith("x86_64")
-    return triple, frozenset(f for f, here in llvm.get_host_cpu_features().items() if here) if x86 else frozenset()
+    has = frozenset(f for f, here in llvm.get_host_cpu_features().items() if here)
+    return triple, has | {"neon"} if triple.startswith(("aarch64", "arm64")) else has
 
 
 def _may_use_tiles() -> bool:
@@ -85,8 +102,8 @@ def plain_target() -> Target:
 
 
 def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int = 1) -> Target:
-    """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",))`. An x86-64 level as `cpu`
-    implies its features."""
+    """Any CPU, not necessarily this one: `target_for("aarch64-linux-gnu", "neoverse-n2")`. An x86-64 level or one of BASELINES'
+    cores as `cpu` implies its features."""
     named = dict.fromkeys((*BASELINES.get(cpu, ()), *features))
     return _target((f"triple={triple}", f"cpu={cpu}", *named), threads)
 

@@ -6,24 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from rlx.backends.cpu.dots import dot_of
 from rlx.host import processor
 from rlx.ir.dtype import DTYPES, product
 from rlx.ir.kernel import Kernel
 from rlx.ir.target import Target
 
 
-def panel_of(vector_bytes: int, features: tuple[str, ...], dtype: str) -> tuple[int, int]:
+def panel_of(target: Target, dtype: str) -> tuple[int, int]:
     """(columns, interleaved rows) of a packed panel. Columns: the width of a register tile of f32 (f64: half); 0: never packed.
-    Rows: as many as one dot-product instruction sums: two for bf16, four for i8 by u8. `dtype`: see Target.panel."""
-    columns = 48 if vector_bytes == 64 else 16
-    if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in features:
+    Rows: as many as one instruction sums products of (dots.py). `dtype`: see Target.panel."""
+    columns = 48 if target.vector_bytes == 64 else 16
+    if {"bf16": "amx-bf16", "u8 i8": "amx-int8"}.get(dtype) in target.features:
         columns = 32  # two blocks of the matrix unit
     operands = [DTYPES[name] for name in dtype.split()]
     total = product(operands[0], operands[-1])  # products are summed in its compute dtype
     floats = columns * 4 // max(4, total.itemsize) if total and total.is_float else 0
     found = columns if dtype == "u8 i8" else floats
-    group = {"bf16": 2 if "avx512bf16" in features else 1, "u8 i8": 4 if "avx512vnni" in features and vector_bytes == 64 else 1}
-    return found, group.get(dtype, 1)
+    dot = dot_of(target, dtype)
+    return found, dot.group if dot else 1
 
 
 def host_target(threads: int | None = None) -> Target:
@@ -37,7 +38,7 @@ def target_for(triple: str, cpu: str, features: Sequence[str] = (), threads: int
 
 
 def _of_cpu(target: Target) -> Target:
-    return replace(target, panel=partial(panel_of, target.vector_bytes, target.features), schedule=partial(_schedule, target))
+    return replace(target, panel=partial(panel_of, target), schedule=partial(_schedule, target))
 
 
 def _schedule(target: Target, kernel: Kernel) -> Kernel:

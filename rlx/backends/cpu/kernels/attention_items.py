@@ -17,6 +17,7 @@ from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import ARGS, STATUS, TASK, Module, axis_limits, divided, outside, share, step
 from rlx.backends.cpu.kernels.product import emit_epilogue
 from rlx.backends.cpu.kernels.tile import Layout
+from rlx.backends.cpu.kernels.tiles import registers_of
 from rlx.backends.cpu.loops import hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
@@ -102,7 +103,7 @@ class Attention(Module):
         self.scale /= self.cap or 1
         self.group = self.heads // max(1, self.key_heads)
         self.threads, self.lanes, self.features = target.threads, target.vector_bytes // F32, target.features
-        self.registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+        self.registers = registers_of(target)
         self.wanted = tiling.get("tasks", 0)
         nbytes = self.keys * (self.size * self.k.dtype.itemsize + self.width * self.v.dtype.itemsize)
         dense = all(t.strides[3] == 1 for t in (self.q, self.k, self.v))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from rlx.backends.cpu.dots import DOTS
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.attention_items import Attention
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask, across_lines, finite_or_zero, highest, lanes_of, masked
@@ -26,6 +27,7 @@ from rlx.ir.dtype import bf16, f32, u16, u32
 from rlx.ir.kernel import Kernel, Native
 from rlx.ir.target import Target
 
+DOT = DOTS["x86.avx512bf16.dpbf16ps.512"]
 FEATURES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"}
 LANES = 16  # f32 in a vector; pairs of bf16
 PANEL = 32  # keys of a panel; columns of values that a tile takes
@@ -220,7 +222,7 @@ def _product(
     if matrix:
         amx.blocks_function(e, a, b, out, k, rows=height, vectors=vectors, group=2, from_a=from_a, from_b=from_b, pitch=pitch)
         return
-    t = Tile(TILE_ROWS, vectors, LANES, 1, 0, f32, pitch, group=2)
+    t = Tile(TILE_ROWS, vectors, LANES, 1, 0, f32, pitch, dot=DOT)
     with e.loop(0, height, TILE_ROWS) as row:
         place = Layout(f32, pitch).at(e, out, row.index)
         tile_function(e, from_a.at(e, a, row.index), b, place, k, t=t, from_a=from_a, from_b=from_b)

@@ -8,7 +8,7 @@ fitted to `benchmarks/fused_operands.py --force` on one and two threads.
 
 from __future__ import annotations
 
-from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, GROUPS, SCRATCH, plan
+from rlx.backends.cpu.kernels.tiles import BLOCK_ROWS, SCRATCH, plan
 from rlx.ir.dtype import f32
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Buffer, Computed, Contract, Kernel, Operand, Var, const
@@ -46,7 +46,6 @@ def _tasks(target: Target, p: Producer) -> tuple[int, int, int]:
     """(blocks of rows, groups of columns, tasks) of the product with that operand."""
     panel, group = target.panel(p.dtype.name)
     acc = Var("acc", p.dtype.compute)
-    group = group if GROUPS.get((p.dtype, p.dtype, acc.dtype)) == group else 1
     made = Computed(Var("r"), Var("c"), const(0, f32), p.dtype)
     other = Operand(Buffer("b", p.dtype, p.k * p.n), const(0), p.n, 1, 0 if p.side else panel, 1 if p.side else group)
     left, right = (other, made) if p.side else (made, other)

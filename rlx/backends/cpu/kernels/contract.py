@@ -16,11 +16,11 @@ from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, dot_in, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.dtype import u8, u16, u32
+from rlx.ir.dtype import u8, u16
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Loop, Operand
 from rlx.ir.target import Target
 
@@ -41,18 +41,20 @@ class _Contraction(Product):
         super().__init__(kernel, contract, target, plan(kernel, contract, target, tiling))
         p, block_rows = self.plan, self.block_rows
         a, b = contract.a, contract.b
-        raw = {2: u16, 4: u8}.get(p.group)  # dtype for moving elements of a group; nothing is computed in it
+        self.dot = dot_in(contract, target)
+        raw = {1: u8, 2: u16}[a.dtype.itemsize] if self.dot else None  # to move elements of a group; nothing is computed in it
         self.panel, _ = panel_of(b)
         self.from_a = self.from_b = Layout(self.acc, 0)  # for computed operands, which are not in memory
         if isinstance(a, Operand):
             self.from_a = Layout(raw or a.dtype, a.row_stride, a.col_stride)
         if isinstance(b, Operand):
             self.from_b = Layout(b.dtype, b.panel or b.row_stride, 1 if b.panel or contract.n == 1 else b.col_stride)
-        self.staged = Layout(raw or self.acc, -(-contract.k // p.lanes) * p.lanes)
+        self.whole = max(p.lanes, p.group)  # elements of staged rows that are moved at once
+        self.staged = Layout(raw or self.acc, -(-contract.k // self.whole) * self.whole)
         self.a = self.staged if p.stage_a else self.from_a
         self.steps = -(-contract.k // p.group)
-        if raw:  # from here on, one element is a whole group
-            self.a, self.from_b = Layout(u32, self.a.row // p.group), Layout(u32, self.panel)
+        if self.dot:  # from here on, one element is a whole group
+            self.a, self.from_b = Layout(self.dot.word, self.a.row // p.group), Layout(self.dot.word, self.panel)
         size = self.acc.itemsize
         self.unit = MatrixUnit(self, self.from_a, self.staged, self.a, self.from_b) if p.matrix else None
         self.sums_at = self.reserve(0 if p.matrix else (block_rows if p.depth else p.rows) * p.columns * size)
@@ -83,7 +85,7 @@ class _Contraction(Product):
             self._computed_a(e, scope, c.a, kept, i0, stop)
         else:
             source, rows = self.from_a.at(e, a, i0), e.bin("sub", i1, i0)
-            stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, p.lanes, p.group)
+            stage_rows_function(e, source, kept, rows, c.k, self.from_a, self.staged, self.whole, p.group)
         return step(e, kept, i0, -self.staged.byte(1, 0))  # where row 0 would be
 
     def _computed_a(self, e: Emitter, scope: Scope, a: Computed, to: V, start: V, stop: V) -> None:
@@ -174,7 +176,7 @@ class _Contraction(Product):
             ahead = [step(e, e.gep(b, layout.byte(steps, 0)), e.bin("sub", tile, tiles[0]), steps * share)]
         for height, here in (heights := self.heights(e, tile)):
             shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
-            t = Tile(*shape, self.acc, vectors * p.lanes, group=p.group, ahead=share, adds=steps < self.steps)
+            t = Tile(*shape, self.acc, vectors * p.lanes, dot=self.dot, ahead=share, adds=steps < self.steps)
             with e.when(here):
                 if self.cut and share:
                     self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, tile, tiles[1])

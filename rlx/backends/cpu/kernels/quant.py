@@ -31,7 +31,7 @@ from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.target import Target
 
 from rlx.backends.cpu.kernels.tiles import (  # isort: skip
-    BLOCK_ROWS, DEFAULT_TILING, RAGGED_TASKS, Plan, distinct, kept_locals, other_tasks, ragged_tasks,
+    BLOCK_ROWS, DEFAULT_TILING, RAGGED_TASKS, Plan, distinct, kept_locals, other_tasks, ragged_tasks, registers_of,
 )  # fmt: skip
 
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
@@ -108,7 +108,7 @@ class _Product(Product):
         batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
         if not (c.m and c.n and batch):
             blocks = groups = batch_groups = 0
-        registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+        registers = registers_of(target)
         tall = c.m - row_tiles * (rows - 1)
         return Plan(
             self.lanes, self.vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, 1, True, "", registers,
@@ -368,7 +368,7 @@ class _Float(_Product):
     most_scratch = 4 * SCRATCH_BYTES  # weights are converted once per block of rows; of a block, a chunk is used at a time
 
     def __init__(self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int]) -> None:
-        registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+        registers = registers_of(target)
         vectors = PANEL * 4 // target.vector_bytes
         highest = min(8, max(1, (registers - 1 - vectors) // vectors))
         super().__init__(kernel, c, target, tiling, highest, 4 * (c.k + PANEL))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx.backends.cpu.dots import Dot
 from rlx.backends.cpu.kernels.module import step
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, stored, vector
-from rlx.ir.dtype import DType, u32
+from rlx.ir.dtype import DType
 
 LINE = 64  # bytes of a cache line
+HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of what is subtracted to make a u8 an i8
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Tile:
     acc: DType
     pitch: int
     careful: bool = False
-    group: int = 1
+    dot: Dot | None = None
     ahead: int = 0
     adds: bool = False
 
@@ -92,38 +94,38 @@ def tile_function(
     """sums[rows][vectors*lanes] = a[rows, k] @ b[k, vectors*lanes]. If k is only known at run time, it is at least 1 and the
     loop is not unrolled. `factors`: one per row; the previous sums, times the factor, are added. `ahead`: where t.ahead bytes
     per step of k are prefetched from."""
-    ty, size, count = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.rows * t.vectors
-    inner = vector("bfloat" if t.group == 2 else "i8", t.group * t.lanes)
-    dot = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}.get(t.group)
+    ty, size, dot = vector(stored(t.acc), t.lanes), t.acc.itemsize, t.dot
+    side, signed = (dot.side, dot.signed) if dot else (1, False)
+    heights, across = -(-t.rows // side) + signed, t.vectors * side  # sums; if signed, a further row sums b alone
+    count = heights * across
     places = [(r * t.pitch + v * t.lanes) * size for r in range(t.rows) for v in range(t.vectors)]
     totals = [V("zeroinitializer", ty)] * (t.unroll * count)
-    if t.adds:
+    in_place = count == len(places) and side == 1  # a sum is where the result has it
+    if t.adds and in_place:
         totals[:count] = [e.load(ty, e.gep(sums, at), size) for at in places]
     if factors is not None:
         scales = [e.splat(e.load(stored(t.acc), e.gep(factors, r * size), size), t.lanes) for r in range(t.rows)]
         totals = [e.bin("fmul", e.load(ty, e.gep(sums, at), size), scales[x // t.vectors]) for x, at in enumerate(places)]
 
-    element = u32 if dot else t.acc
-
-    def multiply_add(row: V, column: V, total: V) -> V:
-        if dot:
-            parts = (e.op(inner, f"bitcast {x} to {inner}") for x in (row, column))
-            return e.intrinsic(dot, total, *parts, suffix=(), returns=ty)
-        if not t.acc.is_float:
-            return e.bin("add", total, e.bin("mul", row, column))
-        added = e.intrinsic("fmuladd", row, column, total)
-        return e.select(e.cmp("une", row, e.const(ty, 0.0)), added, total) if t.careful else added
+    element, lanes = (dot.word, t.lanes // side) if dot else (t.acc, t.lanes)
 
     def one(at_a: V, at_b: V, u: int, partial: list[V]) -> list[V]:
         """Step u of k, relative to the addresses."""
-        tails = [0] * (t.vectors - 1) + [t.tail]
-        lines = [from_b.at(e, at_b, u, v * t.lanes) for v in range(t.vectors)]
-        columns = [load_line(e, line, from_b, t.lanes, element, tail) for line, tail in zip(lines, tails)]
+        tails = [0] * (across - 1) + [t.tail]
+        lines = [from_b.at(e, at_b, u, v * lanes) for v in range(across)]
+        if side == 2:
+            rows, out = [left(e, t, from_a, at_a, r, u) for r in range(heights)], list(partial)
+            for x, line in enumerate(lines):
+                column = load_line(e, line, from_b, lanes, element)
+                for r, row in enumerate(rows):
+                    out[r * across + x] = multiply_add(e, t, row, column, partial[r * across + x])
+            return out
+        columns = [load_line(e, line, from_b, lanes, element, tail) for line, tail in zip(lines, tails)]
         out: list[V] = []
-        for r in range(t.rows):
-            row = load_line(e, from_a.at(e, at_a, r, u), Layout(from_a.dtype, 0, 0), t.lanes, element)
-            sums_of_row = partial[r * t.vectors : (r + 1) * t.vectors]
-            out += [multiply_add(row, column, total) for column, total in zip(columns, sums_of_row)]
+        for r in range(heights):
+            row = left(e, t, from_a, at_a, r, u)
+            sums_of_row = partial[r * across : (r + 1) * across]
+            out += [multiply_add(e, t, row, column, total) for column, total in zip(columns, sums_of_row)]
         return out
 
     fetched = [ahead] if ahead else []
@@ -143,8 +145,52 @@ def tile_function(
         totals = [e.bin("fadd" if t.acc.is_float else "add", x, y) for x, y in zip(totals[:half], totals[half:])]
     for u in range(rest):
         totals = one(at_a, at_b, u, totals)
-    for at, total in zip(places, totals):
+    for at, total in zip(places, finished(e, t, totals)):
+        if t.adds and not in_place:
+            total = e.bin("fadd" if t.acc.is_float else "add", e.load(ty, e.gep(sums, at), size), total)
         e.store(total, e.gep(sums, at), size)
+
+
+def multiply_add(e: Emitter, t: Tile, row: V, column: V, total: V) -> V:
+    if t.dot:
+        return t.dot.add(e, total, row, column)
+    if not t.acc.is_float:
+        return e.bin("add", total, e.bin("mul", row, column))
+    added = e.intrinsic("fmuladd", row, column, total)
+    return e.select(e.cmp("une", row, e.const(row.ty, 0.0)), added, total) if t.careful else added
+
+
+def left(e: Emitter, t: Tile, source: Layout, at: V, r: int, u: int) -> V:
+    """The left operand for row r of a tile's sums at step u: an element in all lanes; or those of two rows, if an instruction has
+    two; or 64 in each byte, for the sums of b alone."""
+    if t.dot and t.dot.side == 2:
+        pair = V("poison", vector("i64", 2))
+        for x in range(2):
+            word = e.load("i64", source.at(e, at, min(2 * r + x, t.rows - 1), u), 1)
+            pair = e.op(pair.ty, f"insertelement {pair}, {word}, i64 {x}")
+        return pair
+    if r == t.rows:
+        return e.const(vector("i32", t.lanes), HALF_OFFSETS)
+    row = load_line(e, source.at(e, at, r, u), Layout(source.dtype, 0, 0), t.lanes, t.dot.word if t.dot else t.acc)
+    return e.bin("xor", row, 2 * HALF_OFFSETS - (1 << 32)) if t.dot and t.dot.signed else row  # u8 to i8: minus 128
+
+
+def finished(e: Emitter, t: Tile, totals: list[V]) -> list[V]:
+    """The sums of a tile, row by row."""
+    if t.dot and t.dot.signed:
+        offsets = [e.bin("shl", x, 1) for x in totals[-t.vectors :]]
+        return [e.bin("add", x, offsets[n % t.vectors]) for n, x in enumerate(totals[: -t.vectors])]
+    return rows_of_blocks(e, totals, 2 * t.vectors) if t.dot and t.dot.side == 2 else totals
+
+
+def rows_of_blocks(e: Emitter, blocks: list[V], across: int) -> list[V]:
+    """Blocks of 2 x 2 sums, `across` in a row of blocks, as vectors along rows of sums."""
+    out: list[V] = []
+    for at in range(0, len(blocks), across):
+        row = blocks[at : at + across]
+        for picks in (0, 1, 4, 5), (2, 3, 6, 7):
+            out += [e.shuffle(x, picks, y) for x, y in zip(row[::2], row[1::2])]
+    return out
 
 
 def prefetch(e: Emitter, places: list[V], nbytes: int) -> list[V]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from rlx.backends.cpu.dots import SUMS as SUM_DTYPES
+from rlx.backends.cpu.dots import Dot, dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.tile import LINE
-from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
 
@@ -29,7 +30,6 @@ COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longe
 AHEAD_ROWS = 4  # lower tiles only wait for memory, and prefetching slows them
 COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the next
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
-GROUPS = {(bf16, bf16, f32): 2, (u8, i8, i32): 4}  # interleaved rows of b: products summed by one instruction
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 16  # steps of k of the matrix unit: two thirds of an L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a task's block on the matrix unit, which reads b as fast as the L3 cache gives it
@@ -105,20 +105,19 @@ class Plan:
 def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] = DEFAULT_TILING) -> Plan:
     """The tiling of this contraction for this target. `tiling` overrides values (see `axes`)."""
     lanes = target.vector_bytes // max(4, c.acc.dtype.itemsize)
-    registers = 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+    registers = registers_of(target)
     panel, group = panel_of(c.b)
     while panel % lanes:
         lanes //= 2
     vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
     matrix = c.m >= MATRIX_ROWS and c.count is None and amx.usable(target.features, group, c.k)
-    highest = tiling.get("rows", _highest(vectors, registers, matrix))
+    dot = dot_in(c, target)
+    highest = tiling.get("rows", _highest(vectors, registers - vectors * (dot is not None and dot.signed), matrix))
     if c.count is not None:
         return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
     rows = -(-c.m // max(1, row_tiles))
     tall = c.m - row_tiles * (rows - 1)
-    dtypes = c.a.dtype, c.b.dtype, c.acc.dtype
-    assert group in (1, GROUPS.get(dtypes)), f"{kernel.name}: groups of {group} of {dtypes}"
     stage_a = _stage_a(c, group)
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
@@ -245,9 +244,23 @@ def _panel_vectors(c: Contract, registers: int) -> int:
     return wide if registers == 32 else min(wide, 4 if c.m <= 2 else 2)
 
 
+def registers_of(target: Target) -> int:
+    """Vector registers."""
+    return 32 if target.vector_bytes == 64 or "neon" in target.features else 16
+
+
 def panel_of(b: Operand | Computed) -> tuple[int, int]:
     """(columns of a packed panel, interleaved rows) of a right operand; 0 columns: it is not packed."""
     return (b.panel, b.group) if isinstance(b, Operand) else (0, 1)
+
+
+def dot_in(c: Contract, target: Target) -> Dot | None:
+    """The instruction for a right operand with interleaved rows; None: they are not."""
+    group = panel_of(c.b)[1]
+    operands = c.a.dtype.name if c.a.dtype == c.b.dtype else f"{c.a.dtype} {c.b.dtype}"
+    dot = dot_of(target, operands) if group > 1 else None
+    assert group == (dot.group if dot and SUM_DTYPES[operands] == c.acc.dtype.name else 1), f"groups of {group} of {operands}"
+    return dot
 
 
 def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
