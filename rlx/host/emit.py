@@ -189,6 +189,10 @@ class Emitter:
         self.declare(STREAMS)
         self.do(f"store {value}, {address}, align {align}, !nontemporal !0")
 
+    def prefetch(self, address: V) -> None:
+        """Bring the cache line at `address` into all levels. It may be outside of any memory of the process."""
+        self.intrinsic("prefetch", address, *(V(x, "i32") for x in "031"), suffix=("p0",), returns="void")
+
     # -- atomic memory access; aligned to the size of the type; memory orders as LLVM names them
 
     def load_atomic(self, ty: str, address: V, order: str = "seq_cst") -> V:

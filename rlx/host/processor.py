@@ -21,7 +21,7 @@ from rlx.ir.target import Target
 
 DTYPES = frozenset("f64 f32 f16 bf16 f8e4m3 f8e5m2 i64 i32 i16 i8 u64 u32 u16 u8 bool c64".split())
 # Instruction sets that affect generated code, by LLVM's names. A baseline CPU implies those listed with it.
-X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni")
+X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx512vnni", "avx512fp16")
 AMX = ("amx-tile", "amx-bf16", "amx-int8")  # used if RLX_AMX is not 0 and the system permits it
 # aarch64: where Linux tells a process of each, as (entry of the auxiliary vector: AT_HWCAP or AT_HWCAP2, bit)
 ARM = {"neon": (16, 1), "fullfp16": (16, 10), "dotprod": (16, 20), "fp16fml": (16, 23), "i8mm": (26, 13), "bf16": (26, 14)}

@@ -16,6 +16,7 @@ from rlx.ir.dtype import i64, index_
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 MAX_LANES = 16
+TASKS_PER_THREAD = 6  # of a kernel, at most; several, so that a preempted thread does not hold up the others
 UNROLLED = 4  # serial loops of at most this many iterations, if small, are fully unrolled
 UNROLLED_WEIGHT = 64  # weight of all their iterations together
 # Cost of the scalar operations that cost more than an addition, in additions.
@@ -246,8 +247,7 @@ class VectorLoop:
             for load, nbytes in ahead.loads:
                 if not all(at.has(v) for v in at.names_in(load.index) if isinstance(v, Var)):
                     continue  # depends on a variable bound inside the pass, as that of an inner reduction loop
-                place = self.em.gep(address(load.buffer, load.index, at), nbytes)
-                self.em.intrinsic("prefetch", place, *(V(x, "i32") for x in "031"), suffix=("p0",), returns="void")
+                self.em.prefetch(self.em.gep(address(load.buffer, load.index, at), nbytes))
 
     def scan(self, inner: Scope, held: Held) -> None:
         """Bind the carries in each lane: a prefix scan of the vector, on top of the total of all earlier vectors."""
@@ -301,8 +301,15 @@ class VectorLoop:
                 parts = [self.combine(n, a, b) for a, b in zip(parts[::2], parts[1::2])]
             total = alu.across(self.em, r.op, r.value.dtype, parts[0], partial(self.combine, n))
             if n in self.nans:
-                total = self.em.select(self.em.intrinsic("vector.reduce.or", self.nans[n], returns="i1"), math.nan, total)
+                total = self._or_nan(self.em.intrinsic("vector.reduce.or", self.nans[n], returns="i1"), total)
             self.scope.bind(r.result, total)
+
+    def _or_nan(self, is_nan: V, total: V) -> V:
+        """NaN or the total, selected as integers: LLVM would select floats with a mask made of the low byte of a register, and
+        wait for whatever wrote the other bytes, in the iteration before."""
+        em, bits = self.em, "i64" if total.scalar == "double" else "i32"
+        nan = em.convert("bitcast", em.const(total.ty, math.nan), bits)
+        return em.convert("bitcast", em.select(is_nan, nan, em.convert("bitcast", total, bits)), total.ty)
 
 
 def emit_vector_loop(loop: Loop, scope: Scope, bounds: tuple[V, V] | None = None) -> None:

@@ -16,8 +16,17 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import attention, contract, quant, tiles
 from rlx.backends.cpu.kernels.module import SCRATCH, STATUS, TASK, Module, argument_pointers, divided
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, other_tasks
-from rlx.backends.cpu.loops import emit_serial_loop, emit_statements, emit_vector_loop, hoist, prefers_inner, weight
+from rlx.backends.cpu.loops import (
+    TASKS_PER_THREAD,
+    emit_serial_loop,
+    emit_statements,
+    emit_vector_loop,
+    hoist,
+    prefers_inner,
+    weight,
+)
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
+from rlx.backends.cpu.target import fetches_ahead
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.host.emit import STREAMS, Emitter, V
@@ -28,7 +37,6 @@ from rlx.ir.kernel import (  # isort: skip
 from rlx.ir.target import Target
 
 GRAIN_NS = 6_000  # least estimated work of a task: a handover takes 0.2 µs, 12 µs more if the other thread sleeps
-TASKS_PER_THREAD = 6  # at most; several, so that a preempted thread does not hold up the others
 NATIVES = {"attention": attention, "attention_parts": attention}  # see backend.py
 STREAMED_BYTES = 32 << 20  # a kernel that touches this much uses non-temporal stores: the results would not stay in cache
 FETCHED_BYTES = 1 << 20  # an operand this large does not fit a core's private caches
@@ -72,6 +80,8 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
     touched = sum(nbytes.values())
     large = {b for b in kernel.buffers if b.writable and STREAMED_BYTES <= touched <= STREAMED_SHARE * nbytes[b]}
     scope.streams = frozenset(large - loaded_buffers(kernel))
+    if fetches_ahead(target.features):
+        scope.far = frozenset(b for b, n in nbytes.items() if n >= FETCHED_BYTES)
     space = Space.of(kernel)
     scope.ahead = fetched(space.body, space.vars[-1]) if space.vars and not space.vector else None
     tasks = 1

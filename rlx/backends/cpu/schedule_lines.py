@@ -1,27 +1,31 @@
 """Schedules of loops along one axis that choose the best element or carry a running total.
 
 Contiguous lines: argmax and argmin find the best block first, in vectors, then the position in it. Contiguous columns: many
-adjacent lines are scanned together, row by row, with the best or the total of each in a Local.
+adjacent lines are scanned together, a few rows at a time, with the best or the total of each in a Local.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rlx.backends.cpu.loops import contiguity
+from rlx.backends.cpu.loops import TASKS_PER_THREAD, contiguity
 from rlx.backends.shared.lines import better, is_nan
 from rlx.backends.shared.nest import substitute
-from rlx.ir.dtype import i32
+from rlx.ir.dtype import i32, index_
 from rlx.ir.kernel import EXTREMES, Carry, Expr, Kernel, Load, Local, Loop, Reduce, Stmt, Store, Var, const, k
 
-BLOCK = 128  # elements per block: the best block is found first, then the position in it
+ROWS_OF_BLOCK = 4  # vectors of which the best is found before it is compared with the best so far
+LINES_TOGETHER = 8  # whose best elements are searched at once
+LONG_COLUMN = 64  # elements from which it pays to search the best block of a column again, by gathers
 LANES = 16  # shorter loops are not vectorized
 COLUMNS = range(512, 4097)  # columns scanned together; reading shorter parts of memory pages is slow
-ROWS_AT_ONCE = 4  # rows read per write of the running best
+SHORTEST_RUN = 128  # of columns, where more than two threads make good for such short parts
+ROWS_AT_ONCE = 4  # rows read per write of the running best or total
 
 
-def along_lines(kernel: Kernel, threads: int) -> Kernel:
+def along_lines(kernel: Kernel, threads: int, vector_bytes: int) -> Kernel:
     """The kernel with its loop along lines scheduled, if its body is one such loop and statements that use the result."""
     loop = next(iter(kernel.body), None)
     if not isinstance(loop, Loop) or kernel.locals or any(not isinstance(s, Store) for s in (*loop.body, *kernel.body[1:])):
@@ -31,75 +35,196 @@ def along_lines(kernel: Kernel, threads: int) -> Kernel:
     together = down and size >= LANES and not any(x.var is last for x in kernel.limits)
     if loop.carries and not loop.reduces:
         if together and len(loop.carries) == 1:
-            return _totals_of_columns(kernel, loop)
+            return _totals_of_columns(kernel, loop, threads)
         return replace(kernel, body=(replace(loop, vector=loop.vector and loop.extent >= LANES), *kernel.body[1:]))
     if loop.carries or loop.body or len(loop.reduces) != 1 or loop.reduces[0].op not in EXTREMES or not loop.extent:
         return kernel
     if together and loop.extent < 1 << 31:
         return _best_of_columns(kernel, loop, loop.reduces[0], threads)
-    return kernel if down or loop.extent < 2 * LANES else _best_of_blocks(kernel, loop, loop.reduces[0])
+    lanes = min(LANES, vector_bytes // max(4, loop.reduces[0].value.dtype.itemsize))  # positions are i32
+    return kernel if down or loop.extent < 2 * LANES else _best_of_blocks(kernel, loop, loop.reduces[0], lanes, threads)
 
 
-def _totals_of_columns(kernel: Kernel, loop: Loop) -> Kernel:
-    """Row by row, with a total per column."""
-    *grid, (column, width) = kernel.grid
+def _totals_of_columns(kernel: Kernel, loop: Loop, threads: int) -> Kernel:
+    """A few rows at a time, with a total per column. Each run of columns is a grid point."""
+    *grid, (column, lines) = kernel.grid
+    run, runs = _runs_of_columns(kernel, lines, threads) if threads > 2 else (Var("run"), 1)
+    width, here = lines // runs, Var("c")
+    at = k.add(k.mul(run, const(width)), here)
     (carry,) = loop.carries
     kept = Local("totals", carry.var.dtype, width)
-    body, rest, following = substitute((loop.body, kernel.body[1:], carry.next), {carry.var: Load(kept, column)})
-    clear = Loop(column, width, (Store(kept, column, carry.init),), vector=True)
-    rows = Loop(loop.var, loop.extent, (Loop(column, width, (*body, Store(kept, column, following)), vector=True),))
-    after = (Loop(column, width, rest, vector=True),) if rest else ()
-    return replace(kernel, locals=(kept,), grid=tuple(grid), body=(clear, rows, *after))
+
+    def rows(first: Expr, count: int) -> Loop:
+        """Adds `count` rows from `first` on to the totals: all their loads, then all stores, which would hold up a load of a row
+        below whose address has the same low 12 bits."""
+        body, total = list[Stmt](), Load(kept, here)
+        for n in range(count):
+            new = {loop.var: k.add(first, const(n)), carry.var: total, column: at}
+            statements, total = substitute((loop.body, carry.next), new)
+            body += statements
+        return Loop(here, width, (*body, Store(kept, here, total)), vector=True)
+
+    i, (rounds, rest) = Var("i"), divmod(loop.extent, ROWS_AT_ONCE)
+    clear = Loop(here, width, (Store(kept, here, substitute(carry.init, {column: at})),), vector=True)
+    more = Loop(i, rounds, (rows(k.mul(i, const(ROWS_AT_ONCE)), ROWS_AT_ONCE),))
+    last = (rows(const(loop.extent - rest), rest),) if rest else ()
+    after = substitute(kernel.body[1:], {carry.var: Load(kept, here), column: at})
+    out = (Loop(here, width, after, vector=True),) if after else ()
+    return replace(kernel, locals=(kept,), grid=(*grid, (run, runs)), body=(clear, more, *last, *out))
+
+
+def _runs_of_columns(kernel: Kernel, lines: int, threads: int) -> tuple[Var, int]:
+    """A grid variable over equal runs of the last dimension, and their number: long ones, but enough for the threads."""
+    share = math.prod(n for _, n in kernel.grid) // threads  # columns per thread
+    least = COLUMNS[0] if threads <= 2 else min(max(share, SHORTEST_RUN), COLUMNS[0])
+    most = max(least, min(share, COLUMNS[-1]))
+    return Var("run"), next((n for n in range(-(-lines // most), lines // least + 1) if lines % n == 0), 1)
 
 
 def _best_of_columns(kernel: Kernel, loop: Loop, chosen: Reduce, threads: int) -> Kernel:
-    """Row by row, with the best of each column in local memory. Each run of columns is a grid point."""
+    """A few rows at a time, with the best of each column in local memory. Each run of columns is a grid point. Of long columns
+    the number of the best rows is kept, and which of them it was is found out at the end."""
     *grid, (line, lines) = kernel.grid
-    share = math.prod(n for _, n in kernel.grid) // threads  # columns per thread
-    least, most = COLUMNS[0], max(COLUMNS[0], min(share, COLUMNS[-1]))
-    runs = next((n for n in range(-(-lines // most), lines // least + 1) if lines % n == 0), 1)
-    width, column, run, i = lines // runs, Var("c"), Var("run"), Var("i")
+    run, runs = _runs_of_columns(kernel, lines, threads)
+    width, column, i = lines // runs, Var("c"), Var("i")
     bests, places = Local("bests", chosen.value.dtype, width), Local("places", i32, width)
+    long = loop.extent >= LONG_COLUMN
 
-    def rows(first: Expr, count: int, kept: tuple[Expr, ...] = ()) -> Loop:
-        """Updates the best with `count` rows from `first` on; the very first row has no best before it."""
-        for row in (k.add(first, const(n)) for n in range(count)):
-            value = substitute(chosen.value, {loop.var: row, line: k.add(k.mul(run, const(width)), column)})
-            take = better(chosen.op, value, kept[0]) if kept else value
-            kept = (k.select(take, value, kept[0]), k.select(take, k.cast(row, i32), kept[1])) if kept else (value, const(0, i32))
+    def value(row: Expr) -> Expr:
+        return substitute(chosen.value, {loop.var: row, line: k.add(k.mul(run, const(width)), column)})
+
+    def rows(first: Expr, count: int, number: Expr, kept: tuple[Expr, ...] = ()) -> Loop:
+        """Updates the best with `count` rows from `first` on; the very first ones have no best before them."""
+        each = [k.add(first, const(n)) for n in range(count)]
+        for block, place in [(each, number)] if long else [([row], row) for row in each]:
+            kept = _updated(chosen.op, [value(row) for row in block], k.cast(place, i32), kept)
         return Loop(column, width, (Store(bests, column, kept[0]), Store(places, column, kept[1])), vector=True)
 
-    kept, (rounds, rest) = (Load(bests, column), Load(places, column)), divmod(loop.extent - 1, ROWS_AT_ONCE)
-    more = Loop(i, rounds, (rows(k.add(k.mul(i, const(ROWS_AT_ONCE)), const(1)), ROWS_AT_ONCE, kept),))
-    last = (rows(const(loop.extent - rest), rest, kept),) if rest else ()
-    to = {chosen.result: k.cast(kept[1], chosen.result.dtype), line: k.add(k.mul(run, const(width)), column)}
+    begin = ROWS_AT_ONCE if long else 1
+    kept, (rounds, rest) = (Load(bests, column), Load(places, column)), divmod(loop.extent - begin, ROWS_AT_ONCE)
+    more = Loop(i, rounds, (rows(k.add(k.mul(i, const(ROWS_AT_ONCE)), const(begin)), ROWS_AT_ONCE, k.add(i, const(1)), kept),))
+    last = (rows(const(loop.extent - rest), rest, const(rounds + 1), kept),) if rest else ()
+    place: Expr = k.cast(kept[1], index_)
+    if long:
+        top, first = kept[0], k.mul(place, const(ROWS_AT_ONCE))
+        inside = [k.min(k.add(first, const(n)), const(loop.extent - 1)) for n in range(ROWS_AT_ONCE)]
+        place = inside[-1]
+        for row in reversed(inside[:-1]):
+            place = k.select(_is_best(value(row), top), row, place)
+    to = {chosen.result: k.cast(place, chosen.result.dtype), line: k.add(k.mul(run, const(width)), column)}
     out = Loop(column, width, substitute(kernel.body[1:], to), vector=True)
-    return replace(kernel, locals=(bests, places), grid=(*grid, (run, runs)), body=(rows(const(0), 1), more, *last, out))
+    body = (rows(const(0), begin, const(0)), more, *last, out)
+    return replace(kernel, locals=(bests, places), grid=(*grid, (run, runs)), body=body)
 
 
-def _best_of_blocks(kernel: Kernel, loop: Loop, chosen: Reduce) -> Kernel:
-    """The best of each block, vectorized; then the first position of it in the best block."""
-    length, dtype = loop.extent, chosen.value.dtype
-    size = min(length, BLOCK)
-    block, i, j, found = Var("block"), Var("i"), Var("j"), Var("found", i32)
-    parts: list[Stmt] = []
-    best, which = substitute(chosen.value, {loop.var: const(0)}), const(0)
-    for first, count, n in ((0, length // size, size), (length // size, 1, length % size)):
-        if n:
-            top, carried, held = Var("top", dtype), Var("best", dtype), Var("which")
+def _best_of_blocks(kernel: Kernel, loop: Loop, chosen: Reduce, lanes: int, threads: int) -> Kernel:
+    """Each lane keeps the best of its elements and the number of the block it was in; then the first position of the best of all
+    lanes in its block. That is a long chain of operations, so it is done for several lines, whose chains overlap."""
+    together, grid = 1, kernel.grid
+    if grid and not any(x.var is grid[-1][0] for x in kernel.limits):
+        most = min(LINES_TOGETHER, math.prod(n for _, n in grid) // (TASKS_PER_THREAD * threads))
+        together = max(n for n in range(1, max(most, 1) + 1) if grid[-1][1] % n == 0)
+    bests, places = Local("bests", chosen.value.dtype, together * lanes), Local("places", i32, together * lanes)
+    line, at, after = Var("line"), k.const(0), kernel.body[1:]
+    if together > 1:
+        (last, lines), group, at = grid[-1], Var("group"), k.mul(line, const(lanes))
+        loop, chosen, after = substitute((loop, chosen, after), {last: k.add(k.mul(group, const(together)), line)})
+        grid = (*grid[:-1], (group, lines // together))
+    walked = _best_of_lanes(loop.extent, loop.var, chosen, lanes, bests, places, at)
+    found = _position_of_best(loop.extent, loop.var, chosen, lanes, bests, places, at, after)
+    body = (Loop(line, together, (walked,)), Loop(line, together, found)) if together > 1 else (walked, *found)
+    return replace(kernel, locals=(bests, places), grid=grid, body=body)
+
+
+def _best_of_lanes(n: int, i: Var, chosen: Reduce, lanes: int, bests: Local, places: Local, at: Expr) -> Loop:
+    """Stores, for each lane, the best of elements i = lane, lane + lanes, …, and the number of the block it is in. The first
+    block with a NaN is remembered on its own, so that a block waits for one comparison with the best before it, not for three."""
+    lane, size, dtype = Var("lane"), lanes * ROWS_OF_BLOCK, chosen.value.dtype
+    blocks, rest = divmod(n, size)
+    never = const(n, i32)
+    kept: tuple[Expr, ...] = substitute(chosen.value, {i: lane}), const(0, i32)
+    kept += (k.select(is_nan(kept[0]), kept[1], never),) if dtype.kind == "f" else ()
+
+    def after(start: Expr, rows: int, here: Expr, kept: Sequence[Expr], inside: Expr | None = None) -> list[Expr]:
+        places = [k.add(start, k.add(const(row * lanes), lane)) for row in range(rows)]
+        values = [substitute(chosen.value, {i: place}, guard=inside) for place in places]
+        top = _best_number(chosen.op, values)
+        take, bad = _beats(chosen.op, top, kept[0]), _any_nan(values)
+        if inside is not None:
+            take, bad = k.and_(take, inside), k.and_(bad, inside)
+        new = [k.select(take, top, kept[0]), k.select(take, here, kept[1])]
+        return [*new, *(k.min(x, k.select(bad, here, never)) for x in kept[2:])]
+
+    body: list[Stmt] = []
+    for first, count, rows in ((0, blocks, ROWS_OF_BLOCK), (blocks, 1, rest // lanes)):
+        if count and rows:
+            block, names = Var("block"), [Var("kept", x.dtype) for x in kept]
             here = k.add(const(first), block)
-            value = substitute(chosen.value, {loop.var: k.add(k.mul(here, const(size)), i)})
-            inner = Loop(i, n, (), vector=True, reduces=(Reduce(top, chosen.op.removeprefix("arg"), value),))
-            take = better(chosen.op, top, carried)
-            parts.append(Loop(block, count, (inner,), carries=(
-                Carry(carried, best, k.select(take, top, carried)), Carry(held, which, k.select(take, here, held)),
-            )))  # fmt: skip
-            best, which, block, i = carried, held, Var("block"), Var("i")
-    start = k.mul(which, const(size))
-    inside = k.lt(k.add(start, j), k.const(length)) if length % size else None
-    value = substitute(chosen.value, {loop.var: k.add(start, j)}, guard=inside)
-    match = k.or_(k.eq(value, best), is_nan(value))  # a block with a NaN has a NaN as its best
-    place = k.select(match if inside is None else k.and_(match, inside), k.cast(j, i32), const(size - 1, i32))
-    parts.append(Loop(j, size, (), vector=True, reduces=(Reduce(found, "min", place),)))
-    rest = substitute(kernel.body[1:], {chosen.result: k.add(start, k.cast(found, chosen.result.dtype))})
-    return replace(kernel, body=(*parts, *rest))
+            then = after(k.mul(here, const(size)), rows, k.cast(here, i32), names)
+            body.append(Loop(block, count, (), carries=tuple(Carry(*x) for x in zip(names, kept, then))))
+            kept = tuple(names)
+    if tail := n % lanes:
+        kept = tuple(after(const(n - tail), 1, const(blocks, i32), kept, k.lt(lane, const(tail))))
+    best, place = kept[:2]
+    for first_nan in kept[2:]:
+        bad = k.lt(first_nan, never)
+        best, place = k.select(bad, const(math.nan, dtype), best), k.select(bad, first_nan, place)
+    to = k.add(at, lane)
+    return Loop(lane, lanes, (*body, Store(bests, to, best), Store(places, to, place)), vector=True)
+
+
+def _position_of_best(
+    n: int, i: Var, chosen: Reduce, lanes: int, bests: Local, places: Local, at: Expr, after: tuple[Stmt, ...]
+) -> tuple[Stmt, ...]:
+    """From the best of each lane the best of all, the first block that has it, and its position there; then `after`."""
+    lane, size = Var("lane"), lanes * ROWS_OF_BLOCK
+    top, where, found = Var("top", chosen.value.dtype), Var("where", i32), Var("found", i32)
+    best = Load(bests, k.add(at, lane))
+    first = k.select(_is_best(best, top), Load(places, k.add(at, lane)), const(n // size, i32))
+    start, place = k.mul(k.cast(where, index_), const(size)), const(size - 1, i32)
+    for row in reversed(range(ROWS_OF_BLOCK)):
+        j = k.add(const(row * lanes), lane)
+        inside = k.lt(k.add(start, j), const(n)) if n % size else None
+        match = _is_best(substitute(chosen.value, {i: k.add(start, j)}, guard=inside), top)
+        place = k.select(match if inside is None else k.and_(match, inside), k.cast(j, i32), place)
+    return (
+        Loop(lane, lanes, (), vector=True, reduces=(Reduce(top, chosen.op.removeprefix("arg"), best),)),
+        Loop(lane, lanes, (), vector=True, reduces=(Reduce(where, "min", first),)),
+        Loop(lane, lanes, (), vector=True, reduces=(Reduce(found, "min", place),)),
+        *substitute(after, {chosen.result: k.add(start, k.cast(found, chosen.result.dtype))}),
+    )
+
+
+def _beats(op: str, a: Expr, b: Expr) -> Expr:
+    """Whether a is a better number than b; no if one of them is NaN."""
+    return k.lt(b, a) if op == "argmax" else k.lt(a, b)
+
+
+def _best_number(op: str, values: list[Expr]) -> Expr:
+    """The best of some values if none is NaN: one instruction each, where a maximum that keeps NaN takes three."""
+    return _tree(lambda a, b: k.select(_beats(op, b, a), b, a), values)
+
+
+def _any_nan(values: list[Expr]) -> Expr:
+    """Whether one of the values is NaN: an instruction for every two of them."""
+    return _tree(k.or_, [k.or_(is_nan(a), is_nan(b)) for a, b in zip(values[::2], values[1::2] + values[-1:])])
+
+
+def _tree(combine: Callable[[Expr, Expr], Expr], parts: list[Expr]) -> Expr:
+    while len(parts) > 1:
+        parts = [combine(*parts[n : n + 2]) if n + 1 < len(parts) else parts[n] for n in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _updated(op: str, values: list[Expr], place: Expr, kept: tuple[Expr, ...]) -> tuple[Expr, Expr]:
+    """The best so far and its place, after `values`, which are in a later place."""
+    value = _best_number(op, values)
+    if len(values) > 1 and value.dtype.kind == "f":
+        value = k.select(_any_nan(values), const(math.nan, value.dtype), value)
+    take = better(op, value, kept[0]) if kept else None
+    return (k.select(take, value, kept[0]), k.select(take, place, kept[1])) if take is not None else (value, place)
+
+
+def _is_best(value: Expr, top: Expr) -> Expr:
+    """Whether the value is the best one, `top`: if that is NaN, whether the value is."""
+    return k.or_(k.eq(value, top), is_nan(value))  # where there is a NaN, the best is NaN

@@ -15,6 +15,8 @@ from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
 
+FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
+
 Pointers = Mapping[Buffer | Local, V]
 Bindings = Mapping[Var, V]
 Names = frozenset[Var | Buffer | Local]
@@ -50,6 +52,7 @@ class Scope:
         self.names: dict[int, Names] = {}
         self.alive: list[Expr] = []  # all whose id is in a memo of this kernel: another expression would get the id of a dead one
         self.streams: frozenset[Buffer] = frozenset()  # write-only and too large to stay in cache
+        self.far: frozenset[Buffer] = frozenset()  # to prefetch from, whenever a vector of them is loaded or stored
         self.ahead: Ahead | None = None
         self.origin: tuple[Scope, Mapping[Var, int]] | None = None  # see `moved`
         self.places: dict[tuple[int, int], V] = {}  # addresses that scopes moved from this one share, by buffer and index
@@ -71,7 +74,7 @@ class Scope:
         out.vector, out.mask = self.vector, mask or self.mask
         out.names = out.scalar.names = self.names
         out.alive = out.scalar.alive = self.alive
-        out.streams, out.ahead = self.streams, self.ahead
+        out.streams, out.far, out.ahead = self.streams, self.far, self.ahead
         out.scalar.memo, out.scalar.bindings = dict(self.scalar.memo), dict(self.scalar.bindings)
         if self.lanes == lanes and lanes > 1:
             out.memo, out.bindings = dict(self.memo), dict(self.bindings)
@@ -137,7 +140,16 @@ def _value(node: Expr, scope: Scope) -> V:
         return scope.bindings[node]
     if isinstance(node, Load):
         return alu.from_memory(em, access(node, scope), node.buffer.dtype)
+    if pair := _nan_tests(node):
+        return em.cmp("uno", *(expr(x, scope) for x in pair))
     return alu.emit_alu(em, node, [scope.memo[id(a)] for a in node.args])
+
+
+def _nan_tests(node: Alu) -> tuple[Expr, ...]:
+    """(a, b) of `a is NaN or b is NaN`, which is one comparison; () if the node is something else."""
+    tests = node.args if node.op == "or" else ()
+    is_test = [isinstance(x, Alu) and x.op == "ne" and x.args[0] is x.args[1] and x.args[0].dtype.is_float for x in tests]
+    return tuple(x.args[0] for x in tests if isinstance(x, Alu)) if tests and all(is_test) else ()
 
 
 def limit_of(var: Var, extent: int, kernel: Kernel, scope: Scope) -> V | None:
@@ -180,6 +192,8 @@ def access(x: Load | Store, scope: Scope, value: V | None = None) -> V:
         if value is not None and x.buffer in scope.streams and stride == 1 and _is_multiple(x.index, scope.lanes, scope):
             em.stream(value, where, size * scope.lanes)
             return value
+        if x.buffer in scope.far:
+            em.prefetch(em.gep(where, FETCHED_AHEAD if stride == 1 else -FETCHED_AHEAD))
         found = plain(where)
     else:
         found = _masked(where, mask or em.const(vector("i1", scope.lanes), True), contiguous, ty, size, scope, value)
