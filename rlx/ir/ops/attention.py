@@ -11,7 +11,7 @@ import numpy as np
 from rlx.errors import AttributeValueError, DTypeError, ShapeError
 from rlx.ir.contexts import Padded, PaddingPass
 from rlx.ir.declare import op
-from rlx.ir.dtype import bf16, bool_, f16
+from rlx.ir.dtype import bf16, bool_, f16, f32
 from rlx.ir.graph import Node, Value, constant
 from rlx.ir.op import Attrs, Kind, Sample, attribute_types
 from rlx.ir.ops.contract import matmul
@@ -178,10 +178,14 @@ def _parts(attrs: PartsAttrs, q: Value, k: Value, v: Value, *operands: Value) ->
 
 
 def in_parts(node: Node, parts: int, block: int) -> Value:
-    """Attention as attention_parts plus the merge of the parts: more tasks, each of which reads fewer keys."""
+    """Attention as attention_parts plus the merge of the parts, in f32 at least: more tasks, each of which reads fewer keys."""
     attrs = {name: getattr(node.attrs, name) for name in attribute_types(AttentionAttrs)}
-    outs, logs = attention_parts(*node.inputs, parts=parts, block=block, **attrs)
-    return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0)
+    q, k, v, *others = node.inputs
+    narrow = q.dtype
+    if narrow.is_narrow:
+        q, *others = (x.astype(f32) if x.dtype == narrow else x for x in (q, *others))
+    outs, logs = attention_parts(q, k, v, *others, parts=parts, block=block, **attrs)
+    return sum(outs * _weights(logs, axis=0)[0].reshape((*logs.shape.static, 1)), axis=0).astype(narrow)
 
 
 def _attention_padded(p: PaddingPass, attrs: AttentionAttrs, q: Value, k: Value, v: Value, *operands: Value) -> Padded:

@@ -19,7 +19,6 @@ from rlx.backends.cpu.kernels.attention_items import PART_KEY_BLOCK, Attention
 from rlx.backends.cpu.kernels.attention_pairs import PairAttention, in_pairs
 from rlx.backends.cpu.kernels.attention_vectors import NARROW_ROWS, VectorAttention
 from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, distinct, other_tasks
-from rlx.ir.dtype import f32
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Kernel, Native
 from rlx.ir.ops.attention import AttentionAttrs, PartsAttrs, in_parts
@@ -51,7 +50,7 @@ def claim(node: Node) -> str | None:
 def split(node: Node, threads: int) -> Value | None:
     """A decoding step with its keys split into parts that keep `threads` busy; None if that saves less than 20% of the time."""
     (batch, _, rows, _), (_, key_heads, keys, _) = (v.shape.static for v in node.inputs[:2])
-    if rows > NARROW_ROWS or node.inputs[0].dtype != f32:
+    if rows > NARROW_ROWS:
         return None
     least = {n: -(-batch * key_heads * n // threads) / n for n in range(1, min(MOST_PARTS, keys // LEAST_KEYS) + 1)}
     parts = min(least, key=lambda n: (least[n], n), default=1)

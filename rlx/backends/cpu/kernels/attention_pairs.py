@@ -17,10 +17,9 @@ from rlx.backends.cpu.dots import DOTS
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.attention_items import Attention
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask, across_lines, finite_or_zero, highest, lanes_of, masked
-from rlx.backends.cpu.kernels.attention_vectors import NARROW_ROWS, TURN
+from rlx.backends.cpu.kernels.attention_vectors import NARROW_ROWS
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, lane_mask, load_line, stage_rows_function, tile_function
-from rlx.backends.cpu.kernels.tile import transpose_function as transpose_squares
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.math import LOG2_E, polynomial, tanh
 from rlx.ir.dtype import bf16, f32, u16, u32
@@ -31,6 +30,7 @@ DOT = DOTS["x86.avx512bf16.dpbf16ps.512"]
 FEATURES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"}
 LANES = 16  # f32 in a vector; pairs of bf16
 PANEL = 32  # keys of a panel; columns of values that a tile takes
+CHUNK = 4  # pairs in 128 bits
 DEPTH = 32  # elements of a row that one instruction of the matrix unit sums over
 KEY_BLOCK = 256  # keys of a block: the scores of 32 rows take 32 KB
 SUB = 32  # rows that are taken through all steps together
@@ -48,8 +48,7 @@ def in_pairs(kernel: Kernel, native: Native, target: Target) -> bool:
     """Whether PairAttention computes this problem on this target. Else VectorAttention does."""
     q, k, v, *_ = native.inputs
     pairs = all(x.buffer.dtype == bf16 and (x.strides[-1] == 1 or x.dims[-1] == 1) for x in (q, k, v))
-    even = all(x % 2 == 0 for x in (*k.strides[:-1], k.offset, k.dims[-1]))
-    return pairs and even and q.dims[2] > NARROW_ROWS and len(native.outputs) < 2 and set(target.features) >= FEATURES
+    return pairs and q.dims[2] > NARROW_ROWS and len(native.outputs) < 2 and set(target.features) >= FEATURES
 
 
 class PairAttention(Attention):
@@ -67,6 +66,8 @@ class PairAttention(Attention):
         self.rate = (self.scale if self.plain else 1.0) * LOG2_E
         self.config_at, query = self.reserve(amx.CONFIG_BYTES), self.reserve(self.tall * self.depth * 2)
         keys, values = (self.reserve(self.key_block * n * 2) for n in (self.depth, self.columns))
+        self.whole = self.size % (2 * CHUNK) == 0  # else, and in a panel that is not full, keys are copied with zeros behind
+        self.near_at = self.reserve(PANEL * self.depth * 2)
         scores, work = self.reserve(self.sub * self.key_block * F32), self.reserve(self.sub * (2 + LANES) * F32)
         stats, sums = self.reserve(2 * self.tall * F32), self.reserve(self.tall * self.columns * F32)
         products = sums if self.once else self.reserve(self.sub * self.columns * F32)
@@ -84,7 +85,7 @@ class PairAttention(Attention):
     def _begin(self, e: Emitter) -> None:
         if self.matrix:
             amx.configure(e, e.gep(SCRATCH, self.config_at), self.sub)
-        if self.depth != self.size:  # elements of keys that are not packed have to be zero
+        if self.whole and self.depth != self.size:  # elements of keys that are not packed have to be zero
             with e.loop(0, self.key_block * self.depth * 2, 4 * LANES) as at:
                 e.store(e.const(vector("i32", LANES), 0), e.gep(e.gep(SCRATCH, self.places[1]), at.index), 4 * LANES)
 
@@ -115,12 +116,17 @@ class PairAttention(Attention):
     def _packed(self, e: Emitter, k: V, v: V, key0: V, stop: V) -> V:
         """Pack keys key0 to `stop` and their values, up to a whole panel. Returns whether all values are finite."""
         keys, values = (e.gep(SCRATCH, at) for at in self.places[1:3])
-        shape = {"height": PANEL, "columns": self.size // 2, "side": TURN}
-        turned = partial(transpose_squares, source=Layout(u32, self.k.strides[2] // 2), to=Layout(u32, PANEL), **shape)
+        near, raw = e.gep(SCRATCH, self.near_at), Layout(u16, self.k.strides[2])
+        copied = partial(stage_rows_function, columns=self.size, source=raw, to=Layout(u16, self.depth), lanes=DEPTH)
+        turned = partial(turn_panel_function, chunks=(self.size if self.whole else self.depth) // (2 * CHUNK))
         with e.loop(key0, stop, PANEL, nonempty=True) as at:
-            out = step(e, keys, e.bin("sub", at.index, key0), self.depth * 2)
+            line, out = self.k.layout.at(e, k, at.index), step(e, keys, e.bin("sub", at.index, key0), self.depth * 2)
             have = e.intrinsic("smin", e.bin("sub", stop, at.index), e.i64(PANEL))
-            self.call(e, "keys", turned, self.k.layout.at(e, k, at.index), out, have, e.i64(0), e.i64(self.size // 2))
+            part = e.cmp("slt", have, e.i64(PANEL)) if self.whole else e.const("i1", True)
+            with e.when(part):
+                self.call(e, "keys", copied, line, near, have)
+            line = e.select(part, near, line)
+            self.call(e, "panel", turned, line, e.select(part, e.i64(self.depth * 2), e.i64(raw.byte(1, 0))), out)
         how = {"columns": self.width, "pitch": self.columns, "check": self.mask.kind in ("band", "keep")}
         paired = partial(pair_rows_function, source=Layout(u16, self.v.strides[2]), **how)
         return self.call(e, "pairs", paired, self.v.layout.at(e, v, key0), values, e.bin("sub", stop, key0))
@@ -183,6 +189,33 @@ def _panels(e: Emitter, keys: V) -> V:
 
 
 # -- functions of the kernel. Scores are f32 [row][pitch]; weights are bf16 in the first half of each row ------------
+
+
+def turn_panel_function(e: Emitter, start: V, pitch: V, out: V, *, chunks: int) -> None:
+    """out[c][r] = the pair c of row r of a panel, rows being `pitch` bytes apart. Four rows of four pairs come into place as they
+    are loaded; the squares of 128 bits are then transposed."""
+    ty, part = vector("i32", LANES), vector("i32", CHUNK)
+    with e.loop(0, PANEL, LANES) as half, e.loop(0, chunks) as chunk:
+        first = e.gep(e.gep(start, e.bin("mul", pitch, half.index)), e.bin("mul", chunk.index, 4 * CHUNK))
+        rows = [e.gep(first, e.bin("mul", pitch, e.i64(r))) for r in range(LANES)]
+        lines = []
+        for r in range(CHUNK):
+            line = V("poison", ty)
+            for n in range(0, LANES, CHUNK):
+                line = e.intrinsic("vector.insert", line, e.load(part, rows[r + n], 2), e.i64(n), suffix=(ty, part), returns=ty)
+            lines.append(line)
+        place = e.gep(step(e, out, chunk.index, 4 * CHUNK * PANEL), e.bin("mul", half.index, 4))
+        lines = [x for n in (0, 2) for x in _interleaved(e, lines[n], lines[n + 1], 1)]
+        lines = [x for n in (0, 1) for x in _interleaved(e, lines[n], lines[n + 2], 2)]
+        for c, line in enumerate(lines):
+            e.store(line, e.gep(place, 4 * PANEL * c), 4)
+
+
+def _interleaved(e: Emitter, a: V, b: V, width: int) -> tuple[V, V]:
+    """Groups of `width` lanes of a and b in turn: those of the lower and of the upper half of each 128 bits."""
+    runs = [[at + i for i in range(width)] for at in range(0, CHUNK // 2, width)]
+    low = [n + i for n in range(0, LANES, CHUNK) for run in runs for i in (*run, *(LANES + i for i in run))]
+    return e.shuffle(a, low, b), e.shuffle(a, [i + CHUNK // 2 for i in low], b)
 
 
 def pair_rows_function(e: Emitter, start: V, out: V, rows: V, *, source: Layout, columns: int, pitch: int, check: bool) -> V:
