@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rlx.errors import OptionError, known
+from rlx.records import record
 
 T = TypeVar("T", int, str)
 
 
-@dataclass(frozen=True)
+@record
 class Knob(Generic[T]):
     """One variable. Its type is the type of its default."""
 

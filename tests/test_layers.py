@@ -18,11 +18,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rlx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "forks", "knobs"}
+BASE = {"errors", "forks", "knobs", "records"}
 MAY_IMPORT = {
     "errors": set(),
     "forks": set(),
-    "knobs": {"errors"},
+    "knobs": {"errors", "records"},
+    "records": set(),
     "ir": BASE,
     "autodiff": BASE | {"ir"},
     "compiler": BASE | {"ir"},
@@ -43,6 +44,7 @@ THIRD_PARTY = {  # the longest prefix of the file's path decides
     "errors": set(),
     "forks": set(),
     "knobs": set(),
+    "records": set(),
     "ir": ARRAYS,
     "autodiff": ARRAYS,
     "compiler": ARRAYS,

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from rlx.ir.kernel import Kernel
 from rlx.ir.keys import UNSEEN
 from rlx.ir.target import Target
 from rlx.ir.tuning import step_key
+from rlx.records import record
 from rlx.runtime.stored import given_to_compile
 
 STATE = BufferHandle("state", (4,), "f32")
@@ -111,12 +112,12 @@ def test_results_are_always_repeatable(value) -> None:
 
 
 def test_a_field_that_is_added_is_in_every_key():
-    @dataclass(frozen=True)
+    @record
     class Wider(Target):
         banks: int = 4
         cost: Callable[[int], int] = field(default=abs, compare=False)
 
-    @dataclass(frozen=True)
+    @record
     class More(CompileOptions):
         unroll: int = 1
         colour: str = field(default="blue", metadata=UNSEEN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,6 +12,7 @@ import typer
 
 from rlx.cli import options as o
 from rlx.cli.progress import Bars
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.frontends.embedding import EmbeddingModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WARM, LEAST = 2, 5  # runs that do not count; runs that do, at least
 
 
-@dataclass(frozen=True)
+@record
 class Timing:
     """`tokens`: of a run. `limit`: seconds that a run needs at least at the machine's measured rates, and what bounds it."""
 

@@ -6,16 +6,17 @@ true until lowering and the reports.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rlx.compiler.options import CompileOptions
 from rlx.errors import known
 from rlx.ir.graph import CONSTANT, PARAM, Node
 from rlx.ir.op import Kind
 from rlx.ir.target import Target
+from rlx.records import record
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Compilation:
     """Handed to every pass, then (in Facts) to fusion, lowering and the reports. What it keeps changes no answer."""
 

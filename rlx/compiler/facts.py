@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rlx.compiler.compilation import Compilation
 from rlx.compiler.layout import Places
@@ -11,9 +10,10 @@ from rlx.compiler.padding import active_axes
 from rlx.ir.graph import Active, Graph, Node, Value
 from rlx.ir.target import Target
 from rlx.ir.updates import run_before
+from rlx.records import record
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Facts:
     """Facts of a legal graph.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlx.ir.kernel import Kernel
 from rlx.ir.program import ArenaPlan, BufferDecl, Region, Step
+from rlx.records import record
 
 REST = 4  # steps
 PLANNED = (Region.ARENA, Region.INPUT, Region.OUTPUT)
@@ -27,7 +28,7 @@ def no_pairs(kernel: Kernel) -> AbstractSet[tuple[int, int]]:
     return frozenset()
 
 
-@dataclass(frozen=True)
+@record
 class Lifetime:
     """Lifetime of a buffer in steps: `first` to `last`, both included. first > last: never live."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import inf
 from os import PathLike, fspath
 from types import NoneType
@@ -13,6 +13,7 @@ from rlx.errors import OptionError, known, whole
 from rlx.ir.handle import BufferHandle
 from rlx.ir.keys import UNSEEN, key_facts
 from rlx.ir.tuning import Tilings, Tuning
+from rlx.records import record
 
 PRECISIONS = ("f32", "tf32", "f16", "bf16", "int8", "auto")
 OPTIONAL_PASSES = ("canonicalise", "tidy", "fuse", "operands", "followers", "quantised", "inplace", "reuse", "concurrent")
@@ -22,7 +23,7 @@ AUTO = "auto"  # the size of a dim that is left open
 LEAST_ALIGNMENT = 64  # bytes: one AVX-512 register, one cache line
 
 
-@dataclass(frozen=True)
+@record
 class CompileOptions:
     """Options of a compile. Bad values raise OptionError when the options are made.
 

@@ -8,7 +8,7 @@ anything else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.compiler.assemble import Assembled, assembled
 from rlx.compiler.groups import Group
@@ -19,11 +19,12 @@ from rlx.ir.op import Kind
 from rlx.ir.program import Program
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
+from rlx.records import record
 
 TAG = "@"
 
 
-@dataclass(frozen=True)
+@record
 class Member:
     """A node that a step computes. `form`: its place in the kernel (rlx.compiler.groups.Group). `origin`: the index of the user's
     node that it was made from. `why`: the reason why the backend has no kernel for the whole of it. `inputs`: the members, by
@@ -37,7 +38,7 @@ class Member:
     inputs: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class StepOrigin:
     """The nodes of one step. `why`: the reason why the first is not in the kernel of its operand."""
 
@@ -50,7 +51,7 @@ class StepOrigin:
         return tuple(sorted({m.origin for m in self.members if m.origin is not None}))
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Origins:
     """`graph`: the user's. `nodes`: its nodes; indices mean these. `program`: with complete kernels, also where the compile came
     from the disk cache. `steps`: by phase. `buffers`: the user's node whose value a buffer holds. `decisions`: (how, why) of

@@ -34,6 +34,7 @@ from rlx.ir.op import Attrs, Kind, attribute_types
 from rlx.ir.placement import REPLICATED, Partial, Placement, ReduceName, Replicated, Split
 from rlx.ir.shape import DimLike, contiguous_strides
 from rlx.ir.verify import where
+from rlx.records import record
 
 KINDS: dict[str, ReduceName] = {"add": "sum", "max": "max", "min": "min"}  # Reduction.op -> Partial.kind
 
@@ -47,7 +48,7 @@ class Move(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
+@record
 class PartitionReport:
     """Result of partitioning. `marks`: the marked leaves and outputs; `inferred`: params split because all their readers are;
     `placements`: placement of each node's results; `gathered`: the reasons why values did not stay split."""
@@ -76,7 +77,7 @@ class PartitionReport:
         return "\n".join([*lines, *(f"  {why}" for why in self.gathered)])
 
 
-@dataclass(frozen=True)
+@record
 class Partitioned:
     """`graph`: the graph that every rank runs; its leaves have the dims of one rank's shard. `splits`: of leaves, by name."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +19,7 @@ from rlx.ir.program import Program, kernel_labels
 from rlx.ir.shape import Shape
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
+from rlx.records import record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,7 +181,7 @@ class Artifact(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@record
 class KernelTexts:
     """Artifact of a backend that generates no code and interprets the kernels."""
 

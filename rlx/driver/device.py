@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from rlx.errors import UnknownDeviceError, known
+from rlx.records import record
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -17,7 +17,7 @@ TEST_NAMES = ("ref", "null")  # the interpreter and the recorder: always availab
 ENTRY_POINTS = "rlx.backends"  # other packages add devices under this entry point group: device name = "module:Backend"
 
 
-@dataclass(frozen=True)
+@record
 class Device:
     """The `index`-th device called `name`: Device.CPU, Device.CUDA.at(1), Device("cuda", 1), Device.parse("cuda:1").
 

@@ -23,12 +23,13 @@ import numpy as np
 from rlx.driver import files
 from rlx.errors import BindingError, CorruptFileError, IndexRangeError, InputShapeError, OutOfMemoryError, whole
 from rlx.forks import Lock
+from rlx.records import record
 
 AT_ONCE, LATER = 1, 2  # when an advisor learns of choices that were all resident
 THREADS = 8  # at most, that read experts at once
 
 
-@dataclass(frozen=True)
+@record
 class TierStats:
     """The work of one tier: `tokens`, choices of a token; `experts`, those used by a run of a layer, each counted once; their
     `bytes` when packed; `seconds`."""
@@ -39,7 +40,7 @@ class TierStats:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@record
 class ResidencyStats:
     """`resident.seconds`: in the steps that read experts. `offloaded.seconds`: in front of them, reading and packing."""
 

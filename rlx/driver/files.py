@@ -14,12 +14,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.errors import CorruptFileError
+from rlx.records import record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ READ = 1 << 30  # bytes per read(2); Linux reads at most 2 GiB
 SMALL = 8 << 20  # bytes whose copy stays in a cache until it is packed
 
 
-@dataclass(frozen=True)
+@record
 class Mapped:
     """A file whose bytes from `offset` on are mapped. `stamp`: identity, size and time of its last change when it was opened.
     `private`: what this process has written to the mapping is not in the file."""

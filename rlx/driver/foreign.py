@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.ir.dtype import DType, as_dtype
+from rlx.records import record
 
 DLPACK_CPU = (1, 0)
 DLPACK_CODES = {"bf16": 4, "f8e4m3": 10, "f8e5m2": 12}  # types that DLPack knows and numpy does not
 CODE_NAMES = {code: name for name, code in DLPACK_CODES.items()}
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class DeviceArray:
     """C-contiguous elements at `address` of a device. `owner` keeps them alive."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakSet
 
@@ -21,9 +20,10 @@ from rlx.driver.queue import RunQueue
 from rlx.errors import BindingError, InputShapeError, TransferError, UnknownNameError, known
 from rlx.host.gate import Gate
 from rlx.ir.shape import Shape
+from rlx.records import record
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class HandleEntry:
     """One state: its shape, and its block of the device's memory."""
 
@@ -195,7 +195,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Snapshot:
     """A copy of the states at one moment, in a store that no executable uses."""
 

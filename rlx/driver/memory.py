@@ -6,7 +6,6 @@ One protocol for host and device memory. Buffers, arenas, weights, constants and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from rlx.driver import files
 from rlx.driver.device import TEST_NAMES, Device
 from rlx.errors import DeviceUnavailableError
+from rlx.records import record
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
@@ -76,7 +76,7 @@ class Memory(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class HostBlock:
     """Bytes in host memory."""
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
+
+from rlx.records import record
 
 MINE, OUT = -1, -2  # values of Address.where besides ranks: the caller's array, and the result's array
 SMALL = 4096  # up to this many bytes every rank reads from every other one, regardless of the figures
@@ -45,7 +46,7 @@ class Step(NamedTuple):
     carried: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Job:
     """A collective as rank `me` of `ranks` executes it on an array of `count` elements. `wide`: bytes of an accumulator.
     `in_place`: the array is the scratch itself."""

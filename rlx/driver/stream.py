@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from rlx.records import record
 
 
 @runtime_checkable
@@ -73,7 +74,7 @@ class SyncStream:
         self.wait()
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """One command of a device. `kind`: "launch", "copy_in" (host to device) or "copy_out". `nbytes`: size of a copy."""
 

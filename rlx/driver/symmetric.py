@@ -20,6 +20,7 @@ import numpy as np
 from rlx.driver.barrier import PLAIN, Call, as_call, mismatch
 from rlx.driver.memory import aligned_bytes, bytes_of
 from rlx.errors import CallMismatchError, CollectiveError, HeapBoundsError, TransportError, UnknownRankError, whole
+from rlx.records import record
 
 TIMEOUT = 30.0  # default, in seconds, for each wait for other ranks
 Result = TypeVar("Result")
@@ -36,7 +37,7 @@ class Rank:
         return self.index
 
 
-@dataclass(frozen=True)
+@record
 class SymmetricBuffer:
     """`len` bytes at `offset` of a rank's heap. The same (offset, len) is valid on every rank."""
 

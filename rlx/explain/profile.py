@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from rlx.ir.cost import ProgramWork, Roofline, arithmetic
 from rlx.ir.node import Node
 from rlx.ir.program import Program, Step, kernel_labels
 from rlx.ir.shown import Shown, counted, sized
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.compiler.origins import Origins
@@ -30,7 +31,7 @@ MOST_ROWS = 24  # steps that the text of a profile lists
 _ABOVE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 
 
-@dataclass(frozen=True)
+@record
 class StepTime:
     """One step. `label`: its kernel. `nodes`: the user's nodes, with the lines that made them. `seconds`: its part of a run.
     `moved_bytes`, `least_bytes`, `flops`: see rlx.ir.cost. `share`: the part of the time that the machine needs at least, by its
@@ -47,7 +48,7 @@ class StepTime:
     bound: str = ""
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class Profile(Shown):
     """The times of the steps of one compiled graph: means over the quickest eighth of `runs`, since other programs on the
     machine only take from it. `seconds`: of a measured run; `unmeasured_seconds`: of runs without clocks, between those.

@@ -6,7 +6,6 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlx.compiler.memory import lifetimes, moments
@@ -19,6 +18,7 @@ from rlx.ir.keys import key_facts
 from rlx.ir.node import LeafAttrs, Node
 from rlx.ir.op import Kind
 from rlx.ir.program import Program, Region, Step, kernel_labels
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.compiler.origins import Member, Origins
@@ -29,7 +29,7 @@ FEW, MOST_BLOCKS = 8, 50  # steps of a block without a name, at least; number of
 Data = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@record
 class Compiled:
     """The parts of a report besides the origins. `regions`: bytes by purpose, as of the executable. `present`: names of the
     params that are in memory. `texts`, `assembly`: label of a kernel -> generated code, machine code as text. `versions`: of what

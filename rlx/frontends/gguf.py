@@ -12,7 +12,6 @@ A string is a u64 length and UTF-8 bytes; an array a u32 type, a u64 count and t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy as np
 from rlx.errors import CorruptFileError, ModelError, RlxError, Unsupported, known
 from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import DTYPES
+from rlx.records import record
 from rlx.runtime import map_file
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -40,7 +40,7 @@ class GgufTensor(NamedTuple):
     data: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class GgufFile:
     """The contents of a file. Values of `metadata`: int, float, bool, str, a list of str, or a read-only numeric array."""
 

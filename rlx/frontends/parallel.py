@@ -9,12 +9,15 @@ equally.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rlx.errors import ModelError, OptionError
-from rlx.frontends.models.decoder import EMBEDDED, DecoderConfig
 from rlx.ir.graph import Graph
 from rlx.ir.placement import Split
 from rlx.runtime import Session, SymmetricTransport
+
+if TYPE_CHECKING:
+    from rlx.frontends.models.decoder import DecoderConfig
 
 Marks = dict[str, Split | None]
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -25,6 +28,8 @@ def decoder_marks(graph: Graph, config: DecoderConfig, ranks: int, block: Callab
 
     ModelError: heads, the MLP's width, or the blocks of a quantised row do not divide equally among the ranks.
     """
+    from rlx.frontends.models.decoder import EMBEDDED  # encoders, which need `together`, do without
+
     if config.experts is not None or config.latent is not None:
         raise ModelError(f"{config.family} runs on one rank: experts and latent attention are not split among ranks")
     heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +21,11 @@ from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.ops.random import gumbel, seed_key, threshold
+from rlx.records import record
 from rlx.runtime import CompiledGraph, CompileOptions, Session
 
 
-@dataclass(frozen=True)
+@record
 class Sampling:
     """Settings of sampling. `temperature` 0: the likeliest token. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1: off.
     Raises OptionError for an invalid value."""

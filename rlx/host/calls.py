@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
@@ -31,6 +30,7 @@ from rlx.host.abi import BASE, DATA, DESCR, DIMS, FLAGS, IN_ORDER, NDIM, OB_TYPE
 from rlx.host.builtin import METH_FASTCALL, METH_KEYWORDS, METH_NOARGS, MethodDef, builtin
 from rlx.host.gate import FastCall
 from rlx.host.jit import Library, kept_object
+from rlx.records import record
 
 SUPPORTED = MappingProxyType({"python": ((3, 11), (3, 12), (3, 13), (3, 14)), "numpy": (0x02000000,)})  # numpy: of its C ABI
 GIL_NS = 20_000  # runs estimated to take longer release the GIL; taking it back may wait milliseconds for other threads
@@ -41,7 +41,7 @@ FORMS = {"list": "rlx_call_list", "dict": "rlx_call_dict", "none": "rlx_call_bou
 # -- construction --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Slot:
     """An input of a call, and the `address` of its slot. `fixed`: its bytes are there already, and must stay there."""
 

@@ -17,7 +17,6 @@ import stat
 import struct
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, FormatError, ModelError, OptionError, UntrustedFileError
 from rlx.host.disk import foreign
+from rlx.records import record
 
 MAGIC, FORMAT = b"\x93rlxart\n", 1
 HEADER = struct.Struct("<8sIIQQ32s")  # magic, format, 0, bytes of the manifest, bytes of the file, sha256 of these and manifest
@@ -35,7 +35,7 @@ CHUNK = 8 << 20  # bytes read at once
 NAME = re.compile(r"[a-z][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
 
 
-@dataclass(frozen=True)
+@record
 class Section:
     """`offset` from the start of the file. `reach`: bytes up to the next section, padding included; the checksum covers them."""
 

@@ -17,10 +17,10 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from rlx import knobs
+from rlx.records import record
 
 MAGIC, FORMAT = b"rlxcache", 1
 HEADER = struct.Struct("<8sIIQ32s")  # magic, format, 0, bytes of content, sha256 of the entry's name and content
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]+(-[0-9a-f]+)?")
 _PART = "writing."
 
 
-@dataclass(frozen=True)
+@record
 class Entry:
     name: str
     nbytes: int

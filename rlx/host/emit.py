@@ -10,9 +10,9 @@ import ctypes
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rlx.ir.dtype import DType
+from rlx.records import record
 
 LLVM_TYPES = {  # bool in memory; in registers it is i1
     "index": "i64",
@@ -22,7 +22,7 @@ LLVM_TYPES = {  # bool in memory; in registers it is i1
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@record(slots=True)
 class V:
     text: str
     ty: str

@@ -6,10 +6,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+
+from rlx.records import record
 
 
 class Gate(ctypes.Structure):
@@ -49,7 +50,7 @@ class Gate(ctypes.Structure):
         self.shut, self.owner = self.barred, 0
 
 
-@dataclass(frozen=True)
+@record
 class FastCall:
     """A request for a generated function. It takes arrays (`form`: "list", in order; "dict", by name; "none", it uses `arrays`),
     copies them in, runs, and returns `result`, or result() if `makes`.

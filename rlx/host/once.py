@@ -47,12 +47,17 @@ def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callabl
     made, todo = dict[int, Made](), iter(range(len(items)))  # `next` is atomic
     ended = SimpleQueue[tuple[int, Made] | BaseException]()
 
+    def leave_out() -> None:
+        for _ in todo:
+            pass
+
     def work() -> None:
         while (at := next(todo, None)) is not None:
             try:
                 ended.put((at, make(items[at])))
             except BaseException as fault:  # noqa: BLE001  raised below, in the thread that asked
                 ended.put(fault)
+                leave_out()
 
     threads = [threading.Thread(target=work, name="rlx compile") for _ in range(min(available_threads(), len(items)))]
     for thread in threads:
@@ -65,8 +70,7 @@ def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callabl
             made[found[0]] = found[1]
             report(done, len(items))
     finally:
-        for _ in todo:
-            pass
+        leave_out()
         for thread in threads:
             thread.join()
     return [made[i] for i in range(len(items))]

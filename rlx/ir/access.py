@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.ir import kernel as K
 from rlx.ir.kernel import Buffer, Expr, Kernel, Let, Load, Local, Loop, Sort, Stmt, Var, walk
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Access:
     """One load or store. `path`: child indices from the body down to the statement; `loops`: (variable, extent) of the enclosing
     loops, one per level of the path but the last (a Contract's i and j, and a Native's axes, count as loops). `index` None:

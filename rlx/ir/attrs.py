@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, dataclass_transform, get_type_hints
 
 from rlx.ir.shape import Dim, Shape
+from rlx.records import record
 
 
 @dataclass_transform(frozen_default=True)
@@ -16,8 +17,7 @@ class Attrs:
     tuples of them, so that attributes are hashable and print and parse as text."""
 
     def __init_subclass__(cls) -> None:
-        cls.__doc__ = cls.__doc__ or cls.__name__  # else dataclass() inspects the signature to write one
-        dataclass(frozen=True, repr=False, eq=False)(cls)  # both below: compiling them for each op takes as long as importing it
+        record(cls, eq=False, repr=False)  # both below
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

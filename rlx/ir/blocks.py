@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from operator import or_
 
@@ -23,11 +23,12 @@ from numpy.lib.stride_tricks import as_strided
 from rlx.errors import NumericsError, ShapeError
 from rlx.ir.dtype import DType, f16, f32, i8, i32, u16
 from rlx.ir.kernel import Const, Expr, k
+from rlx.records import record
 
 _CHUNK = 1 << 18  # elements encoded at a time: bounds the size of temporaries
 
 
-@dataclass(frozen=True)
+@record
 class Bits:
     """The position of `bits` bits of each of a block's integers. The number of an integer has one digit per (count, stride) of
     `digits`, outermost first; its bits begin at bit `first` + the sum of digit * stride of the block, and lie within one byte."""
@@ -93,7 +94,7 @@ class Bits:
             to[one] |= raw[one]
 
 
-@dataclass(frozen=True)
+@record
 class Integers:
     """Integers of a block, one per group of its elements. `parts`: their bits, the low ones first. `signed`: of i8."""
 
@@ -130,7 +131,7 @@ class Integers:
             p.write(blocks, integers >> shift if shift else integers)
 
 
-@dataclass(frozen=True)
+@record
 class Format:
     """A block: `block` elements in `nbytes` bytes. An element is scale * (q - zero), or scale * (q - zero) - least.
 
@@ -235,7 +236,7 @@ def _grouped(values: np.ndarray, by: np.ndarray) -> np.ndarray:
 # -- panels --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Panel:
     """Blocks of `rows` rows interleaved for kernels that stream weights. No bit of a number is changed.
 

@@ -17,6 +17,7 @@ from rlx.ir.access import accesses
 from rlx.ir.kernel import COMPARISONS, EXTREMES, Alu, Buffer, Contract, Expr, Kernel, Let, Loop, Sort, Stmt, Var, walk
 from rlx.ir.op import OPS
 from rlx.ir.program import Program, Region, received_bytes
+from rlx.records import record
 
 FREE = COMPARISONS | EXTREMES | {"select", "cast", "bitcast", "and", "or", "xor", "not", "shl", "shr"}
 
@@ -30,7 +31,7 @@ class Touched:
     written: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class KernelWork:
     """Cost of one step. `least_bytes`: each operand and result once. `flops` None: unknown, the op does not declare it."""
 
@@ -42,7 +43,7 @@ class KernelWork:
     received_bytes: int = 0  # from other ranks, at the least
 
 
-@dataclass(frozen=True)
+@record
 class ProgramWork:
     """Cost of one run. `least_bytes`: inputs, weights and states read, and outputs and states written, once each."""
 
@@ -76,7 +77,7 @@ class ProgramWork:
         return "\n".join([head, *("  " + line for line in lines)])
 
 
-@dataclass(frozen=True)
+@record
 class Roofline:
     """The measured limits of a device. `operations`: floating-point or integer operations per second, by `arithmetic`.
     `reading`: rising (bytes, bytes per second): the rate at which all threads together read that many bytes again and again."""

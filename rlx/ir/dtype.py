@@ -5,15 +5,15 @@ The dtypes that a device supports are facts of its Target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rlx.errors import DTypeError, known
+from rlx.records import record
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class DType:
     """One element type. `kind`: 'f' float, 'i' signed, 'u' unsigned, 'b' bool, 'c' complex. One object each."""
 

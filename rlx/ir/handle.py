@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.errors import GraphError
 from rlx.ir.dtype import DType
 from rlx.ir.shape import DimLike, Shape
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class BufferHandle:
     """Named state: a KV-cache, an optimizer moment, a counter. Equal names in two graphs mean the same state."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -14,6 +13,7 @@ from rlx.errors import DTypeError, GraphError, IndexRangeError, ShapeError
 from rlx.ir.dtype import i64
 from rlx.ir.methods import FUNCTIONS
 from rlx.ir.node import CONSTANT, Value, constant
+from rlx.records import record
 
 from rlx.ir.ops import cast, gather, less, reshape, slice as slice_, transpose, where  # isort: skip
 from rlx.ir.shape import DimLike
@@ -60,7 +60,7 @@ def _plain(key: object) -> Sequence[object]:
     return [array.astype(np.int64)]
 
 
-@dataclass(frozen=True)
+@record
 class _Positions:
     """The indices of a mask's elements along one of its axes, and the size of that axis."""
 

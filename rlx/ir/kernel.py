@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
 from rlx.ir.attrs import Attrs, CollectiveAttrs
 from rlx.ir.dtype import DType, bool_, c64, f32, i64, index_
+from rlx.records import record
 
 # The closed set of scalar operations: name -> number of operands. Semantics, for every renderer and for numpy:
 #   add sub mul wrap on integers. div: IEEE on floats; on integers truncates, x/0 = 0, and INT_MIN/-1 wraps.
@@ -42,7 +43,7 @@ COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
 EXTREMES = frozenset({"argmax", "argmin"})  # of a Reduce
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Buffer:
     """A kernel argument: `size` elements of `dtype`. Position in Kernel.buffers is its argument number."""
 
@@ -57,7 +58,7 @@ def in_kernels(dtype: DType, count: int) -> tuple[DType, int]:
     return (f32, 2 * count) if dtype == c64 else (dtype, count)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Local:
     """Memory private to one grid point (in a Contract with `per_row`: to one row i; `size` elements each)."""
 
@@ -67,13 +68,13 @@ class Local:
     per_row: bool = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Const:
     value: int | float | bool
     dtype: DType
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Var:
     """A loop or grid index, a finished reduction, or a carried value."""
 
@@ -81,7 +82,7 @@ class Var:
     dtype: DType = index_
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Load:
     """buffer[index] in the buffer's compute dtype. Where `guard` is given and false: zero, and no access is made."""
 
@@ -94,7 +95,7 @@ class Load:
         return self.buffer.dtype.compute
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Alu:
     op: str
     args: tuple[Expr, ...]
@@ -104,7 +105,7 @@ class Alu:
 Expr = Const | Var | Load | Alu
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Reduce:
     """Over one loop: result = combine(value of every iteration), from the identity of `op`
     (add, mul, max, min, and, or). `result` is readable after the loop. max and min let NaN through.
@@ -119,7 +120,7 @@ class Reduce:
     value: Expr
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Carry:
     """Over one loop, in order: `var` starts as `init` and becomes `next` after each iteration; its last value stays."""
 
@@ -135,7 +136,7 @@ class Carry:
         return self.next.args[1]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Let:
     """`var = value`, computed here: hoists work out of a later loop that only reads it."""
 
@@ -143,7 +144,7 @@ class Let:
     value: Expr
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Store:
     """buffer[index] = value (rounded to the buffer's dtype), skipped where `guard` is false."""
 
@@ -153,7 +154,7 @@ class Store:
     guard: Expr | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Check:
     """If `ok` is false at any executed point, the run fails with error `code` (see STATUS)."""
 
@@ -164,7 +165,7 @@ class Check:
 STATUS = {1: "index out of range"}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Loop:
     """for var in range(extent). `vector`: iterations are independent except for the reductions and carries, so a renderer may
     vectorize (see `in_lanes`; reductions and running totals may be reassociated, always in the same way)."""
@@ -183,7 +184,7 @@ class Loop:
         return self.vector and all(c.added is not None and carried.isdisjoint(walk(c.added)) for c in self.carries)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Sort:
     """Sorts `value` of every i in range(n), then runs `body` for every `to` in range(n): there `held` is the value at position
     `to` of the sorted ones, and `origin` its i. Equal values keep their order, and NaN is the greatest value. A renderer may
@@ -199,7 +200,7 @@ class Sort:
     body: tuple[Stmt, ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
@@ -223,7 +224,7 @@ class Operand:
         return f32 if self.blocks else self.buffer.dtype
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Computed:
     """A matrix operand of a Contract that is computed when it is read: element (row, column) is `value` rounded to `dtype`.
 
@@ -240,7 +241,7 @@ class Computed:
     body: tuple[Stmt, ...] = ()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Contract:
     """acc[i, j] = sum over k of a[i, k] * b[k, j], in `acc.dtype`; then for each (i, j) the statements `epilogue`
     (they read `acc`, `i`, `j`), and, once all j of row i are done, the statements `rows` (they read `i`). With `also`, b has as
@@ -268,7 +269,7 @@ class Contract:
         return self.n if self.also is None else 2 * self.n
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class View:
     """A strided window on a buffer, in elements: element c is buffer[offset + sum(c*strides)]. Stride 0: broadcast."""
 
@@ -278,7 +279,7 @@ class View:
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Native:
     """A whole op computed by a kernel of the backend (Target.natives), or a collective on contiguous operands.
 
@@ -304,7 +305,7 @@ class Native:
 Stmt = Let | Store | Loop | Sort | Check | Contract | Native
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Limit:
     """Points where `var` (of the grid, of a vector Loop without reductions, a Contract's i, a Native's axis) is `count` or more
     may be skipped, but need not be. `count`: an index expression of constants and of loads that no point changes."""
@@ -313,7 +314,7 @@ class Limit:
     count: Expr
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Kernel:
     """One function: `body` at every point of `grid`. A Contract or a Native is the only statement of its body."""
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rlx.ir.kernel import Expr, k
 from rlx.ir.shape import contiguous_strides
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Layout:
     """A strided layout: strides in elements per dim, and the offset of element 0."""
 
@@ -21,7 +21,7 @@ class Layout:
     offset: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class TiledLayout:
     """A tiled layout. `shape`: the dims of the tensor. `parts`: memory dims, outermost first, as (axis, step): the axis in steps
     of `step` elements, inside one step of the previous part of the same axis. If the largest step of an axis does not divide the

@@ -23,6 +23,7 @@ from rlx.ir.dtype import DType, as_dtype, bool_, i64
 from rlx.ir.methods import FUNCTIONS, Methods
 from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import DimLike, Shape
+from rlx.records import record
 
 Operand: TypeAlias = "Value | complex | np.ndarray[Any, Any] | np.generic | Sequence[object]"
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -38,7 +39,7 @@ class _Replacing(local):
 REPLACING = _Replacing()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Node:
     """One application of an op. Compared by identity; a pass removes duplicates."""
 

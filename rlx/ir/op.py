@@ -23,6 +23,7 @@ from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.kernel import Expr, Loops
 from rlx.ir.layout import Layout, TiledLayout
 from rlx.ir.shape import Dim, DimLike, Shape, as_dim
+from rlx.records import record
 
 
 class Kind(Enum):
@@ -104,7 +105,7 @@ def _checker(hint: Any) -> Callable[[object], bool]:
     return lambda value: isinstance(value, hint)
 
 
-@dataclass(frozen=True)
+@record
 class Sample:
     """One operand list that generated tests feed an op: operand shapes (any dtype of a family is tried), attributes,
     and the range the values are drawn from."""
@@ -117,7 +118,7 @@ class Sample:
     settle: Callable[[np.random.Generator, list[np.ndarray]], None] | None = None  # makes drawn operands valid, in place
 
 
-@dataclass(frozen=True)
+@record
 class Reduction:
     """Combination `op` (a scalar op of the kernel IR: add, mul, max, min, and, or) over `axes` (non-negative)."""
 
@@ -126,7 +127,7 @@ class Reduction:
     keepdims: bool
 
 
-@dataclass(frozen=True)
+@record
 class Contraction:
     """Dims of a contraction: out = batch + rows + columns, summed over k. Each entry is a tuple of axes of the operand.
 

@@ -16,13 +16,12 @@ A collective declares whether it works in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.ir.access import Access, accesses
 from rlx.ir.kernel import Const, Expr, Kernel, Load, Var
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class _Affine:
     """offset + sum of coefficient * var; no zero coefficients."""
 

@@ -6,16 +6,17 @@ The terms are those of GSPMD (Xu et al. 2021) and PyTorch's DTensor. rlx.compile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 
+from rlx.records import record
+
 ReduceName = Literal["sum", "mean", "max", "min"]
 
 
-@dataclass(frozen=True)
+@record
 class Replicated:
     """Every rank has all of it."""
 
@@ -23,7 +24,7 @@ class Replicated:
         return "replicated"
 
 
-@dataclass(frozen=True)
+@record
 class Split:
     """`axis` is split between the ranks: each of its consecutive `parts` (sizes; (): one part, the whole axis) equally and in
     rank order.
@@ -52,7 +53,7 @@ class Split:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, self.axis)
 
 
-@dataclass(frozen=True)
+@record
 class Partial:
     """Every rank has its own array; their elementwise "sum", "max" or "min" is the value."""
 

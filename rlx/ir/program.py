@@ -8,7 +8,7 @@ failed.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from rlx.ir.shape import Shape
 from rlx.ir.shown import Shown, counted
 from rlx.ir.target import Target
 from rlx.ir.tokens import constant_text, name_text
+from rlx.records import record
 
 
 class Region(Enum):
@@ -36,7 +37,7 @@ class Region(Enum):
     HANDLE = "handle"  # outlives runs
 
 
-@dataclass(frozen=True)
+@record
 class BufferDecl:
     """One buffer of the program. `shape`: its value's dims, or with a `layout` the dims of the tiles in memory. Program.plan has
     its offset (arena regions)."""
@@ -53,7 +54,7 @@ class BufferDecl:
         return self.shape.size_bytes
 
 
-@dataclass(frozen=True)
+@record
 class Step:
     """One kernel launch. `args[i]` is the buffer bound to kernel.buffers[i], whose `writable` marks outputs.
     `concurrent`: the step is in the group of the previous step; steps of a group may run at the same time."""
@@ -73,7 +74,7 @@ class Step:
         return frozenset(a for a, b in zip(self.args, self.kernel.buffers) if b.writable)
 
 
-@dataclass(frozen=True)
+@record
 class ArenaPlan:
     """Byte offset of each arena buffer (regions ARENA, INPUT, OUTPUT) and the arena's size. `alignment` in bytes."""
 
@@ -84,7 +85,7 @@ class ArenaPlan:
     lower_bound_bytes: int  # peak of live bytes over the steps: no plan can be smaller
 
 
-@dataclass(frozen=True)
+@record
 class OutputDecl:
     """An output: its buffer and its shape. Outputs are contiguous and row-major; several may share a buffer. `active`: its active
     axes, which may have padding."""
@@ -95,7 +96,7 @@ class OutputDecl:
     active: tuple[Active, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class RouterDecl:
     """A choice of experts, i32 [tokens, k], whose buffer keeps it until the next run. Ids are below `experts`. `params`: the
     weights of these experts, one after the other along the first axis of each. `active`: as of an output. `ahead`: so many rows
@@ -114,7 +115,7 @@ class RouterDecl:
         return self.shape.static[0] - self.ahead
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class Program(Shown):
     name: str
     target: Target
@@ -168,7 +169,7 @@ class Program(Shown):
         return print_program(self, full=False)
 
 
-@dataclass(frozen=True)
+@record
 class NodeReport:
     """Report on one node of the user's graph."""
 

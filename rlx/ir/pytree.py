@@ -6,11 +6,13 @@ None is a tree without leaves. Everything else that is no container is a leaf.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlx.records import record
 
-@dataclass(frozen=True)
+
+@record
 class Tree:
     """The form of a tree: equal for trees that differ in leaves alone. `kind`: a class of containers, None for a leaf."""
 

@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from rlx.ir.graph import CONSTANT, Graph, Node, Value, keep
 from rlx.ir.op import OpDef
+from rlx.records import record
 
 _MOST_ROUNDS = 100  # a rule set that still changes the graph after this many rounds does not terminate
 
 
-@dataclass(frozen=True)
+@record
 class Var:
     """Matches any operand; every occurrence of a Var must match the same Value."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@record
 class Pattern:
     """An op on operands: Vars, Patterns, or numbers. A number matches a constant whose elements all equal it: an int one of
     integer or float dtype, a float one of float dtype, a bool one of dtype bool. -0.0 does not match 0.0."""
@@ -42,7 +43,7 @@ class Pattern:
 Operand = Var | Pattern | int | float | bool
 
 
-@dataclass(frozen=True)
+@record
 class Rule:
     """`make(node, **operands by Var)` returns the replacement, or None if the rule does not apply. Without patterns it is tried
     on every node."""

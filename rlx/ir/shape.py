@@ -15,6 +15,7 @@ from typing import overload
 
 from rlx.errors import IndexRangeError, ShapeError, UnboundDimError
 from rlx.ir.dtype import DType, as_dtype
+from rlx.records import record
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +71,7 @@ def as_dim(x: int | str | Dim) -> DimLike:
     return value
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Shape:
     """Dims and element type of one tensor. Indexed, measured and iterated it is the tuple of its dims, to which it also compares:
     `x.shape == (2, 3)`. Two Shapes are equal if their dtypes are, too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
@@ -21,6 +20,8 @@ class Shown:
         return f"<{type(self).__name__} {self._line()}>"
 
     def _repr_html_(self) -> str:
+        from html import escape  # only notebooks need it
+
         text = str(self)
         return f"<pre>{escape(repr(self) if text == repr(self) else text)}</pre>"
 

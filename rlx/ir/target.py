@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from rlx.ir.dtype import DType
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Node, Value
     from rlx.ir.kernel import Kernel
 
 
-@dataclass(frozen=True)
+@record
 class Producer:
     """A candidate for a computed operand of a contraction. `side`: 0 left, 1 right.
 
@@ -46,7 +47,7 @@ def _unpacked(dtype: str) -> tuple[int, int]:
     return 0, 1
 
 
-@dataclass(frozen=True)
+@record
 class Target:
     """Facts of one device.
 

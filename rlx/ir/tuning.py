@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from os import PathLike
 from typing import Any
@@ -20,6 +19,7 @@ from rlx.ir.kernel import Contract, Kernel, Native
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.keys import key_facts
 from rlx.ir.target import Target
+from rlx.records import record
 
 Tiling = Mapping[str, int]
 HEAD = "rlx tuning"  # identifies the file format
@@ -43,7 +43,7 @@ def step_key(kernel: Kernel, target: Target) -> str:
     return f"{step}, {target.threads} threads, {hashlib.sha256(given.encode()).hexdigest()[:16]}"
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class Tilings:
     """Step key -> tiling, hashable, in order of keys."""
 
@@ -68,7 +68,7 @@ class Tilings:
         return f"<tilings for {len(self.steps)} steps, {hashlib.sha256(repr(self.steps).encode()).hexdigest()[:16]}>"
 
 
-@dataclass(frozen=True)
+@record
 class TunedStep:
     """The tuning of one step. `tiling`: all parameters that affect its code; () for the defaults. `how`: "measured", "kept"
     (measured by an earlier compile), "given", or the reason why there is no tiling. Times are nanoseconds per step, 0: unknown;
@@ -89,7 +89,7 @@ class TunedStep:
         return f"{self.key}: {values}{times} ({self.how}{f', {self.tried} tried' if self.tried else ''})"
 
 
-@dataclass(frozen=True)
+@record
 class Tuning:
     """The tuning of a program's steps. `why`: the reason why nothing was tuned; "" if it was tuned."""
 

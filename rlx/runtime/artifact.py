@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +32,7 @@ from rlx.ir.handle import BufferHandle
 from rlx.ir.program import BufferDecl, Program
 from rlx.ir.shown import Shown, counted, sized, some
 from rlx.ir.target import Target
+from rlx.records import record
 from rlx.runtime.cache import Buckets
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.report import CacheNote, CompileReport, Texts
@@ -43,7 +44,7 @@ from rlx.errors import (  # isort: skip
     UnknownDeviceError, UnknownNameError, Unsupported, known,
 )  # fmt: skip
 
-@dataclass(frozen=True)
+@record
 class _Row:
     """A program in the manifest."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -14,6 +13,7 @@ from rlx.errors import BindingError, InputShapeError, Unsupported, known
 from rlx.ir.graph import Graph
 from rlx.ir.shape import Dim, Shape
 from rlx.ir.shown import Shown, counted, some
+from rlx.records import record
 from rlx.runtime.binding import Declared, converted
 from rlx.runtime.cache import BucketedCompileCache, power_of_two_ladder
 from rlx.runtime.compiled import CompiledGraph
@@ -24,7 +24,7 @@ from rlx.runtime.weights import Params
 MOST = 1 << 20  # of an open dim
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class BucketReport(Shown):
     """`dim`: the open one; its buckets are powers of two. `compiled`: the report of each bucket that was compiled, by size."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import zip_longest
 from typing import Any, NamedTuple, overload
@@ -28,6 +27,7 @@ from rlx.ir.dtype import DType, as_dtype
 from rlx.ir.graph import Graph, Value, constant
 from rlx.ir.pytree import LEAF, Tree, flatten
 from rlx.ir.shape import Dim, DimLike, Shape
+from rlx.records import record
 from rlx.runtime.buckets import BucketedGraph
 from rlx.runtime.calls import positional
 from rlx.runtime.compiled import CompiledGraph
@@ -46,14 +46,14 @@ class Signature(NamedTuple):
     binding: tuple[tuple[str, int], ...] = ()  # of the named dims; the graph is the same without it
 
 
-@dataclass(frozen=True)
+@record
 class _Traced:
     graph: Graph
     tree: Tree  # of the results
     donated: tuple[tuple[int, int], ...]  # (leaf of the arguments, output that takes its memory)
 
 
-@dataclass(frozen=True)
+@record
 class _Compiled(_Traced):
     compiled: CompiledGraph
     fast: Callable[[Sequence[Any]], Any] | None  # for plain calls, if its executable supports that

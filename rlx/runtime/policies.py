@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlx.errors import OptionError, known, whole
 from rlx.ir.shown import counted, sized
+from rlx.records import record
 from rlx.runtime.traces import Forward, MoELayer
 
 UNITS = {"B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
@@ -22,7 +22,7 @@ DEFAULT = "hysteresis"
 WARM_UP = 32  # forwards that a static profile is made from, if none is given
 
 
-@dataclass(frozen=True)
+@record
 class Budget:
     """The most that resident experts and those in use may take: bytes, or a number of experts."""
 

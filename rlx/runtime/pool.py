@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -19,6 +18,7 @@ import numpy as np
 
 from rlx.errors import BindingError, OptionError, Unsupported
 from rlx.ir.shown import Shown, counted, sized
+from rlx.records import record
 from rlx.runtime.policies import DEFAULT, Budget, policy_of, profile_of
 from rlx.runtime.traces import MoELayer, TraceFile
 
@@ -46,7 +46,7 @@ class HasExperts(Protocol):
     def expert_tiers(self) -> Any: ...
 
 
-@dataclass(frozen=True)
+@record
 class PoolReport:
     """`hits` of `uses`: distinct experts that forwards chose in their layers, found in the fast tier. `predicted`: hits that the
     policy counted, as a simulation of the same forwards does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rlx.ir.cost import ProgramWork
 from rlx.ir.program import NodeReport, Program
 from rlx.ir.shown import Shown, counted, sized
 from rlx.ir.tuning import NOT_TUNED, Tuning
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.explain.profile import Profile
@@ -38,7 +39,7 @@ class Texts(Mapping[str, str]):
         return len(self._texts)
 
 
-@dataclass(frozen=True)
+@record
 class CacheNote:
     """How a compile used the disk cache. `state`: "cached" (loaded from it), "compiled" (compiled and stored in it) or "off".
     `key`: the entry's name. `path`: its file. `why`: the reason of a miss, or of "off"."""
@@ -53,7 +54,7 @@ class CacheNote:
         return f"cache: {self.state}{why}{': ' if self.path else ''}{self.path}"
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class CompileReport(Shown):
     """The report of a compile. `nodes`: how each was compiled. `seconds`: by stage. `texts`: label of a kernel (NAME, or
     NAME@2 for the second of that name) -> generated code. `stages`: graph text by pass. `cache`: use of the disk cache.
@@ -106,7 +107,7 @@ class CompileReport(Shown):
         return "\n".join([*lines, *([f"  {self.tuning}"] if self.tuning.steps else []), str(self.work)])
 
 
-@dataclass(frozen=True)
+@record
 class Allocations:
     """Counters of this process: blocks held by Python's allocator, the number of allocations that rlx has made on the device, and
     the bytes of those still live. The difference of two readings is what the runs between them allocated."""
@@ -124,7 +125,7 @@ def expert_bytes(program: Program) -> int:
     return sum(decls[id].nbytes for id in packed | kept)
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class MemoryPlan(Shown):
     """Memory of an executable, known at compile time. `regions`: bytes by purpose. `slots`: arena buffer -> (offset, bytes).
     `offloaded`: bytes of experts that are not resident; `regions` is without them. `expert_bytes`: of all experts."""

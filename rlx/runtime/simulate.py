@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx.errors import OptionError
+from rlx.records import record
 from rlx.runtime.policies import POLICIES, Budget, Policy, policy_of
 from rlx.runtime.traces import Forward, TraceFile
 
 COPIED = 64 << 20  # bytes of the copy that is measured
 
 
-@dataclass(frozen=True)
+@record
 class Rates:
     """`resident`: tokens per second with every expert resident, or None: as in the trace. `slow`: bytes per second of experts
     read from the slow tier. `sources`: where both are from."""

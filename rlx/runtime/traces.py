@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -21,6 +21,7 @@ import numpy as np
 
 from rlx.errors import CorruptFileError, FormatError, InputShapeError, ModelError, OptionError, RlxError
 from rlx.ir.shown import Shown, counted
+from rlx.records import record
 
 MAGIC, FORMAT = b"\x93rlxmoe\n", 1
 HEADER = struct.Struct("<8sIII")  # magic, format, bytes of the JSON text that follows, its crc32
@@ -28,7 +29,7 @@ RECORD = struct.Struct("<IIIffQ")  # crc32 of the rest and the choices, tokens, 
 MAX_HEADER, MAX_LAYERS, MAX_EXPERTS = 1 << 20, 4096, 1 << 18  # bytes; experts of all layers together
 
 
-@dataclass(frozen=True)
+@record
 class MoELayer:
     """A layer with experts. `top_k`: experts that a token uses. `nbytes`: of one expert in memory, all its weights."""
 

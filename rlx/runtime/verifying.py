@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from rlx.ir.dtype import DType
 from rlx.ir.evaluate import evaluate_node
 from rlx.ir.graph import CONSTANT, HANDLE, INPUT, PARAM, Graph, Node, Value
 from rlx.ir.shown import Shown, counted
+from rlx.records import record
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.session import Session
 
@@ -33,7 +33,7 @@ LEAVES = (INPUT, PARAM, HANDLE, CONSTANT)
 Weights = Callable[[str], np.ndarray]  # a param by name
 
 
-@dataclass(frozen=True)
+@record
 class Difference:
     """`what`: the value. `kernel`: the kernels that compute it. `index`: of the element that is furthest off."""
 
@@ -51,7 +51,7 @@ class Difference:
         return f"{self.what}{where}: {numbers}; {self.share:.1%} of the elements differ by more than {self.tolerance:.1g}"
 
 
-@dataclass(frozen=True, repr=False)
+@record(repr=False)
 class Verified(Shown):
     """`values`: number of values compared with the reference; `nodes`: of nodes that these cover. `unsure`: integers and bools
     that depend on rounding inside a kernel, not compared. `worst`: the greatest error, as a part of its tolerance. `difference`:

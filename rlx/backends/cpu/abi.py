@@ -6,9 +6,9 @@ Loading and running cached code needs this module, but no code generator.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 from rlx.host.abi import I32, I64, P
+from rlx.records import record
 
 MAX_THREADS = 1024
 MAX_TASKS = 1 << 31
@@ -49,7 +49,7 @@ END = 1 << 15  # low half between runs
 GENERATION = 1 << 32  # one generation, in the high half
 
 
-@dataclass(frozen=True)
+@record
 class Rendered:
     """One kernel as LLVM IR: the text of a whole module, the symbol to call, and its runtime requirements.
 

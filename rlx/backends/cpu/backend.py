@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from rlx.ir.program import Program
 from rlx.ir.sections import section
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
+from rlx.records import record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,7 +169,7 @@ def _load_compiler() -> None:
             calls.library()
 
 
-@dataclass(frozen=True)
+@record
 class _Job:
     """A kernel to compile. Jobs that give the same code are equal."""
 
@@ -211,7 +212,7 @@ def _generated(job: _Job) -> tuple[Rendered, bytes]:
 _compiled = Once(_generated, KEPT)  # ranks may be threads, which ask for the same kernels
 
 
-@dataclass(frozen=True)
+@record
 class _Kernels:
     """A function of a module of rlx.backends.cpu.kernels, imported at the first call."""
 

@@ -5,14 +5,13 @@ Kernels ask here by the dtypes of the operands, so one schedule serves VNNI, AVX
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.dtype import DType, u32, u64
 from rlx.ir.target import Target
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Dot:
     """`group` products for each of `lanes` sums, by the LLVM intrinsic `name` on vectors of `element`, if the target has `needs`.
 

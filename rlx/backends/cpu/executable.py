@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -32,6 +32,7 @@ from rlx.host.gate import FastCall
 from rlx.host.jit import load
 from rlx.ir.kernel import STATUS, Kernel
 from rlx.ir.program import BufferDecl, Program, Region, Step, kernel_labels
+from rlx.records import record
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.exchange import ExchangeCalls
@@ -44,7 +45,7 @@ SHARED_NS = 20_000  # groups of single tasks with this much estimated work are s
 BEGINNING, AGREEING = "the barrier before the first step", "the barrier after the last step"
 
 
-@dataclass(frozen=True)
+@record
 class CpuArtifact:
     """Machine code of one program: `codes`, each distinct kernel once, with its object code at the same index of `objects`.
     `coded`: the steps of a phase, each with its code. `sections`: of steps that prepare the weights of experts, the code for one

@@ -25,6 +25,7 @@ import numpy as np
 from rlx.driver.device import Device
 from rlx.driver.memory import ALIGNMENT, HostMemory
 from rlx.forks import Lock
+from rlx.records import record
 
 HUGE_PAGE = 2 << 20  # bytes; regions from this size on ask for huge pages (fewer TLB misses on packed weights)
 PAGE = mmap.PAGESIZE
@@ -59,7 +60,7 @@ class Pages:
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class Region:
     """`data`: uint8[nbytes], aligned; it keeps the memory alive. `address`: of its first byte; never changes."""
 

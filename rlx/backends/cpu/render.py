@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 
 from rlx.backends.cpu.abi import Rendered
@@ -30,6 +30,7 @@ from rlx.backends.cpu.target import fetches_ahead
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.host.emit import STREAMS, Emitter, V
+from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip
     Buffer, Contract, Kernel, Load, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers,
@@ -98,7 +99,7 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
 # -- the grid ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Space:
     """The iteration space of a kernel: its grid, and the independent loops that make up its whole body. `vector`: the last
     dimension may be vectorised."""

@@ -8,12 +8,12 @@ becomes a contiguous vector access.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx.backends.shared.nest import operands, postorder
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Load, Local, Loop, Store, Var, coefficient
+from rlx.records import record
 
 FETCHED_AHEAD = 1024  # bytes from an access to what is prefetched with it
 
@@ -22,7 +22,7 @@ Bindings = Mapping[Var, V]
 Names = frozenset[Var | Buffer | Local]
 
 
-@dataclass(frozen=True)
+@record
 class Ahead:
     """A prefetch for the next grid point, issued while the loop `during` runs: `loads` of a loop over `var`, each with its
     distance in bytes."""

@@ -7,7 +7,6 @@ direction, so that every cache line is read once, and then shuffled into the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.loops import emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, address
@@ -15,12 +14,13 @@ from rlx.backends.shared.nest import distinct
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Load, Loop, Stmt, Store, Var, coefficient, expressions
+from rlx.records import record
 
 TILES = 4  # most tiles in a block
 Rest = Callable[[Scope, tuple[V, V] | None], None]  # (scope, bounds): emits the last dimension, or its part in bounds
 
 
-@dataclass(frozen=True)
+@record
 class Crossing:
     """`loads` are contiguous along `row` (extent `rows`) and strided along `loop`, the last dimension. Tiles are `size` by
     `size`. A block is several adjacent tiles, so that consecutive cache lines are read together."""

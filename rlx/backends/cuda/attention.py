@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
@@ -13,6 +13,7 @@ from rlx.backends.cuda.vectors import width
 from rlx.ir.graph import Node
 from rlx.ir.kernel import Kernel, Native, View
 from rlx.ir.ops.attention import AttentionAttrs
+from rlx.records import record
 
 NARROW, DTYPES = ("f16", "bf16"), ("f32", "f16", "bf16")
 MOST_SIZE = 256  # of a head
@@ -40,7 +41,7 @@ def claim(node: Node) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@record
 class AttentionLaunch(Launch):
     """For few rows only: `lanes` of one key, `ahead` keys that a lane loads at once, `parts` of the keys; else 0, 0, 1; `stages`
     of such loads, and the bytes of their `area`. `block`: keys of a block, without tensor cores."""

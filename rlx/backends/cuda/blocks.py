@@ -7,12 +7,12 @@ and of each row two runs of four adjacent elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from rlx.backends.shared.packed import PANEL, panel
 from rlx.ir.blocks import Integers, Panel
+from rlx.records import record
 
 FOLDER = Path(__file__).parent
 HALVES = (0, 1)  # runs of a lane
@@ -28,7 +28,7 @@ def of_lane(values: Sequence[int]) -> str:
     return f"({' + '.join([str(a), *steps])})"
 
 
-@dataclass(frozen=True)
+@record
 class Turn:
     """How a warp reads a turn. `half`: the first or the second run of each lane. `part`: for products of digits, of which half of
     the lanes have weights of one unit and half those of another; it is the first or the second part of both."""

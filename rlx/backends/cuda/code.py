@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -38,11 +37,12 @@ from rlx.errors import CompileError
 from rlx.ir.kernel import Kernel
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
+from rlx.records import record
 
 MORE = frozenset({"scratch", "counters", "status", "halt", "early"})  # arguments of kernels behind the buffers
 
 
-@dataclass(frozen=True)
+@record
 class CudaCode:
     """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
     `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these."""

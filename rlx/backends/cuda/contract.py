@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rlx.backends.cuda.dialect import CUDA
@@ -13,11 +12,12 @@ from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import Tiled
 from rlx.ir.dtype import index_
 from rlx.ir.kernel import Contract, Kernel, Load, Operand, Stmt, Var, const, k
+from rlx.records import record
 
 DEPTH = 16  # products per element between barriers
 
 
-@dataclass(frozen=True)
+@record
 class Tile(Tiled):
     """A block has SIDE x SIDE threads."""
 

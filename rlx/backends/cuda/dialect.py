@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.backends.shared import c_dialect
 from rlx.backends.shared.c_dialect import ELEMENTS, OPS, TYPES, Dialect, Rows, literal
 from rlx.ir.dtype import DType, f32, index_
 from rlx.ir.kernel import Alu, Expr, Local, Store
+from rlx.records import record
 
 NARROW = ("f16", "bf16")  # converted by one instruction; f8 by the helpers of c_prelude.h
 WRAPPING = ("add", "sub", "mul")
@@ -22,7 +22,7 @@ _OWN: Rows = {
 _ROWS: Rows = {**OPS, **{op: dict(sorted(rows.items(), key=lambda row: len(row[0]))) for op, rows in _OWN.items()}}
 
 
-@dataclass(frozen=True)
+@record
 class CudaDialect(Dialect):
     def apply(self, op: str, args: list[str] | tuple[str, ...], operand: DType, result: DType) -> str:  # type: ignore[override]
         """Positions never overflow, so they keep the plain operators, from which the compiler derives more."""

@@ -8,7 +8,7 @@ the run when it waits for it, and clears the flag.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,7 @@ from rlx.host.gate import FastCall
 from rlx.ir import kernel as kernel_ir
 from rlx.ir.program import Program, Region, Step, kernel_labels
 from rlx.ir.shape import Shape
+from rlx.records import record
 
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 OF_STORE = ("_ring", "_fed", "_whole", "_steps", "_commits")  # what has addresses of a HandleStore
@@ -43,7 +44,7 @@ COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
 COPY_BLOCKS = 1024  # at most
 
 
-@dataclass(frozen=True)
+@record
 class CudaArtifact:
     """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch of a run. `launches`:
     those, as numbers of steps. `support`: the machine code of support.h."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rlx.backends.cuda.attention import NARROW, AttentionLaunch, AttentionWriter, header, in_chunks, native_of, stored_width
 from rlx.backends.cuda.render import BEGIN
 from rlx.backends.cuda.schedule import TensorMap
 from rlx.ir.kernel import Kernel, Native, View
+from rlx.records import record
 
 ROWS = 64  # queries of a warp group
 LEAST_QUERIES = 48
@@ -18,7 +18,7 @@ L2_BYTES = 32 << 20  # of keys and values that blocks at work share
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # groups: registers of a copying thread, and of the others
 
 
-@dataclass(frozen=True)
+@record
 class Shape:
     """Of a tile: warp groups of 64 queries, keys of a block, blocks of keys in the ring."""
 
@@ -34,7 +34,7 @@ def shape_of(size: int, queries: int, tiles: int, multiprocessors: int) -> Shape
     return Shape(groups, 64 if size > 128 else 128, 2)
 
 
-@dataclass(frozen=True)
+@record
 class FlashLaunch(AttentionLaunch):
     shape: Shape = Shape(2, 128, 2)
     multiprocessors: int = 132

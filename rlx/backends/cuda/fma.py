@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
@@ -19,6 +19,7 @@ from rlx.backends.cuda.schedule import WARP, Tiled, apart
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt
+from rlx.records import record
 
 PAD = 4  # floats behind a row of a slice, against bank conflicts
 SHARED = 227 << 10  # bytes of a block
@@ -33,7 +34,7 @@ TILE, MEET = 247, 12.3  # of each sum of a thread; where groups add theirs
 EXCHANGE, GIVEN = 2860, 1.9  # between blocks: the least, and sums that all of them give in a cycle
 
 
-@dataclass(frozen=True)
+@record
 class Size:
     """`rows` x `columns` of a block, `down` x `across` of a thread. `groups` of a block's threads and `parts` (blocks of a
     cluster) share the summed axis. `depth` of a slice."""
@@ -84,7 +85,7 @@ _TABLE += [(32, 32, 4, 4, 4, parts, 4) for parts in (1, 2)] + [(16, 32, 4, 4, 4,
 SIZES = tuple(Size(*numbers) for numbers in _TABLE)
 
 
-@dataclass(frozen=True)
+@record
 class FmaLaunch(Tiled):
     size: Size = SIZES[0]
 

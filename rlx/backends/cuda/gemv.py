@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlx.backends.cuda.dialect import CUDA
@@ -20,6 +20,7 @@ from rlx.backends.cuda.schedule import Launch, Segments, busy_points
 from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import f8e4m3, f8e5m2, f32, index_
 from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Load, Loop, Operand, Reduce, Stmt, Var, const, k
+from rlx.records import record
 
 MOST_ROWS = 8
 THREADS, WARPS = 256, 8
@@ -31,7 +32,7 @@ BYTES = 16  # of one load
 EIGHT = (f8e4m3, f8e5m2)
 
 
-@dataclass(frozen=True)
+@record
 class GemvLaunch(Launch):
     along: bool = True
     size: int = 1  # elements of a load

@@ -14,7 +14,7 @@ unless that is forbidden. Sums of a turn are scaled in f32. One row is multiplie
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
@@ -23,6 +23,7 @@ from rlx.backends.shared.packed import PANEL, STEP
 from rlx.ir.blocks import Panel
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Const, Contract, Kernel, Operand
+from rlx.records import record
 
 WARPS = 8
 ZEROS = 256  # bytes: of the most turns that a warp takes at a time
@@ -45,7 +46,7 @@ UNROLLED = 4  # turns, with one tile
 PANEL_TURNS, STAGE_TURNS, TOLD_TURNS, RUN_TURNS = 1, 0.5, (15, 1), 4
 
 
-@dataclass(frozen=True)
+@record
 class BlocksLaunch(Launch):
     """`rows` of a block. `shares`: blocks that share the summed axis of a panel, `turns` of it each. `at_once`: turns of a warp's
     piece of a stage; `teams` of warps take stages by turns. `slots`: stages of the ring. `each`: blocks, or groups of them that

@@ -11,7 +11,7 @@ Their sums meet in shared memory once for up to 256 columns, and are added in a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.ahead import AheadWriter
@@ -22,6 +22,7 @@ from rlx.backends.cuda.schedule import ALONE, BESIDE, LONG, MULTIPROCESSORS
 from rlx.backends.cuda.vectors import aligned, loads
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Computed, Contract, Kernel, Loop, Native, Operand, Sort, Stmt, Var, walk
+from rlx.records import record
 
 MOST_ROWS = 3
 WARPS, LANES = 8, 32  # of the warps that compute
@@ -38,7 +39,7 @@ FINISHED, RESERVED = 256, 256  # sums that meet at once; bytes of what is declar
 VALUE, APART = {16: 1.0, 8: 1.0, 4: 0.97, 2: 0.8, 1: 0.5}, 0.1
 
 
-@dataclass(frozen=True)
+@record
 class RingLaunch(GemvLaunch):
     """A run is what the threads of a team read of a column at once, `size` elements each. A piece has a run of `columns` columns
     of each team; `ahead` runs make a column. `together`: pieces of different columns whose sums are added over the lanes at

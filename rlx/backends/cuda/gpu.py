@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +23,7 @@ from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.errors import DeviceError, DeviceUnavailableError, OutOfMemoryError
 from rlx.ir.dtype import as_dtype
+from rlx.records import record
 
 OLDEST = 80  # compute capability 8.0: bf16, asynchronous copies
 PAUSE = 20e-6  # seconds between two looks at a GPU that is at work
@@ -393,7 +393,7 @@ def gpu(index: int) -> Gpu:
     return Gpu(index)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record(eq=False, slots=True)
 class DeviceBlock:
     """Memory of a GPU (rlx.driver.memory.Block). `owner` frees it with its last part."""
 

@@ -4,18 +4,18 @@ read once and no loop waits for memory that the threads share."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import product
 
 from rlx.backends.cuda.vectors import BYTES, loads, stores, width
 from rlx.backends.shared.nest import operands, postorder
 from rlx.ir.kernel import Alu, Check, Const, Expr, Kernel, Let, Load, Local, Loop, Store, Var, walk
+from rlx.records import record
 
 SMALL = 4  # elements that a thread takes at once, at least, if that deals out the row evenly
 Key = tuple[object, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Row:
     """`extent` elements: thread t of a team has `size` from (n * team + t) * size on, for n in range(rounds), counted from the
     first one of its part. `locals` are registers, and so are the loads with these `keys`, which several loops do."""

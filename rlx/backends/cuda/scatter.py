@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.backends.cuda.render import WIDE, CudaWriter
@@ -13,6 +12,7 @@ from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import width
 from rlx.ir.kernel import Alu, Check, Expr, Kernel, Load, Loop, Stmt, Store, Var, walk
 from rlx.ir.overlap import may_overlap
+from rlx.records import record
 
 THREADS, GROUPS = 256, 32  # of columns of a block, each of a thread
 BLOCKS = 4 * 132  # all there at once: each one reads all indices
@@ -21,7 +21,7 @@ LEAST = 1 << 14  # additions that are worth a launch of several blocks
 Sums = tuple[Loop, list[Loop], Check, Store, Loop]
 
 
-@dataclass(frozen=True)
+@record
 class ScatterLaunch(Launch):
     """A block has `rows` places, `at_once` at a time, of `groups` groups of `vector` adjacent points, each of a thread; `tiles`
     blocks have all places of these points."""

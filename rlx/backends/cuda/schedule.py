@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlx.backends.cuda.edges import cut_at_edges
 from rlx.backends.cuda.rows import Row, row_loops, row_of
@@ -19,6 +19,7 @@ from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
 from rlx.ir.kernel import Alu, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.overlap import may_overlap
+from rlx.records import record
 
 THREADS = 256  # of a block of small teams
 WARP = 32
@@ -46,7 +47,7 @@ MULTIPROCESSORS = 132  # of the GPUs that kernels are made for
 ALONE, LONG, BESIDE = 115 << 10, 116 << 10, 110 << 10
 
 
-@dataclass(frozen=True)
+@record
 class TensorMap:
     """A tensor for bulk copies: buffer argument, first byte, dims, byte strides of all but the innermost axis, and the box that
     one copy fetches. The innermost axis comes first."""
@@ -59,7 +60,7 @@ class TensorMap:
     box: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Segments:
     """Rows of `groups` groups in tiles of `rows` (segments.py). Block or grid point `tile` finds its `group`, and `first`, its
     first row in that. `count`: rows of the group. `moved`: variables that count from the group's first row, and those that count
@@ -93,7 +94,7 @@ def busy_points(kernel: Kernel, segments: Segments | None) -> int:
     return segments.expected if segments else max(1, math.prod(n for _, n in kernel.grid))
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """`kernel`: with vector loops moved into the grid. `team` and `threads` of a block; a block has threads // team points.
     `vector`: consecutive points of the last axis for each thread. `row`: the part of a row that a thread keeps in registers.
@@ -141,7 +142,7 @@ class Launch:
         return ()
 
 
-@dataclass(frozen=True)
+@record
 class Tiled(Launch):
     """A contraction: a block computes a tile of `rows` x `columns` elements of one point of the grid."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
 from rlx.backends.cuda.schedule import THREADS, WARP, Launch
 from rlx.ir.kernel import Kernel, Let, Sort
+from rlx.records import record
 
 EACH = 8  # elements of a thread in registers, at most
 MOST_BYTES = 4096  # of the keys' values in registers of a block: more threads would have too few registers
 
 
-@dataclass(frozen=True)
+@record
 class SortLaunch(Launch):
     """`each`: elements in registers of a thread at once."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from rlx.backends.cuda.blocks import turn_of
@@ -20,6 +20,7 @@ from rlx.backends.cuda.schedule import Launch, Segments, TensorMap, busy_points
 from rlx.backends.cuda.vectors import aligned
 from rlx.ir.dtype import as_dtype, f32
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Operand, Var, coefficient, const, walk
+from rlx.records import record
 
 KINDS = {  # dtypes of the operands and of the sums, and their names in the instruction
     ("f16", "f16", "f32"): "f32.f16.f16", ("bf16", "bf16", "f32"): "f32.bf16.bf16", ("tf32", "tf32", "f32"): "f32.tf32.tf32",
@@ -49,7 +50,7 @@ EXCHANGE, GIVEN = 1720, 8.6  # of sums between blocks: at least, and bytes
 CLUSTERED = 7 / 8  # of the multiprocessors that clusters of more than 2 blocks take at once
 
 
-@dataclass(frozen=True)
+@record
 class Side:
     """One operand of the product. `along`: the contiguous axis of its tile is the summed one. `tensor`: where bulk copies can
     fetch it, with the grid variables `axes` that select a matrix; else threads load its elements one by one. `raw`: they fetch it
@@ -62,7 +63,7 @@ class Side:
     start: Expr | None = None  # the first row
 
 
-@dataclass(frozen=True)
+@record
 class Tiling:
     """`rows` x `columns` of a tile. `turns`: the multiplying groups take whole tiles in turns. `parts`: blocks of a
     cluster that share the summed axis of a tile."""
@@ -165,7 +166,7 @@ TILINGS = tuple(
 )
 
 
-@dataclass(frozen=True)
+@record
 class TensorLaunch(Launch):
     tiling: Tiling = Tiling()
     sides: tuple[Side, ...] = ()

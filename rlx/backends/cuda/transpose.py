@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rlx.backends.cuda.dialect import CUDA
 from rlx.backends.cuda.render import CudaWriter
@@ -15,13 +14,14 @@ from rlx.backends.cuda.schedule import Launch
 from rlx.backends.cuda.vectors import width
 from rlx.ir.dtype import DType
 from rlx.ir.kernel import Buffer, Grid, Kernel, Let, Load, Store, Var, coefficient, walk
+from rlx.records import record
 
 SIDES = (64, 32)  # of a tile, the largest that fits first
 LEAST_SIDE = 8  # shorter axes gain nothing: a line of memory holds more
 STATIC_BYTES = 48 << 10  # shared memory of a block, without opting in to more
 
 
-@dataclass(frozen=True)
+@record
 class TileLaunch(Launch):
     """A block computes `rows` points of grid axis `across` by `columns` of the last. `staged`: the loads that are contiguous
     along `across`."""

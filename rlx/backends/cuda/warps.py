@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.backends.cuda.render import CudaWriter
@@ -20,6 +19,7 @@ from rlx.backends.cuda.schedule import Tiled
 from rlx.backends.cuda.vectors import aligned, width
 from rlx.ir.dtype import f32, index_
 from rlx.ir.kernel import Contract, Kernel, Operand, Stmt, Var, const, k
+from rlx.records import record
 
 EIGHT = {"f8e4m3": "e4m3", "f8e5m2": "e5m2"}
 WHOLE = {("u8", "i8", "i32"): "u8_s8", ("i8", "i8", "i8"): "s8_s8", ("u8", "u8", "u8"): "u8_u8"}
@@ -33,7 +33,7 @@ MULTIPROCESSORS = 108
 L2_ROWS = 8  # tiles of rows that are walked together, so that blocks at work share operands in the L2 cache
 
 
-@dataclass(frozen=True)
+@record
 class Source:
     """One operand. `along`: the contiguous axis of its tile is the summed one; `turned`: in memory it is the other one. `copied`:
     by 16 bytes at a time."""
@@ -50,7 +50,7 @@ class Source:
         return (size if self.along else DEPTH) * self.pitch(size)
 
 
-@dataclass(frozen=True)
+@record
 class Form:
     """An instruction, and `item`: the bytes of its operands' elements. `whole`: its sums are i32. `promoted`: the sums of a tile
     are added to others outside the tensor cores, which keep 14 bits of sums of 8-bit floats."""
@@ -61,7 +61,7 @@ class Form:
     promoted: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class WarpLaunch(Tiled):
     sources: tuple[Source, ...] = ()
     form: Form = Form("bf16", 2)

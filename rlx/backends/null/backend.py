@@ -7,7 +7,6 @@ raises Unsupported, so that no missing result passes for a computed one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -23,9 +22,10 @@ from rlx.errors import DeviceUnavailableError, Unsupported
 from rlx.ir.dtype import DTYPES
 from rlx.ir.program import Program, Step
 from rlx.ir.target import Target
+from rlx.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """One recorded kernel call. Bytes are those of the whole buffers that it reads or writes."""
 
@@ -61,7 +61,7 @@ class NullBackend:
         return NullExecutable(artifact.program, params or ParamStore(), handles or HandleStore())
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class NullBlock:
     """A size without bytes."""
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rlx.ir.dtype import DTYPES, DType, f32, f64
 from rlx.ir.kernel import Buffer, Local
+from rlx.records import record
 
 Rows = Mapping[str, Mapping[str, str]]  # scalar op -> kinds of the first operand ("f", "iu", …) -> template
 Named = Sequence[tuple[str, Buffer]]
 Extents = Sequence[tuple[str, str]]  # grid variables and their extents: a literal or a name
 
 
-@dataclass(frozen=True)
+@record
 class Dialect:
     """One language. `types`: dtype name -> type of values and variables; `elements`: type in memory, where it
     differs. `loads`, `stores`: dtype name -> template of (buffer, index[, value]), where it is not a plain access.

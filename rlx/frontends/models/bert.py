@@ -7,7 +7,7 @@ Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018); p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import rlx.ir.ops as ops
@@ -16,6 +16,7 @@ from rlx.ir.dtype import DType
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops.rules import static_dim
 from rlx.ir.shape import DimLike
+from rlx.records import record
 
 ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
     "gelu": lambda x: ops.gelu(x),
@@ -28,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
 POOLINGS = ("mean", "cls")
 
 
-@dataclass(frozen=True)
+@record
 class BertConfig:
     """Sizes and options, named as in config.json; `pooling` and `normalize` come from modules.json."""
 

@@ -11,7 +11,6 @@ rows are filled, in f32 or rounded to 16 bits; with latent attention only `k.i`,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import rlx.ir.ops as ops
 from rlx.errors import ModelError, known
@@ -22,11 +21,12 @@ from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Graph, Value
 from rlx.ir.handle import BufferHandle
 from rlx.ir.ops.experts import Scoring
+from rlx.records import record
 
 Formats = Mapping[str, str] | str
 EMBEDDED = "embedded"  # name of the node that looks up the rows of the embedding table
 
-@dataclass(frozen=True)
+@record
 class Rope:
     """Rotary positions. `frequencies`: radians per position of each rotated pair, after scaling; other pairs of a head are not
     rotated. `scale`: factor of cosine and sine. `far`: frequencies if the capacity exceeds `trained` positions; empty and 0:
@@ -38,7 +38,7 @@ class Rope:
     trained: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class Experts:
     """The MLP of some `layers`: each token goes to the `used` best of `count` gated MLPs of this `width`. `scoring`,
     `renormalise`, `scale`, `groups` and `top_groups` as in ops.route. `bias`: is added to the scores for the choice alone.
@@ -58,7 +58,7 @@ class Experts:
     shared_gate: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Latent:
     """Multi-head latent attention (DeepSeek-AI 2024). A position is kept as `rank` elements, from which each head's key and
     value of `value` elements are projections, and `rotated` elements of the key that all heads share. The other `plain`
@@ -73,7 +73,7 @@ class Latent:
     eps: float = 1e-6  # of the norms of both latents
 
 
-@dataclass(frozen=True)
+@record
 class DecoderConfig:
     """Sizes and options. `biases`: the projections with a bias ("qkv_proj", "o_proj", "mlp", "lm_head"). `norm_offset` is added
     to the scale of every norm. `ropes`, `windows`: per layer; None: no rotation, 0: no window. `attention_scale` 0:

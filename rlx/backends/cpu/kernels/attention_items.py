@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from rlx.backends.cpu.abi import Rendered
@@ -26,6 +26,7 @@ from rlx.ir.kernel import Kernel, Native, View
 from rlx.ir.ops.attention import AttentionAttrs, PartsAttrs
 from rlx.ir.ops.index import INDEX_OUT_OF_RANGE
 from rlx.ir.target import Target
+from rlx.records import record
 
 PART_KEY_BLOCK = 128  # blocks that are dealt out to parts: short, so that parts are equal although the cache is not full
 GRAIN = 1 << 18  # multiply-adds; smaller tasks are not worth handing to another thread
@@ -34,7 +35,7 @@ AHEAD_BYTES = 1 << 18  # keys and values of the next head, up to this size, are 
 UNROLLED = 8  # vectors of a head: up to this many, an epilogue is unrolled
 
 
-@dataclass(frozen=True)
+@record
 class Tensor:
     """A kernel argument viewed as [batch, heads, rows, columns]: strides in elements, 0 for broadcast dims."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 
 from rlx.backends.cpu.kernels.module import step
@@ -16,6 +15,7 @@ from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
 from rlx.ir.dtype import f32
+from rlx.records import record
 
 F32 = 4  # bytes
 NEAR_ONE = (0.00831246841698885, 0.041890256106853485, 0.16667115688323975, 0.499992311000824, 1.0, 1.0)  # as math.EXP, to 1.1e-7
@@ -23,7 +23,7 @@ BESIDE = 2  # keys whose weights are computed together: each weight is a chain o
 STRETCH = 16  # vectors of a key that are multiplied in unrolled code
 
 
-@dataclass(frozen=True)
+@record
 class Mask:
     """Which keys a query sees. `kind`: "none"; "band": its own position and earlier ones, only the last `window` of
     them if that is not 0; "keep": one byte per key, 0: hidden; "add": a term added to the score."""

@@ -13,7 +13,6 @@ undefined row at the end, or start a row earlier if `a` is read in place; what i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_pointers, step
@@ -24,11 +23,12 @@ from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Buffer, Computed, Local
+from rlx.records import record
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
 
 
-@dataclass(frozen=True)
+@record
 class Pending:
     """Sums whose epilogue is to run: their address, the first row, how many rows, the first column."""
 

@@ -7,19 +7,18 @@ into addresses when the code is generated, so that a tile's loop has only loads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx.backends.cpu.dots import Dot
 from rlx.backends.cpu.kernels.module import step
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, stored, vector
 from rlx.ir.dtype import DType
+from rlx.records import record
 
 LINE = 64  # bytes of a cache line
 HALF_OFFSETS = 0x40404040  # 64 for each element of a group of four: half of what is subtracted to make a u8 an i8
 
 
-@dataclass(frozen=True)
+@record
 class Layout:
     """Layout of a matrix: (r, c) is stored `row` * r + `column` * c elements of `dtype` after its base."""
 
@@ -37,7 +36,7 @@ class Layout:
         return base
 
 
-@dataclass(frozen=True)
+@record
 class Tile:
     """`rows` x (`vectors` x `lanes`) sums of `acc`, rows `pitch` sums apart; `unroll` steps of k have separate sums. `tail`:
     columns of the last vector that b has in memory (0: all of them); the others are not read. `careful`: a zero element of a

@@ -9,7 +9,6 @@ that `axes` lists; they change the tiling but not the order of additions.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -19,6 +18,7 @@ from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.tile import LINE
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand, walk
 from rlx.ir.target import Target
+from rlx.records import record
 
 MAX_ROWS = 8  # most rows of a tile; with 3 vectors of 16 lanes, 5 of AVX-512's 32 registers are left for operands
 BLOCK_ROWS = 128  # most rows of a task's block: their part of `a` stays in the L2 cache
@@ -43,7 +43,7 @@ LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True)
+@record
 class Plan:
     """Rows: `row_tiles` tiles, the first `tall` of them `rows` high and the others one lower. Columns: `panels` of
     `vectors` x `lanes`. Tasks: `batch_groups` x `blocks` of row tiles x `groups` of panels.
