@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
+import kernel_runs
 import ml_dtypes
 import numpy as np
 import pytest
 import test_cpu_attention as attention
 import test_cpu_contract as plain
+import test_cpu_quant as packed
 from kernel_runs import TARGETS, TRIPLE
 
 import rlx
@@ -24,6 +27,7 @@ from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
 from rlx.host import jit
 from rlx.host.processor import machine_of
+from rlx.ir.blocks import FORMATS
 from rlx.ir.dtype import bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
 from rlx.ir.target import Target
@@ -131,14 +135,16 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
     made, here = Emulator(), target_for(TRIPLE, "x86-64-v4", HOST)
 
     def compiled(text: str, target: Target) -> object:
-        library = jit.load([jit.compile_object(made.into(text), here)], ["mm"], here)
-        return library.function("mm", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        name = re.findall(r"define void @(\w+)\(ptr %args", text)[0]
+        library = jit.load([jit.compile_object(made.into(text), here)], [name], here)
+        return library.function(name, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 
     def loaded(_: Target, rendered: Rendered) -> jit.Library:
         return jit.load([jit.compile_object(made.into(rendered.text), here)], [rendered.symbol], here)
 
     monkeypatch.setattr(plain, "_compiled", compiled)
     monkeypatch.setattr(attention, "compiled", loaded)
+    monkeypatch.setattr(kernel_runs, "_function", compiled)
     return made
 
 
@@ -218,3 +224,64 @@ def test_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=2e-2 * float(np.abs(want).max()))
     assert not emulator.faults, emulator.faults[:3]
     assert emulator.products and emulator.released == 1
+
+
+def check_quantised(name: str, x: np.ndarray, n: int, **places) -> None:
+    """x and the weights are rounded to bf16: each of a product's factors is off by at most 2**-8 of its magnitude."""
+    w = packed.weights(name, n, x.shape[1])
+    got, exact = packed.product(name, x, w, with_amx(2), **places).astype(np.float64), FORMATS[name].decode_rows(w)
+    wide, exact = x.astype(np.float64), exact.astype(np.float64)
+    stored = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}[x.dtype.name] * np.abs(got)
+    assert (np.abs(got - wide @ exact.T) <= 2.01 * 2**-8 * np.abs(wide) @ np.abs(exact).T + stored).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights(emulator: Emulator, name: str) -> None:
+    """One chunk of a panel and several, with and without a shorter last one; tiles of equal height, and of two."""
+    block = FORMATS[name].block
+    for m, n, blocks in ((32, 33, 2), (70, 64, 608 // block), (49, 8, 256 // block)):
+        check_quantised(name, packed.activations(m, blocks * block), n)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products and emulator.released == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_quantised_weights_and_places_of_x(emulator: Emulator, dtype: Any) -> None:
+    x = packed.activations(40, 288, dtype=dtype)
+    check_quantised("q4_0", x, 37)
+    check_quantised("q4_0", x, 37, turned=True)
+    check_quantised("q4_0", packed.activations(3 * 33, 288, dtype=dtype), 37, dims=(3, 33))
+    assert not emulator.faults and emulator.products
+
+
+@pytest.mark.parametrize(("m", "exact"), [(31, False), (64, True)])
+def test_few_rows_and_exact_ones_are_not_rounded_to_bf16(emulator: Emulator, m: int, exact: bool) -> None:
+    x, w = packed.activations(m, 64), packed.weights("q8_0", 40, 64)
+    packed.product("q8_0", x, w, with_amx(), exact=exact)
+    assert not emulator.products
+
+
+def test_quantised_weights_with_operand_epilogue_and_rows(emulator: Emulator) -> None:
+    packed.check_operand_epilogue_and_rows("q4_0", with_amx(), (40,))
+    assert not emulator.faults and emulator.products
+
+
+@pytest.mark.parametrize("sizes", [[140, 12], [0, 33, 90]], ids=str)
+def test_quantised_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
+    """Groups of any size, each with quantised weights of its own."""
+    target, rng, rows, form = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes), FORMATS["q8_0"]
+    g = rlx.Graph("groups")
+    x, ends = g.input("x", (rows, 320), f32), g.input("ends", (len(sizes),), i32)
+    w = g.param("w", (len(sizes), 72, form.row_bytes(320)), u8)
+    g.set_outputs([rlx.segment_matmul(x, w, ends, format="q8_0")])
+    rounded = rng.standard_normal((rows, 320)).astype(bf16.numpy).astype(np.float32)
+    given = {"x": rounded, "ends": np.cumsum(sizes).astype(np.int32)}
+    blocks = packed.weights("q8_0", len(sizes) * 72, 320).reshape(w.shape.static)
+    panels = np.stack([packed.packed_of("q8_0", part) for part in blocks])
+    (step,) = lower(g, target, rlx.CompileOptions()).steps
+    by_dtype = {"f32": rounded, "i32": given["ends"], "u8": panels}
+    values = [None if b.writable else by_dtype[b.dtype.name] for b in step.kernel.buffers]
+    (got,), status = kernel_runs.run(step.kernel, values, target)
+    want = evaluate(g, given, {"w": blocks})[0][0]
+    assert status == 0 and not emulator.faults and emulator.products
+    np.testing.assert_allclose(got.reshape(want.shape), want, atol=4e-3 * float(np.abs(want).max()))

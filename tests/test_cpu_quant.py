@@ -268,10 +268,14 @@ def test_claims():
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "q6_k"])
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_operand_epilogue_and_rows_are_part_of_the_product(name, target):
+    check_operand_epilogue_and_rows(name, target, (1, 5, 23))
+
+
+def check_operand_epilogue_and_rows(name: str, target: Target, rows_of_x: tuple[int, ...]) -> None:
     """(max(y) of each row, y = 2x @ w.T + r) in one kernel, for any tasks: the bits of the product alone, and then numpy."""
     k, n = 2 * FORMATS[name].block, 70
     w = weights(name, n, k)
-    for m in (1, 5, 23):
+    for m in rows_of_x:
         x, r = activations(m, k), activations(m, n, seed=2)
         want = product(name, 2 * x, w, target) + r
         for threads in (1, 3):

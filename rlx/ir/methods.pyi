@@ -242,7 +242,7 @@ class Methods:
     def dequant_matmul(self, packed: Operand, /, format: str, exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [...,
         n] in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot
-        products, and a GPU rounds f32 x and the weights to bf16 for products with many rows."""
+        products; for products with many rows, a CPU with AMX and a GPU round f32 x and the weights to bf16."""
     def pack_quant(self, /, format: str, rows: int, step: int, *, shape: Any = None, name: str | None = None) -> Value:
         """Weights of quantised blocks u8[n, row bytes], or several of these, stored as panels u8[ceil(n / rows), panel bytes]
         in the order in which a backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a

@@ -136,6 +136,6 @@ dequant_matmul = op(
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
     ),
     doc="Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n] "
-    "in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products, and "
-    "a GPU rounds f32 x and the weights to bf16 for products with many rows.",
+    "in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products; for "
+    "products with many rows, a CPU with AMX and a GPU round f32 x and the weights to bf16.",
 )  # fmt: skip

@@ -6,42 +6,40 @@ the result differs from the exact one by at most sum over runs of max|x| / 254 *
 whose largest magnitude is below TINY count as zeros. With few rows the panel is read in place, at memory bandwidth; with more
 rows it is unpacked to scratch once per block of rows.
 
+With AMX, products with many rows go to its matrix unit (quant_matrix.py), in bf16.
+
 Without VNNI, or if x has to keep its precision, chunks of a panel are converted to f32 in scratch, for the register tile of
 contractions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from math import prod
 
 from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
-from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.product import row_statements
+from rlx.backends.cpu.kernels.quant_matrix import MatrixProduct
+from rlx.backends.cpu.kernels.quant_panels import SCRATCH_BYTES, PanelProduct
 from rlx.backends.cpu.kernels.tile import Layout, Tile, load_line, stage_rows_function, tile_function
+from rlx.backends.cpu.kernels.tiles import DEFAULT_TILING, distinct, other_tasks, registers_of
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.packed import PANEL, STEP, claim, claim_segments, packs, panel
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.target import Target
 
-from rlx.backends.cpu.kernels.tiles import (  # isort: skip
-    BLOCK_ROWS, DEFAULT_TILING, RAGGED_TASKS, Plan, distinct, kept_locals, other_tasks, ragged_tasks, registers_of,
-)  # fmt: skip
-
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
+MATRIX_ROWS = 32  # with fewer rows, unpacking a panel takes longer than multiplying it
 TINY = 2.0**-100  # below it a reciprocal could overflow
 CHUNK = 256  # elements of a panel converted to f32 at a time: 32 KB, an L1 cache
-SCRATCH_BYTES = 1 << 18  # most rounded rows of x that a task keeps
-TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over
-GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
-TASKS_PER_THREAD = 4
 MAGIC = 0x4B400000  # bits of 1.5 * 2**23: adding a small float to it leaves the nearest integer in the low bits
 
 
@@ -59,129 +57,17 @@ def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[
     return distinct(own, asked, lambda tiling: _made(kernel, contract, target, tiling).plan) if contract.m else {}
 
 
-def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> _Product:
+def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> PanelProduct:
     assert isinstance(contract.b, Operand)
-    integer = target.vector_bytes == 64 and "avx512vnni" in target.features and not contract.b.exact
-    return (_Integer if integer else _Float)(kernel, contract, target, tiling)
+    if contract.b.exact or target.vector_bytes < 64:
+        return _Float(kernel, contract, target, tiling)
+    points = 1 if contract.count is None else prod(extent for _, extent in kernel.grid)  # that share the rows
+    if contract.m >= MATRIX_ROWS * points and {"avx512bf16"} <= set(target.features) and amx.usable(target.features, 2, STEP):
+        return MatrixProduct(kernel, contract, target, tiling)
+    return (_Integer if "avx512vnni" in target.features else _Float)(kernel, contract, target, tiling)
 
 
-class _Product(Product):
-    """The base of both variants."""
-
-    most_scratch = SCRATCH_BYTES
-
-    def __init__(
-        self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int], highest: int, row_bytes: int
-    ) -> None:
-        """`highest`: most rows of a tile; `row_bytes`: bytes of scratch per row of a block."""
-        assert isinstance(c.b, Operand)
-        self.p = panel(c.b.blocks)
-        self.f = self.p.packed
-        self.k, self.n = c.k, c.n
-        self.panel_bytes = self.k // self.f.block * self.f.nbytes
-        self.lanes, self.threads = target.vector_bytes // 4, target.threads
-        self.vectors = PANEL // self.lanes
-        row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
-        panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
-        nbytes, products = panels * self.panel_bytes, c.m * c.n * c.k
-        work, each = batch * max(nbytes // TASK_BYTES, products // GRAIN), TASKS_PER_THREAD
-        if c.count is not None:
-            work, each = max(1, min(batch, c.m) * nbytes // TASK_BYTES, products // GRAIN), RAGGED_TASKS
-        default = 1 if target.threads == 1 else min(work, target.threads * each)
-        self.wanted = tiling.get("tasks", default)
-        super().__init__(kernel, c, target, self._cut(c, target, highest, row_bytes, panels, batch))
-        self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
-
-    def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
-        if c.count is not None:
-            return self._ragged(c, highest, row_bytes, panels, batch)
-        row_tiles = -(-c.m // highest)
-        rows = -(-c.m // max(1, row_tiles))
-        fit = max(1, self.most_scratch // row_bytes // max(1, rows))
-        blocks, wanted = -(-row_tiles // fit), self.wanted
-        if isinstance(c.a, Computed):
-            wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns recomputes its rows
-        if c.rows:  # a task must own whole rows
-            blocks = min(row_tiles, max(blocks, -(-wanted // batch)))
-        each = max(1, batch * blocks)
-        groups = 1 if c.rows else max(1, min(panels, -(-wanted // each)))
-        batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
-        if not (c.m and c.n and batch):
-            blocks = groups = batch_groups = 0
-        registers = registers_of(target)
-        tall = c.m - row_tiles * (rows - 1)
-        return Plan(
-            self.lanes, self.vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, 1, True, "", registers,
-            False, False,
-        )  # fmt: skip
-
-    def _ragged(self, c: Contract, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
-        """As tiles.plan has it for grid points with a number of rows of their own."""
-        rows = max(1, min(highest, c.m))
-        fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
-        row_tiles = max(1, fit // rows)
-        groups, batch_groups = ragged_tasks(panels, batch, c.m, self.wanted, self.threads)
-        registers = 32 if self.lanes == 16 else 16
-        return Plan(
-            self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,
-            False, False,
-        )  # fmt: skip
-
-    # -- a panel's bytes
-
-    def numbers(self, e: Emitter, block: V) -> list[list[V]]:
-        """The f16 numbers of a block as f32: a list of vectors for each."""
-        half = vector("half", self.lanes)
-        return [
-            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in range(self.vectors)]
-            for a in self.f.numbers
-        ]
-
-    def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
-        """One byte per weight row, converted to f32 and multiplied by `by`."""
-        out = []
-        for v, factor in enumerate(by):
-            raw = e.load(vector("i8", self.lanes), e.gep(at, v * self.lanes), 1)
-            wide = e.convert("sext" if signed else "zext", raw, "i32")
-            out.append(e.bin("fmul", e.convert("sitofp", wide, "float"), factor))
-        return out
-
-    def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
-        """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
-        f, count = self.f, self.p.each(self.f.scales)
-        if f.scales is None:
-            return [numbers[0]], []
-        scales = [self.small(e, e.gep(at, PANEL * g), f.scales.signed, numbers[0]) for g in range(count)]
-        return scales, self.small(e, e.gep(at, PANEL * count), f.mins.signed, numbers[1]) if f.mins else []
-
-    def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
-        """For the run at `at`: vectors that hold four elements (one dword) of each weight row."""
-        p, ty = self.p, vector("i32", self.lanes)
-        high: list[tuple[list[V], int, Bits]] = []  # (dwords, their first element, their part of q)
-
-        def bits(raw: list[V], left: int, mask: int) -> list[V]:
-            raw = [e.bin("shl", x, left) if left > 0 else e.bin("lshr", x, -left) if left else x for x in raw]
-            return [e.bin("and", x, mask * 0x01010101) for x in raw]
-
-        for n, (part, first) in enumerate(p.dwords):
-            plane = p.plain.q.parts[part]
-            raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in range(self.vectors)]
-            if part:
-                high = [(raw, first, plane)]
-                continue
-            for four in range(8 // plane.bits):
-                out = bits(raw, -four * plane.bits, plane.mask) if plane.bits < 8 else raw
-                for above, start, other in high:
-                    left = plane.bits - other.bits * ((first - start) // 4 + four)
-                    more = bits(above, left, other.mask << plane.bits)
-                    out = [e.bin("or", a, b) for a, b in zip(out, more)]
-                yield out
-
-    def at_turn(self, e: Emitter, block: V, turn: V) -> V:
-        return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
-
-
-class _Integer(_Product):
+class _Integer(PanelProduct):
     """The variant with x rounded to int8. `q`: its integers. `factors`: its scales, per run of STEP. `shifts`: minus the zero
     point times the sum of the integers, per group. `least`: minus the scaled sum of the integers, per run; multiplied by the
     mins."""
@@ -362,7 +248,7 @@ class _Integer(_Product):
         return totals
 
 
-class _Float(_Product):
+class _Float(PanelProduct):
     """The variant that converts weights to f32 one chunk at a time; x is copied to scratch as f32."""
 
     most_scratch = 4 * SCRATCH_BYTES  # weights are converted once per block of rows; of a block, a chunk is used at a time
@@ -385,12 +271,7 @@ class _Float(_Product):
             e.store(e.const("float", 1.0), e.gep(SCRATCH, self.ones_at + 4 * r), 4)
         x, kept = self.c.a, e.gep(SCRATCH, self.rows_at)
         if isinstance(x, Computed):
-            line = Local("line", f32, self.k)
-            statements = row_statements(x, line, self.k)
-            hoist(statements, scope)
-            with e.loop(i0, stop) as row:
-                at = self.rows_of_x.at(e, kept, e.bin("sub", row.index, i0))
-                emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
+            self._computed_rows(e, scope, x, kept, i0, stop, self.rows_of_x)
         else:
             source = Layout(x.dtype, x.row_stride, x.col_stride)
             stage_rows_function(

@@ -1,0 +1,153 @@
+"""The base of products with quantised weights in panels (rlx.ir.blocks.Panel): their tasks, and what is in a panel's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from rlx.backends.cpu.kernels.module import step
+from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.tile import Layout
+from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.scope import Scope
+from rlx.backends.shared.packed import PANEL, panel
+from rlx.host.emit import Emitter, V, vector
+from rlx.ir.blocks import Bits
+from rlx.ir.dtype import f32
+from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
+from rlx.ir.target import Target
+
+from rlx.backends.cpu.kernels.tiles import (  # isort: skip
+    BLOCK_ROWS, RAGGED_TASKS, Plan, kept_locals, ragged_tasks, registers_of,
+)  # fmt: skip
+
+SCRATCH_BYTES = 1 << 18  # most rounded rows of x that a task keeps
+TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over
+GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
+TASKS_PER_THREAD = 4
+
+
+class PanelProduct(Product):
+    """A product whose right operand is quantised blocks in panels."""
+
+    most_scratch = SCRATCH_BYTES
+    tasks_per_thread = TASKS_PER_THREAD
+
+    def __init__(
+        self, kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int], highest: int, row_bytes: int
+    ) -> None:
+        """`highest`: most rows of a tile; `row_bytes`: bytes of scratch per row of a block."""
+        assert isinstance(c.b, Operand)
+        self.p = panel(c.b.blocks)
+        self.f = self.p.packed
+        self.k, self.n = c.k, c.n
+        self.panel_bytes = self.k // self.f.block * self.f.nbytes
+        self.lanes, self.threads = target.vector_bytes // 4, target.threads
+        self.vectors = PANEL // self.lanes
+        row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
+        panels, batch = -(-c.n // PANEL), prod(extent for _, extent in kernel.grid)
+        nbytes, products = panels * self.panel_bytes, c.m * c.n * c.k
+        work, each = batch * max(nbytes // TASK_BYTES, products // GRAIN), self.tasks_per_thread
+        if c.count is not None:
+            work, each = max(1, min(batch, c.m) * nbytes // TASK_BYTES, products // GRAIN), RAGGED_TASKS
+        default = 1 if target.threads == 1 else min(work, target.threads * each)
+        self.wanted = tiling.get("tasks", default)
+        super().__init__(kernel, c, target, self._cut(c, target, highest, row_bytes, panels, batch))
+        self.line = Layout(c.a.dtype, 0, c.a.col_stride) if isinstance(c.a, Operand) else Layout(f32, 0)
+
+    def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+        if c.count is not None:
+            return self._ragged(c, highest, row_bytes, panels, batch)
+        row_tiles = -(-c.m // highest)
+        rows = -(-c.m // max(1, row_tiles))
+        fit = max(1, self.most_scratch // row_bytes // max(1, rows))
+        blocks, wanted = -(-row_tiles // fit), self.wanted
+        if isinstance(c.a, Computed):
+            wanted = min(wanted, max(target.threads, batch * blocks))  # each group of columns recomputes its rows
+        if c.rows:  # a task must own whole rows
+            blocks = min(row_tiles, max(blocks, -(-wanted // batch)))
+        each = max(1, batch * blocks)
+        groups = 1 if c.rows else max(1, min(panels, -(-wanted // each)))
+        batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
+        if not (c.m and c.n and batch):
+            blocks = groups = batch_groups = 0
+        registers = registers_of(target)
+        tall = c.m - row_tiles * (rows - 1)
+        return Plan(
+            self.lanes, self.vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, 1, True, "", registers,
+            False, False,
+        )  # fmt: skip
+
+    def _ragged(self, c: Contract, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+        """As tiles.plan has it for grid points with a number of rows of their own."""
+        rows = max(1, min(highest, c.m))
+        fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
+        row_tiles = max(1, fit // rows)
+        groups, batch_groups = ragged_tasks(panels, batch, c.m, self.wanted, self.threads)
+        registers = 32 if self.lanes == 16 else 16
+        return Plan(
+            self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,
+            False, False,
+        )  # fmt: skip
+
+    def _computed_rows(self, e: Emitter, scope: Scope, x: Computed, to: V, i0: V, stop: V, layout: Layout) -> None:
+        """Compute rows i0 to `stop` of x."""
+        line = Local("line", layout.dtype, self.k)
+        statements = row_statements(x, line, self.k)
+        hoist(statements, scope)
+        with e.loop(i0, stop) as row:
+            at = layout.at(e, to, e.bin("sub", row.index, i0))
+            emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
+
+    # -- a panel's bytes
+
+    def numbers(self, e: Emitter, block: V) -> list[list[V]]:
+        """The f16 numbers of a block as f32: a list of vectors for each."""
+        half = vector("half", self.lanes)
+        return [
+            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in range(self.vectors)]
+            for a in self.f.numbers
+        ]
+
+    def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
+        """One byte per weight row, converted to f32 and multiplied by `by`."""
+        out = []
+        for v, factor in enumerate(by):
+            raw = e.load(vector("i8", self.lanes), e.gep(at, v * self.lanes), 1)
+            wide = e.convert("sext" if signed else "zext", raw, "i32")
+            out.append(e.bin("fmul", e.convert("sitofp", wide, "float"), factor))
+        return out
+
+    def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
+        """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
+        f, count = self.f, self.p.each(self.f.scales)
+        if f.scales is None:
+            return [numbers[0]], []
+        scales = [self.small(e, e.gep(at, PANEL * g), f.scales.signed, numbers[0]) for g in range(count)]
+        return scales, self.small(e, e.gep(at, PANEL * count), f.mins.signed, numbers[1]) if f.mins else []
+
+    def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
+        """For the run at `at`: vectors that hold four elements (one dword) of each weight row."""
+        p, ty = self.p, vector("i32", self.lanes)
+        high: list[tuple[list[V], int, Bits]] = []  # (dwords, their first element, their part of q)
+
+        def bits(raw: list[V], left: int, mask: int) -> list[V]:
+            raw = [e.bin("shl", x, left) if left > 0 else e.bin("lshr", x, -left) if left else x for x in raw]
+            return [e.bin("and", x, mask * 0x01010101) for x in raw]
+
+        for n, (part, first) in enumerate(p.dwords):
+            plane = p.plain.q.parts[part]
+            raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in range(self.vectors)]
+            if part:
+                high = [(raw, first, plane)]
+                continue
+            for four in range(8 // plane.bits):
+                out = bits(raw, -four * plane.bits, plane.mask) if plane.bits < 8 else raw
+                for above, start, other in high:
+                    left = plane.bits - other.bits * ((first - start) // 4 + four)
+                    more = bits(above, left, other.mask << plane.bits)
+                    out = [e.bin("or", a, b) for a, b in zip(out, more)]
+                yield out
+
+    def at_turn(self, e: Emitter, block: V, turn: V) -> V:
+        return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
