@@ -398,7 +398,7 @@ def on_threads(ranks: int, act: Callable[[LocalTransport], Any], heap: int = HEA
     return found
 
 
-def check_devices(devices: list[str], only: str) -> None:
+def check_devices(devices: list[str], only: list[str]) -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # where the tests' modules find one another
     from device_conformance import conform, installed
 
@@ -415,7 +415,7 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="of threads")
     options.add_argument("--device", action="append", help="check this one, by name or as NAME=MODULE:CLASS, and no transport")
-    options.add_argument("--only", default="", help="of a device: checks with this in their name, such as 'op soft' or 'length'")
+    options.add_argument("--only", nargs="+", default=[""], help="of a device: checks with one of these in their names")
     given = options.parse_args()
     if given.device:
         check_devices(given.device, given.only)

@@ -33,8 +33,8 @@ if sys.dont_write_bytecode and PREFIX not in os.environ:
     os.environ.pop(NONE, None)
 
 LONG = (  # files that take long, the longest first
-    "tensor_parallel", "language", "ops", "c_backend", "ranks_mpi", "generated_code", "launch", "add_an_op_doc", "padding", "cli",
-    "generate", "limits", "allocation", "models", "tune", "cpu_contract", "c_style", "memory", "int8",
+    "aarch64", "tensor_parallel", "language", "ops", "c_backend", "ranks_mpi", "generated_code", "launch", "add_an_op_doc",
+    "padding", "cli", "generate", "limits", "allocation", "models", "tune", "cpu_contract", "c_style", "memory", "int8",
 )  # fmt: skip
 
 
