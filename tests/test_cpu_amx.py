@@ -21,7 +21,7 @@ from kernel_runs import TARGETS, TRIPLE
 import rlx
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.backend import with_natives
-from rlx.backends.cpu.kernels import contract
+from rlx.backends.cpu.kernels import contract, matrix
 from rlx.backends.cpu.target import target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.compiler import lower
@@ -151,8 +151,12 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("a", ["rows", "padded", "columns"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_emulated(emulator: Emulator, shape: tuple[int, int, int], a: str, kind: str) -> None:
-    target = with_amx(2)
+@pytest.mark.parametrize(("threads", "least"), [(1, 0), (2, 99)], ids=["the epilogue beside products", "after them"])
+def test_emulated(
+    emulator: Emulator, shape: tuple[int, int, int], a: str, kind: str, threads: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "HEAVY", least)
+    target = with_amx(threads)
     panel, group = target.panel(kind)
     assert panel == 32
     plain.check_product(plain.product(*shape, a=a, dtypes=KINDS[kind], panel=panel, group=group), target)
@@ -183,7 +187,7 @@ def test_assembly(kind: str, instruction: str) -> None:
     """Of full tiles: four products for four loads, and the unit is given back before the kernel returns."""
     target = with_amx()
     panel, group = target.panel(kind)
-    kernel = plain.product(64, 64, 128, dtypes=KINDS[kind], panel=panel, group=group)
+    kernel = plain.product(256, 64, 512, dtypes=KINDS[kind], panel=panel, group=group)
     text = jit.assembly(contract.render(kernel, target, "mm").text, target)
     names = instruction, "tileloadd", "tileloaddt1", "tilestored", "tilezero"
     assert [text.count(f"\t{name}\t") for name in names] == [4, 2, 2, 4, 4]

@@ -16,6 +16,7 @@ from rlx.host.emit import Emitter, V
 SIDE = 16  # rows of a block; its columns, of 4 bytes; groups that one instruction sums over
 FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # elements in a group -> feature, instruction
 CONFIG_BYTES = 64
+L1 = 48 << 10  # bytes; every processor with AMX so far has this L1 cache of data, and an L2 cache of 2 MB
 _SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
@@ -43,12 +44,13 @@ def release(e: Emitter) -> None:
 def blocks_function(
     e: Emitter, a: V, b: V, sums: V, k: int | V, kept: V | None = None, ahead: V | None = None, *,
     rows: int, vectors: int, group: int, from_a: Layout, from_b: Layout, step_a: int = 0, pitch: int = 0, share: int = 0,
-    beside: Callable[[V], None] | None = None,
+    streamed: str = "", beside: Callable[[V], None] | None = None,
 ) -> None:  # fmt: skip
     """sums[rows][vectors * SIDE] = a[rows, k] @ b[k, vectors * SIDE], k counted in groups, a multiple of SIDE. `kept`: whether
     the previous sums are added (None: never). The unit is configured for this height. `step_a`: bytes from SIDE groups of a
     to the next, if they are not in a row. `pitch`: distance of rows of sums, if it is not their length. `ahead`: where `share`
-    bytes per step are prefetched from. `beside`: emits other work of the step at an index, done while the unit multiplies."""
+    bytes per step are prefetched from. `streamed`: "a" or "b", which need not stay in the L1 cache. `beside`: emits
+    other work of the step at an index, done while the unit multiplies."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     strides = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
     places = {_SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
@@ -59,13 +61,14 @@ def blocks_function(
             for tile, place in places.items():
                 _do(e, "tileloadd64", _register(tile), place, e.i64(4 * pitch))
     fetched = [ahead] if ahead else []
+    loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
     with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
         at_a, at_b, *now = loop.carried
         loop.next = [e.gep(at_a, step_a or from_a.byte(0, SIDE)), from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
         for i in above:
-            _do(e, "tileloaddt164", _register(_A[i]), from_a.at(e, at_a, SIDE * i), strides[0])
+            _do(e, loads[0], _register(_A[i]), from_a.at(e, at_a, SIDE * i), strides[0])
         for j in across:
-            _do(e, "tileloadd64", _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), strides[1])
+            _do(e, loads[1], _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), strides[1])
             for i in above:
                 _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
         if beside:

@@ -2,8 +2,8 @@
 
 A tile of sums takes four loads of blocks per four products, as many bytes as a core's L2 cache gives in that time. So k is cut
 into parts of MATRIX_DEPTH steps: the panel's part stays in the L1 cache for all row tiles, and only `a` comes from L2. Between
-parts the sums are in scratch. The order of additions is that of one loop over k. The epilogue of a tile runs row by row between
-the products of the next one, since the two use different units of the core.
+parts the sums are in scratch. The order of additions is that of one loop over k. A long epilogue of a tile runs row by row
+between the products of the next one, since the two use different units of the core; a short one waits for the caches as they do.
 
 If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
 memory. All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
@@ -19,13 +19,14 @@ from rlx.backends.cpu.kernels.module import ARGS, SCRATCH, STATUS, argument_poin
 from rlx.backends.cpu.kernels.product import Product, row_statements
 from rlx.backends.cpu.kernels.tile import Layout, stage_rows_function
 from rlx.backends.cpu.kernels.tiles import MATRIX_DEPTH
-from rlx.backends.cpu.loops import emit_statements, hoist
+from rlx.backends.cpu.loops import emit_statements, hoist, weight
 from rlx.backends.cpu.scope import Scope, expr
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.kernel import Buffer, Computed, Local
 from rlx.records import record
 
 LINE = 4 * amx.SIDE  # bytes of a row of a block
+HEAVY = 12  # weight of an epilogue that takes as long as the products of a shallow tile
 
 
 @record
@@ -63,6 +64,9 @@ class MatrixUnit:
         self.step_bytes = LINE * p.rows if p.tiled else LINE  # from a step of a to the next
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
+        self.beside = weight(self.c.epilogue) >= HEAVY
+        cached = self.tiles * p.rows * self.steps * LINE <= amx.L1
+        self.streamed = "b" if self.tiles == 1 else "" if cached else "a"
         self.sums_bytes = p.rows * 4 * p.columns
         kept = max(2, self.tiles) if self.parts > 1 else 2  # one tile is finished while the next is summed
         self.config_at, self.pending_at = product.reserve(amx.CONFIG_BYTES), product.reserve(4 * 8)
@@ -134,6 +138,8 @@ class MatrixUnit:
             finished = e.select(last, product.height(e, at.index), e.i64(0))
             after = Pending(sums, row, finished, e.bin("mul", panel, e.i64(p.columns)))
             after.write(e, e.gep(SCRATCH, self.pending_at))
+            if not self.beside:
+                self.finish(e, scope, i0, vectors, tail)
 
     def finish(self, e: Emitter, scope: Scope, i0: V, vectors: int, tail: int) -> None:
         """Run the epilogue that is pending."""
@@ -185,7 +191,8 @@ class MatrixUnit:
 
             amx.blocks_function(
                 e, a, b, sums, k, kept if self.parts > 1 else None, *ahead, rows=height, vectors=vectors, group=self.plan.group,
-                from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, beside=beside,
+                from_a=self.groups, from_b=self.from_b, step_a=self.step_bytes, share=share, streamed=self.streamed,
+                beside=beside if self.beside else None,
             )  # fmt: skip
 
         self.product.call(e, f"blocks_{height}x{vectors}_{tail}", body, *places, *pending.values, *outside)

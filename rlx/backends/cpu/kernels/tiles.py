@@ -32,10 +32,8 @@ COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the n
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 16  # steps of k of the matrix unit: two thirds of an L1 cache hold a panel's part
-MATRIX_BLOCK_ROWS = 512  # most rows of a task's block on the matrix unit, which reads b as fast as the L3 cache gives it
-READ_COST = 128  # multiply-adds of the matrix unit in the time of reading an element from a shared cache
-UNEVEN = 0.25  # turns that a thread waits for the slowest
-TILED_PANELS = 8  # with fewer panels for a task, copying rows of `a` as tiles costs more than it gains
+MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
+TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
 PART = 1 << 17  # bytes of a part of a panel, at most: it stays in the L2 cache beside the next one and the rows of a
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
@@ -122,7 +120,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a or matrix else 0
-    most = MATRIX_BLOCK_ROWS if matrix else BLOCK_ROWS
+    most = MATRIX_BLOCK_ROWS if matrix and target.threads == 1 else BLOCK_ROWS
     fit = min(most, SCRATCH // row_bytes if row_bytes else most)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = tiling.get("tasks", _wanted_tasks(c, batch, target.threads))
@@ -130,14 +128,12 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     if asked and panels and batch:
         blocks = max(asked, blocks if row_bytes else 1)
         groups, batch_groups = 1, batch if blocks > 1 else min(batch, max(wanted, 1))
-    elif matrix and wanted > batch * blocks:
-        sizes = (rows, row_tiles), (vectors * lanes, panels)
-        blocks, groups, batch_groups = _matrix_tasks(c, batch, *sizes, blocks, target.threads, wanted)
     else:
         blocks, groups, batch_groups = _tasks(c, batch, row_tiles, blocks, panels, target.threads, wanted)
     tiles = -(-row_tiles // blocks) if blocks else 0
     stage_b = _stage_b(c.b, c, tiles)
-    tiled = matrix and (stage_a or panels >= TILED_PANELS * groups)
+    cached = tiles * rows * c.k * c.a.dtype.itemsize <= amx.L1  # such a block is read from there, in any layout
+    tiled = matrix and (stage_a or (groups == 1 and panels >= TILED_PANELS and not cached))
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
@@ -264,8 +260,9 @@ def dot_in(c: Contract, target: Target) -> Dot | None:
 
 
 def kept_locals(kernel: Kernel, c: Contract) -> tuple[Local, ...]:
-    """Locals with a separate copy for every row of a block. Those of a computed operand are reused from row to row."""
-    used = {x for x in walk((c.epilogue, c.rows)) if isinstance(x, Local)}
+    """Locals with a separate copy for every row of a block: the epilogue writes them, and finished rows read them. Others are
+    reused from row to row."""
+    used = {x for x in walk(c.epilogue) if isinstance(x, Local)}
     return tuple(x for x in kernel.locals if x.per_row and x in used)
 
 
@@ -327,21 +324,3 @@ def _tasks(
         blocks = min(row_tiles, max(blocks, min(most, -(-wanted // (batch * groups)))))
     batch_groups = batch if blocks * groups > 1 else min(batch, max(wanted, 1))
     return blocks, groups, batch_groups
-
-
-def _matrix_tasks(
-    c: Contract, batch: int, rows: tuple[int, int], columns: tuple[int, int], least: int, threads: int, wanted: int
-) -> tuple[int, int, int]:
-    """As `_tasks`: the division whose slowest thread has the least to do. `rows`: of a tile, and tiles; `columns`: of a panel,
-    and panels. A task multiplies, stages its rows, which takes about as long as a panel, and reads both operands."""
-
-    def cost(blocks: int, groups: int) -> float:
-        high, wide = (-(-count // parts) * size for (size, count), parts in ((rows, blocks), (columns, groups)))
-        turns = -(-batch * blocks * groups // threads)
-        return (turns + UNEVEN) * (high * (wide + columns[0]) + READ_COST * (high + wide))
-
-    heights = range(least, max(least, min(rows[1], wanted)) + 1)
-    tasks = {1, *(max(1, wanted // n) for n in (1, 2, 4))}
-    tried = {(b, 1 if c.rows else max(1, min(columns[1], n // (batch * b)))) for b in heights for n in tasks}
-    blocks, groups = min(sorted(tried), key=lambda x: cost(*x))
-    return blocks, groups, batch if blocks * groups > 1 else min(batch, wanted)
