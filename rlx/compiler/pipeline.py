@@ -22,8 +22,8 @@ from rlx.compiler.quantised import quantised
 from rlx.compiler.reductions import reductions
 from rlx.compiler.state import state
 from rlx.errors import OptionError, VerifyError
-from rlx.ir.graph import Graph, Node
-from rlx.ir.verify import faults
+from rlx.ir.graph import Graph
+from rlx.ir.verify import Sound, faults
 
 Pass = Callable[[Graph, Compilation], Graph]
 
@@ -59,7 +59,7 @@ def run_passes(
     options = compilation.options
     watched = trace is not None or options.wants_text
     stages = trace if trace is not None else {}
-    sound: set[Node] = set()
+    sound = Sound()
     _check(graph, sound, "the graph is not well formed")
     if watched:
         keep_text(stages, "graph", graph.name, str(graph), options)
@@ -75,7 +75,7 @@ def run_passes(
     return graph
 
 
-def _check(graph: Graph, sound: set[Node], label: str, before: Graph | None = None) -> None:
+def _check(graph: Graph, sound: Sound, label: str, before: Graph | None = None) -> None:
     if bad := faults(graph, sound):
         shown = "" if before is None else f"\nbefore:\n{before}\nafter:\n{graph}"
         raise VerifyError(f"{graph.name}: {label}:\n  " + "\n  ".join(bad) + shown)

@@ -122,6 +122,11 @@ class Emitter:
         see one value, not as many induction variables, over which they take most of the time of code generation."""
         return self.op(a.ty, f"freeze {a}")
 
+    def fence(self, a: V) -> V:
+        """Floats `a`, which LLVM does not combine with their computation: chains of shuffles take it twice the time to select.
+        Other values are returned unchanged."""
+        return self.intrinsic("arithmetic.fence", a) if a.scalar in ("float", "double") else a
+
     def select(self, c: V, a: V | float, b: V) -> V:
         return self.op(b.ty, f"select {c}, {self.const(b.ty, a)}, {b}")
 

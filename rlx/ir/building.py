@@ -69,10 +69,11 @@ class Building:
         self.in_place: set[str] = set()  # handles whose assignment must not copy
         self.updates: list[Update] = []  # made by the compiler (rlx/compiler/state.py)
         self.extent: Extent | None = None  # made by the compiler (rlx/compiler/padding.py)
+        self._walked: tuple[list[Value], list[Node]] | None = None  # the values that `nodes` began at, and what it found
 
     def __getstate__(self) -> dict[str, object]:
         """For copies and pickles: nodes first, operands before users, so that the recursion depth stays at one node."""
-        return {"": tuple(self.nodes()), **vars(self)}
+        return {"": tuple(self.nodes()), **vars(self), "_walked": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({name: value for name, value in state.items() if name})
@@ -168,7 +169,11 @@ class Building:
 
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
-        return postorder(self.roots(), (v.node for v in self.leaves()))[0]
+        leaves, roots = self.leaves(), self.roots()
+        ends = leaves + roots
+        if self._walked is None or not same_values(self._walked[0], ends):  # passes ask several times for the same graph
+            self._walked = ends, postorder(roots, (v.node for v in leaves))[0]
+        return list(self._walked[1])
 
     def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Self:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).
@@ -176,19 +181,20 @@ class Building:
         Leaves are kept, in order. Return `keep(node, inputs)` for a node that stays. Nodes that `new` makes have the source line
         of the node they replace.
         """
-        done: dict[Value, Value] = {v: v for v in self.leaves()}
+        done: dict[Node, Sequence[Value]] = {v.node: v.node.results for v in self.leaves()}
         outer = REPLACING.source
         try:
             for node in self.nodes():
-                results = node.results
-                if results[0] not in done:
+                if node not in done:
                     REPLACING.source = node.source or ""
-                    done.update(zip(results, new(node, tuple([done[v] for v in node.inputs])), strict=True))
+                    done[node] = made = new(node, tuple([done[v.node][v.index] for v in node.inputs]))
+                    if len(made) != len(node.shapes):
+                        raise ValueError(f"{node!r} is replaced by {len(made)} values")
         finally:
             REPLACING.source = outer
-        out = self.copy(name)
-        out.outputs, out.assigns = [done[v] for v in self.outputs], [(h, done[v]) for h, v in self.assigns]
-        out.updates = [u.renamed(done) for u in self.updates]
+        out, now = self.copy(name), lambda v: done[v.node][v.index]
+        out.outputs, out.assigns = [now(v) for v in self.outputs], [(h, now(v)) for h, v in self.assigns]
+        out.updates = [Update(u.handle, *map(now, u[1:])) for u in self.updates]
         return out
 
     def copy(self, name: str | None = None) -> Self:
@@ -205,5 +211,7 @@ def keep(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
     """The same node over `inputs` (the very node if they are its own)."""
     if same_values(inputs, node.inputs):
         return node.results
-    shapes = node.op.result_shapes(node.attrs, tuple(v.shape for v in inputs))
+    shapes, given = node.shapes, tuple([v.shape for v in inputs])
+    if given != tuple([v.shape for v in node.inputs]):
+        shapes = node.op.result_shapes(node.attrs, given)
     return Node(node.op, inputs, node.attrs, shapes, node.name, node.source).results

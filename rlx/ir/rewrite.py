@@ -98,13 +98,17 @@ def rewrite(graph: Graph, rules: Sequence[Rule], fired: list[str] | None = None)
     """`graph` with the rules applied until none matches. `fired` receives the name of each applied rule, in order."""
     fired = [] if fired is None else fired
     present = {node.op for node in graph.nodes()}
+    settled: set[Node] = set()  # to which no rule applies: nodes are immutable, so none will
     by_op = {op: [r for r in rules if not r.patterns or any(p.op is op for p in r.patterns)] for op in present}
 
     def new(node: Node, inputs: tuple[Value, ...]) -> Sequence[Value]:
         results = keep(node, inputs)
         for _ in range(_MOST_ROUNDS):
             inner = results[0].node
+            if inner in settled:
+                return results
             if len(inner.shapes) > 1 or (made := _first(by_op.get(inner.op, rules), results[0], fired)) is None:
+                settled.add(inner)
                 return results
             results = (made,)
         raise AssertionError(f"rules go in circles: {fired[-8:]}")

@@ -12,7 +12,7 @@ from rlx.errors import VerifyError
 from rlx.ir.building import Building, postorder
 from rlx.ir.dtype import i64
 from rlx.ir.node import CONSTANT, HANDLE, INPUT, PARAM, ConstantAttrs, Node, Value
-from rlx.ir.op import OPS, Kind
+from rlx.ir.op import OPS, Attrs, Kind, OpDef
 from rlx.ir.shape import Shape
 from rlx.ir.updates import update_faults
 
@@ -24,20 +24,29 @@ def verify(graph: Building) -> None:
         raise VerifyError(f"graph {graph.name!r} has {count}:\n  " + "\n  ".join(found))
 
 
-def faults(graph: Building, sound: set[Node] | None = None) -> list[str]:
-    """Every violated rule, one sentence each; empty for a sound graph. `sound`: nodes already verified, which are not checked
-    again because nodes are immutable; the sound nodes of this graph are added."""
+class Sound:
+    """Facts that one check leaves to the next: sound nodes, which are immutable, and for an op with these attributes (by id) and
+    operands of these shapes the attributes, found to be sound, and the inferred shapes."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        self.inferred: dict[tuple[OpDef, int, tuple[Shape, ...]], tuple[Attrs | None, tuple[Shape, ...]]] = {}
+
+
+def faults(graph: Building, sound: Sound | None = None) -> list[str]:
+    """Every violated rule, one sentence each; empty for a sound graph. `sound`: of earlier checks, to be added to."""
+    sound = sound or Sound()
     out = [*_leaf_faults(graph), *_result_faults(graph)]
     nodes, cycle = postorder([*graph.leaves(), *graph.roots()])
     if cycle is not None:
         out.append(f"{where(cycle)} depends on its own result")
     declared = {v.node for v in graph.leaves() if isinstance(v, Value)}
     for node in nodes:
-        if sound is None or node not in sound or (node.op.kind is Kind.LEAF and node.op is not CONSTANT and node not in declared):
-            found = [f"{where(node)}: {fault}" for fault in _node_faults(node, declared)]
+        if node not in sound.nodes or (node.op.kind is Kind.LEAF and node.op is not CONSTANT and node not in declared):
+            found = [f"{where(node)}: {fault}" for fault in _node_faults(node, declared, sound)]
             out += found
-            if sound is not None and not found:
-                sound.add(node)
+            if not found:
+                sound.nodes.add(node)
     return out or [*update_faults(graph), *_extent_faults(graph)]
 
 
@@ -110,7 +119,7 @@ def _extent_faults(graph: Building) -> Iterator[str]:
                 yield f"{value!r} has no active axis {tuple(a)}: (axis, outer, upper, inner), whose product is the dim"
 
 
-def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
+def _node_faults(node: Node, declared: set[Node], sound: Sound) -> Iterator[str]:
     op = node.op
     if OPS.get(op.name) is not op:
         yield "its op is not the op table's entry of that name"
@@ -120,6 +129,10 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
     broken = [i for i, v in enumerate(node.inputs) if not _in_range(v)]
     for i in broken:
         yield f"operand {i} is not the result of a node: {node.inputs[i]!r}"
+    shapes = () if broken else tuple([v.shape for v in node.inputs])
+    key = op, id(node.attrs), shapes  # the value holds the attributes, so that no others get their id
+    if not broken and key in sound.inferred and sound.inferred[key][1] == node.shapes:
+        return
     wrong = op.attribute_faults(node.attrs)
     if isinstance(node.attrs, ConstantAttrs) and not wrong and not node.attrs.is_frozen:
         wrong = ["a constant's data is a read-only C-contiguous array"]
@@ -127,9 +140,10 @@ def _node_faults(node: Node, declared: set[Node]) -> Iterator[str]:
     if broken or wrong:
         return
     try:
-        inferred = op.result_shapes(node.attrs, tuple(v.shape for v in node.inputs))
+        inferred = op.result_shapes(node.attrs, shapes)
     except Exception as e:  # noqa: BLE001  a shape rule may raise anything for a broken node: the verifier reports it
         yield f"its shape rule fails: {e or type(e).__name__}"
         return
+    sound.inferred[key] = node.attrs, inferred
     if inferred != node.shapes:
         yield f"is {', '.join(map(str, node.shapes))}, its shape rule gives {', '.join(map(str, inferred))}"

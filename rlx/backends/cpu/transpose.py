@@ -122,6 +122,8 @@ def _transposed(e: Emitter, rows: list[V], block: int) -> list[V]:
             for at, picks in ((r, low), (r + step, [i + apart for i in low])):
                 rows[at], columns[at] = e.shuffle(a, picks, b), [both[i] for i in picks]
         step *= 2
+        if step == block < n:
+            rows = [e.fence(row) for row in rows]
     return [row for _, row in sorted(zip((c[0] for c in columns), rows), key=lambda found: found[0])]
 
 
