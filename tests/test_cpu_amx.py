@@ -28,7 +28,7 @@ from rlx.compiler import lower
 from rlx.host import jit
 from rlx.host.processor import machine_of
 from rlx.ir.blocks import FORMATS
-from rlx.ir.dtype import bf16, f32, i8, i32, u8
+from rlx.ir.dtype import DType, bf16, f32, i8, i32, u8
 from rlx.ir.evaluate import evaluate
 from rlx.ir.target import Target
 
@@ -289,3 +289,17 @@ def test_quantised_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
     want = evaluate(g, given, {"w": blocks})[0][0]
     assert status == 0 and not emulator.faults and emulator.products
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=4e-3 * float(np.abs(want).max()))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(64, bf16), (31, f32)])
+def test_x_is_stored_as_the_unit_reads_it(rows: int, dtype: DType) -> None:
+    """What computes x for two products rounds it to bf16 once, where their kernels would; their results stay f32."""
+    g = rlx.Graph("two")
+    x = g.input("x", (rows, 64), f32)
+    h = x * x.max(axis=-1, keepdims=True)
+    ys = [rlx.dequant_matmul(h, g.param(f"w{n}", (40, 68), u8), format="q8_0") for n in range(2)]
+    g.set_outputs(ys)
+    found = lower(g, with_natives(with_amx(2)), rlx.CompileOptions())
+    first, *products = (s.kernel for s in found.steps)
+    assert [b.dtype for b in first.buffers if b.writable] == [dtype] and len(products) == 2
+    assert all({b.dtype for b in k.buffers} == {dtype, u8, f32} for k in products)

@@ -239,10 +239,11 @@ class Methods:
         f32 [ids..., columns]. The table may be w or pack_quant(w)."""
     def dequantize(self, /, format: str, columns: int, *, shape: Any = None, name: str | None = None) -> Value:
         """Decodes rows of quantised blocks, u8 [..., row bytes], to f32 [..., columns]."""
-    def dequant_matmul(self, packed: Operand, /, format: str, exact: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
+    def dequant_matmul(self, packed: Operand, /, format: str, exact: bool = False, wide: bool = False, *, shape: Any = None, name: str | None = None) -> Value:
         """Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [...,
-        n] in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot
-        products; for products with many rows, a CPU with AMX and a GPU round f32 x and the weights to bf16."""
+        n] in x's dtype, or in that of the sums if wide; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8
+        bits where it has integer dot products; for products with many rows, a CPU with AMX and a GPU round f32 x and the
+        weights to bf16."""
     def pack_quant(self, /, format: str, rows: int, step: int, *, shape: Any = None, name: str | None = None) -> Value:
         """Weights of quantised blocks u8[n, row bytes], or several of these, stored as panels u8[ceil(n / rows), panel bytes]
         in the order in which a backend's dequant_matmul reads them (rlx.ir.blocks.Panel); missing rows are zeros. In a

@@ -55,7 +55,8 @@ class Target:
     the whole node, else the reason why not; other ops are decomposed or lowered to loops.
     `packs`: op name -> pack(node): the second operand of a claimed node, known before runs, in the form that its kernel reads;
     None: as `panel` says.
-    `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism; or None.
+    `splits`: op name -> split(node): a node, claimed if the op can be, as smaller ops with more parallelism or
+    less traffic; or None.
     `followed`: claimed ops whose kernel supports an epilogue (pointwise ops on its result; products: on finished rows too);
     `follows(node)`: True if the epilogue is faster for this node than a separate kernel.
     `computes(producer)`: True if a contraction is faster when it computes this operand where it reads it than when another

@@ -226,6 +226,7 @@ class _Kernels:
 def with_natives(target: Target) -> Target:
     """`target` (any CPU, not only this one) with the claimed ops of this backend."""
     splits = {"attention": partial(_Kernels("attention", "split"), threads=target.threads)}
+    splits["dequant_matmul"] = partial(_Kernels("quant", "split"), target=target)
     packs = dict.fromkeys(("dequant_matmul", "segment_matmul"), _Kernels("quant", "packs"))
     computes = partial(_Kernels("computed", "computes"), target)
     follows, followed = _Kernels("computed", "follows"), frozenset({"attention", "dequant_matmul", "segment_matmul"})

@@ -14,7 +14,7 @@ from rlx.errors import AttributeValueError, DTypeError, ShapeError, known
 from rlx.ir.blocks import FORMATS, Format
 from rlx.ir.contexts import Applied, Coords, Lowering, Parted, Partitioning
 from rlx.ir.declare import op
-from rlx.ir.dtype import f32, u8
+from rlx.ir.dtype import DType, as_dtype, f32, u8
 from rlx.ir.kernel import Expr
 from rlx.ir.node import Value
 from rlx.ir.op import Attrs, Contraction, Kind, Sample
@@ -88,26 +88,32 @@ dequantize = op(
 
 
 class ProductAttrs(FormatAttrs):
-    """`exact`: x keeps its precision. Otherwise a backend may round it to 8 bits, in runs with a scale each."""
+    """`exact`: x keeps its precision. Otherwise a backend may round it to 8 bits, in runs with a scale each. `wide`: the result
+    is of the dtype of the sums, f32 for bf16 and f16."""
 
     exact: bool = False
+    wide: bool = False
+
+    def result(self, x: DType) -> DType:
+        return x.compute if self.wide else x
 
 
 def _product_shape(attrs: ProductAttrs, x: Shape, packed: Shape) -> Shape:
     if not x.rank or packed.rank != 2:
         raise ShapeError(f"x is [..., k] and the packed weights are [n, row bytes], got {x} and {packed}")
     check_rows(FORMATS[attrs.format], static_dim(x.dims[-1], "dequant_matmul"), packed)
-    return x.with_dims((*x.dims[:-1], packed.dims[0]))
+    return Shape((*x.dims[:-1], packed.dims[0]), attrs.result(x.dtype))
 
 
 def _product(attrs: ProductAttrs, x: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    x = x.astype(attrs.result(as_dtype(x.dtype)).numpy)
     return x @ FORMATS[attrs.format].decode_rows(packed, x.shape[-1]).astype(x.dtype).T
 
 
 def _product_of(attrs: ProductAttrs, x: Value, packed: Value) -> Value:
     wide = x.dtype.compute
     weights = dequantize(packed, attrs.format, static_dim(x.dims[-1], "dequant_matmul")).astype(wide)
-    return matmul(x.astype(wide), transpose(weights)).astype(x.dtype)
+    return matmul(x.astype(wide), transpose(weights)).astype(attrs.result(x.dtype))
 
 
 def random_weights(form: Format, operand: int = 1) -> Callable[[np.random.Generator, list[np.ndarray]], None]:
@@ -134,8 +140,13 @@ dequant_matmul = op(
     samples=tuple(
         Sample((dims, (n, f.row_bytes(dims[-1]))), {"format": f.name}, dtypes=("", "u8"), settle=random_weights(f))
         for f in FORMATS.values() for dims, n in (((1, f.block), 17), ((2, 3, f.block + 24), 5))
+    )
+    + (
+        Sample(
+            ((3, 64), (5, 68)), {"format": "q8_0", "wide": True}, dtypes=("", "u8"), settle=random_weights(FORMATS["q8_0"])
+        ),
     ),
     doc="Matrix product with quantised weights: x @ dequantize(packed).T, from x [..., k] and packed [n, row bytes] to [..., n] "
-    "in x's dtype; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where it has integer dot products; for "
-    "products with many rows, a CPU with AMX and a GPU round f32 x and the weights to bf16.",
+    "in x's dtype, or in that of the sums if wide; sums are f32 (f64 for f64 x). Unless exact, the CPU rounds x to 8 bits where "
+    "it has integer dot products; for products with many rows, a CPU with AMX and a GPU round f32 x and the weights to bf16.",
 )  # fmt: skip

@@ -14,10 +14,10 @@ contractions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from math import prod
 
 from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.kernels import amx
@@ -31,8 +31,10 @@ from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.packed import PANEL, STEP, claim, claim_segments, packs, panel
 from rlx.host.emit import Emitter, V, vector
-from rlx.ir.dtype import f32
+from rlx.ir.dtype import bf16, f32
+from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
+from rlx.ir.ops.quant import ProductAttrs, dequant_matmul
 from rlx.ir.target import Target
 
 ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
@@ -41,6 +43,20 @@ MATRIX_ROWS = 32  # with fewer rows, unpacking a panel takes longer than multipl
 TINY = 2.0**-100  # below it a reciprocal could overflow
 CHUNK = 256  # elements of a panel converted to f32 at a time: 32 KB, an L1 cache
 MAGIC = 0x4B400000  # bits of 1.5 * 2**23: adding a small float to it leaves the nearest integer in the low bits
+
+
+def split(node: Node, target: Target) -> Value | None:
+    """The product of x in bf16, if its kernel would round x to that: what computes x then stores it so, once."""
+    (x, w), attrs = node.inputs, node.attrs
+    assert isinstance(attrs, ProductAttrs)
+    if x.dtype != f32 or attrs.exact or math.prod(x.shape.static[:-1]) < MATRIX_ROWS or not on_matrix(target):
+        return None
+    return dequant_matmul(x.astype(bf16), w, format=attrs.format, wide=True)  # type: ignore[return-value]
+
+
+def on_matrix(target: Target) -> bool:
+    """Whether the target has what quant_matrix.py uses."""
+    return "avx512bf16" in target.features and amx.usable(target.features, 2, STEP)
 
 
 def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int] = DEFAULT_TILING) -> Rendered:
@@ -61,8 +77,8 @@ def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[st
     assert isinstance(contract.b, Operand)
     if contract.b.exact or target.vector_bytes < 64:
         return _Float(kernel, contract, target, tiling)
-    points = 1 if contract.count is None else prod(extent for _, extent in kernel.grid)  # that share the rows
-    if contract.m >= MATRIX_ROWS * points and {"avx512bf16"} <= set(target.features) and amx.usable(target.features, 2, STEP):
+    points = 1 if contract.count is None else math.prod(extent for _, extent in kernel.grid)  # that share the rows
+    if contract.m >= MATRIX_ROWS * points and on_matrix(target):
         return MatrixProduct(kernel, contract, target, tiling)
     return (_Integer if "avx512vnni" in target.features else _Float)(kernel, contract, target, tiling)
 
@@ -334,4 +350,4 @@ class _Float(PanelProduct):
                             e.store(value, e.gep(line, 4 * ((4 * n + i) * PANEL + v * self.lanes)), 4)
 
 
-__all__ = ["axes", "claim", "claim_segments", "packs", "panel", "render"]
+__all__ = ["axes", "claim", "claim_segments", "packs", "panel", "render", "split"]
