@@ -64,7 +64,11 @@ class PairAttention(Attention):
         self.sums = Layout(f32, self.columns)
         self.plain = self.scale > 0 and not self.cap and self.mask.kind != "add"  # the scale is applied with the exponential
         self.rate = (self.scale if self.plain else 1.0) * LOG2_E
-        self.config_at, query = self.reserve(amx.CONFIG_BYTES), self.reserve(self.tall * self.depth * 2)
+        even = all(x % 2 == 0 for x in (*self.q.strides[:3], self.q.offset))
+        self.direct = even and self.depth == self.size and self.rows % self.sub == 0  # no row of queries has to be copied
+        self.query = Layout(u32, self.q.strides[2] // 2 if self.direct else self.depth // 2)
+        self.config_at = self.reserve(amx.CONFIG_BYTES)
+        query = self.reserve(0 if self.direct else self.tall * self.depth * 2)
         keys, values = (self.reserve(self.key_block * n * 2) for n in (self.depth, self.columns))
         self.whole = self.size % (2 * CHUNK) == 0  # else, and in a panel that is not full, keys are copied with zeros behind
         self.near_at = self.reserve(PANEL * self.depth * 2)
@@ -96,8 +100,11 @@ class PairAttention(Attention):
     def _block(self, e: Emitter, q: V, k: V, v: V, m: V, row0: V, rows: V, end: V, part: V) -> tuple[V, V, V]:
         query, *_, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
         totals = e.gep(stats, self.tall * F32)
-        near = {"source": Layout(u16, self.q.strides[2]), "to": Layout(u16, self.depth), "lanes": DEPTH}
-        self.call(e, "query", partial(stage_rows_function, columns=self.size, **near), q, query, rows)
+        if self.direct:
+            query = q
+        else:
+            near = {"source": Layout(u16, self.q.strides[2]), "to": Layout(u16, self.depth), "lanes": DEPTH}
+            self.call(e, "query", partial(stage_rows_function, columns=self.size, **near), q, query, rows)
         if not self.once:
             self._cleared(e, stats, totals, sums)
         low, high, holes = self._seen_keys(e, m, row0, rows, end)
@@ -110,7 +117,8 @@ class PairAttention(Attention):
                 if self.mask.window:
                     seen = e.bin("and", seen, e.cmp("sgt", own, e.bin("sub", first, self.mask.window - 1)))
                 with e.when(seen):
-                    self._rows(e, (at.index, here, first), key0, e.bin("sub", own, key0), m, holes, values)
+                    near = self.query.at(e, query, at.index)
+                    self._rows(e, near, (at.index, here, first), key0, e.bin("sub", own, key0), m, holes, values)
         return stats, totals, sums
 
     def _packed(self, e: Emitter, k: V, v: V, key0: V, stop: V) -> V:
@@ -131,14 +139,16 @@ class PairAttention(Attention):
         paired = partial(pair_rows_function, source=Layout(u16, self.v.strides[2]), **how)
         return self.call(e, "pairs", paired, self.v.layout.at(e, v, key0), values, e.bin("sub", stop, key0))
 
-    def _rows(self, e: Emitter, which: tuple[V, V, V], key0: V, keys: V, m: V, holes: V, values: tuple[V, V]) -> None:
+    def _rows(
+        self, e: Emitter, query: V, which: tuple[V, V, V], key0: V, keys: V, m: V, holes: V, values: tuple[V, V]
+    ) -> None:
         """All steps of a few rows with `keys` keys from key0 on. `which`: the first of these rows in the block, their number, and
         the key position of the first. `values`: their address in memory, and whether those of this block of keys are finite."""
-        query, panels, pairs, scores, work, products, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
+        _, panels, pairs, scores, work, products, stats, sums = (e.gep(SCRATCH, at) for at in self.places)
         (row, rows, _), end = which, _panels(e, keys)
-        query, stats, sums = step(e, query, row, self.depth * 2), step(e, stats, row, F32), self.sums.at(e, sums, row)
+        stats, sums = step(e, stats, row, F32), self.sums.at(e, sums, row)
         out, tile = sums if self.once else products, {"height": self.sub, "matrix": self.matrix}
-        scored = partial(scores_function, depth=self.depth // 2, pitch=self.key_block, **tile)
+        scored = partial(scores_function, depth=self.depth // 2, source=self.query, pitch=self.key_block, **tile)
         self.call(e, "scores", scored, query, panels, scores, end)
         hidden = self._masked(e, m, scores, which, key0, keys, end, holes)
         how = {"rate": self.rate, "pitch": self.key_block, "sub": self.sub, "tall": self.tall, "once": self.once}
@@ -261,11 +271,13 @@ def _product(
         tile_function(e, from_a.at(e, a, row.index), b, place, k, t=t, from_a=from_a, from_b=from_b)
 
 
-def scores_function(e: Emitter, query: V, keys: V, out: V, end: V, *, depth: int, pitch: int, height: int, matrix: bool) -> None:
+def scores_function(
+    e: Emitter, query: V, keys: V, out: V, end: V, *, depth: int, source: Layout, pitch: int, height: int, matrix: bool
+) -> None:
     """out[height][end] = query[height, depth] @ keys, panel by panel; `depth` in pairs."""
     with e.loop(0, end, PANEL, nonempty=True) as at:
         panel, place = step(e, keys, at.index, 4 * depth), step(e, out, at.index, F32)
-        _product(e, query, panel, place, depth, Layout(u32, depth), Layout(u32, PANEL), pitch, PANEL // LANES, height, matrix)
+        _product(e, query, panel, place, depth, source, Layout(u32, PANEL), pitch, PANEL // LANES, height, matrix)
 
 
 def values_function(
