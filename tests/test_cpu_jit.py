@@ -198,6 +198,27 @@ def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], c
     assert processor.cgroup_quota(tmp_path / "fs", tmp_path / "none") == 1 << 30
 
 
+@pytest.mark.parametrize(
+    "second, first, size, found",
+    [
+        ("0", "0", "1024K", 1 << 20),
+        ("0-1", "0-1", "2048K", 2 << 20),  # two threads of one core
+        ("0-3", "0", "4096K", 1 << 20),  # four cores have it together
+        ("0,8", "0,8", "1280K", 1280 << 10),
+        ("0", "0", "nonsense", 1 << 20),
+        ("", "0", "2048K", 1 << 20),
+    ],
+)
+def test_core_caches(tmp_path: Path, second: str, first: str, size: str, found: int) -> None:
+    caches = {"0": ("1", "Data", first, "48K"), "1": ("1", "Instruction", "0-63", "64K"), "2": ("2", "Unified", second, size)}
+    for index, values in caches.items():
+        (tmp_path / f"index{index}").mkdir()
+        for name, text in zip(("level", "type", "shared_cpu_list", "size"), values):
+            (tmp_path / f"index{index}" / name).write_text(f"{text}\n")
+    assert processor.core_cache_bytes(tmp_path) == found
+    assert processor.core_cache_bytes(tmp_path / "none") == 1 << 20
+
+
 FORK = """
 import os, threading, warnings
 import numpy as np

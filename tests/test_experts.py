@@ -373,10 +373,12 @@ def test_ranks_share_the_columns_of_experts_and_what_the_others_sum(form: str) -
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", *FORMATS])
 def test_kernels_of_groups_stay_in_their_buffers(target: str, dtype: str) -> None:
-    """Code for this processor and for a narrower one, between unreadable pages, with gathered rows and an activation behind."""
-    form, k, n = (dtype, 256, 80) if dtype in FORMATS else ("", 72, 80)
+    """Code for this processor and for a narrower one, between unreadable pages, with gathered rows and an activation behind. Deep
+    panels are taken in parts."""
+    form, n = dtype if dtype in FORMATS else "", 80
     kind, rng = as_dtype("f32" if form else dtype), np.random.default_rng(1)
-    for sizes in ([3, 0, 5, 1], [1], [0, 40, 0], [150, 2]):
+    for sizes, k in (([3, 0, 5, 1], 907), ([1], 72), ([0, 40, 0], 72), ([150, 2], 907)):
+        k = 256 if form else k
         g, rows, w_dims = Graph("groups"), sum(sizes), (len(sizes), *((n, FORMATS[form].row_bytes(k)) if form else (k, n)))
         x, order = g.input("x", (rows, k), kind), g.input("order", (rows,), "i32")
         w, ends = g.param("w", w_dims, "u8" if form else kind), g.input("ends", (len(sizes),), "i32")

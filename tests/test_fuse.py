@@ -361,6 +361,15 @@ def test_rows_kept_between_passes_are_only_those_worth_it() -> None:
     assert program.steps[0].kernel.locals == ()
 
 
+@pytest.mark.parametrize(("rows", "depth", "steps"), [(128, 384, 1), (128, 3072, 2), (512, 3072, 1)])
+def test_threads_with_few_rows_do_not_each_read_large_weights(rows: int, depth: int, steps: int) -> None:
+    """A product with the norm of its rows gives each of 16 threads whole rows, and so all of the weights."""
+    g = Graph("g")
+    made = x(g, rows, depth) @ param(g, "w", depth, 768)
+    g.set_outputs([rlx.layer_norm(made, param(g, "s", 768), param(g, "b", 768))])
+    assert len(lower(g, replace(get("ref").target(0), threads=16), rlx.CompileOptions()).steps) == steps
+
+
 def test_equal_layers_share_their_kernels() -> None:
     def build(g: Graph) -> list[Value]:
         h = x(g, 16, 8)

@@ -32,6 +32,7 @@ BASELINES = {
     **dict.fromkeys(("neoverse-v1", "neoverse-n2", "neoverse-v2", "apple-m2"), tuple(ARM)),
 }  # fmt: skip
 UNLIMITED = 1 << 30  # number of CPUs if no quota is set
+USUAL_CACHE = 1 << 20  # bytes of second-level cache of a core of a machine that is not this one
 
 
 @cache
@@ -76,6 +77,25 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return named or platform.processor() or platform.machine()
 
 
+@cache
+def core_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of second-level cache that a core of this machine has: its share, where cores have one together. USUAL_CACHE if the
+    system does not say."""
+    try:
+        levels = {(f / "level").read_text().strip(): f for f in caches.glob("index*") if "Instr" not in (f / "type").read_text()}
+        kilobytes = int((levels["2"] / "size").read_text().strip().removesuffix("K"))
+        cpus = [len(cpu_list((levels[n] / "shared_cpu_list").read_text())) for n in "12"]
+        return (kilobytes << 10) * cpus[0] // cpus[1]  # threads of one core share its first level
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
+        return USUAL_CACHE
+
+
+def cpu_list(text: str) -> list[int]:
+    """The numbers in Linux's notation: "0-3,8"."""
+    spans = [part.split("-") for part in text.strip().split(",")]
+    return [cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)]
+
+
 def _asked_of_llvm() -> tuple[str, frozenset[str]]:
     import llvmlite.binding as llvm
 
@@ -92,7 +112,7 @@ def _may_use_tiles() -> bool:
 
 def host_target(threads: int | None = None) -> Target:
     """The CPU of this process. `threads` None: the value of RLX_THREADS, else as many as the process may use."""
-    return _target(host_features(), threads or knobs.THREADS.get() or available_threads())
+    return _target(host_features(), threads or knobs.THREADS.get() or available_threads(), core_cache_bytes())
 
 
 def plain_target() -> Target:
@@ -124,10 +144,10 @@ def missing_features(features: Sequence[str]) -> tuple[str, ...]:
     return *other, *(f for f in features if "=" not in f and f not in here)
 
 
-def _target(features: tuple[str, ...], threads: int) -> Target:
+def _target(features: tuple[str, ...], threads: int, core_cache: int = USUAL_CACHE) -> Target:
     wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(features)
     vector_bytes = 64 if wide else 32 if "avx2" in features else 16
-    return Target("cpu", DTYPES, features, vector_bytes, threads)
+    return Target("cpu", DTYPES, features, vector_bytes, threads, core_cache_bytes=core_cache)
 
 
 # -- threads -------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Target:
     points_per_thread: float = 4  # grid points that keep the threads busy; below 1 where a block of threads runs a point
     point_elements: int = 1 << 14  # elements that a point reads: with fewer, starting it costs more than it saves
     cache_bytes: int = 32 << 10  # memory that a point has near: first-level cache, shared memory
+    core_cache_bytes: int = 1 << 20  # memory that a core has alone behind that: second-level cache
     line_bytes: int = 64  # of a cache line, the unit of transfers from memory
     column_bytes: int = 0  # of a line along another axis than the last one, at most, that a kernel may reduce and read again
     stores_narrow: bool = False  # a contraction stores rows that are reduced before their cast to a wider float: less traffic

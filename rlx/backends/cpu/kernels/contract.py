@@ -179,7 +179,7 @@ class _Contraction(Product):
             t = Tile(*shape, self.acc, vectors * p.lanes, dot=self.dot, ahead=share, adds=steps < self.steps)
             with e.when(here):
                 if self.cut and share:
-                    self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, tile, tiles[1])
+                    self._cut_tile(e, t, self.a.at(e, a, row), b, sums, layout, steps, tile, tiles[1])
                 else:
                     self._tile(e, t, f"tile_{height}x{vectors}_{masked}", self.a.at(e, a, row), b, sums, layout, steps, *ahead)
         return heights[0][1]
@@ -190,19 +190,19 @@ class _Contraction(Product):
 
         self.call(e, name if steps in (self.steps, self.plan.depth) else f"{name}_last", body, a, b, sums, *ahead)
 
-    def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, tile: V, tiles: V) -> None:
+    def _cut_tile(self, e: Emitter, t: Tile, a: V, b: V, sums: V, layout: Layout, steps: int, tile: V, tiles: V) -> None:
         """Tile number `tile` of `tiles`, known at run time: each prefetches its share of the next panel, a third if there are
         more than three, low ones nothing."""
         name = f"tile_{t.rows}x{t.vectors}_{t.tail}"
         if t.rows < AHEAD_ROWS:
-            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout, self.steps)
+            self._tile(e, replace(t, ahead=0), name, a, b, sums, layout, steps)
             return
-        after = e.gep(b, layout.byte(self.steps, 0))
+        after = e.gep(b, layout.byte(steps, 0))
         for order, few in (("eq", 1), ("eq", 2), ("ugt", 2)):
             share = -(-layout.byte(1, 0) // (few + (order == "ugt")))
             with e.when(e.cmp(order, tiles, e.i64(few))):
-                here = step(e, after, tile, self.steps * share)
-                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, self.steps, here)
+                here = step(e, after, tile, steps * share)
+                self._tile(e, replace(t, ahead=share), f"{name}_{share}", a, b, sums, layout, steps, here)
 
     def _staged_b(self, e: Emitter, b: V, to: V, columns: int, layout: Layout) -> None:
         """A panel of b in the dtype of the sums; see Plan.stage_b. Columns past the edge of the matrix are undefined;

@@ -35,7 +35,8 @@ MATRIX_DEPTH = 16  # steps of k of the matrix unit: two thirds of an L1 cache ho
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
 TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
-PART = 1 << 17  # bytes of a part of a panel, at most: it stays in the L2 cache beside the next one and the rows of a
+PART = 1 << 17  # bytes of a panel's part, at most, and at most an eighth of the L2 cache: it stays there beside the next one
+GROUP_PART = 24 << 10  # of that of a group of rows, which are few: reading and arithmetic take turns in the L1 cache
 SUMS = 8  # independent accumulators that hide the latency of a multiply-add
 LOW_ROWS = 3  # rows of the lowest tile that is worth trying
 DEFAULT_TILING: Mapping[str, int] = {}
@@ -137,7 +138,7 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     ahead = tiling.get("ahead", tiles > 1 if matrix else _fetches_ahead(c, rows, tiles))  # one tile of the matrix unit is quick
     return Plan(
         lanes, vectors, rows, tall, row_tiles, panels, batch, batch_groups, blocks, groups, group, stage_a or tiled, stage_b,
-        registers, matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix), tiled,
+        registers, matrix, bool(ahead), _depth(c, group, vectors * lanes, matrix, target), tiled,
     )  # fmt: skip
 
 
@@ -158,7 +159,8 @@ def _ragged(
     groups, batch_groups = ragged_tasks(panels, batch, c.m, wanted, target.threads)
     return Plan(
         lanes, vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, group, stage_a,
-        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1), tiled=matrix,
+        _stage_b(c.b, c, -(-c.m // max(1, batch * rows))), registers, matrix, _fetches_ahead(c, rows, 1),
+        _depth(c, group, vectors * lanes, matrix, target), tiled=matrix,
     )  # fmt: skip
 
 
@@ -286,13 +288,14 @@ def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
 def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
     """Whether prefetching the next panel gains. It costs low tiles up to a third if `b` is in a cache."""
     cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
-    return rows == MAX_ROWS or rows * tiles >= 2 * MAX_ROWS or (cold and rows >= AHEAD_ROWS)
+    return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows >= AHEAD_ROWS)
 
 
-def _depth(c: Contract, group: int, columns: int, matrix: bool) -> int:
+def _depth(c: Contract, group: int, columns: int, matrix: bool, target: Target) -> int:
     """Steps of k (of `group` elements) in a part of a panel: parts of one size if possible. 0, all, if they are fewer
     than three parts, or if one row tile reads the panel, once."""
-    steps, most = -(-c.k // group), PART // (columns * group * c.b.dtype.itemsize)
+    steps, most = -(-c.k // group), PART if c.count is None else GROUP_PART
+    most = max(1, min(most, target.core_cache_bytes // 8) // (columns * group * c.b.dtype.itemsize))
     if matrix or c.m <= MAX_ROWS or steps < 3 * most:
         return 0
     least = -(-steps // most)
