@@ -7,6 +7,8 @@ import pytest
 
 import rlx
 
+DIMS = [(16, 16), (17, 33), (15, 40), (40, 15), (64, 1), (100, 70), (300, 129), (2, 2000), (256, 512), (1024, 140)]
+
 
 def run(make, *arrays: np.ndarray, threads: int = 1) -> tuple[np.ndarray, str]:
     g = rlx.Graph("t")
@@ -17,7 +19,8 @@ def run(make, *arrays: np.ndarray, threads: int = 1) -> tuple[np.ndarray, str]:
     return c.run({f"x{i}": a for i, a in enumerate(arrays)})[0], "".join(c.report().texts.values())
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (17, 33), (15, 40), (40, 15), (64, 1), (100, 70), (300, 129), (2, 2000), (256, 512)])
+
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("dtype", [rlx.f32, rlx.bf16, rlx.f64, rlx.i8, rlx.i64], ids=str)
 def test_transposes(dims: tuple[int, int], dtype: rlx.DType) -> None:
     x = np.random.default_rng(0).integers(-100, 100, dims).astype(dtype.numpy)
@@ -32,6 +35,22 @@ def test_transposes_of_three_dims(axes: tuple[int, ...]) -> None:
     x = np.arange(18 * 35 * 50, dtype=np.float32).reshape(18, 35, 50)
     for threads in (1, 2):
         np.testing.assert_array_equal(run(lambda v: rlx.transpose(v, axes=axes), x, threads=threads)[0], x.transpose(axes))
+
+
+def test_rows_that_are_a_multiple_of_4_kb_apart_go_through_scratch_memory() -> None:
+    """Two loads of different dtypes are transposed, and a third is not; the rows end in part of a tile, and so do the columns."""
+    rng = np.random.default_rng(0)
+    x, z = (rng.integers(-100, 100, (1024, 201)).astype(t) for t in (np.float32, np.int8))
+    y = rng.standard_normal((201, 1024), np.float32)
+    make = lambda a, b, c: rlx.relu(a.T * c) + rlx.cast(b, rlx.f32).T  # noqa: E731
+    want = np.maximum(x.T * y, 0) + z.T
+    for threads in (1, 3):
+        got, text = run(make, x, z, y, threads=threads)
+        np.testing.assert_array_equal(got, want)
+        assert "getelementptr i8, ptr %scratch" in text
+    less = run(make, x[:1000], z[:1000], np.ascontiguousarray(y[:, :1000]))
+    np.testing.assert_array_equal(less[0], want[:, :1000])
+    assert "getelementptr i8, ptr %scratch" not in less[1]
 
 
 @pytest.mark.parametrize("dims", [(48, 64), (37, 53)])

@@ -7,7 +7,7 @@ a loop, so that its variable needs no division. It is vectorised if the body has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, reduce
@@ -33,7 +33,7 @@ from rlx.host.emit import STREAMS, Emitter, V
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip
-    Buffer, Contract, Kernel, Load, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers,
+    Buffer, Contract, Kernel, Load, Local, Loop, Native, Operand, Stmt, Var, coefficient, expressions, loaded_buffers,
 )  # fmt: skip
 from rlx.ir.target import Target
 
@@ -90,7 +90,10 @@ def _render_loops(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[s
         limits = [limit_of(v, n, kernel, scope) for v, n in zip(space.vars, space.extents)]
         hoist(space.body, scope)
         wanted = tiling.get("tasks", task_count(space.weight_ns(target), target.threads))
-        tasks = _emit_tasks(space.tiled(kernel, target), scope, wanted, limits)
+        space = space.tiled(kernel, target, scope.streams)
+        for panel in space.crossing.staged if space.crossing else ():
+            scope.pointers = {**scope.pointers, panel: e.gep(SCRATCH, module.reserve(panel.size * panel.dtype.itemsize))}
+        tasks = _emit_tasks(space, scope, wanted, limits)
     if STREAMS in e.declarations and any(f.startswith("triple=x86") for f in target.features):
         e.intrinsic("x86.sse.sfence", suffix=(), returns="void")  # non-temporal stores are not ordered with later stores
     return module.rendered(e, symbol, tasks)
@@ -121,11 +124,11 @@ class Space:
         vector = vector or not (kernel.locals or _has_vector(body))
         return Space(tuple(v for v, _ in dims), tuple(n for _, n in dims), body, vector and bool(dims))
 
-    def tiled(self, kernel: Kernel, target: Target) -> Space:
+    def tiled(self, kernel: Kernel, target: Target, streams: Collection[Buffer | Local] = ()) -> Space:
         """The same space, tiled if the kernel is a transposing loop."""
         if not self.vector or kernel.limits:
             return self
-        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes)
+        x = crossing(list(zip(self.vars, self.extents)), self.body, target.vector_bytes, streams, fetches_ahead(target.features))
         extents = tuple(x.blocks if x and v is x.row else n for v, n in zip(self.vars, self.extents))
         return replace(self, extents=extents, crossing=x)
 
