@@ -26,15 +26,17 @@ from rlx.backends import get
 from rlx.backends.cuda import backend, gpu
 from rlx.backends.cuda.code import CudaCode, Kernels
 from rlx.backends.cuda.render import may_fail
+from rlx.backends.cuda.segments import of_groups
 from rlx.backends.ref.interpret import run_kernel
 from rlx.driver.memory import MEMORIES
-from rlx.ir.kernel import Kernel
+from rlx.ir.kernel import Contract, Kernel, Operand
 
 Status = IntEnum("Status", {
     "CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1, "CUDA_ERROR_OUT_OF_MEMORY": 2, "CUDA_ERROR_NO_DEVICE": 100,
     "CUDA_ERROR_NOT_READY": 600, "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
 })  # fmt: skip
 OK = Status.CUDA_SUCCESS
+GRANULE = 4096  # bytes of the smallest piece of memory
 
 
 class Names:
@@ -62,6 +64,7 @@ class FakeDriver:
         self.blocks: dict[int, Any] = {}
         self.grants: int | None = None
         self.pinned: set[int] = set()
+        self.reserved, self.mapped = set[int](), dict[int, int]()  # addresses; memory at some of them, with its bytes
         self._queued: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # by stream
         self._tickets: dict[int, tuple[int, list[bool]]] = {}  # by event: the stream that records it, whether it has passed
         self._graphs: dict[int, list[Callable[[], None]]] = {}
@@ -145,11 +148,63 @@ class FakeDriver:
     def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
         return self._give(address)
 
+    # -- addresses whose memory comes in pieces
+
+    CUmemAllocationType = CUmemAccess_flags = CUmemLocationType = CUmemAllocationGranularity_flags = Names()
+
+    def CUmemAllocationProp(self) -> SimpleNamespace:
+        return SimpleNamespace(location=SimpleNamespace())
+
+    CUmemAccessDesc = CUmemAllocationProp
+
+    def cuMemGetAllocationGranularity(self, kind: Any, which: Any) -> tuple[Any, ...]:
+        return OK, GRANULE
+
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
+        free, self.free = self.free, nbytes  # addresses are no memory
+        status, *found = self._take(nbytes)
+        self.free = free
+        self.reserved.update(found)
+        return status, *found
+
+    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        assert not any(address <= at < address + nbytes for at in self.mapped)
+        self.reserved.discard(address)
+        self.pinned.add(address)  # gives no memory back
+        return self._give(address)
+
+    def cuMemCreate(self, nbytes: int, kind: Any, flags: int) -> tuple[Any, ...]:
+        if nbytes > self.free or nbytes % GRANULE:
+            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.free -= nbytes
+        return OK, 1 + self.calls["cuMemCreate"]
+
+    def cuMemMap(self, address: int, nbytes: int, offset: int, made: int, flags: int) -> tuple[Any, ...]:
+        assert address not in self.mapped
+        self.mapped[address] = nbytes
+        ctypes.memset(address, 0xCB, nbytes)
+        return (OK,)
+
+    def cuMemRelease(self, made: int) -> tuple[Any, ...]:
+        return (OK,)
+
+    def cuMemSetAccess(self, address: int, nbytes: int, access: Any, count: int) -> tuple[Any, ...]:
+        return (OK,)
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        assert self.mapped.pop(address) == nbytes
+        ctypes.memset(address, 0xCB, nbytes)  # a kernel that reads it now would fault
+        self.free += nbytes
+        return (OK,)
+
     def cuMemGetInfo(self) -> tuple[Any, ...]:
         return OK, self.free, 1 << 30
 
     def cuMemsetD8Async(self, address: int, byte: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
         return self._queue(stream, lambda: ctypes.memset(address, byte, nbytes))
+
+    def cuMemsetD32Async(self, address: int, value: int, count: int, stream: Any) -> tuple[Any, ...]:
+        return self._queue(stream, lambda: words(address, count, np.uint32).fill(value))
 
     def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
         if self._is_pinned(source):
@@ -307,21 +362,32 @@ class FakeDriver:
 
     def cuLaunchKernelEx(self, config: Any, name: str, values: Any, extra: int) -> tuple[Any, ...]:
         perform = getattr(self, name, None)
+        if name == "rlx_log":
+            self.routers = config.gridDimX
         return self._queue(
             config.hStream, lambda: perform(*values[0]) if perform else self._group(self.kernels[name], list(values[0]))
         )
 
     def _group(self, kernels: Sequence[Kernel], values: list[int]) -> None:
         for kernel in kernels:
-            count = len(kernel.buffers) + may_fail(kernel) + 1
-            self._kernel(kernel, values[:count])
+            tiered = 2 * of_groups(kernel)
+            count = len(kernel.buffers) + tiered + may_fail(kernel) + 1
+            self._kernel(kernel, values[:count], *values[len(kernel.buffers) :][:tiered])
             values = values[count:]
 
-    def _kernel(self, kernel: Kernel, values: Sequence[int]) -> None:
+    def _kernel(self, kernel: Kernel, values: Sequence[int], slots: int = 0, far: int = 0) -> None:
+        """`slots`, `far`: where the matrices of groups are (rlx.backends.cuda.experts)."""
         addresses, more, halt = values[: len(kernel.buffers)], values[len(kernel.buffers) : -1], values[-1]
         if halt and words(halt, 1, np.int32)[0]:
             return
         arrays = [words(a, b.size, b.dtype.numpy) for a, b in zip(addresses, kernel.buffers, strict=True)]
+        if slots:
+            _, groups = kernel.grid[0]
+            at = experts_of(kernel)
+            held, there = arrays[at].reshape(groups, -1), words(far, arrays[at].size, arrays[at].dtype).reshape(groups, -1)
+            of = words(slots, groups, np.int32)
+            arrays[at] = np.concatenate([there[e] if slot < 0 else held[slot] for e, slot in enumerate(of)])
+        more = more[2 * of_groups(kernel) :]
         if (code := run_kernel(kernel, arrays)) and more[0]:
             words(more[0], 1, np.int32)[0] = code
             flag = words(int(words(more[0] + 8, 1)[0]), 1, np.int32)
@@ -346,9 +412,31 @@ class FakeDriver:
         if turns[0] % (slots // 4) == 1:
             words(taken, 1)[0] = turns[0]
 
+    def rlx_log(self, routers: int, turn: int, ring: int, entry: int, entries: int, told: int, halt: int) -> None:
+        if words(halt, 1, np.int32)[0]:
+            return
+        now, out = words(turn, 1), []
+        for ids, slots, chosen, count, experts in words(routers, 5 * self.routers).reshape(-1, 5).tolist():
+            found = words(ids, count, np.int32).copy()
+            of = words(slots, experts, np.int32) if slots else np.zeros(experts, np.int32)
+            for i in range(chosen):
+                if 0 <= found[i] < experts and of[found[i]] < 0:
+                    found[i] |= 1 << 30
+            out.append(found)
+        ctypes.memmove(ring + int(now[0]) % entries * entry, np.concatenate(out).ctypes.data, entry)
+        now += 1
+        words(told, 1)[0] = now[0]
+
     def rlx_copy(self, to: int, source: int, nbytes: int, halt: int) -> None:
         if not words(halt, 1, np.int32)[0]:
             ctypes.memmove(to, source, nbytes)
+
+
+def experts_of(kernel: Kernel) -> int:
+    """The buffer with a matrix for each group."""
+    c = next(s for s in kernel.body if isinstance(s, Contract))
+    assert isinstance(c.b, Operand)
+    return kernel.buffers.index(c.b.buffer)
 
 
 def words(address: int, count: int, dtype: Any = np.int64) -> np.ndarray:
@@ -367,10 +455,12 @@ def installed(driver: FakeDriver | None, patch: pytest.MonkeyPatch) -> Iterator[
         made = []
         for n, (_, stages) in enumerate(launches, len(driver.kernels) if driver else 0):
             kernels = [kernel for stage in stages for kernel in stage]
-            more = tuple((*["status"] * may_fail(k), "halt") for k in kernels)
+            more = tuple((*["slots", "far"] * of_groups(k), *["status"] * may_fail(k), "halt") for k in kernels)
+            experts = (experts_of(kernels[0]),) if of_groups(kernels[0]) else ()
             blocks = 0 if kernels[0].collective else 1
             sizes = tuple(map(len, stages))
-            made.append(CudaCode(f"kernel{n}", "// interpreted", b"fake", blocks, 1, 0, 0, 0, more, stages=sizes))
+            how = blocks, 1, 0, 0, 0, more
+            made.append(CudaCode(f"kernel{n}", "// interpreted", b"fake", *how, stages=sizes, experts=experts))
             assert driver is not None
             driver.kernels[f"kernel{n}"] = kernels
         return made

@@ -28,6 +28,8 @@ FREE = Rates(1.0, 1e12, {})
 class FakeTiers:
     """Tiers without memory: what they hold, how much it was at most, and the runs of a model whose routers choose as told."""
 
+    in_place = False
+
     def __init__(self, of: Sequence[MoELayer]) -> None:
         self.layers, self.advisor = tuple(of), None
         self.masks = [np.zeros(x.experts, bool) for x in of]

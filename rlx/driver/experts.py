@@ -42,7 +42,8 @@ class TierStats:
 
 @record
 class ResidencyStats:
-    """`resident.seconds`: in the steps that read experts. `offloaded.seconds`: in front of them, reading and packing."""
+    """`resident.seconds`: in the steps that read experts. `offloaded.seconds`: in front of them, reading and packing. On a GPU
+    neither is measured: 0, and the bytes at the measured rate of copies through the bus."""
 
     resident: TierStats
     offloaded: TierStats
@@ -160,9 +161,16 @@ class Advisor(Protocol):
 
     each: bool
 
-    def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> Iterable[int]:
+    def routed(
+        self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None
+    ) -> Iterable[int]:
         """`ids`: i32 [tokens, k], valid during the call; `ahead`: a guess of the next layer's, if the graph makes one. It may
-        promote and demote experts. An exception fails the run."""
+        promote and demote experts. An exception fails the run. `resident`: the experts that the run found resident, where it is
+        told later (ExpertTiers.in_place)."""
+        ...
+
+    def queued(self) -> None:
+        """A run has been queued where the advisor is told later. Returns at once."""
         ...
 
     def hits(self, layer: int, ids: np.ndarray) -> None:
@@ -171,7 +179,11 @@ class Advisor(Protocol):
 
 
 class ExpertTiers:
-    """The experts of one ParamStore, by layer in forward order. Its methods may be called beside runs, from any thread."""
+    """The experts of one ParamStore, by layer in forward order. Its methods may be called beside runs, from any thread.
+    `in_place`: kernels read experts that are not resident where they are, so that no run waits for them, and the advisor is told
+    of the choices of a run when it has ended."""
+
+    in_place = False
 
     def __init__(self, versions: Mapping[str, int], publish: Callable[[int, int], None]) -> None:
         """`versions`: of the store's params. `publish(address, value)`: writes a word, and orders it before all later reads."""
@@ -254,6 +266,9 @@ class ExpertTiers:
         self._advisor = advisor
         self.asking.value = 0 if advisor is None else AT_ONCE if advisor.each else LATER
 
+    def drain(self, wait: bool = False) -> None:
+        """Tell the advisor what routers chose, where it is told later. `wait`: in all runs that have begun."""
+
     def tell_hits(self, layer: int) -> None:
         """Tell the advisor of choices that were all resident."""
         at = self.layers[layer]
@@ -331,7 +346,7 @@ class ExpertTiers:
         self._forget(param, source)
         for at, part in self.parts(param):
             with at.lock:
-                _in_threads([partial(self._fill_one, part, e) for e in range(at.experts) if at.in_memory(e)])
+                in_threads([partial(self._fill_one, part, e) for e in range(at.experts) if at.in_memory(e)])
 
     def replaced(self, param: str, source: ExpertSource | None) -> None:
         """The param has changed, and all experts of its buffers are in memory. `source`: where they can be read again."""
@@ -386,7 +401,7 @@ class ExpertTiers:
     def _fill(self, at: ExpertLayer, experts: Sequence[int]) -> None:
         """Read experts; none of them is in memory if one fails."""
         try:
-            _in_threads([partial(self._fill_one, part, e) for e in experts for part in at.parts.values()])
+            in_threads([partial(self._fill_one, part, e) for e in experts for part in at.parts.values()])
         except BaseException:
             at.release(experts)
             raise
@@ -469,7 +484,7 @@ def mask_of(mask: object, experts: int, what: str) -> np.ndarray:
     return found
 
 
-def _in_threads(jobs: Sequence[Callable[[], None]]) -> None:
+def in_threads(jobs: Sequence[Callable[[], None]]) -> None:
     files.in_threads(jobs, max(1, min(THREADS, len(jobs), os.cpu_count() or 1)))
 
 
@@ -496,5 +511,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = [
-    "Advisor", "ExpertLayer", "ExpertSource", "ExpertTiers", "Part", "ResidencyStats", "TierStats", "Tiered", "Window", "mask_of",
+    "Advisor", "ExpertLayer", "ExpertSource", "ExpertTiers", "Part", "ResidencyStats", "TierStats", "Tiered", "Window",
+    "in_threads", "mask_of",
 ]  # fmt: skip

@@ -52,8 +52,10 @@ class ModelExperts:
 
     @property
     def share(self) -> float:
-        """Of the experts that are resident."""
-        return 1.0 if self.pool is None else sum(self.pool.policy.quotas) / sum(x.experts for x in self.pool.layers)
+        """Of the experts that are read when the model is loaded: the resident ones, or all if others are in pinned memory."""
+        if self.pool is None or self.pool.tiers.in_place:
+            return 1.0
+        return sum(self.pool.policy.quotas) / sum(x.experts for x in self.pool.layers)
 
     def within(self, plan: MemoryPlan, experts: int) -> dict[str, int]:
         """Bytes by purpose, of a plan in which all of so many experts are resident: what the budget leaves of them."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlx.ir.kernel import Alu, Buffer, Check, Const, Expr, Kernel, Let, Load, Loop, Store, Var, coefficient, is_const, walk
+from rlx.ir.program import Program
 
 Bounds = Mapping[Expr, int]  # expression -> a number that it stays below
 
@@ -95,4 +96,15 @@ def _range(e: Expr, bounds: Bounds) -> tuple[int, int] | None:
     return found[0], min(found[1], bounds.get(e, found[1] + 1) - 1)
 
 
-__all__ = ["section"]
+def sections_of(program: Program) -> Iterator[tuple[int, Kernel]]:
+    """The steps that prepare weights of experts, each with the kernel for one expert; without those that have none."""
+    experts = {name: router.experts for router in program.routers for name in router.params}
+    params = {id: program.buffers[id].name for id in program.params}
+    for i, step in enumerate(program.prepare):
+        count = experts.get(params.get(min(step.reads), "")) if len(step.reads) == len(step.writes) == 1 else None
+        kernel = section(step.kernel, count) if count else None
+        if kernel is not None:
+            yield i, kernel
+
+
+__all__ = ["section", "sections_of"]

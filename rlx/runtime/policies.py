@@ -53,14 +53,14 @@ class Budget:
     def quotas(self, layers: Sequence[MoELayer], tokens: int = 1) -> list[int]:
         """Experts of each layer that may be resident: what is left beside those that one token uses in one layer, the same number
         in each layer as far as possible. OptionError: a layer's experts in use by `tokens` tokens at once do not fit; it names
-        the least budget."""
+        the least budget. `tokens` 0: nothing is set aside for experts in use."""
         sizes = self.sizes(layers)
         least = max(min(x.experts, x.top_k * tokens) * size for x, size in zip(layers, sizes))
         if self.amount < least:
             need = Budget(least, self.in_bytes)
             used = f"one layer's experts in use by {counted(tokens, 'token')}"
             raise OptionError(f"a budget of {self} does not hold {used}: at least {need}")
-        left = self.amount - max(x.top_k * size for x, size in zip(layers, sizes))
+        left = self.amount - max(min(1, tokens) * x.top_k * size for x, size in zip(layers, sizes))
         quotas, open_ = [0] * len(layers), True
         while open_:
             open_ = False
@@ -93,9 +93,11 @@ class Policy:
         tokens: int = 1,
     ) -> None:  # fmt: skip
         """`refresh`: forwards between changes. `profile`: how often each expert was chosen, per layer: the start; else the first
-        experts of each layer are. `tokens`: of the largest forward."""
+        experts of each layer are. `tokens`: of the largest forward; 0: experts in use need no memory if they are not
+        resident."""
         self.layers, self.budget, self.refresh = tuple(layers), budget, whole("refresh", refresh, 1)
-        self.sizes, self.quotas = budget.sizes(layers), budget.quotas(layers, whole("tokens", tokens, 1))
+        self.sizes, self.quotas = budget.sizes(layers), budget.quotas(layers, whole("tokens", tokens, 0))
+        self.in_use = tokens > 0
         self.clock = [0] * len(self.layers)  # forwards of each layer
         self.uses = self.hits = 0
         self.profiled = profile is not None
@@ -113,7 +115,7 @@ class Policy:
         x, resident, size = self.layers[layer], self.resident[layer], self.sizes[layer]
         counts = _counts(chosen, x.experts)
         uses = int(np.count_nonzero(counts))
-        if uses * size > self.budget.amount:
+        if self.in_use and uses * size > self.budget.amount:
             need = Budget(uses * size, self.budget.in_bytes)
             used = f"{counted(len(chosen), 'token')} use {counted(uses, 'expert')} of layer {x.name!r} at once"
             raise OptionError(f"{used}, which a budget of {self.budget} does not hold: at least {need}")
@@ -127,7 +129,7 @@ class Policy:
         kept: list[int] = []
         made_room = False
         if misses:
-            self._make_room(layer, counts, misses * size, demoted)
+            self._make_room(layer, counts, misses * size * self.in_use, demoted)
             made_room = bool(demoted)
             if self.clock[layer] % self.refresh == 0:
                 kept, fetched = self._swap(layer, counts, missing, demoted)

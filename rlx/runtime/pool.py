@@ -2,7 +2,8 @@
 
 A policy answers each router (rlx.runtime.policies). Missing experts that stay are read once, by the run that needs them. What the
 policy demotes, and what it fetches ahead, is the work of a background thread, in pairs: it makes the tiers equal to what the
-policy wants, releases first. The policy is the simulator's, so that both count the same hits.
+policy wants, releases first. The policy is the simulator's, so that both count the same hits. On a GPU, where kernels read
+missing experts in place (ExpertTiers.in_place), the thread learns of the routers after their run, and promotes all that stay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rlx.errors import BindingError, OptionError, Unsupported
+from rlx.errors import BindingError, OptionError, Unsupported, whole
 from rlx.ir.shown import Shown, counted, sized
 from rlx.records import record
 from rlx.runtime.policies import DEFAULT, Budget, policy_of, profile_of
@@ -30,11 +31,13 @@ class Tiers(Protocol):
     """The fast and the slow tier of a model's experts: rlx.driver.experts.ExpertTiers."""
 
     advisor: Any
+    in_place: bool
 
     @property
     def layers(self) -> Sequence[Any]: ...
     def resident(self, layer: int) -> np.ndarray: ...
     def tell_hits(self, layer: int) -> None: ...
+    def drain(self, wait: bool = False) -> None: ...
     def promote(self, layer: int, expert: int) -> None: ...
     def demote(self, layer: int, expert: int) -> None: ...
     def set(self, masks: Sequence[np.ndarray]) -> None: ...
@@ -98,13 +101,15 @@ class ExpertPool(Shown):
             raise Unsupported("no experts can leave memory: others read their weights too, or they are not apart")
         self.name, self.budget = policy, Budget.of(budget)
         start = _counts_of(profile, self.layers)
-        self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, tokens)
+        in_use = whole("tokens", tokens, 1) if not self.tiers.in_place else 0
+        self.policy = policy_of(policy)(self.layers, self.budget, refresh, start, in_use)
         self.each = self.policy.guesses  # guesses are of use at once, hits are not
         self._ready = threading.Condition()
         self._thread: threading.Thread | None = None
         self._demote, self._promote = set[int](), set[int]()  # layers with work
         self._releasing, self._promoting = False, -1  # what the thread does now; the layer of which it reads an expert
         self._reading: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and what its run reads and keeps
+        self._told = False  # runs have been queued, of whose routers the thread learns
         self._error: BaseException | None = None
         self._uses = self._hits = 0
         self.tiers.set([mask.copy() for mask in self.policy.resident])
@@ -142,28 +147,43 @@ class ExpertPool(Shown):
                 self._wait()
             self._raise()
 
+    def queued(self) -> None:
+        """A run has been queued on a device that tells later what its routers choose."""
+        self._told = True
+        if self._ready.acquire(blocking=False):  # else the thread is at work, and looks for it later
+            try:
+                self._start()
+            finally:
+                self._ready.release()
+
     # -- called by a run, after each router
 
-    def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None = None) -> Sequence[int]:
+    def routed(
+        self, layer: int, ids: np.ndarray, ahead: np.ndarray | None = None, resident: np.ndarray | None = None
+    ) -> Sequence[int]:
         """The router of `layer` chose `ids`, int [tokens, top_k]. Returns those that stay resident once they are in memory.
-        Raises an error of the background thread."""
+        Raises an error of the background thread. `resident`: see rlx.driver.experts.Advisor."""
         with self._ready:
             self._raise()
-            while self._promoting == layer:  # one of those chosen, most likely
+            while self._promoting == layer and not self.tiers.in_place:  # one of those chosen, most likely
                 self._wait()
             before = self.tiers.resident(layer)
             used = np.unique(ids)
             used = used[: np.searchsorted(used, len(before))]  # numbers past the last expert are padding
-            there = before[used]
+            there = before[used] if resident is None else np.isin(used, resident)
             change = self.policy.routed(layer, ids, ahead)
             self._uses, self._hits = self._uses + change.uses, self._hits + int(np.count_nonzero(there))
             kept = used[self.policy.resident[layer][used]].tolist()
-            if not there.all():
+            if not there.all() and not self.tiers.in_place:
                 self._settle()  # what earlier routers demoted: its memory is needed now
-            self._reading = layer, frozenset(kept)
-            if change.demoted or change.fetched:
+            coming = [x for x, _ in change.fetched]
+            if self.tiers.in_place:
+                coming += [layer] * bool(change.kept)
+            else:
+                self._reading = layer, frozenset(kept)
+            if change.demoted or coming:
                 self._demote.update(x for x, _ in change.demoted)
-                self._promote.update(x for x, _ in change.fetched)
+                self._promote.update(coming)
                 self._start()
             if change.made_room:
                 self._settle()
@@ -178,6 +198,8 @@ class ExpertPool(Shown):
 
     def settle(self) -> None:
         """Wait until the tiers are as the policy wants them. Raises an error of the background thread."""
+        if self.tiers.in_place:
+            self.tiers.drain(wait=True)
         with self._ready:
             while (self._demote or self._promote or self._releasing or self._promoting >= 0) and self._error is None:
                 self._start()
@@ -225,9 +247,13 @@ class ExpertPool(Shown):
                 self._ready.notify_all()
 
     def _job(self) -> tuple[Callable[[int, int], None], int, list[int]] | None:
-        """The next work: releases first, of a whole layer; then one expert to read. None: there was none for a while."""
+        """The next work: what routers chose; releases, of a whole layer; then one expert to read. None: there was none for a
+        while."""
         with self._ready:
             while True:
+                if self._told and self._error is None:
+                    self._told, self._releasing = False, True
+                    return lambda *_: self.tiers.drain(), 0, [0]
                 while self._demote and self._error is None:
                     layer = self._demote.pop()
                     if going := np.flatnonzero(self.tiers.resident(layer) & ~self.policy.resident[layer]).tolist():
@@ -242,7 +268,9 @@ class ExpertPool(Shown):
                         return self.tiers.promote, layer, coming[:1]
                     self._promote.discard(layer)
                 self._ready.notify_all()
-                if not self._ready.wait(IDLE) and not ((self._demote or self._promote) and self._error is None):
+                if not self._ready.wait(IDLE) and not (
+                    (self._told or self._demote or self._promote) and self._error is None
+                ):
                     self._thread = None
                     return None
 

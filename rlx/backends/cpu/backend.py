@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel, Loop
 from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
-from rlx.ir.sections import section
+from rlx.ir.sections import sections_of
 from rlx.ir.target import Target
 from rlx.ir.tuning import Tiling
 from rlx.records import record
@@ -84,7 +84,7 @@ class CpuBackend:
         CompileError: LLVM rejects a kernel, which is a bug in the renderer."""
         from rlx.backends.cpu.executable import CpuArtifact
 
-        sections = dict(_sections(program))
+        sections = dict(sections_of(program))
         kernels = {id(k): k for k in (*(s.kernel for steps in program.phases.values() for s in steps), *sections.values())}
         keys = {i: kernel_key(kernel) for i, kernel in kernels.items()}
         chosen = {key: tuple(sorted(tiling.items())) for key, tiling in (tilings or {}).items()}
@@ -182,17 +182,6 @@ class _Job:
     def is_loops(self) -> bool:
         """Whether it has no contraction and no claimed op: LLVM takes a few milliseconds for loops, and up to 30 for those."""
         return all(isinstance(s, Loop) for s in self.kernel.body)
-
-
-def _sections(program: Program) -> Iterator[tuple[int, Kernel]]:
-    """The steps that prepare weights of experts, each with the kernel for one expert; without those that have none."""
-    experts = {name: router.experts for router in program.routers for name in router.params}
-    params = {id: program.buffers[id].name for id in program.params}
-    for i, step in enumerate(program.prepare):
-        count = experts.get(params.get(min(step.reads), "")) if len(step.reads) == len(step.writes) == 1 else None
-        kernel = section(step.kernel, count) if count else None
-        if kernel is not None:
-            yield i, kernel
 
 
 def _generated(job: _Job) -> tuple[Rendered, bytes]:

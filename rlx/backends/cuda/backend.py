@@ -28,9 +28,10 @@ from rlx.errors import RlxError
 from rlx.ir.dtype import DTYPES
 from rlx.ir.graph import Node
 from rlx.ir.program import Program
+from rlx.ir.sections import sections_of
 from rlx.ir.target import Producer, Target
 
-SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy")  # the kernels of support.h
+SUPPORT = ("rlx_end", "rlx_feed", "rlx_copy", "rlx_log")  # the kernels of support.h
 THREADS_EACH = 2048  # resident threads of a multiprocessor
 BLOCKS = 0.75  # large blocks for each multiprocessor that keep the GPU busy: a block runs a point of a reduction
 COMPUTED_ROWS, COMPUTED = 2, 32_000  # rows of a product that every block of it computes, and operations for each of them
@@ -81,10 +82,13 @@ class CudaBackend:
         codes = self._codes.setdefault((arch, count), Codes(lambda kernels, *say: compile_kernels(kernels, arch, count, *say)))
         launches = launches_of(program, arch, count)
         wanted = {name: [[[s.kernel]] for s in steps] for name, steps in program.phases.items()}
+        sections = dict(sections_of(program))
+        wanted["sections"] = [[[kernel]] for kernel in sections.values()]
         wanted["steps"] = [[[program.steps[n].kernel for n in stage] for stage in stages] for stages in launches]
         found = codes.of_keys({key_of(stages): stages for launched in wanted.values() for stages in launched}, progress)
         coded = {name: [found[key_of(stages)] for stages in launched] for name, launched in wanted.items()}
-        return CudaArtifact(program, coded, tuple(tuple(n for x in stages for n in x) for stages in launches), support(arch))
+        order, alone = tuple(tuple(n for x in stages for n in x) for stages in launches), coded.pop("sections")
+        return CudaArtifact(program, coded, order, support(arch), dict(zip(sections, alone)))
 
     def compiler(self) -> str:
         return compiler_version()
@@ -96,7 +100,9 @@ class CudaBackend:
     def to_parts(self, artifact: CudaArtifact) -> tuple[Any, list[bytes]]:
         at = {code.name: i for i, code in enumerate(artifact.codes)}
         coded = {name: [at[code.name] for code in codes] for name, codes in artifact.coded.items()}
-        head = {"codes": [code.described() for code in artifact.codes], "coded": coded, "launches": artifact.launches}
+        sections = [(i, at[code.name]) for i, code in artifact.sections.items()]
+        codes = [code.described() for code in artifact.codes]
+        head = {"codes": codes, "coded": coded, "launches": artifact.launches, "sections": sections}
         return head, [artifact.support, *(code.cubin for code in artifact.codes)]
 
     def from_parts(
@@ -113,7 +119,8 @@ class CudaBackend:
             for group, found in zip(groups, coded[name], strict=True):
                 if not group[0].kernel.collective and not len(found.more) == len(group) == sum(found.stages or (1,)):
                     raise ValueError(f"{found.name} is not the code of {len(group)} kernels")
-        return CudaArtifact(program, coded, launches, helpers, texts)
+        sections = {range(len(program.prepare))[i]: made[at] for i, at in (whole(row) for row in code["sections"])}
+        return CudaArtifact(program, coded, launches, helpers, sections, texts)
 
     def missing(self, features: Sequence[str], index: int = 0) -> Sequence[str]:
         """Code for one architecture is not run on another."""

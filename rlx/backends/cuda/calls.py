@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,10 @@ class Starter:
             gpu.await_readers()
             if ring.inputs:
                 ring.room()
-            status = self._call(ctypes.addressof(block))
+            with own.experts.queueing(True) if own.experts else nullcontext():
+                status = self._call(ctypes.addressof(block))
+            if own.experts and own.experts.log:
+                block.graph = None  # before each run, there must be room in the log
         if status == start_code.STARTED:
             own.watch.started += 1
             own.started(own.watch.started)

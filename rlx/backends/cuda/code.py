@@ -39,13 +39,14 @@ from rlx.ir.kernel_text import kernel_key
 from rlx.ir.program import Program
 from rlx.records import record
 
-MORE = frozenset({"scratch", "counters", "status", "halt", "early"})  # arguments of kernels behind the buffers
+MORE = frozenset({"scratch", "counters", "status", "halt", "early", "slots", "far"})  # arguments of kernels behind the buffers
 
 
 @record
 class CudaCode:
     """One launch: its CUDA C++, its cubin, and how it is launched. `more`: for each of its kernels, arguments behind the buffers.
-    `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these."""
+    `early`: buffers that the last one reads before earlier launches of the run end, if none of them writes these. `experts`: the
+    buffer with a matrix for each group, which may be in two tiers (experts.py)."""
 
     name: str
     text: str
@@ -59,17 +60,18 @@ class CudaCode:
     maps: tuple[TensorMap, ...] = ()
     early: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()  # of several kernels, how many are in each stage
+    experts: tuple[int, ...] = ()
 
     def described(self) -> list[Any]:
         """All but the text and the cubin, for JSON."""
         maps = [[m.argument, m.offset, m.dtype, m.dims, m.strides, m.box] for m in self.maps]
         sizes = [self.blocks, self.threads, self.shared, self.scratch, self.counters]
-        return [self.name, sizes, self.more, maps, self.early, self.stages]
+        return [self.name, sizes, self.more, maps, self.early, self.stages, self.experts]
 
     @staticmethod
     def read(row: Any, cubin: bytes) -> CudaCode:
         """From `described`. ValueError, TypeError: the row is no such thing."""
-        name, sizes, more, maps, early, stages = row
+        name, sizes, more, maps, early, stages, experts = row
         blocks, threads, shared, scratch, counters = whole(sizes)
         tensors = [
             TensorMap(whole([n])[0], whole([first])[0], dtype, tuple(whole(dims)), tuple(whole(strides)), tuple(whole(box)))
@@ -78,7 +80,7 @@ class CudaCode:
         names = tuple(tuple(map(str, each)) for each in more)
         if not isinstance(name, str) or not {n for each in names for n in each} <= MORE:
             raise ValueError(f"{str(row)[:80]} describes no kernel")
-        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages))
+        known = names, tuple(tensors), tuple(whole(early)), tuple(whole(stages)), tuple(whole(experts))
         return CudaCode(name, "", cubin, blocks, threads, shared, scratch, counters, *known)
 
 
@@ -147,6 +149,10 @@ def early_of(at: Launch) -> tuple[int, ...]:
     return found if isinstance(found, tuple) else () if found is None else (found,)
 
 
+def experts_of(at: Launch) -> tuple[int, ...]:
+    return () if at.segments is None else (at.kernel.buffers.index(at.segments.weights),)
+
+
 Kernels = Sequence[Sequence[Kernel]]  # stages of a launch
 
 
@@ -172,7 +178,7 @@ def compile_kernels(
         text = text_of(at, name)
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
-            (tuple(arguments_of(at)),), at.maps, early_of(at),
+            (tuple(arguments_of(at)),), at.maps, early_of(at), experts=experts_of(at),
         )
 
     def together(name: str, stages: Kernels) -> CudaCode:

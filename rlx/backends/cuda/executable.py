@@ -8,10 +8,10 @@ the run when it waits for it, and clears the flag.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -26,6 +26,7 @@ from rlx.backends.cuda.transfers import Download, Upload
 from rlx.backends.shared.loaded import POISON, check_fits
 from rlx.backends.shared.transacted import Transacted
 from rlx.driver.backend import Timeline
+from rlx.driver.experts import ResidencyStats, TierStats
 from rlx.driver.foreign import DeviceArray
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import Block, bytes_of
@@ -38,6 +39,10 @@ from rlx.ir.program import Program, Region, Step, kernel_labels
 from rlx.ir.shape import Shape
 from rlx.records import record
 
+if TYPE_CHECKING:
+    from rlx.backends.cuda.experts import CudaTiers
+    from rlx.backends.cuda.routed import Experts
+
 NEVER_WRITTEN = (Region.PARAM, Region.PREPARED, Region.CONSTANT)  # by the kernels of a run
 OF_STORE = ("_ring", "_fed", "_whole", "_steps", "_commits")  # what has addresses of a HandleStore
 COPY_BYTES = 256 * 16  # bytes that a block of rlx_copy moves at once
@@ -47,18 +52,20 @@ COPY_BLOCKS = 1024  # at most
 @record
 class CudaArtifact:
     """Artifact protocol (rlx.driver.backend). `coded`: by phase, the code of each step, or of each launch of a run. `launches`:
-    those, as numbers of steps. `support`: the machine code of support.h."""
+    those, as numbers of steps. `support`: the machine code of support.h. `sections`: of steps that prepare weights of experts,
+    the code for one expert."""
 
     program: Program
     coded: Mapping[str, Sequence[CudaCode]]
     launches: tuple[tuple[int, ...], ...]
     support: bytes
+    sections: Mapping[int, CudaCode] = field(default_factory=dict)
     written: Callable[[], dict[str, str]] | None = None
 
     @property
     def codes(self) -> list[CudaCode]:
         """Each once."""
-        return list({c.name: c for codes in self.coded.values() for c in codes}.values())
+        return list({c.name: c for codes in (*self.coded.values(), self.sections.values()) for c in codes}.values())
 
     def texts(self) -> dict[str, str]:
         if self.written is not None:
@@ -112,6 +119,7 @@ class CudaExecutable(Transacted):
         self._counters = memory.allocate(4 * max((c.counters for c in artifact.codes), default=0))  # zero between kernels
         self._statuses = memory.allocate(16 * (len(self.checks) + 1))  # of `checks`; the last one is of prepare
         self._guarded, self.kept = guarded(program, self.decls)
+        self.experts = self._own_experts() if program.routers else None
         for b in program.buffers:  # params are in the store from the start
             self.address(b.id)
         self._watch()
@@ -122,8 +130,7 @@ class CudaExecutable(Transacted):
         self._memory.watch(store, Watch)  # before anything changes: there may be no room for it
         left = self.handles
         super().use_handles(store)
-        for start in self.starters:
-            start.stale()
+        self.stale()
         self._graphs[left] = {name: vars(self).pop(name) for name in OF_STORE if name in vars(self)}
         vars(self).update({"_ring": None} | self._graphs.pop(store, {}))
         self._watch()
@@ -156,7 +163,46 @@ class CudaExecutable(Transacted):
         own = self._scratch.nbytes + self._counters.nbytes + self._statuses.nbytes
         own += sum(x.nbytes for x in (*self._uploads.values(), *self._downloads.values()))
         code = sum(len(c.cubin) for c in self.artifact.codes) + len(self.artifact.support)
-        return super().memory() | {"scratch": own, "code": code}
+        found = super().memory() | {"scratch": own, "code": code}
+        if (tiers := self.tiers) is not None:
+            for purpose, region in (("params", Region.PARAM), ("prepared", Region.PREPARED)):
+                found[purpose] -= tiers.offloaded(b.name for b in self.program.buffers if b.region is region)
+        return found
+
+    # -- experts: Tiered protocol (rlx.driver.experts)
+
+    def _own_experts(self) -> Experts:
+        from rlx.backends.cuda.routed import Experts  # imported late: most programs have no experts
+
+        return Experts(self, self._memory)
+
+    @property
+    def tiers(self) -> CudaTiers | None:
+        return self.experts.tiers if self.experts and max(self.experts.layers) >= 0 else None
+
+    @property
+    def tier_layers(self) -> Sequence[int]:
+        return self.experts.layers if self.experts else ()
+
+    def take_tier_stats(self) -> ResidencyStats:
+        assert self.experts is not None
+        tiers, log = self.experts.tiers, self.experts.log
+        tiers.drain(wait=True)
+        return log.tally.take(tiers.bus_rate) if log else ResidencyStats(TierStats(), TierStats())
+
+    def stale(self) -> None:
+        """Machine code asks for the graph again."""
+        for start in self.starters:
+            start.stale()
+
+    def _tier_arguments(self, code: CudaCode, step: Step) -> dict[str, int]:
+        if not code.experts:
+            return {}
+        buffer = step.args[code.experts[0]]
+        part = self.experts.parts.get(buffer) if self.experts else None
+        if part is None or part.store is None or part.slots.table is None:
+            return {"slots": 0, "far": self.address(buffer)}
+        return {"slots": part.slots.table.address, "far": part.store.ctypes.data}
 
     @property
     def ring(self) -> Ring:
@@ -181,6 +227,8 @@ class CudaExecutable(Transacted):
 
     def write(self, buffer: int, array: np.ndarray | DeviceArray) -> None:
         check_fits(self.decls[buffer], array)
+        if self.experts and buffer in self.experts.parts and self.experts.write(buffer, array):
+            return
         if isinstance(array, DeviceArray):
             self.ring.written.discard(buffer)
             if buffer in self.kept or buffer not in self.program.inputs:
@@ -199,6 +247,10 @@ class CudaExecutable(Transacted):
     def read(self, buffer: int, start: int = 0, count: int | None = None) -> np.ndarray:
         if self.decls[buffer].region is Region.INPUT:
             self._flush()
+        part = self.experts.parts.get(buffer) if self.experts else None
+        if part is not None and part.store is not None:
+            found = part.store.view((shape := self.decls[buffer].shape).dtype.numpy)
+            return found.reshape(shape.static).copy() if count is None else found[start : start + count].copy()
         return super().read(buffer, start, count)
 
     def read_later(self, buffers: Sequence[int]) -> Callable[[], list[np.ndarray]]:
@@ -229,6 +281,8 @@ class CudaExecutable(Transacted):
     def prepare(
         self, steps: Sequence[int], given: Mapping[int, np.ndarray | DeviceArray] | None = None, alone: bool = False
     ) -> None:
+        if self.experts:
+            steps = self.experts.prepare(steps, given or {})
         held: dict[int, Block] = {}
         there: dict[int, int] = {}
         for buffer, array in (given or {}).items():
@@ -375,6 +429,7 @@ class CudaExecutable(Transacted):
                 "scratch": self._scratch.address, "counters": self._counters.address, "early": int(known and early),
                 "status": 0 if number not in self.checks else self._statuses.address + 16 * self.checks[number],
                 "halt": self.watch.halt if number is None or number in self._guarded else 0, **own,
+                **self._tier_arguments(code, step),
             }  # fmt: skip
             arguments += self._arguments(step, given, [more[name] for name in names])
         if code.blocks:

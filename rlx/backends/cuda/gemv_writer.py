@@ -101,6 +101,9 @@ class BlocksWriter(AheadWriter):
             return
         size = f"(last - turn < {at.whole} ? last - turn : {at.whole}) / {inner} * {at.panel.packed.nbytes}"
         self.line(f"const int size = {size};")
+        if at.segments:
+            copy = f"rlx_ring_copy_far(to, {self.block_at(turns)}, size, filled + place, lane)"
+            self.line(f"if (is_far) return {copy};")
         self.line("rlx_ring_expect(filled + place, size, lane);")
         self.line(f"rlx_ring_copy(to, {self.block_at(turns)}, size, filled + place, lane);")
 
@@ -251,7 +254,8 @@ class BlocksWriter(AheadWriter):
             self.line(f"const int u = (number - from) * {at.whole} + within;")
             with self.scope(["if (first + u < last) {"]):
                 self.plain_turns() if at.plain else self.block_turns()
-            self.line(f"if (rlx_ring_used(used + place, lane)) fetch(number + {at.slots});")
+            by_all = ", is_far" * (at.segments is not None)
+            self.line(f"if (rlx_ring_used(used + place, lane{by_all})) fetch(number + {at.slots});")
             self.line(f"if ((place += {at.teams}) >= {at.slots}) place -= {at.slots}, phase ^= 1;")
 
     def digits_at(self) -> None:

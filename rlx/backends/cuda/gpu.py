@@ -9,8 +9,8 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -92,6 +92,7 @@ class Gpu:
         wanted = {
             "major": "COMPUTE_CAPABILITY_MAJOR", "minor": "COMPUTE_CAPABILITY_MINOR", "multiprocessors": "MULTIPROCESSOR_COUNT",
             "shared_bytes": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "l2_bytes": "L2_CACHE_SIZE",
+            "virtual": "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
         }  # fmt: skip
         self.facts: dict[str, int] = {}
         for ours, name in wanted.items():
@@ -108,6 +109,7 @@ class Gpu:
         self._record, self._await, self._query = (self._direct(*f) for f in DIRECT.items())
         self.up: Any = None  # streams for copies from the host, and to it
         self.down: Any = None
+        self.beside: Any = None  # for copies of experts, beside runs
         self.reading = ctypes.c_int64()  # streams of other libraries that read outputs: the next run waits for them
         self._readers: list[int] = []
         self._several = count() > 1
@@ -140,7 +142,8 @@ class Gpu:
                 context = self.context or check(d.cuDevicePrimaryCtxRetain(self.device), f"opening a context {where}")
                 check(d.cuCtxSetCurrent(context), f"using a context {where}")
                 if self._stream is None:
-                    self._stream, self.up, self.down = (check(d.cuStreamCreate(1), f"making a stream {where}") for _ in range(3))
+                    made = (check(d.cuStreamCreate(1), f"making a stream {where}") for _ in range(4))
+                    self._stream, self.up, self.down, self.beside = made
                 self.context, self._here.current = context, True
         return getattr(self._here, "stream", self._stream)
 
@@ -267,15 +270,30 @@ class Gpu:
         stream = self.use()
         address = int(check(self.driver.cuMemAlloc(max(1, nbytes)), f"cuda:{self.index}: allocating {nbytes} bytes"))
         check(self.driver.cuMemsetD8Async(address, 0, max(1, nbytes), stream), "clearing memory")
-        for name, n in (("count", 1), ("live_bytes", nbytes), ("total_bytes", nbytes)):
-            self.allocated[name] += n
+        self.account(nbytes)
         return address
 
+    def account(self, nbytes: int) -> None:
+        """Keep account of an allocation; negative: of its end."""
+        self.allocated["live_bytes"] += nbytes
+        if nbytes >= 0:
+            self.allocated["count"] += 1
+            self.allocated["total_bytes"] += nbytes
+
     def free(self, address: int, nbytes: int) -> None:
-        with suppress(DeviceError):  # after a lost device there is nothing to free
-            self.use()
+        with self.at_the_end():
             self.driver.cuMemFree(address)
-        self.allocated["live_bytes"] -= nbytes
+        self.account(-nbytes)
+
+    @contextmanager
+    def at_the_end(self, wait: bool = False) -> Iterator[None]:
+        """Give something back. After a lost device there is nothing. `wait`: for all that is queued; perhaps this thread is
+        recording."""
+        with suppress(DeviceError):
+            self.use()
+            if wait:
+                self.driver.cuStreamSynchronize(self._stream)
+            yield
 
     @property
     def staging(self) -> Staging:
@@ -313,15 +331,17 @@ class Gpu:
         if nbytes:
             check(self.driver.cuMemsetD8Async(address, byte, nbytes, self.use()), "filling memory")
 
-    def pinned(self, nbytes: int) -> np.ndarray:
-        """Zeroed bytes of host memory that the GPU reads and writes at the same address, freed with the last view."""
+    def pinned(self, nbytes: int, clear: bool = True) -> np.ndarray:
+        """Zeroed bytes of host memory that the GPU reads and writes at the same address, freed with the last view. `clear` False:
+        undefined ones."""
         self.use()
         flags = self.driver.CU_MEMHOSTALLOC_PORTABLE | self.driver.CU_MEMHOSTALLOC_DEVICEMAP
         address = int(check(self.driver.cuMemHostAlloc(max(1, nbytes), flags), f"pinning {nbytes} bytes"))
         held = (ctypes.c_uint8 * nbytes).from_address(address)
         weakref.finalize(held, self.driver.cuMemFreeHost, address).atexit = False
         array = np.ctypeslib.as_array(held)
-        array[...] = 0
+        if clear:
+            array[...] = 0
         return array
 
     # -- code
@@ -343,9 +363,7 @@ class Gpu:
         return found
 
     def _unload(self, module: Any) -> None:
-        with suppress(DeviceError):  # after a lost device there is nothing to unload
-            self.use()
-            self.driver.cuStreamSynchronize(self._stream)  # launches of its kernels; perhaps this thread is recording
+        with self.at_the_end(wait=True):  # for launches of its kernels
             self.driver.cuModuleUnload(module)
 
     def tensor_map(self, m: Any, base: int) -> Any:
@@ -399,7 +417,7 @@ class DeviceBlock:
 
     address: int
     nbytes: int
-    owner: _Owned
+    owner: Any  # its `free` does so at once
 
     data = None  # the host does not see it
 

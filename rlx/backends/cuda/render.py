@@ -81,6 +81,8 @@ class CudaWriter(Writer):
         for b, free in zip(self.kernel.buffers, unaliased(self.kernel)):
             restrict = " __restrict__" * (free and self.alone_in_launch)
             found.append(f"{'' if b.writable else 'const '}{CUDA.element(b.dtype)}*{restrict} {self.name(b, 'b')}")
+        if s := self.launch.segments:
+            found += ["const int* slots", f"const {CUDA.element(s.weights.dtype)}* __restrict__ far"]
         if self.launch.scratch:
             found.append("unsigned char* rlx_scratch")
         if self.launch.counters:
@@ -145,22 +147,28 @@ class CudaWriter(Writer):
     def list_tiles(self, s: Segments) -> None:
         """Count the tiles of all groups, which depends on earlier kernels; find this block's."""
         self.line(BEGIN)
-        self.line(f"__shared__ int tiles_before[{s.groups + 1}];")
+        self.line(f"__shared__ int tiles_before[{s.groups + 1}], slot_of[{s.groups}];")
+        self.near = self.names[s.weights]
         with self.scope(["const auto rows_of = [&](rlx_index group) {"]):
             self.names[s.group] = "group"
             self.line(f"return (int){self.value(s.count)};")
         self.lines[-1] += ";"
-        self.line(f"rlx_list_tiles<{s.groups}, {s.rows}>(tiles_before, rows_of);")
+        self.line(f"rlx_list_tiles<{s.groups}, {s.rows}>(tiles_before, slot_of, slots, rows_of);")
         if self.tile_by_block:
             self.find_tile(s, "return")
 
     def find_tile(self, s: Segments, leave: str) -> None:
-        """Names for the group of a tile and its first row there; `leave`: how to, if there are fewer tiles."""
+        """Names for the group of a tile, its first row there, and its weights; `leave`: how to, if there are fewer tiles."""
         tile, group, first = self.names[s.tile], self.fresh("group"), self.fresh("first")
         self.line(f"if ({tile} >= tiles_before[{s.groups}]) {leave};")
         self.line(f"const rlx_index {group} = rlx_group_of_tile<{s.groups}>(tiles_before, {tile});")
         self.line(f"const rlx_index {first} = ({tile} - tiles_before[{group}]) * {s.rows};")
         self.names[s.group], self.names[s.first] = group, first
+        slot, weights = self.fresh("slot"), self.fresh("weights")
+        self.line(f"const bool is_far = slot_of[{group}] < 0;")
+        self.line(f"const rlx_index {slot} = is_far ? {group} : slot_of[{group}];")
+        self.line(f"const auto* const {weights} = is_far ? far : {self.near};")
+        self.names[s.slot], self.names[s.weights] = slot, weights
 
     def atom(self, e: Expr) -> str:
         s = self.launch.segments
@@ -479,7 +487,8 @@ def _plus_1(e: Expr, op: str) -> Expr | None:
 def arguments_of(launch: Launch) -> Sequence[str]:
     """Additional arguments after the buffers, in order."""
     early = getattr(launch, "early", None) is not None
-    return (["scratch"] * bool(launch.scratch) + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
+    return (["slots", "far"] * (launch.segments is not None) + ["scratch"] * bool(launch.scratch)
+            + ["counters"] * bool(launch.counters) + ["status"] * may_fail(launch.kernel)
             + ["halt"] + ["early"] * early)  # fmt: skip
 
 

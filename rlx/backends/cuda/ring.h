@@ -35,6 +35,19 @@ RLX_FN void rlx_ring_copy(void* to, const void* from, int bytes, uint64_t* fille
 }
 #define RLX_RING_TRY "mbarrier.test_wait"
 #endif
+/* A stage from memory of the host, by a warp: bulk copies ask the bus for so little at once that half of its time is lost. */
+RLX_FN void rlx_ring_copy_far(void* to, const void* from, int bytes, uint64_t* filled, int lane) {
+#if __CUDA_ARCH__ >= 900
+  for (int at = lane * 16; at < bytes; at += 512)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(rlx_ring_at((char*)to + at)), "l"((const char*)from + at)
+      : "memory");
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(rlx_ring_at(filled)) : "memory");
+  __syncwarp();
+  if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(rlx_ring_at(filled)) : "memory");
+#else
+  rlx_ring_copy(to, from, bytes, filled, lane);
+#endif
+}
 RLX_FN void rlx_ring_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(rlx_ring_at(barrier)), "r"(arrivals) : "memory");
 }
@@ -51,16 +64,17 @@ RLX_FN void rlx_ring_await(uint64_t* filled, int phase) {
     "{ .reg .pred done; again: " RLX_RING_TRY ".parity.shared.b64 done, [%0], %1; @done bra out; bra again; out: }"
     ::"r"(rlx_ring_at(filled)), "r"(phase) : "memory");
 }
-/* A warp has used a stage. True if all others have. */
-RLX_FN bool rlx_ring_used(uint64_t* used, int lane) {
+/* A warp has used a stage. True, in its first lane or in all, if all others have. */
+RLX_FN bool rlx_ring_used(uint64_t* used, int lane, bool in_all = false) {
   int left = 0;
   __syncwarp();
   if (lane == 0)
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%1]; mbarrier.pending_count.b64 %0, state; }"
       : "=r"(left) : "r"(rlx_ring_at(used)) : "memory");
 #if __CUDA_ARCH__ < 900
-  left = __shfl_sync(0xffffffffu, left, 0);
+  in_all = true;
 #endif
+  if (in_all) left = __shfl_sync(0xffffffffu, left, 0);
   return left == 1;
 }
 

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -20,6 +20,9 @@ from rlx.driver.memory import Block, Memory, bytes_of
 from rlx.driver.params import ParamStore
 from rlx.errors import IndexRangeError, RlxError
 from rlx.ir.program import BufferDecl, Program, Step
+
+if TYPE_CHECKING:
+    from rlx.backends.cuda.routed import Experts, RouterLog
 
 Numbered = Sequence[tuple[int | None, Step]]  # steps of one launch, with their numbers; None: of the commit
 Launch = tuple[CudaCode, Numbered]
@@ -46,6 +49,7 @@ class Owner(Protocol):
     kept: set[int]
     done: int
 
+    experts: Experts | None
     starters: WeakSet[Any]
 
     @property
@@ -176,7 +180,10 @@ class Replay:
         self.owner, self.launches, self.fed, self._given = owner, list(launches), fed, given
         self.first = (self.launches[0][1][0][0] or 0) if launches else 0
         self._graph: Any = None
-        self._watched = False  # known with the graph
+        self._watched, self._epoch = False, 0  # known with the graph
+        numbers = {n for _, steps in self.launches for n, _ in steps}
+        self._whole = len(numbers - {None}) == len(owner.program.steps)  # if so, it logs what routers choose
+        self._log: RouterLog | None = None
 
     def run(self) -> None:
         number = self.queue()
@@ -185,8 +192,12 @@ class Replay:
 
     def queue(self) -> int | None:
         """Start it. The number of the run in the Watch; None: it cannot fail."""
-        gpu = self.owner.gpu
-        gpu.replay(self._graph if self._graph is not None else self.graph())
+        gpu, experts = self.owner.gpu, self.owner.experts
+        if experts is None:
+            gpu.replay(self._graph if self._graph is not None else self.graph())
+        else:
+            with experts.queueing(self._whole):
+                gpu.replay(self.graph())
         if not self._watched:
             return None
         self.owner.watch.started += 1
@@ -197,8 +208,11 @@ class Replay:
         return any(n in self.owner.checks for _, steps in self.launches for n, _ in steps)
 
     def graph(self) -> Any:
-        if self._graph is None:
+        experts = self.owner.experts
+        if self._graph is None or (experts and self._epoch != experts.tiers.epoch):
             gpu = self.owner.gpu
+            if experts:
+                self._epoch, self._log = experts.tiers.epoch, experts.log if self._whole else None  # before anything is recorded
             self._watched = self.watched
             self._graph = gpu.recorded(self._launch)
             weakref.finalize(self, _destroy, gpu, self._graph, self.owner.functions).atexit = False
@@ -212,6 +226,8 @@ class Replay:
         for n, (code, steps) in enumerate(self.launches):
             own.launch(code, steps, given=self._given, early=n > 0 or self.fed, written=written)
             written.update(*(step.writes for _, step in steps))
+        if (log := self._log) is not None:
+            own.support("rlx_log", log.blocks, [*log.arguments, own.watch.halt], early=True)
         if self._watched:
             own.support("rlx_end", 1, own.end_arguments(), threads=1, early=True)
 

@@ -17,7 +17,7 @@ from rlx.backends.shared.contract_loops import without_contract
 from rlx.backends.shared.lines import in_loops
 from rlx.backends.shared.long_sums import long_sums
 from rlx.backends.shared.nest import nested
-from rlx.ir.kernel import Alu, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
+from rlx.ir.kernel import Alu, Buffer, Check, Contract, Expr, Kernel, Let, Load, Local, Loop, Stmt, Store, Var, coefficient, walk
 from rlx.ir.overlap import may_overlap
 from rlx.records import record
 
@@ -65,7 +65,7 @@ class Segments:
     """Rows of `groups` groups in tiles of `rows` (segments.py). Block or grid point `tile` finds its `group`, and `first`, its
     first row in that. `count`: rows of the group. `moved`: variables that count from the group's first row, and those that count
     from the tile's. `start`: the tile's first row in the left operand, which has `all_rows` from element `base` on; None if
-    that is computed. `expected`: tiles."""
+    that is computed. `expected`: tiles. `weights`: the right operand's buffer, where the group's matrix is number `slot`."""
 
     group: Var
     groups: int
@@ -78,15 +78,17 @@ class Segments:
     start: Expr | None
     base: int
     expected: int
+    weights: Buffer
+    slot: Var
 
     @property
     def axes(self) -> tuple[tuple[Var, int], ...]:
-        return ((self.group, self.groups),)
+        return ((self.slot, self.groups),)
 
     @property
     def shared(self) -> int:
         """Bytes of a block, with what alignment may take."""
-        return 4 * (self.groups + 1) + 1024
+        return 4 * (2 * self.groups + 1) + 1024
 
 
 def busy_points(kernel: Kernel, segments: Segments | None) -> int:

@@ -1,13 +1,14 @@
 
 /* Tiles of ROWS rows of groups (segments.py). before[g]: tiles of the groups in front of g; the last one: of all. `rows(g)`: rows of
-   a group. */
-template <int GROUPS, int ROWS, class C> RLX_FN void rlx_list_tiles(int* before, const C& rows) {
+   a group. slot[g]: the number of its matrix, from `slots`; null: they are in order. */
+template <int GROUPS, int ROWS, class C> RLX_FN void rlx_list_tiles(int* before, int* slot, const int* slots, const C& rows) {
   constexpr int EACH = (GROUPS + 31) / 32; /* a lane has adjacent groups */
   if (threadIdx.x < 32) {
     int tiles[EACH], own = 0;
     #pragma unroll
     for (int n = 0; n < EACH; n++) {
       const int g = threadIdx.x * EACH + n;
+      if (g < GROUPS) slot[g] = slots ? slots[g] : g;
       tiles[n] = g < GROUPS ? (rows(g) + ROWS - 1) / ROWS : 0;
       own += tiles[n];
     }

@@ -2,7 +2,8 @@
 
 The rows of a group are cut into tiles. A tile is a grid point of a product with so many rows, of which the last tile of a group
 has fewer. Groups follow from memory, so there are as many grid points as there may be tiles: each block counts the tiles of all
-groups, and finds the group of its own (segments.h). Blocks without one end.
+groups, and finds the group of its own (segments.h). Blocks without one end. The number of its matrix in the right operand
+follows from memory, too: `slots` has it, or -1 for a matrix in host memory, at its place behind `far` (experts.py).
 
 Tensor cores of 9.0 take 64 rows at a time, however few a group has: the product is then bound by reading its weights. Rows of
 other groups behind those of a tile are multiplied, too, and not stored.
@@ -20,6 +21,7 @@ from rlx.backends.cuda.gemv_blocks import MOST_PIECES, of_blocks
 from rlx.backends.cuda.schedule import Launch, Segments
 from rlx.backends.cuda.tensor import on_tensor_cores
 from rlx.backends.cuda.warps import on_warps
+from rlx.backends.shared.nest import substitute
 from rlx.errors import CompileError
 from rlx.ir.graph import Node, Value
 from rlx.ir.kernel import Alu, Const, Contract, Expr, Kernel, Limit, Operand, Var, const, is_const, k
@@ -124,12 +126,15 @@ def in_tiles(kernel: Kernel, rows: int) -> tuple[Kernel, Segments]:
     else:
         moved[a.row] = own = Var("row")
         a = replace(a, row=own)
+    assert isinstance(c.b, Operand)
+    slot = Var("slot")
+    b = replace(c.b, offset=substitute(c.b.offset, {group: slot}))
     some = min(groups, c.m)
     most = some + (c.m - some) // rows
     here = used(c.m, groups)
     expected = min(most, max(1, math.ceil(here * max(1.0, c.m / here / rows + 0.5))))
-    segments = Segments(group, groups, tile, first, rows, c.count, moved, c.m, *start, expected)
-    made = replace(c, i=row, m=rows, a=a, count=None)
+    segments = Segments(group, groups, tile, first, rows, c.count, moved, c.m, *start, expected, b.buffer, slot)
+    made = replace(c, i=row, m=rows, a=a, b=b, count=None)
     return replace(kernel, grid=((tile, most),), body=(made,), limits=(Limit(row, k.sub(c.count, first)),)), segments
 
 

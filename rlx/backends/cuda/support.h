@@ -61,3 +61,32 @@ extern "C" __global__ void rlx_copy(unsigned char* to, const unsigned char* from
   if (*halt) return;
   rlx_move(to, from, nbytes, (int64_t)blockIdx.x * blockDim.x + threadIdx.x, (int64_t)gridDim.x * blockDim.x);
 }
+
+/* A router: its choices, `chosen` of `count` numbers (guesses follow them); the slots of its experts, -1 for those that are not
+   resident, null if all are. */
+struct rlx_router { const int* ids; const int* slots; int64_t chosen, count, experts; };
+
+/* Writes what the routers chose to the ring's next entry, with a mark on experts that are not resident, and tells the host. A block
+   for each router. turn: entries ever written, blocks that have ended. */
+extern "C" __global__ void rlx_log(
+    const rlx_router* routers, int64_t* turn, unsigned char* ring, int64_t entry, int64_t entries, volatile int64_t* told,
+    const int* halt) {
+  rlx_begin();
+  if (*halt) return;
+  const int64_t now = *(volatile int64_t*)turn;
+  int* to = (int*)(ring + now % entries * entry);
+  for (int r = 0; r < blockIdx.x; r++) to += routers[r].count;
+  const rlx_router own = routers[blockIdx.x];
+  for (int64_t i = threadIdx.x; i < own.count; i += blockDim.x) {
+    const int id = own.ids[i];
+    const bool known = i < own.chosen && own.slots && (unsigned)id < own.experts;
+    to[i] = known && own.slots[id] < 0 ? id | 1 << 30 : id;
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd((unsigned long long*)turn + 1, 1ull) == gridDim.x - 1) {
+    turn[0] = now + 1, turn[1] = 0;
+    __threadfence_system();
+    *told = now + 1;
+  }
+}

@@ -178,7 +178,14 @@ class TensorLaunch(Launch):
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        return tuple(side.tensor for side in self.sides if side.tensor)
+        found = [side.tensor for side in self.sides if side.tensor]
+        far = len(self.kernel.buffers) + 1  # behind the buffers and `slots`
+        return (*found, *(replace(found[-1], argument=far) for _ in range(self.boxes_far)))
+
+    @property
+    def boxes_far(self) -> bool:
+        """Whether bulk copies fetch weights of host memory, too."""
+        return self.segments is not None and self.sides[1].tensor is not None
 
     @property
     def by_threads(self) -> bool:

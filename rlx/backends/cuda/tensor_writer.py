@@ -41,7 +41,8 @@ class TensorWriter(PackedCopies):
     tile_by_block = False
 
     def arguments(self) -> list[str]:
-        maps = [f"const __grid_constant__ rlx_map map_{name}" for name, side in zip("ab", self.launch.sides) if side.tensor]
+        names = [name for name, side in zip("ab", self.launch.sides) if side.tensor] + ["far"] * self.launch.boxes_far
+        maps = [f"const __grid_constant__ rlx_map map_{name}" for name in names]
         return [*maps, *super().arguments(), *["long long early"] * (self.launch.early is not None)]
 
     @property
@@ -77,6 +78,8 @@ class TensorWriter(PackedCopies):
             for name, side in zip("ab", at.sides):
                 if side.tensor:
                     self.line(f"rlx_prefetch(&map_{name});")
+            if at.boxes_far:
+                self.line("if (slots) rlx_prefetch(&map_far);")
         self.line("rlx_meet_cluster();" if t.parts > 1 else "__syncthreads();")
         if at.early is not None:
             self.line("early = early && !halt;  // what is copied arrives before the block ends")
@@ -142,6 +145,8 @@ class TensorWriter(PackedCopies):
             self.line(f"point /= {extent};")
         if self.launch.segments:
             self.find_tile(self.launch.segments, "break")
+            if self.launch.boxes_far:
+                self.line("const rlx_map* const map_weights = is_far ? &map_far : &map_b;")
         m = self.limit(c.i, c.m)
         self.most = m or str(c.m)
         if m:
@@ -223,10 +228,11 @@ class TensorWriter(PackedCopies):
         more = "".join(f", (int){self.names[v]}" for v in side.axes)
         first = first if side.start is None else f"(int){self.value(side.start)}"
         wide = CHUNK // 2 if half else size if side.along else 64
+        source = "map_weights" if name == "b" and self.launch.boxes_far else f"&map_{name}"
         for part in range(size // wide):
             at = f"{first} / 2 + {part // 2 * wide + part % 2 * half}" if half else f"{first} + {part * wide}"
             inner, outer = ("k0", at) if side.along else (at, "k0")
-            self.line(f"rlx_load_box(to + {start + part * wide * LINE}, &map_{name}, full + s, {inner}, {outer}{more});")
+            self.line(f"rlx_load_box(to + {start + part * wide * LINE}, {source}, full + s, {inner}, {outer}{more});")
 
     def loads(self, side: Side, o: Operand, c: Contract, first: str, size: int, start: int) -> None:
         """The tile of an operand, loaded by threads and written as a bulk copy with 128-byte swizzle would write it: line r of 8

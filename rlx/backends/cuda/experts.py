@@ -1,0 +1,181 @@
+"""Experts in two tiers on a GPU (rlx.driver.slots): slots in its memory, the store in pinned memory of the host, which kernels
+read through the bus."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx.backends.cuda.code import CudaCode
+from rlx.backends.cuda.gpu import CudaMemory, Functions, check
+from rlx.backends.cuda.regions import Region
+from rlx.driver import files
+from rlx.driver.memory import Block, bytes_of
+from rlx.driver.slots import FAR, Slots, SlotTiers
+from rlx.errors import InputShapeError
+from rlx.ir.program import BufferDecl, Step
+
+MEASURED = 32 << 20  # bytes of the copy by which the bus is measured
+
+
+class Packer:
+    """The kernel that packs one expert on the GPU, and its memory."""
+
+    def __init__(self, memory: CudaMemory, functions: Functions, code: CudaCode, step: Step, into: int, rows: int) -> None:
+        """`into`, `rows`: bytes of a packed expert, and of its rows."""
+        self._memory, self._functions, self._code = memory, functions, code
+        self._packed, self._rows, self._lock = memory.allocate(into), memory.allocate(rows), threading.Lock()
+        places = (self._packed if b.writable else self._rows for b in step.kernel.buffers)
+        self._arguments = [*(place.address for place in places), *(0 for _ in code.more[0])]
+
+    def __call__(self, rows: np.ndarray, take: Callable[[int], None]) -> None:
+        """`take` queues copies from where the packed expert is."""
+        code, gpu = self._code, self._memory.gpu
+        with self._lock:
+            self._memory.copy_in(self._rows, rows)
+            gpu.launch(self._functions[code.name], code.blocks, code.threads, code.shared, self._arguments)
+            take(self._packed.address)
+            gpu.wait()
+
+
+class CudaPart:
+    """rlx.driver.slots.SlotPart in the memory of a GPU."""
+
+    def __init__(
+        self, region: Region, name: str, param: BufferDecl, slots: CudaSlots, nbytes: int, packer: Packer | None
+    ) -> None:
+        self.region, self.name, self.param, self.nbytes = region, name, param.name, nbytes
+        self.store: np.ndarray | None = None
+        self.slots, self._gpu, self._packer, self.experts = slots, region.gpu, packer, len(slots.of)
+        dims = param.shape.static
+        self._dims, self._dtype = (dims[0] // self.experts, *dims[1:]), param.shape.dtype.numpy
+
+    def fill(self, expert: int, array: np.ndarray) -> None:
+        dims = self._dims[1:] if self._dims[0] == 1 and array.ndim < len(self._dims) else self._dims
+        if array.shape != dims or array.dtype != self._dtype:
+            found = f"{array.dtype}{list(array.shape)}"
+            raise InputShapeError(f"an expert of {self.param!r} is {self._dtype}{list(self._dims)}, got {found}")
+        if self._packer is None:
+            return self.put(expert, bytes_of(array))
+        slot, stream = self._begin(expert), self._gpu.use()
+
+        def take(source: int) -> None:
+            if self.store is not None:
+                self._gpu.enqueue("cuMemcpyDtoHAsync", self.held(expert).ctypes.data, source, self.nbytes, stream)
+            if slot != FAR:
+                self._gpu.enqueue("cuMemcpyDtoDAsync", self._address(slot), source, self.nbytes, stream)
+
+        return self._packer(bytes_of(array), take)
+
+    def put(self, expert: int, packed: np.ndarray) -> None:
+        """Set one expert to its bytes in the buffer."""
+        slot = self._begin(expert)
+        if self.store is None:
+            return self._gpu.copy_in(self._address(slot), packed)
+        files.copy(self.held(expert), packed)
+        return self._copy(expert, slot, self._gpu.use()) if slot != FAR else None
+
+    def _begin(self, expert: int) -> int:
+        """The slot of an expert that is about to be written."""
+        slot = int(self.slots.of[expert])
+        self.region.hold((slot + 1) * self.nbytes)
+        if self.store is not None:
+            self._gpu.wait()  # runs that are queued may read the store
+        return slot
+
+    def _address(self, slot: int) -> int:
+        return self.region.address + slot * self.nbytes
+
+    def _copy(self, expert: int, slot: int, stream: Any) -> None:
+        self._gpu.enqueue("cuMemcpyHtoDAsync", self._address(slot), self.held(expert).ctypes.data, self.nbytes, stream)
+
+    def held(self, expert: int) -> np.ndarray:
+        assert self.store is not None
+        return self.store[expert * self.nbytes : (expert + 1) * self.nbytes]
+
+    def begin(self) -> None:
+        gpu, size = self._gpu, self.experts * self.nbytes
+        self.store = gpu.pinned(size, clear=False)
+        if self.region.held:
+            gpu.enqueue("cuMemcpyDtoHAsync", self.store.ctypes.data, self.region.address, size, gpu.use())
+            gpu.wait()
+
+    def bring(self, expert: int, slot: int) -> None:
+        self.region.hold((slot + 1) * self.nbytes)
+        self._copy(expert, slot, self.slots.copies())
+
+    def move(self, slot: int, to: int) -> None:
+        if self.region.held >= (slot + 1) * self.nbytes:  # else no weights have been set
+            self._gpu.copy(self._address(to), self._address(slot), self.nbytes)
+
+    def cut(self, slots: int) -> None:
+        self.region.cut(slots * self.nbytes)
+
+    def prepare(self) -> None:
+        """Slots.begin has done it."""
+
+    def release(self, expert: int) -> None:
+        """Slots.drop has done it."""
+
+
+class CudaSlots(Slots):
+    def __init__(self, memory: CudaMemory, experts: int) -> None:
+        super().__init__(experts)
+        self._memory, self._gpu = memory, memory.gpu
+        self.table: Block | None = None
+        self._left = 0  # an event
+
+    def make_table(self) -> None:
+        self._left, self.table = self._gpu.event(), self._memory.allocate(self.of.nbytes)
+        self._memory.copy_in(self.table, bytes_of(self.of))
+
+    def tell(self, expert: int) -> None:
+        if self.table is not None:
+            place, value = self.table.address + 4 * expert, int(self.of[expert]) & 0xFFFFFFFF
+            check(self._gpu.driver.cuMemsetD32Async(place, value, 1, self._gpu.use()), "placing an expert")
+
+    def left(self) -> None:
+        self._gpu.record(self._left, self._gpu.use())
+
+    def copies(self) -> Any:
+        """The stream of copies to slots, which waits for runs that may read what has left."""
+        self._gpu.use()
+        self._gpu.await_event(self._left, self._gpu.beside)
+        return self._gpu.beside
+
+    def settle(self) -> None:
+        self._gpu.wait()
+
+
+class CudaTiers(SlotTiers):
+    def __init__(self, memory: CudaMemory, versions: Mapping[str, int]) -> None:
+        super().__init__(versions)
+        self._memory, self._rate = memory, 0.0
+
+    def make_slots(self, experts: int) -> CudaSlots:
+        return CudaSlots(self._memory, experts)
+
+    def wait(self, for_copies: bool) -> None:
+        gpu = self._memory.gpu
+        stream = gpu.use()
+        check(gpu.driver.cuStreamSynchronize(gpu.beside if for_copies else stream), "waiting for experts")
+
+    def bus_rate(self) -> float:
+        """Bytes per second of copies from the host: measured once."""
+        if not self._rate:
+            gpu, goal = self._memory.gpu, self._memory.allocate(MEASURED)
+            source = gpu.pinned(MEASURED)
+            for _ in range(3):
+                gpu.wait()
+                begun = time.perf_counter()
+                gpu.enqueue("cuMemcpyHtoDAsync", goal.address, source.ctypes.data, MEASURED, gpu.use())
+                gpu.wait()
+                self._rate = max(self._rate, MEASURED / (time.perf_counter() - begun))
+        return self._rate
+
+
+__all__ = ["CudaPart", "CudaSlots", "CudaTiers", "Packer"]

@@ -1,0 +1,317 @@
+"""Experts in two tiers on a device whose kernels read those of the slow tier in place, so that a run never waits for one.
+
+Resident experts of a layer lie in slots, the same in each of its buffers. A table in the device's memory has the slot of each
+expert, or FAR: then a kernel reads it from a store that has all experts, in memory of the host. A promotion copies one to a free
+slot beside runs, and then changes the table, between two runs; what leaves is overwritten when the runs queued before have ended.
+Until a first expert leaves, there is no store and no table, and kernels read the experts in order. The device supplies the
+memory (SlotPart, Slots) and a log of what its routers choose, which is read when a run has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from rlx.driver.experts import ExpertLayer, ExpertSource, ExpertTiers, Part, ResidencyStats, TierStats, Window, in_threads
+from rlx.records import record
+
+FAR = -1  # the slot of an expert that is in the store alone
+SPARE = 8  # slots without an expert stay for the next promotions, up to this part of a layer's experts
+IS_FAR, NONE = 1 << 30, 2**31 - 1  # in a log: the bit of an expert that was not resident; no expert
+
+
+class SlotPart(Part, Protocol):
+    """A buffer of a layer's experts. `store`: of the host, with all experts; None: all are resident, in order."""
+
+    store: np.ndarray | None
+
+    def begin(self) -> None:
+        """Make the store."""
+        ...
+
+    def bring(self, expert: int, slot: int) -> None:
+        """Begin the copy of an expert from the store to a slot that no run reads any more. OutOfMemoryError: there is no room."""
+        ...
+
+    def move(self, slot: int, to: int) -> None:
+        """Copy an expert to another slot, in order with runs."""
+        ...
+
+    def cut(self, slots: int) -> None:
+        """Give back the memory behind so many slots, which nothing that is queued reads."""
+        ...
+
+
+class Slots(ABC):
+    """Where the experts of a layer are. `of`: the slot of each, FAR if it is not resident. `begun`: there is a table."""
+
+    def __init__(self, experts: int) -> None:
+        self.of, self.free, self.count, self.begun = np.arange(experts, dtype=np.int32), list[int](), experts, False
+        self.parts: list[Any] = []  # SlotPart
+
+    @abstractmethod
+    def make_table(self) -> None:
+        """A table of `of` in the device's memory."""
+
+    @abstractmethod
+    def tell(self, expert: int) -> None:
+        """Write the slot of an expert to the table, between two runs."""
+
+    @abstractmethod
+    def left(self) -> None:
+        """An expert has left: copies that begin later wait for the runs queued so far."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for all that is queued."""
+
+    def begin(self) -> None:
+        for part in self.parts:
+            part.begin()
+        self.make_table()
+        self.begun = True
+
+    def join(self, part: SlotPart) -> None:
+        self.parts.append(part)
+        if self.begun:
+            part.begin()
+
+    def bring(self, experts: Iterable[int]) -> None:
+        """Begin the copies of experts to free slots; none of them is resident if there is no room for one."""
+        done: list[int] = []
+        try:
+            for expert in experts:
+                slot = self.of[expert] = self.free.pop() if self.free else self.count
+                self.count = max(self.count, slot + 1)
+                done.append(expert)
+                for part in self.parts:
+                    part.bring(expert, slot)
+        except BaseException:
+            self.free += self.of[done].tolist()
+            self.of[done] = FAR
+            raise
+
+    def drop(self, expert: int) -> None:
+        """The expert is not resident for runs that are queued from now on."""
+        slot, self.of[expert] = int(self.of[expert]), FAR
+        self.tell(expert)
+        self.left()
+        self.free.append(slot)
+
+    def trim(self) -> None:
+        """Give back the memory of slots without an expert."""
+        if not self.begun:
+            return
+        resident = np.flatnonzero(self.of != FAR)
+        holes = sorted(slot for slot in self.free if slot < len(resident))
+        for expert, hole in zip(resident[self.of[resident] >= len(resident)].tolist(), holes, strict=True):
+            for part in self.parts:
+                part.move(int(self.of[expert]), hole)
+            self.of[expert] = hole
+            self.tell(expert)
+        self.free, self.count = [], len(resident)
+        self.settle()
+        for part in self.parts:
+            part.cut(self.count)
+
+
+class Router:
+    """rlx.driver.experts.Window of an executable: no run waits in its layer. `stale()`: a table has been made, of which what was
+    recorded of runs does not know."""
+
+    count = 0
+
+    def __init__(self, stale: Callable[[], None]) -> None:
+        self.stale = stale
+
+    def tell(self) -> None:
+        """Nothing: see `count`."""
+
+    reset = tell
+
+    def logged(self) -> np.ndarray:
+        return np.empty((0, 0, 0), np.int32)
+
+
+class SlotTiers(ExpertTiers, ABC):
+    """`epoch` changes when a table is made, `lock` is held meanwhile. `logs`: of executables; `drain()` reads one (Tally)."""
+
+    in_place = True
+
+    def __init__(self, versions: Mapping[str, int]) -> None:
+        super().__init__(versions, _publish)
+        self.slots: dict[str, Slots] = {}
+        self.lock, self.epoch, self.logs = threading.RLock(), 0, WeakSet[Any]()
+        self._draining, self._setting = threading.Lock(), False
+
+    @abstractmethod
+    def make_slots(self, experts: int) -> Slots: ...
+
+    @abstractmethod
+    def wait(self, for_copies: bool) -> None:
+        """For the copies to slots that have begun; else for all runs that are queued."""
+
+    def slots_of(self, name: str, experts: int) -> Slots:
+        if name not in self.slots:
+            self.slots[name] = self.make_slots(experts)
+        return self.slots[name]
+
+    def join(self, name: str, experts: int, top_k: int, parts: Iterable[Part], window: Window) -> int:
+        given = list(parts)
+        at = super().join(name, experts, top_k, (), window)
+        layer, slots = self.layers[at], self.slots_of(name, experts)
+        with layer.lock:
+            for part in given:
+                if layer.parts.setdefault(part.name, part) is part:
+                    slots.join(part)  # type: ignore[arg-type]
+        return at
+
+    def set(self, masks: Sequence[Any]) -> None:
+        self._setting = True
+        try:
+            super().set(masks)
+        finally:
+            self._setting = False
+            for layer in self.layers:
+                self._trim(layer)
+
+    def demote(self, layer: int, expert: int) -> None:
+        at = self._layer(layer, expert)
+        slots = self.slots[at.name]
+        with at.lock:
+            if not slots.begun:
+                with self.lock:
+                    slots.begin()
+                    self.epoch += 1
+                for window in list(at.windows):
+                    window.stale()
+        super().demote(layer, expert)
+        if len(slots.free) > max(1, at.experts // SPARE) and not self._setting:
+            self._trim(at)
+
+    def _trim(self, at: ExpertLayer) -> None:
+        with at.lock:
+            self.slots[at.name].trim()
+
+    @contextmanager
+    def everything(self, params: Iterable[str]) -> Iterator[None]:
+        """The store has all experts."""
+        yield
+
+    def refill(self, param: str, source: ExpertSource) -> None:
+        for at, part in self.parts(param):
+            with at.lock:
+                in_threads([partial(_refill, part, source, e) for e in range(at.experts)])
+
+    def replaced(self, param: str, source: ExpertSource | None) -> None:
+        """The store has been written."""
+
+    def _keep(self, part: Part, expert: int) -> None:
+        """The store keeps it."""
+
+    def _fill(self, at: ExpertLayer, experts: Sequence[int]) -> None:
+        if self.slots[at.name].begun and experts:
+            try:
+                self.slots[at.name].bring(experts)
+            finally:
+                self.wait(for_copies=True)
+
+    def _mark(self, at: ExpertLayer, expert: int, value: int) -> None:
+        slots = self.slots[at.name]
+        slots.tell(expert) if value else slots.drop(expert)
+        super()._mark(at, expert, value)
+
+    def _in_child(self) -> None:
+        """Nothing: such devices do not work in a forked process."""
+
+    # -- what routers choose
+
+    def tell_hits(self, layer: int) -> None:
+        if layer == 0:
+            self.drain()
+
+    def drain(self, wait: bool = False) -> None:
+        if wait:
+            self.wait(for_copies=False)
+        with self._draining:
+            for log in list(self.logs):
+                log.drain()
+
+    def queued(self) -> None:
+        """A run that logs has been queued."""
+        if self.advisor is not None:
+            self.advisor.queued()
+
+    def ran(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None) -> None:
+        """Tell the advisor what a router chose. `resident`: the experts chosen that were resident; None: all."""
+        advisor = self.advisor
+        if advisor is not None and resident is None and not advisor.each:
+            advisor.hits(layer, ids[None])
+        elif advisor is not None:
+            advisor.routed(layer, ids, ahead, resident)
+        time.sleep(0)  # lets a thread that waits to queue a run do so
+
+
+@record
+class Choices:
+    """What a router of an executable leaves: `tokens` rows of choices, i32, and guesses behind them."""
+
+    layer: int
+    tokens: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+class Tally:
+    """Counts of an executable's choices."""
+
+    def __init__(self, tiers: SlotTiers, routers: Sequence[Choices]) -> None:
+        self._tiers, self._routers = tiers, routers
+        self._counts = np.zeros((2, 3), np.int64)  # of the fast and the slow tier: tokens, experts, bytes
+
+    def add(self, record: np.ndarray) -> None:
+        """One run: i32, the numbers of all routers."""
+        at = 0
+        for r in self._routers:
+            ids, at = record[at : at + r.size].reshape(r.shape), at + r.size
+            self._add(r.layer, ids[: r.tokens], ids[r.tokens :] if len(ids) > r.tokens else None)
+
+    def _add(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> None:
+        at = self._tiers.layers[layer]
+        far = (ids >= IS_FAR) & (ids != NONE)
+        ids = np.where(far, ids - IS_FAR, ids)
+        near = np.unique(ids[(ids < at.experts) & ~far])
+        there = int(((ids < at.experts) & ~far).sum()), len(near), len(near) * at.nbytes
+        missing = len(np.unique(ids[far]))
+        self._counts += there, (int(far.sum()), missing, missing * at.nbytes)
+        self._tiers.ran(layer, ids, ahead, near if missing else None)
+
+    def take(self, slow_rate: Callable[[], float]) -> ResidencyStats:
+        """Since the last call. `slow_rate()`: bytes of the store that kernels read per second."""
+        fast, slow = (TierStats(*row) for row in self._counts.tolist())
+        self._counts[:] = 0
+        return ResidencyStats(fast, replace(slow, seconds=slow.bytes / slow_rate()) if slow.bytes else slow)
+
+
+def _refill(part: Part, source: ExpertSource, expert: int) -> None:
+    part.fill(expert, source.read(expert))
+
+
+def _publish(address: int, value: int) -> None:
+    ctypes.c_int32.from_address(address).value = value
+
+
+__all__ = ["FAR", "Choices", "Router", "SlotPart", "SlotTiers", "Slots", "Tally"]

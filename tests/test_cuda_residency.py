@@ -1,0 +1,269 @@
+"""Experts in two tiers on a GPU: the same bits whatever is resident, memory that falls, choices that the GPU logs, and pools.
+
+With a fake driver (fake_cuda), whose memory that is given back holds garbage, and on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import expert_graphs
+import numpy as np
+import pytest
+from fake_cuda import FakeDriver, installed
+
+import rlx
+from rlx.backends.cuda import backend
+from rlx.backends.cuda.gpu import refusal
+from rlx.driver.experts import ExpertSource
+from rlx.errors import BindingError, InputShapeError, OutOfMemoryError
+from rlx.ir.blocks import FORMATS
+from rlx.ir.ops.quant import random_weights
+from rlx.runtime import CompiledGraph
+from rlx.runtime.pool import ExpertPool
+
+T, E, K, D, FFN, LAYERS = 3, 8, 2, 64, 32, 2
+MASKS = [[[False] * E] * LAYERS, [[True, False] * (E // 2)] * LAYERS, [[True] * E, [False] * (E - 1) + [True]]]
+FORMS = ["f32", "bf16", "q8_0"]
+
+
+@pytest.fixture(params=["fake", "gpu"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver | None]:
+    """The fake driver; None: a GPU."""
+    if request.param == "gpu":
+        if (why := refusal()) is not None:
+            pytest.skip(f"no GPU: {why}")
+        yield None
+        return
+    with installed(driver := FakeDriver(), monkeypatch):
+        yield driver
+
+
+def check_decodes(form: str, cuda: FakeDriver | None) -> None:
+    if form in FORMATS and cuda is not None:
+        pytest.skip("the fake driver interprets kernels, and does not decode panels of blocks")
+
+
+def compiled_layers(form: str = "f32", tokens: int = T, **more: Any) -> CompiledGraph:
+    dtype, packed = ("f32", form) if form in FORMATS else (form, "")
+    return rlx.Session("cuda").compile(expert_graphs.layers(tokens, D, FFN, E, K, dtype, packed, count=LAYERS), **more)
+
+
+def params_of(compiled: CompiledGraph, form: str = "f32", seed: int = 0) -> dict[str, np.ndarray]:
+    rng, found = np.random.default_rng(seed), {}
+    for p in compiled.params:
+        dims = p.shape.static
+        found[p.name] = (rng.standard_normal(dims) / np.sqrt(dims[-1])).astype(p.dtype.numpy)
+        if p.dtype == rlx.u8:
+            random_weights(FORMATS[form])(rng, [found[p.name], found[p.name]])
+    return found
+
+
+def outputs(compiled: CompiledGraph, count: int = 3, tokens: int = T) -> np.ndarray:
+    rng, dtype = np.random.default_rng(1), compiled.inputs[0].dtype.numpy
+    return np.stack([compiled.run({"x": rng.standard_normal((tokens, D)).astype(dtype)})[0] for _ in range(count)])
+
+
+def of_experts(name: str) -> bool:
+    return not name.endswith(".gate")
+
+
+def one(array: np.ndarray, expert: int) -> np.ndarray:
+    rows = len(array) // E
+    return array[expert * rows : (expert + 1) * rows]
+
+
+@pytest.mark.parametrize("given", ["arrays", "masks first", "sources", "arrays again"])
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_the_same_bits_whatever_is_resident(form: str, given: str, cuda: FakeDriver | None) -> None:
+    check_decodes(form, cuda)
+    compiled, other = compiled_layers(form), compiled_layers(form)
+    arrays = params_of(compiled, form)
+    compiled.set_params(arrays)
+    expected = outputs(compiled)
+    if given == "masks first":
+        other.set_moe_resident_experts_per_layer(MASKS[1])
+    if given == "sources":
+        made = {n: ExpertSource(partial(one, a), n) if of_experts(n) else a for n, a in arrays.items()}
+        other.set_params(made)
+    else:
+        other.set_params(arrays)
+    for masks in (*MASKS, [[True] * E] * LAYERS, *MASKS[::-1]):
+        other.set_moe_resident_experts_per_layer(masks)
+        np.testing.assert_array_equal(outputs(other), expected)
+        if given == "arrays again":
+            other.set_params(params_of(other, form, seed=5))
+            assert (outputs(other) != expected).any()
+            other.set_params(arrays)
+            np.testing.assert_array_equal(outputs(other), expected)
+
+
+def test_a_mask_takes_hold_of_calls_that_were_bound_before(cuda: object) -> None:
+    """Their graphs held the addresses of weights in order."""
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    x = np.random.default_rng(1).standard_normal((T, D)).astype(np.float32)
+    bound, slots = compiled.bound([x]), compiled.run_slots
+    before, again = np.array(bound()[0]), compiled.clone()
+    slots([x])
+    for masks in (*MASKS, [[True] * E] * LAYERS):
+        compiled.set_moe_resident_experts_per_layer(masks)
+        for _ in range(3):
+            np.testing.assert_array_equal(bound()[0], before)
+            slots([x])
+            np.testing.assert_array_equal(compiled.read_output_row(0, 1, D), before[1])
+            np.testing.assert_array_equal(again.run({"x": x})[0], before)
+    stats = compiled.take_moe_residency_stats()
+    assert stats.resident.tokens + stats.offloaded.tokens == 4 * 6 * LAYERS * T * K
+
+
+def test_memory_falls_with_the_experts_that_leave(cuda: FakeDriver | None) -> None:
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    gpu = backend.memory_of(0).gpu
+    plan, live = compiled.memory_plan(), gpu.allocated["live_bytes"]
+    compiled.set_moe_resident_experts([True] * 2 + [False] * 6)
+    each = [layer.nbytes for layer in compiled.expert_tiers().layers]
+    assert compiled.memory_plan().offloaded == 6 * sum(each) == plan.total_bytes - compiled.memory_plan().total_bytes
+    given_back = live - gpu.allocated["live_bytes"]
+    if cuda is not None:  # whose granule is small
+        assert given_back >= 4 * sum(each)
+        free = cuda.free
+        compiled.set_moe_resident_experts([True] * E)
+        assert free - cuda.free >= 4 * sum(each)
+    tiers = compiled.expert_tiers()
+    compiled.set_moe_resident_experts([True] * E)
+    held = gpu.allocated["live_bytes"]
+    for expert in range(6):
+        tiers.demote(0, expert)
+    assert gpu.allocated["live_bytes"] < held if cuda is not None else gpu.allocated["live_bytes"] <= held
+
+
+def test_weights_need_no_more_memory_than_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts come one by one, and the GPU has no room for all of them."""
+    with installed(driver := FakeDriver(), monkeypatch):
+        compiled = compiled_layers()
+        arrays = params_of(compiled)
+        each = sum(a.nbytes // E for n, a in arrays.items() if of_experts(n))
+        compiled.set_moe_resident_experts([True] * 2 + [False] * 6)
+        outputs_fit = driver.free
+        driver.free = 3 * each + (96 << 10)
+        compiled.set_params({n: ExpertSource(partial(one, a), n) if of_experts(n) else a for n, a in arrays.items()})
+        found = outputs(compiled)
+        with pytest.raises(OutOfMemoryError):
+            compiled.set_moe_resident_experts([True] * E)
+        np.testing.assert_array_equal(outputs(compiled), found)
+        driver.free = outputs_fit
+        compiled.set_moe_resident_experts([True] * E)
+        np.testing.assert_array_equal(outputs(compiled), found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_params_are_read_back_and_saved_from_both_tiers(form: str, cuda: FakeDriver | None, tmp_path: Path) -> None:
+    check_decodes(form, cuda)
+    compiled = compiled_layers(form)
+    compiled.set_params(params_of(compiled, form))
+    expected = outputs(compiled)
+    compiled.set_moe_resident_experts_per_layer(MASKS[2])
+    if cuda is None:
+        compiled.save(tmp_path / "saved.rlx")
+        loaded = rlx.load(tmp_path / "saved.rlx", device="cuda")
+        np.testing.assert_array_equal(outputs(loaded), expected)
+        loaded.set_moe_resident_experts_per_layer(MASKS[1])
+        np.testing.assert_array_equal(outputs(loaded), expected)
+
+
+def test_statistics_count_each_choice_once(cuda: object) -> None:
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    assert compiled.take_moe_residency_stats().resident.tokens == 0  # nothing is counted while all are resident
+    compiled.set_moe_resident_experts([True] * 4 + [False] * 4)
+    used, slow = list[set[int]](), 0
+    for seed in range(3):
+        compiled.enable_moe_topk_capture(K)
+        compiled.run({"x": np.random.default_rng(seed).standard_normal((T, D)).astype(np.float32)})
+        for ids in compiled.take_moe_topk_capture():
+            used.append(set(ids.reshape(-1).tolist()))
+            slow += int((ids >= 4).sum())
+    stats, nbytes = compiled.take_moe_residency_stats(), compiled.expert_tiers().layers[0].nbytes
+    assert (stats.resident.tokens, stats.offloaded.tokens) == (3 * LAYERS * T * K - slow, slow)
+    assert stats.resident.experts == sum(len([e for e in each if e < 4]) for each in used)
+    assert stats.offloaded.experts == sum(len([e for e in each if e >= 4]) for each in used) > 0
+    assert stats.offloaded.bytes == stats.offloaded.experts * nbytes and stats.offloaded.seconds > 0
+    again = compiled.take_moe_residency_stats()
+    assert again.resident.tokens == again.offloaded.tokens == 0
+
+
+def test_more_runs_than_a_log_has_room_for_are_all_counted(cuda: object) -> None:
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    compiled.set_moe_resident_experts([False] * E)
+    x = np.ones((T, D), np.float32)
+    for _ in range(150):
+        compiled.commit_no_wait({"x": x})
+    compiled.sync_pending()
+    assert compiled.take_moe_residency_stats().offloaded.tokens == 150 * LAYERS * T * K
+
+
+@pytest.mark.parametrize("policy", ["static", "lru", "lfu", "hysteresis", "predict"])
+def test_a_pool_keeps_its_budget_and_the_bits(policy: str, cuda: object) -> None:
+    compiled = compiled_layers(tokens=1)
+    compiled.set_params(params_of(compiled))
+    expected = outputs(compiled, 40, tokens=1)
+    with ExpertPool(compiled, 6, policy) as pool:
+        assert pool.policy.quotas == [3, 3]  # nothing is set aside for experts in use
+        np.testing.assert_array_equal(outputs(compiled, 40, tokens=1), expected)
+        for _ in range(5):
+            outputs(compiled, 4, tokens=1)
+            pool.settle()
+            for layer in range(LAYERS):
+                np.testing.assert_array_equal(pool.tiers.resident(layer), pool.policy.resident[layer])
+                assert pool.tiers.resident(layer).sum() <= 3
+        report = pool.report()
+        assert report.forwards == 60 and report.uses == 60 * LAYERS * K and 0 < report.hits < report.uses
+        if policy in ("lru", "lfu", "hysteresis"):
+            assert pool.policy.hits > 0
+    np.testing.assert_array_equal(outputs(compiled, 40, tokens=1), expected)
+
+
+def test_promotions_beside_runs_never_change_a_result(cuda: object) -> None:
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    expected, tiers = outputs(compiled, 10), compiled.expert_tiers()
+    compiled.set_moe_resident_experts_per_layer(MASKS[1])
+    stop, faults = threading.Event(), list[BaseException]()
+
+    def move(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            while not stop.is_set():
+                layer, expert = int(rng.integers(LAYERS)), int(rng.integers(E))
+                (tiers.demote if rng.random() < 0.6 else tiers.promote)(layer, expert)
+        except BaseException as fault:  # noqa: BLE001
+            faults.append(fault)
+
+    movers = [threading.Thread(target=move, args=(seed,)) for seed in range(2)]
+    for thread in movers:
+        thread.start()
+    try:
+        for _ in range(10 if cuda else 40):
+            np.testing.assert_array_equal(outputs(compiled, 10), expected)
+    finally:
+        stop.set()
+        for thread in movers:
+            thread.join()
+    assert not faults, faults[0]
+
+
+def test_wrong_masks_change_nothing(cuda: object) -> None:
+    compiled = compiled_layers()
+    compiled.set_params(params_of(compiled))
+    compiled.set_moe_resident_experts([False] + [True] * (E - 1))
+    for mask, error in (([True] * (E - 1), InputShapeError), ([1] * E, BindingError)):
+        with pytest.raises(error, match="mask"):
+            compiled.set_moe_resident_experts(mask)  # type: ignore[arg-type]
+    assert compiled.expert_tiers().resident(1).tolist() == [False] + [True] * (E - 1)
