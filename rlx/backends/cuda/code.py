@@ -149,10 +149,6 @@ def early_of(at: Launch) -> tuple[int, ...]:
     return found if isinstance(found, tuple) else () if found is None else (found,)
 
 
-def experts_of(at: Launch) -> tuple[int, ...]:
-    return () if at.segments is None else (at.kernel.buffers.index(at.segments.weights),)
-
-
 Kernels = Sequence[Sequence[Kernel]]  # stages of a launch
 
 
@@ -175,10 +171,10 @@ def compile_kernels(
         if others or later:
             return together(name, stages)
         at = launch_of(kernel, arch, count)
-        text = text_of(at, name)
+        text, s = text_of(at, name), at.segments
         return CudaCode(
             name, text, cubin(text, arch), at.blocks, at.threads, at.shared, at.scratch, at.counters,
-            (tuple(arguments_of(at)),), at.maps, early_of(at), experts=experts_of(at),
+            (tuple(arguments_of(at)),), at.maps, early_of(at), experts=(kernel.buffers.index(s.weights),) if s else (),
         )
 
     def together(name: str, stages: Kernels) -> CudaCode:

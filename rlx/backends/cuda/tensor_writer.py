@@ -78,8 +78,6 @@ class TensorWriter(PackedCopies):
             for name, side in zip("ab", at.sides):
                 if side.tensor:
                     self.line(f"rlx_prefetch(&map_{name});")
-            if at.boxes_far:
-                self.line("if (slots) rlx_prefetch(&map_far);")
         self.line("rlx_meet_cluster();" if t.parts > 1 else "__syncthreads();")
         if at.early is not None:
             self.line("early = early && !halt;  // what is copied arrives before the block ends")
