@@ -26,6 +26,7 @@ from rlx.driver.experts import ExpertLayer, ExpertSource, ExpertTiers, Part, Res
 from rlx.records import record
 
 FAR = -1  # the slot of an expert that is in the store alone
+MEASURED = 32 << 20  # bytes of the copy by which the bus is measured
 SPARE = 8  # slots without an expert stay for the next promotions, up to this part of a layer's experts
 IS_FAR, NONE = 1 << 30, 2**31 - 1  # in a log: the bit of an expert that was not resident; no expert
 
@@ -34,6 +35,12 @@ class SlotPart(Part, Protocol):
     """A buffer of a layer's experts. `store`: of the host, with all experts; None: all are resident, in order."""
 
     store: np.ndarray | None
+
+    def prepare(self) -> None:
+        """Nothing: see Slots.begin."""
+
+    def release(self, expert: int) -> None:
+        """Nothing: see Slots.drop."""
 
     def begin(self) -> None:
         """Make the store."""
@@ -71,10 +78,6 @@ class Slots(ABC):
     def left(self) -> None:
         """An expert has left: copies that begin later wait for the runs queued so far."""
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait for all that is queued."""
-
     def begin(self) -> None:
         for part in self.parts:
             part.begin()
@@ -108,8 +111,8 @@ class Slots(ABC):
         self.left()
         self.free.append(slot)
 
-    def trim(self) -> None:
-        """Give back the memory of slots without an expert."""
+    def trim(self, wait: Callable[[], None]) -> None:
+        """Give back the memory of slots without an expert. `wait()`: for all runs that are queued."""
         if not self.begun:
             return
         resident = np.flatnonzero(self.of != FAR)
@@ -120,7 +123,7 @@ class Slots(ABC):
             self.of[expert] = hole
             self.tell(expert)
         self.free, self.count = [], len(resident)
-        self.settle()
+        wait()
         for part in self.parts:
             part.cut(self.count)
 
@@ -152,7 +155,7 @@ class SlotTiers(ExpertTiers, ABC):
         super().__init__(versions, _publish)
         self.slots: dict[str, Slots] = {}
         self.lock, self.epoch, self.logs = threading.RLock(), 0, WeakSet[Any]()
-        self._draining, self._setting = threading.Lock(), False
+        self._draining, self._setting, self._rate = threading.Lock(), False, 0.0
 
     @abstractmethod
     def make_slots(self, experts: int) -> Slots: ...
@@ -160,6 +163,21 @@ class SlotTiers(ExpertTiers, ABC):
     @abstractmethod
     def wait(self, for_copies: bool) -> None:
         """For the copies to slots that have begun; else for all runs that are queued."""
+
+    @abstractmethod
+    def copying(self, nbytes: int) -> Callable[[], object]:
+        """A copy of so many bytes from the host to the device, and the wait for it."""
+
+    def bus_rate(self) -> float:
+        """Bytes per second of copies from the host: measured once, the best of three."""
+        if not self._rate:
+            copy = self.copying(MEASURED)
+            for _ in range(3):
+                self.wait(for_copies=False)
+                begun = time.perf_counter()
+                copy()
+                self._rate = max(self._rate, MEASURED / (time.perf_counter() - begun))
+        return self._rate
 
     def slots_of(self, name: str, experts: int) -> Slots:
         if name not in self.slots:
@@ -201,7 +219,7 @@ class SlotTiers(ExpertTiers, ABC):
 
     def _trim(self, at: ExpertLayer) -> None:
         with at.lock:
-            self.slots[at.name].trim()
+            self.slots[at.name].trim(partial(self.wait, for_copies=False))
 
     @contextmanager
     def everything(self, params: Iterable[str]) -> Iterator[None]:

@@ -4,7 +4,6 @@ read through the bus."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +14,9 @@ from rlx.backends.cuda.gpu import CudaMemory, Functions, check
 from rlx.backends.cuda.regions import Region
 from rlx.driver import files
 from rlx.driver.memory import Block, bytes_of
-from rlx.driver.slots import FAR, Slots, SlotTiers
+from rlx.driver.slots import FAR, SlotPart, Slots, SlotTiers
 from rlx.errors import InputShapeError
 from rlx.ir.program import BufferDecl, Step
-
-MEASURED = 32 << 20  # bytes of the copy by which the bus is measured
 
 
 class Packer:
@@ -42,8 +39,8 @@ class Packer:
             gpu.wait()
 
 
-class CudaPart:
-    """rlx.driver.slots.SlotPart in the memory of a GPU."""
+class CudaPart(SlotPart):
+    """In the memory of a GPU."""
 
     def __init__(
         self, region: Region, name: str, param: BufferDecl, slots: CudaSlots, nbytes: int, packer: Packer | None
@@ -115,12 +112,6 @@ class CudaPart:
     def cut(self, slots: int) -> None:
         self.region.cut(slots * self.nbytes)
 
-    def prepare(self) -> None:
-        """Slots.begin has done it."""
-
-    def release(self, expert: int) -> None:
-        """Slots.drop has done it."""
-
 
 class CudaSlots(Slots):
     def __init__(self, memory: CudaMemory, experts: int) -> None:
@@ -147,14 +138,11 @@ class CudaSlots(Slots):
         self._gpu.await_event(self._left, self._gpu.beside)
         return self._gpu.beside
 
-    def settle(self) -> None:
-        self._gpu.wait()
-
 
 class CudaTiers(SlotTiers):
     def __init__(self, memory: CudaMemory, versions: Mapping[str, int]) -> None:
         super().__init__(versions)
-        self._memory, self._rate = memory, 0.0
+        self._memory = memory
 
     def make_slots(self, experts: int) -> CudaSlots:
         return CudaSlots(self._memory, experts)
@@ -164,18 +152,10 @@ class CudaTiers(SlotTiers):
         stream = gpu.use()
         check(gpu.driver.cuStreamSynchronize(gpu.beside if for_copies else stream), "waiting for experts")
 
-    def bus_rate(self) -> float:
-        """Bytes per second of copies from the host: measured once."""
-        if not self._rate:
-            gpu, goal = self._memory.gpu, self._memory.allocate(MEASURED)
-            source = gpu.pinned(MEASURED)
-            for _ in range(3):
-                gpu.wait()
-                begun = time.perf_counter()
-                gpu.enqueue("cuMemcpyHtoDAsync", goal.address, source.ctypes.data, MEASURED, gpu.use())
-                gpu.wait()
-                self._rate = max(self._rate, MEASURED / (time.perf_counter() - begun))
-        return self._rate
+    def copying(self, nbytes: int) -> Callable[[], object]:
+        gpu, goal, source = self._memory.gpu, self._memory.allocate(nbytes), self._memory.gpu.pinned(nbytes)
+        copied = goal.address, source.ctypes.data, nbytes, gpu.use()
+        return lambda keep=(goal, source): (gpu.enqueue("cuMemcpyHtoDAsync", *copied), gpu.wait())
 
 
 __all__ = ["CudaPart", "CudaSlots", "CudaTiers", "Packer"]
