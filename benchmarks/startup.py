@@ -51,7 +51,7 @@ def ids_and_mask() -> tuple[Any, Any]:
 
 def start_rlx(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
     begun = time.perf_counter()
-    import rlx
+    from rlx import Session
     from rlx.frontends.embedding import _read_config, default_folder, set_weights
     from rlx.frontends.models import bert
     from rlx.frontends.weights import read_weights
@@ -59,7 +59,7 @@ def start_rlx(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
     imported = time.perf_counter()
     weights = read_weights(default_folder())
     graph = bert.build(_read_config(default_folder()), 1, LENGTH)
-    compiled = rlx.Session(threads=threads).compile(graph)
+    compiled = Session(threads=threads).compile(graph)
     before = time.perf_counter()
     set_weights(compiled, weights)
     packed = time.perf_counter() - before

@@ -34,7 +34,7 @@ def test_import_loads_nothing_heavy():
         "for name in rlx.__all__: getattr(rlx, name) if name not in ('models', 'load') else None\n"
         "print(json.dumps([before, bare, list(sys.modules)]))"
     ))  # fmt: skip
-    assert set(bare) - set(before) <= {"rlx", "__future__"}
+    assert set(bare) - set(before) <= {"rlx", "__future__", "gc"}
     loaded = {name.partition(".")[0] for name in every}
     assert {"numpy", "rlx"} <= loaded and not set(HEAVY) & loaded
     assert "rlx.backends.cpu" not in every and "rlx.frontends" not in every
@@ -43,7 +43,7 @@ def test_import_loads_nothing_heavy():
 def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
     """Modules of the standard library that take milliseconds, and that numpy has not loaded; and the compiler's passes."""
     slow = {"asyncio", "concurrent.futures", "decimal", "difflib", "email", "fractions", "http", "importlib.metadata",
-            "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.typing", "pathlib", "shutil", "socket",
+            "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.random", "numpy.typing", "pathlib", "shutil", "socket",
             "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
     slow |= {"rlx.compiler.assemble", "rlx.compiler.partition"}
     loaded = json.loads(_python(

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rlx.forks import Lock
@@ -71,7 +70,7 @@ if hasattr(os, "register_at_fork"):
 def compiler_version() -> str:
     """The version of llvmlite, which implies that of LLVM. Found without importing it, if it is installed in the usual way."""
     folder = _folder()
-    found = [n for n in os.listdir(folder.parent) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if folder else []
+    found = [n for n in os.listdir(os.path.dirname(folder)) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if folder else []
     if len(found) == 1:
         return found[0].removesuffix(".dist-info")
     import llvmlite
@@ -79,9 +78,9 @@ def compiler_version() -> str:
     return f"llvmlite-{llvmlite.__version__}"
 
 
-def _folder() -> Path | None:
+def _folder() -> str | None:
     spec = find_spec("llvmlite")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    return os.path.dirname(spec.origin) if spec and spec.origin else None
 
 
 _loading, _functions = Lock(), dict[str, Callable[..., Any]]()
@@ -97,7 +96,7 @@ def load() -> dict[str, Callable[..., Any]]:
         folder = _folder()
         known = compiler_version().removeprefix("llvmlite-").rpartition(".")[0] in VERSIONS
         if not _functions and known and folder is not None:
-            library = ctypes.CDLL(str(folder / "binding" / "libllvmlite.so"))
+            library = ctypes.CDLL(os.path.join(folder, "binding", "libllvmlite.so"))
             made = {}
             for prototype, functions in ((ctypes.CFUNCTYPE, LONG), (ctypes.PYFUNCTYPE, SHORT)):
                 for name, (result, *args) in functions.items():

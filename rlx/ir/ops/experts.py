@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -401,7 +401,7 @@ def _segment(attrs: SegmentAttrs, x: Value, w: Value, ends: Value) -> Value:
     return matmul(x.reshape((*lead, depth)), mine).reshape((rows, width))
 
 
-Settle = Callable[[np.random.Generator, list[np.ndarray]], None]
+Settle: TypeAlias = "Callable[[np.random.Generator, list[np.ndarray]], None]"  # a string: np.random takes 7 ms to import
 
 
 def _settled(form: str) -> Settle:
