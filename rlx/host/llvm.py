@@ -69,8 +69,8 @@ if hasattr(os, "register_at_fork"):
 @cache
 def compiler_version() -> str:
     """The version of llvmlite, which implies that of LLVM. Found without importing it, if it is installed in the usual way."""
-    folder = _folder()
-    found = [n for n in os.listdir(os.path.dirname(folder)) if n.startswith("llvmlite-") and n.endswith(".dist-info")] if folder else []
+    names = os.listdir(os.path.dirname(folder)) if (folder := _folder()) else []
+    found = [n for n in names if n.startswith("llvmlite-") and n.endswith(".dist-info")]
     if len(found) == 1:
         return found[0].removesuffix(".dist-info")
     import llvmlite
