@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,9 +306,13 @@ def test_the_first_fault_of_work_done_at_once_is_raised_and_ends_the_rest(monkey
     assert begun == [0, 1, 2, 3] and "rlx compile" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_other_versions_of_llvmlite_compile_by_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "other", [("compiler_version", lambda: "llvmlite-0.51.1"), ("_folder", lambda: "/a/system/with/libllvmlite.dylib")],
+    ids=["version", "library"],
+)
+def test_other_versions_and_systems_compile_by_llvmlites_classes(monkeypatch: pytest.MonkeyPatch, other: tuple[str, Any]) -> None:
     known = object_of(1)
-    monkeypatch.setattr(llvm, "compiler_version", lambda: "llvmlite-0.51.1")
+    monkeypatch.setattr(llvm, *other)
     monkeypatch.setattr(llvm, "_functions", {})
     monkeypatch.setattr(llvm, "_idle", defaultdict(list))
     machine = processor.machine_of(HOST)

@@ -43,8 +43,8 @@ def test_import_loads_nothing_heavy():
 def test_the_first_use_of_a_name_loads_no_slow_modules() -> None:
     """Modules of the standard library that take milliseconds, and that numpy has not loaded; and the compiler's passes."""
     slow = {"asyncio", "concurrent.futures", "decimal", "difflib", "email", "fractions", "http", "importlib.metadata",
-            "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.random", "numpy.typing", "pathlib", "shutil",
-            "socket", "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
+            "importlib.resources", "importlib.util", "logging", "multiprocessing", "numpy.random", "numpy.typing", "pathlib",
+            "shutil", "socket", "statistics", "subprocess", "tempfile", "unittest", "urllib", "zipfile"}  # fmt: skip
     slow |= {"rlx.compiler.assemble", "rlx.compiler.partition"}
     loaded = json.loads(_python(
         "import sys, json, typing, numpy; before = set(sys.modules); import rlx; rlx.Graph; rlx.Session\n"

@@ -91,12 +91,12 @@ def loaded() -> bool:
 
 
 def load() -> dict[str, Callable[..., Any]]:
-    """Load LLVM. Returns the C functions; empty: they are not known for this version of llvmlite."""
+    """Load LLVM. Returns the C functions; empty: they are not known for this version of llvmlite, or it has no such library."""
     with _loading:
-        folder = _folder()
+        path = os.path.join(_folder() or "", "binding", "libllvmlite.so")
         known = compiler_version().removeprefix("llvmlite-").rpartition(".")[0] in VERSIONS
-        if not _functions and known and folder is not None:
-            library = ctypes.CDLL(os.path.join(folder, "binding", "libllvmlite.so"))
+        if not _functions and known and os.path.isfile(path):
+            library = ctypes.CDLL(path)
             made = {}
             for prototype, functions in ((ctypes.CFUNCTYPE, LONG), (ctypes.PYFUNCTYPE, SHORT)):
                 for name, (result, *args) in functions.items():
