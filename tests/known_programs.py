@@ -157,6 +157,11 @@ def quantised() -> Iterator[Known]:
         yield form, decoder.build(config, 1, 1, 256, form), PLAIN, WIDE
     yield "q8_0, prefill", decoder.build(config, 1, 8, 256, "q8_0"), PLAIN, WIDE
     yield "q4_k, prefill on avx2", decoder.build(config, 1, 8, 256, "q4_k"), PLAIN, NARROW
+    for form in ("q8_0", "q4_k"):
+        g = Graph(form)
+        right = g.param("w", (70, 512 // FORMATS[form].block * FORMATS[form].nbytes), "u8")
+        g.set_outputs([rlx.dequant_matmul(g.input("x", (8, 512), "f32"), right, format=form)])
+        yield f"{form} on {MATRICES}", g, PLAIN, MATRICES
     yield "int8, tied", decoder.build(two_layers(**sizes, tie_word_embeddings=True), 1, 1, 256, "int8"), PLAIN, WIDE
 
 

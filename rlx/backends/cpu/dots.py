@@ -32,12 +32,16 @@ class Dot:
         """A group, as tiles move it."""
         return u32 if self.side == 1 else u64
 
-    def add(self, e: Emitter, total: V, a: V, b: V) -> V:
-        """total + the products of the groups of a and b, which are words. For `signed`, 128 was subtracted from each u8 of a."""
+    def operand(self, e: Emitter, words: V) -> V:
+        """A vector of words as the instruction takes it."""
         inner = vector(self.element, self.group * self.lanes // self.side)
-        words = (e.op(inner, f"bitcast {x} to {inner}") for x in (a, b))
-        suffix = (total.ty, inner) if self.needs[0] == "neon" and not self.name.endswith("bfmmla") else ()
-        return e.intrinsic(self.name, total, *words, suffix=suffix, returns=total.ty)
+        return words if words.ty == inner else e.op(inner, f"bitcast {words} to {inner}")
+
+    def add(self, e: Emitter, total: V, a: V, b: V) -> V:
+        """total + the products of a and b, words or operands. For `signed`, 128 was subtracted from each u8 of a."""
+        a, b = self.operand(e, a), self.operand(e, b)
+        suffix = (total.ty, a.ty) if self.needs[0] == "neon" and not self.name.endswith("bfmmla") else ()
+        return e.intrinsic(self.name, total, a, b, suffix=suffix, returns=total.ty)
 
 
 _ALL = (  # of those that a target has, the first

@@ -1,14 +1,14 @@
 """x @ dequantize(packed).T with weights in panels (rlx.ir.blocks.Panel): a Kernel whose body is one Contract.
 
-With 512-bit integer dot products (VNNI), a task first rounds its rows of x to int8: in each run of STEP elements to the nearest
-of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers, scaled and summed in f32. So
-the result differs from the exact one by at most sum over runs of max|x| / 254 * sum|w|, plus the rounding of f32 sums. Runs
-whose largest magnitude is below TINY count as zeros. With few rows the panel is read in place, at memory bandwidth; with more
-rows it is unpacked to scratch once per block of rows.
+With integer dot products (dots.py: VNNI with 512 bits, usdot, sdot), a task first rounds its rows of x to int8: in each run of
+STEP elements to the nearest of 127 steps up to the largest magnitude. Products and sums of a group are then exact integers,
+scaled and summed in f32. So the result differs from the exact one by at most sum over runs of max|x| / 254 * sum|w|, plus the
+rounding of f32 sums. Runs whose largest magnitude is below TINY count as zeros. With few rows the panel is read in place, at
+memory bandwidth; with more rows it is unpacked to scratch once per block of rows.
 
 With AMX, products with many rows go to its matrix unit (quant_matrix.py), in bf16.
 
-Without VNNI, or if x has to keep its precision, chunks of a panel are converted to f32 in scratch, for the register tile of
+Without these, or if x has to keep its precision, chunks of a panel are converted to f32 in scratch, for the register tile of
 contractions.
 """
 
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 
 from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.dots import dot_of
 from rlx.backends.cpu.kernels import amx
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import row_statements
@@ -37,7 +38,8 @@ from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.ops.quant import ProductAttrs, dequant_matmul
 from rlx.ir.target import Target
 
-ROWS = 6  # most rows of a tile with VNNI: 12 sums, 12 integer sums, 2 vectors of the panel and 1 of x fit 32 registers
+SUMS = 12  # most vectors of sums of a tile: with as many integer sums, and vectors of the panel and of x, they fit 32 registers
+MOST_VECTORS = 4  # most vectors of columns that a tile of several rows takes
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
 MATRIX_ROWS = 32  # with fewer rows, unpacking a panel takes longer than multiplying it
 TINY = 2.0**-100  # below it a reciprocal could overflow
@@ -67,20 +69,21 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
 
 
 def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[int, ...]]:
-    """Tuning parameters: `rows`, the most rows of a tile with VNNI; `tasks`, the number to aim for."""
-    own = {"rows": ROWS, "tasks": _made(kernel, contract, target, DEFAULT_TILING).wanted}
+    """Tuning parameters: `rows`, the most rows of a tile of integers; `tasks`, the number to aim for."""
+    default = _made(kernel, contract, target, DEFAULT_TILING)
+    own = {"rows": SUMS // default.most if isinstance(default, _Integer) else SUMS, "tasks": default.wanted}
     asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
     return distinct(own, asked, lambda tiling: _made(kernel, contract, target, tiling).plan) if contract.m else {}
 
 
 def _made(kernel: Kernel, contract: Contract, target: Target, tiling: Mapping[str, int]) -> PanelProduct:
     assert isinstance(contract.b, Operand)
-    if contract.b.exact or target.vector_bytes < 64:
+    if contract.b.exact:
         return _Float(kernel, contract, target, tiling)
     points = 1 if contract.count is None else math.prod(extent for _, extent in kernel.grid)  # that share the rows
     if contract.m >= MATRIX_ROWS * points and on_matrix(target):
         return MatrixProduct(kernel, contract, target, tiling)
-    return (_Integer if "avx512vnni" in target.features else _Float)(kernel, contract, target, tiling)
+    return (_Integer if dot_of(target, "u8 i8", side=1) else _Float)(kernel, contract, target, tiling)
 
 
 class _Integer(PanelProduct):
@@ -93,7 +96,13 @@ class _Integer(PanelProduct):
         p, turns = panel(c.b.blocks), c.k // STEP
         self.groups_of_turn = p.each(p.plain.scales) or 1
         row_bytes = c.k + 4 * turns * (1 + self.groups_of_turn + bool(p.plain.mins))
-        super().__init__(kernel, c, target, tiling, tiling.get("rows", ROWS), row_bytes)
+        dot = dot_of(target, "u8 i8", side=1)
+        assert dot
+        self.dot, self.most = dot, min(PANEL // dot.lanes, MOST_VECTORS)
+        super().__init__(kernel, c, target, tiling, tiling.get("rows", SUMS // self.most), row_bytes)
+        self.bytes_of_vector, self.turns = 4 * self.lanes, turns
+        self.offset = 128 if dot.signed and p.plain.q.parts[0].bits == 8 else 0  # subtracted from elements, to make them signed
+        self.zero = self.f.zero - self.offset
         tiles = self.plan.row_tiles if c.count is None else -(-c.m // (self.plan.batch * self.plan.rows))
         self.staged = tiles > DIRECT_TILES and p.plain.q.parts[0].bits < 8
         rows = self.block_rows
@@ -129,30 +138,30 @@ class _Integer(PanelProduct):
 
     def _rounded(self, e: Emitter, source: V, q: V, factors: V, shifts: V, least: V) -> None:
         """Round one row of x."""
-        line, ints = self.line, vector("i32", 16)
-        with e.loop(0, self.k // STEP, nonempty=True) as turn:
+        line, lanes, ints = self.line, self.lanes, vector("i32", self.lanes)
+        with e.loop(0, self.turns, nonempty=True) as turn:
             at = step(e, source, turn.index, line.byte(0, STEP))
-            x = [load_line(e, line.at(e, at, 0, 16 * n), line, 16, f32) for n in range(2)]
+            x = [load_line(e, line.at(e, at, 0, n), line, lanes, f32) for n in range(0, STEP, lanes)]
             bits = [e.bin("and", e.convert("bitcast", v, "i32"), 0x7FFFFFFF) for v in x]
-            peak = e.intrinsic("vector.reduce.umax", e.intrinsic("umax", *bits), returns="i32", suffix=(ints,))  # NaN is largest
-            top = e.convert("bitcast", peak, "float")
+            peak = e.intrinsic("vector.reduce.umax", reduce(partial(e.intrinsic, "umax"), bits), returns="i32", suffix=(ints,))
+            top = e.convert("bitcast", peak, "float")  # NaN is largest
             tiny = e.cmp("olt", top, TINY)
             factor = e.select(tiny, e.const("float", 0.0), e.bin("fmul", top, 1 / 127))
-            by = e.splat(e.select(tiny, e.const("float", 0.0), e.bin("fdiv", e.const("float", 127.0), top)), 16)
+            by = e.splat(e.select(tiny, e.const("float", 0.0), e.bin("fdiv", e.const("float", 127.0), top)), lanes)
             e.store(factor, step(e, factors, turn.index, 4), 4)
             sums = []
-            magic = e.op(vector("float", 16), f"bitcast {e.const(ints, MAGIC)} to {vector('float', 16)}")
+            magic = e.op(x[0].ty, f"bitcast {e.const(ints, MAGIC)} to {x[0].ty}")
             for n, v in enumerate(x):
                 near = e.convert("bitcast", e.bin("fadd", e.bin("fmul", v, by), magic), "i32")
-                e.store(e.convert("trunc", near, "i8"), e.gep(step(e, q, turn.index, STEP), 16 * n), 16)
+                e.store(e.convert("trunc", near, "i8"), e.gep(step(e, q, turn.index, STEP), lanes * n), lanes)
                 sums.append(e.bin("sub", near, e.const(ints, MAGIC)))
-            if self.groups_of_turn == 1:
-                sums = [e.bin("add", *sums)]
+            each = len(sums) // self.groups_of_turn
+            sums = [reduce(partial(e.bin, "add"), sums[n : n + each]) for n in range(0, len(sums), each)]
             totals = [e.intrinsic("vector.reduce.add", s, returns="i32", suffix=(ints,)) for s in sums]
-            if self.f.zero:
+            if self.zero:
                 for n, total in enumerate(totals):
                     at = e.gep(step(e, shifts, turn.index, 4 * self.groups_of_turn), 4 * n)
-                    e.store(e.bin("mul", total, -self.f.zero), at, 4)
+                    e.store(e.bin("mul", total, -self.zero), at, 4)
             if self.f.mins:
                 sum_of_x = e.bin("fmul", e.convert("sitofp", totals[0], "float"), factor)
                 e.store(e.op("float", f"fneg {sum_of_x}"), step(e, least, turn.index, 4), 4)
@@ -169,7 +178,7 @@ class _Integer(PanelProduct):
             places = self._of_row(e, e.bin("sub", row, i0))
             for height, here in self.heights(e, at.index):
                 with e.when(here):
-                    self.call(e, f"tile{height}", partial(self._tile, rows=height), sums, *places, *source)
+                    self._tiles(e, height, sums, *places, *source)
             count, first = self.height(e, at.index), e.bin("mul", panel, e.i64(PANEL))
             self.finish_rows(e, scope.child(), sums, i0, row, count, first, vectors, tail, PANEL)
 
@@ -192,40 +201,50 @@ class _Integer(PanelProduct):
                 for base, nbytes, lines in zip((words, scales, mins), self.staged_bytes, found):
                     place = step(e, base, index, nbytes)
                     for n, value in enumerate(chain.from_iterable(lines)):
-                        e.store(value, e.gep(place, 64 * n), 64)
+                        e.store(value, e.gep(place, self.bytes_of_vector * n), self.bytes_of_vector)
 
-    def _tile(self, e: Emitter, sums: V, *places: V, rows: int) -> None:
-        """sums[rows][PANEL]. `places`: q, factors, shifts, least of the first row; then the panel, or its staged copy."""
-        ty = vector("float", 16)
+    def _tiles(self, e: Emitter, rows: int, *args: V) -> None:
+        """Tiles of so many rows for all columns of a panel."""
+        width = self.vectors if rows == 1 else self.most
+        for first in range(0, self.vectors, width):
+            name = f"tile{rows}" + (f"_{first}" if width < self.vectors else "")
+            self.call(e, name, partial(self._tile, rows=rows, across=range(first, first + width)), *args)
+
+    def _tile(self, e: Emitter, sums: V, *places: V, rows: int, across: range) -> None:
+        """sums[rows][PANEL] of the vectors `across`. `places`: q, factors, shifts, least of the first row; then the panel, or its
+        staged copy."""
+        ty, words_ty, size = vector("float", self.lanes), vector("i32", self.lanes), self.bytes_of_vector
         of_x, weights = list(places[:4]), list(places[4:])
-        totals = [V("zeroinitializer", ty)] * (rows * self.vectors)
-        turns = self.k // STEP
+        totals = [V("zeroinitializer", ty)] * (rows * len(across))
         if self.staged:
-            with e.loop(0, turns, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
+
+            def line(base: V, n: int, ty: str) -> list[V]:
+                return [e.load(ty, e.gep(base, size * (self.vectors * n + v)), size) for v in across]
+
+            with e.loop(0, self.turns, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
                 words, scales, mins = loop.carried[4:7]
-                lines = (
-                    [e.load(vector("i32", 16), e.gep(words, 64 * (2 * n + v)), 64) for v in (0, 1)] for n in range(STEP // 4)
-                )
-                factors = [[e.load(ty, e.gep(scales, 64 * (2 * g + v)), 64) for v in (0, 1)] for g in range(self.groups_of_turn)]
-                least = [e.load(ty, e.gep(mins, 64 * v), 64) for v in (0, 1)] if self.f.mins else []
+                lines = (line(words, n, words_ty) for n in range(STEP // 4))
+                factors = [line(scales, g, ty) for g in range(self.groups_of_turn)]
+                least = line(mins, 0, ty) if self.f.mins else []
                 found = self._turn(e, rows, loop.carried[:4], lines, factors, least, loop.carried[7:])
                 loop.next = [e.gep(a, n) for a, n in zip(loop.carried[:7], (*self.turn_bytes, *self.staged_bytes))] + found
             totals = loop.results[7:]
         else:
             inner = self.f.block // STEP
-            with e.loop(0, turns // inner, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
+            with e.loop(0, self.turns // inner, carried=[*of_x, *weights, *totals], nonempty=True) as loop:
                 block = loop.carried[4]
-                numbers = self.numbers(e, block)
+                numbers = self.numbers(e, block, across)
                 with e.loop(0, inner, carried=[*loop.carried[:4], *loop.carried[5:]]) as turn:
                     here = self.at_turn(e, block, turn.index)
-                    factors, least = self.scales(e, here, numbers)
-                    lines = self.words(e, here)
+                    factors, least = self.scales(e, here, numbers, across)
+                    lines = self.words(e, here, across)
                     found = self._turn(e, rows, turn.carried[:4], lines, factors, least, turn.carried[4:])
                     turn.next = [e.gep(a, n) for a, n in zip(turn.carried[:4], self.turn_bytes)] + found
                 loop.next = [*turn.results[:4], e.gep(block, self.f.nbytes), *turn.results[4:]]
             totals = loop.results[5:]
         for n, total in enumerate(totals):
-            e.store(total, e.gep(sums, 64 * n), 64)
+            r, v = divmod(n, len(across))
+            e.store(total, e.gep(sums, size * (r * self.vectors + across[v])), size)
 
     def _turn(
         self, e: Emitter, rows: int, of_x: Sequence[V], words: Iterable[list[V]], scales: Sequence[list[V]],
@@ -233,33 +252,36 @@ class _Integer(PanelProduct):
     ) -> list[V]:  # fmt: skip
         """`totals` [rows][vectors] plus the products of one run of STEP elements."""
         q, factors, shifts, least = of_x
-        totals, ints, octets = list(totals), vector("i32", 16), vector("i8", 64)
+        totals, ints, width = list(totals), vector("i32", self.lanes), len(totals) // rows
         each = STEP // 4 // self.groups_of_turn
 
         def of_row(base: V, place: int, r: int, ty: str, offset: int = 0) -> V:
-            return e.splat(e.load(ty, e.gep(base, r * self.pitches[place] + offset), 4), 16)
+            return e.splat(e.load(ty, e.gep(base, r * self.pitches[place] + offset), 4), self.lanes)
 
-        parts: list[V] = []
+        parts, held = list[V](), list[V]()
+        by_lane = self.lanes == 4  # aarch64 multiplies by a lane of x; a load to all lanes would cost as much as a product
         for n, vectors in enumerate(words):
             group = n // each
             if n % each == 0:
                 start = [
-                    of_row(shifts, 2, r, "i32", 4 * group) if self.f.zero else V("zeroinitializer", ints) for r in range(rows)
+                    of_row(shifts, 2, r, "i32", 4 * group) if self.zero else V("zeroinitializer", ints) for r in range(rows)
                 ]
                 parts = [s for s in start for _ in vectors]
-            weights = [e.op(octets, f"bitcast {w} to {octets}") for w in vectors]
+            weights = [self.dot.operand(e, e.bin("xor", w, -0x7F7F7F80) if self.offset else w) for w in vectors]
+            if by_lane and n % self.lanes == 0:
+                held = [e.load(ints, e.gep(q, r * self.pitches[0] + 4 * n), 4) for r in range(rows)]
             for r in range(rows):
-                x = e.op(octets, f"bitcast {of_row(q, 0, r, 'i32', 4 * n)} to {octets}")
+                x = e.shuffle(held[r], [n % self.lanes] * self.lanes) if by_lane else of_row(q, 0, r, "i32", 4 * n)
+                x = self.dot.operand(e, x)
                 for v, w in enumerate(weights):
-                    at = r * self.vectors + v
-                    parts[at] = e.intrinsic("x86.avx512.vpdpbusd.512", parts[at], w, x, suffix=(), returns=ints)
+                    parts[r * width + v] = self.dot.add(e, parts[r * width + v], w, x)
             if (n + 1) % each == 0:
                 for at, part in enumerate(parts):
-                    r, v = divmod(at, self.vectors)
+                    r, v = divmod(at, width)
                     scale = e.bin("fmul", scales[group][v], of_row(factors, 1, r, "float"))
                     totals[at] = e.fma(e.convert("sitofp", part, "float"), scale, totals[at])
         for at in range(len(totals) if mins else 0):
-            r, v = divmod(at, self.vectors)
+            r, v = divmod(at, width)
             totals[at] = e.fma(mins[v], of_row(least, 3, r, "float"), totals[at])
         return totals
 

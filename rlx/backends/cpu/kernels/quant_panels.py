@@ -57,7 +57,7 @@ class PanelProduct(Product):
 
     def _cut(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
         if c.count is not None:
-            return self._ragged(c, highest, row_bytes, panels, batch)
+            return self._ragged(c, target, highest, row_bytes, panels, batch)
         row_tiles = -(-c.m // highest)
         rows = -(-c.m // max(1, row_tiles))
         fit = max(1, self.most_scratch // row_bytes // max(1, rows))
@@ -78,13 +78,13 @@ class PanelProduct(Product):
             False, False,
         )  # fmt: skip
 
-    def _ragged(self, c: Contract, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
+    def _ragged(self, c: Contract, target: Target, highest: int, row_bytes: int, panels: int, batch: int) -> Plan:
         """As tiles.plan has it for grid points with a number of rows of their own."""
         rows = max(1, min(highest, c.m))
         fit = min(c.m, self.most_scratch // row_bytes, BLOCK_ROWS)
         row_tiles = max(1, fit // rows)
         groups, batch_groups = ragged_tasks(panels, batch, c.m, self.wanted, self.threads)
-        registers = 32 if self.lanes == 16 else 16
+        registers = registers_of(target)
         return Plan(
             self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,
             False, False,
@@ -99,36 +99,38 @@ class PanelProduct(Product):
             at = layout.at(e, to, e.bin("sub", row.index, i0))
             emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
 
-    # -- a panel's bytes
+    # -- a panel's bytes; `across`: the vectors of columns that are wanted, all of them if it is empty
 
-    def numbers(self, e: Emitter, block: V) -> list[list[V]]:
+    def numbers(self, e: Emitter, block: V, across: range = range(0)) -> list[list[V]]:
         """The f16 numbers of a block as f32: a list of vectors for each."""
-        half = vector("half", self.lanes)
+        half, across = vector("half", self.lanes), across or range(self.vectors)
         return [
-            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in range(self.vectors)]
+            [e.convert("fpext", e.load(half, e.gep(block, a + 2 * self.lanes * v), 2), "float") for v in across]
             for a in self.f.numbers
         ]
 
-    def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V]) -> list[V]:
+    def small(self, e: Emitter, at: V, signed: bool, by: Sequence[V], across: range) -> list[V]:
         """One byte per weight row, converted to f32 and multiplied by `by`."""
         out = []
-        for v, factor in enumerate(by):
+        for v, factor in zip(across, by):
             raw = e.load(vector("i8", self.lanes), e.gep(at, v * self.lanes), 1)
             wide = e.convert("sext" if signed else "zext", raw, "i32")
             out.append(e.bin("fmul", e.convert("sitofp", wide, "float"), factor))
         return out
 
-    def scales(self, e: Emitter, at: V, numbers: list[list[V]]) -> tuple[list[list[V]], list[V]]:
+    def scales(
+        self, e: Emitter, at: V, numbers: list[list[V]], across: range = range(0)
+    ) -> tuple[list[list[V]], list[V]]:  # fmt: skip
         """For the run of STEP elements at `at`: (the scales of each group, the mins if there are any)."""
-        f, count = self.f, self.p.each(self.f.scales)
+        f, count, across = self.f, self.p.each(self.f.scales), across or range(self.vectors)
         if f.scales is None:
             return [numbers[0]], []
-        scales = [self.small(e, e.gep(at, PANEL * g), f.scales.signed, numbers[0]) for g in range(count)]
-        return scales, self.small(e, e.gep(at, PANEL * count), f.mins.signed, numbers[1]) if f.mins else []
+        scales = [self.small(e, e.gep(at, PANEL * g), f.scales.signed, numbers[0], across) for g in range(count)]
+        return scales, self.small(e, e.gep(at, PANEL * count), f.mins.signed, numbers[1], across) if f.mins else []
 
-    def words(self, e: Emitter, at: V) -> Iterator[list[V]]:
+    def words(self, e: Emitter, at: V, across: range = range(0)) -> Iterator[list[V]]:
         """For the run at `at`: vectors that hold four elements (one dword) of each weight row."""
-        p, ty = self.p, vector("i32", self.lanes)
+        p, ty, across = self.p, vector("i32", self.lanes), across or range(self.vectors)
         high: list[tuple[list[V], int, Bits]] = []  # (dwords, their first element, their part of q)
 
         def bits(raw: list[V], left: int, mask: int) -> list[V]:
@@ -137,7 +139,7 @@ class PanelProduct(Product):
 
         for n, (part, first) in enumerate(p.dwords):
             plane = p.plain.q.parts[part]
-            raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in range(self.vectors)]
+            raw = [e.load(ty, e.gep(at, p.dwords_at + 4 * (n * PANEL + self.lanes * v)), 4) for v in across]
             if part:
                 high = [(raw, first, plane)]
                 continue
