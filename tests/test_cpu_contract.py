@@ -249,7 +249,8 @@ def test_parts_of_every_dtype(dtypes: DTypes, b: str) -> None:
     features = [f for f in TARGETS["host"].features if "=" not in f and not f.startswith("amx")]
     target = replace(target_for(TRIPLE, machine_of(TARGETS["host"])[1], features), core_cache_bytes=8 * 4 * 48 * 8)
     panel, group = target.panel("u8 i8" if dtypes[0] == u8 else dtypes[1].name)
-    kernel = product(21, 70, 131, b=b, dtypes=dtypes, panel=panel or 48, group=group if tiles.GROUPS.get(dtypes) == group else 1)
+    group = group if dtypes in ((bf16, bf16, f32), (u8, i8, i32)) else 1
+    kernel = product(21, 70, 131, b=b, dtypes=dtypes, panel=panel or 48, group=group)
     found = plan(kernel, kernel.body[0], target)  # type: ignore[arg-type]
     assert 0 < found.depth < -(-131 // found.group)
     check_product(kernel, target)
