@@ -1,7 +1,8 @@
 """Time from process start to the first vector of MiniLM-L6, 1 x 16 tokens: `python benchmarks/startup.py [--write]`.
 
 rlx (cold, from its disk cache, and from an artifact file), ONNX Runtime (from the model, and from an optimised model it saved
-before) and OpenVINO (cold, and from its cache). Every start is a new process, and the engines alternate. The table has
+before), OpenVINO (cold, and from its cache) and CTranslate2 (from the model in its format). Every start is a new process, and the
+engines alternate. The table has
 medians and, in parentheses, minima. First results are compared. The time after the import includes all the work of a program that
 has a model's files: weights, graph or model file, compile, and one run. Files are in the page cache. Memory is the peak of the
 process. The install size includes dependencies.
@@ -36,6 +37,7 @@ ENGINES = {  # name -> (worker, whether it uses the cache of an earlier start, t
     "ONNX Runtime, optimised before": ("onnxruntime", True, "onnxruntime"),
     "OpenVINO": ("openvino", False, "openvino"),
     "OpenVINO, from its cache": ("openvino", True, "openvino"),
+    "CTranslate2": ("ctranslate2", False, "ctranslate2"),
 }
 Start = Callable[[Path, int], tuple[Any, dict[str, float]]]
 
@@ -116,8 +118,24 @@ def start_openvino(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
     return out, {"import": imported - begun, "first": time.perf_counter() - imported}
 
 
+def start_ctranslate2(folder: Path, threads: int) -> tuple[Any, dict[str, float]]:
+    begun = time.perf_counter()
+    import ctranslate2
+
+    imported = time.perf_counter()
+    how: dict[str, Any] = {"device": "cpu", "intra_threads": threads, "compute_type": "float32"}
+    encoder = ctranslate2.Encoder(str(folder.parent / "ctranslate2"), **how)
+    import numpy as np
+
+    ids, _ = ids_and_mask()
+    hidden = np.array(encoder.forward_batch(ids.tolist()).last_hidden_state).mean(axis=1)
+    out = hidden / np.linalg.norm(hidden)  # the pooling that the other engines' graphs have
+    return out, {"import": imported - begun, "first": time.perf_counter() - imported}
+
+
 STARTS: dict[str, Start] = {
     "rlx": start_rlx, "artifact": start_artifact, "onnxruntime": start_onnxruntime, "openvino": start_openvino,
+    "ctranslate2": start_ctranslate2,
 }  # fmt: skip
 
 
@@ -199,13 +217,17 @@ def main() -> None:
         made = onnx_model(model.config, model.weights, (1, LENGTH), False).SerializeToString()
         (Path(place) / "model.onnx").write_bytes(made)
         write_artifact(model, Path(place) / "model.rlx", args.threads)
+        if "CTranslate2" in engines:  # its converter reads the model with torch and transformers
+            from ctranslate2.converters import TransformersConverter
+
+            TransformersConverter(str(default_folder())).convert(str(Path(place) / "ctranslate2"))
         for engine in engines:  # fills the caches for later starts
             one(engine, Path(place), args.threads)
         runs: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
         for _ in range(args.rounds):
             for engine in engines:
                 runs[engine].append(one(engine, Path(place), args.threads))
-    about = header(*(p for p in ("onnxruntime", "openvino", "llvmlite") if _installed(p)))
+    about = header(*(p for p in ("onnxruntime", "openvino", "ctranslate2", "llvmlite") if _installed(p)))
     columns = "start", "import, ms", "first result after it, ms", "of it setting weights", "of it the load", "peak memory, MB"
     rows = [f"| {' | '.join(columns)} | install, MB |"]
     rows += ["| --- | --- | --- | --- | --- | --- | --- |", *(_row(engine, runs) for engine in engines)]
