@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from rlx.backends.cpu.kernels.tile import transposed
 from rlx.backends.cpu.loops import emit_statements, lanes_of
 from rlx.backends.cpu.scope import Scope, address
 from rlx.backends.shared.nest import distinct
@@ -134,16 +135,15 @@ def emit_tiles(x: Crossing, scope: Scope, bounds: tuple[V, V] | None, rest: Rest
 def _emit_tile(x: Crossing, scope: Scope, corner: Scope, places: Sequence[V]) -> None:
     """Transpose the tile of each load at `corner`, and compute and store its rows, or leave them at `places`."""
     e, n, (row, column) = scope.e, x.size, (corner.scalar.bindings[v] for v in (x.row, x.loop.var))
-    blocks = {load: min(n, 16 // load.buffer.dtype.itemsize) for load in x.loads}
-    transposed = {load: _transposed(e, _read(x, load, corner), block) for load, block in blocks.items()}
-    for place, (load, found) in zip(places, transposed.items()):
+    squares = {load: transposed(e, _read(x, load, corner), load.buffer.dtype.itemsize) for load in x.loads}
+    for place, (load, found) in zip(places, squares.items()):
         itemsize = load.buffer.dtype.itemsize
         for i, vector_of_row in enumerate(found):
             e.store(vector_of_row, e.gep(place, i * x.pitch * itemsize), itemsize)
     for i in range(0 if places else n):
         inner = scope.child({x.row: e.bin("add nsw", row, i)}, vector=x.loop.var, base=column, lanes=n)
         inner.moved(corner, {x.row: i})
-        for load, found in transposed.items():
+        for load, found in squares.items():
             _know(inner, load, found[i])
         emit_statements(x.loop.body, inner)
 
@@ -171,29 +171,6 @@ def _read(x: Crossing, load: Load, corner: Scope) -> list[V]:
     step = coefficient(load.index, x.loop.var)
     assert step is not None  # see `crossing`
     return [_vector(e, load, x.size, e.gep(first, j * step * dtype.itemsize)) for j in range(x.size)]
-
-
-def _transposed(e: Emitter, rows: list[V], block: int) -> list[V]:
-    """Transpose a square tile of blocks of `block` lanes (128 bits): first elements are interleaved inside the blocks, then whole
-    blocks are exchanged. Each of these shuffles is one instruction, of a kind that LLVM recognises soon."""
-    n, step, rows = len(rows), 1, list(rows)
-    columns = [list(range(n)) for _ in rows]  # of the lanes of each row
-    while step < n:
-        half = block // 2
-        starts = [b + g for b in range(0, n, block) for g in range(0, half, step)] if step < block else range(0, n, 2 * block)
-        length, apart = (step, half) if step < block else (block, block)
-        runs = [[s + n * second + i for i in range(length)] for s in starts for second in (0, 1)]
-        if step >= block:
-            runs.sort()  # all blocks of the first row before those of the second
-        low = [i for run in runs for i in run]
-        for r in (r for r in range(n) if not r & step):
-            a, b, both = rows[r], rows[r + step], columns[r] + columns[r + step]
-            for at, picks in ((r, low), (r + step, [i + apart for i in low])):
-                rows[at], columns[at] = e.shuffle(a, picks, b), [both[i] for i in picks]
-        step *= 2
-        if step == block < n:
-            rows = [e.fence(row) for row in rows]
-    return [row for _, row in sorted(zip((c[0] for c in columns), rows), key=lambda found: found[0])]
 
 
 __all__ = ["Crossing", "crossing", "emit_tiles"]

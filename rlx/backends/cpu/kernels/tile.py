@@ -241,7 +241,7 @@ def transpose_function(
             if scale != 1.0:
                 lines = [e.bin("fmul", x, e.const(x.ty, scale)) for x in lines]
             place = to.at(e, out, e.bin("sub", column, first), group.index)
-            for c, value in enumerate(transposed(e, lines)[:have]):
+            for c, value in enumerate(transposed(e, lines, to.dtype.itemsize)[:have]):
                 e.store(value, to.at(e, place, c), to.dtype.itemsize)
 
 
@@ -255,12 +255,25 @@ def halves(e: Emitter, a: V, b: V, block: int) -> tuple[V, V]:
     return above, below
 
 
-def transposed(e: Emitter, lines: list[V]) -> list[V]:
-    """Transpose a square of lanes x lanes values: log2(lanes) rounds of swaps in 2x2 squares of growing size."""
-    lines, block = list(lines), 1
-    while block < len(lines):
-        for r in range(len(lines)):
-            if not r & block:
-                lines[r], lines[r + block] = halves(e, lines[r], lines[r + block], block)
-        block *= 2
-    return lines
+def transposed(e: Emitter, rows: list[V], itemsize: int) -> list[V]:
+    """Transpose a square of lanes x lanes values: first elements are interleaved inside blocks of 128 bits, then whole blocks are
+    exchanged. Each of these shuffles is one instruction, of a kind that LLVM recognises soon."""
+    n, step, rows = len(rows), 1, list(rows)
+    block = min(n, 16 // itemsize)
+    columns = [list(range(n)) for _ in rows]  # of the lanes of each row
+    while step < n:
+        half = block // 2
+        starts = [b + g for b in range(0, n, block) for g in range(0, half, step)] if step < block else range(0, n, 2 * block)
+        length, apart = (step, half) if step < block else (block, block)
+        runs = [[s + n * second + i for i in range(length)] for s in starts for second in (0, 1)]
+        if step >= block:
+            runs.sort()  # all blocks of the first row before those of the second
+        low = [i for run in runs for i in run]
+        for r in (r for r in range(n) if not r & step):
+            a, b, both = rows[r], rows[r + step], columns[r] + columns[r + step]
+            for at, picks in ((r, low), (r + step, [i + apart for i in low])):
+                rows[at], columns[at] = e.shuffle(a, picks, b), [both[i] for i in picks]
+        step *= 2
+        if step == block < n:
+            rows = [e.fence(row) for row in rows]
+    return [row for _, row in sorted(zip((c[0] for c in columns), rows), key=lambda found: found[0])]
