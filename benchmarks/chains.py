@@ -35,7 +35,7 @@ from rlx.host import jit
 from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 
 PEERS = ("numpy", "torch", "onnxruntime", "openvino", "jax")
-SLACK = {"f32": 2e-5, "bf16": 2e-2}
+SLACK = {"f32": 2e-5, "bf16": 2e-2, "f16": 2e-3}
 DOCUMENT, MARK = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md", "## Chains, `python benchmarks/chains.py`"
 
 
@@ -64,6 +64,8 @@ def cases() -> list[Case]:
     out.append(Case("relu(x*y+z) 64 M", chain, ((1 << 26,),) * 3))
     for n in (1 << 16, 1 << 20, 1 << 24):
         out.append(Case(f"relu(x*y+z) {_size(n)}", chain, ((n,),) * 3, "bf16"))
+        out.append(Case(f"relu(x*y+z) {_size(n)}", chain, ((n,),) * 3, "f16"))
+        out.append(Case(f"x+y {_size(n)}", lambda m, x, y: x + y, ((n,),) * 2, "f16"))
         out.append(Case(f"x*2+1 {_size(n)}", lambda m, x: x * 2.0 + 1.0, ((n,),)))
     for rows in (128, 1024, 16384):
         out.append(Case(f"x*row+row {rows}x1024", lambda m, x, r, s: x * r + s, ((rows, 1024), (1024,), (1024,))))
@@ -136,7 +138,7 @@ def torch_calls(case: Case, arrays: Sequence[np.ndarray], threads: int) -> Made:
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[case.dtype]
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[case.dtype]
     xs = [torch.from_numpy(np.asarray(a, np.float32)).to(dtype) for a in arrays]
     m = Torch()
     return lambda: case.make(m, *xs), lambda: case.make(m, *xs).to(torch.float64).numpy()

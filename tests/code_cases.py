@@ -37,7 +37,7 @@ from rlx.ir.target import Target  # noqa: E402
 
 TRIPLE = "x86_64-unknown-linux-gnu"
 TARGETS: dict[str, Target] = {
-    "avx512bf16": target_for(TRIPLE, "x86-64-v4", X86), "avx512": target_for(TRIPLE, "x86-64-v4", ("avx512vnni",)),
+    "avx512fp16": target_for(TRIPLE, "x86-64-v4", X86), "avx512": target_for(TRIPLE, "x86-64-v4", ("avx512vnni",)),
     "avx2": target_for(TRIPLE, "x86-64-v3"), "aarch64": target_for("aarch64-linux-gnu", "neoverse-n1", ("neon",)),
 }  # fmt: skip
 CASTS = ("f32", "bf16", "f16", "f64", "i8", "u8", "i64", "bool", "f8e4m3", "f8e5m2", "c64")

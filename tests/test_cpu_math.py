@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import kernel_runs
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_runs import TARGETS, apply
+from kernel_runs import TARGETS, TRIPLE, apply
 from scipy import special
 
+from rlx.backends.cpu.abi import Rendered
+from rlx.backends.cpu.render import render
+from rlx.backends.cpu.target import target_for
+from rlx.host import jit
 from rlx.ir.dtype import bf16, f16, f32, f64
-from rlx.ir.kernel import k
+from rlx.ir.kernel import Kernel, k
+from rlx.ir.target import Target
 
 UNARY = {
     "exp": (np.exp, 1.0), "log": (np.log, 1.0), "sin": (np.sin, 2.0), "cos": (np.cos, 2.0),
@@ -118,6 +124,44 @@ def test_narrow_floats_round_to_nearest_even(dtype, host) -> None:
     number = ~np.isnan(want.astype(np.float32))
     assert (got.view(np.uint16)[number] == want.view(np.uint16)[number]).all()
     assert np.isnan(got[~number].astype(np.float32)).all()
+
+
+HALF = target_for(TRIPLE, "x86-64-v4", ("avx512fp16",))
+HALVES = {
+    "add": k.add, "sub": k.sub, "mul": k.mul, "div": k.div, "max": k.max, "min": k.min,
+    "sqrt": lambda a, b: k.sqrt(a), "neg": lambda a, b: k.neg(a), "relu of a sum": lambda a, b: k.max(k.add(a, b), 0.0),
+    "chosen product": lambda a, b: k.select(k.lt(a, b), k.mul(a, b), k.abs(b)), "times a constant": lambda a, b: k.mul(a, 0.75),
+    "rounded in between": lambda a, b: k.add(k.cast(k.cast(k.mul(a, b), f16), f32), a),
+}  # fmt: skip
+NOT_HALVES = {
+    "two operations": lambda a, b: k.add(k.mul(a, b), a), "relu of a product": lambda a, b: k.max(k.mul(a, b), 0.0),
+    "a constant that f16 has not": lambda a, b: k.mul(a, 0.1),
+    "comparison of a sum": lambda a, b: k.select(k.lt(k.add(a, b), a), a, b),
+    "exp": lambda a, b: k.exp(a), "fma": lambda a, b: k.fma(a, b, a), "a constant too large": lambda a, b: k.min(a, 1e6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*HALVES, *NOT_HALVES])
+def test_arithmetic_of_f16_has_the_bits_of_f32_rounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for AVX512-FP16, whose operations on f16 LLVM writes with those of f32 where the processor has none."""
+    function = {**HALVES, **NOT_HALVES}[name]
+    edges = [0x8000, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0xFC00, 0x7E00]
+    patterns = np.concatenate([np.arange(0, 2**16, 397), edges]).astype(np.uint16)
+    a, b = (grid.ravel().view(np.float16) for grid in np.meshgrid(patterns, patterns))
+    want = apply(function, f16, a, b)
+    texts: list[str] = []
+
+    def rendered(kernel: Kernel, target: Target, symbol: str) -> Rendered:
+        made = render(kernel, HALF, symbol)
+        texts.append(made.text)
+        return made
+
+    monkeypatch.setattr(kernel_runs, "render", rendered)
+    monkeypatch.setattr(jit, "faults", lambda text, features: [])
+    got = apply(function, f16, a, b)
+    number = ~np.isnan(want)
+    assert (got.view(np.uint16)[number] == want.view(np.uint16)[number]).all() and np.isnan(got[~number]).all()
+    assert ("fptrunc" not in texts[0]) == (name in HALVES)
 
 
 def test_doubles_round_once_to_f16() -> None:

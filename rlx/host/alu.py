@@ -167,6 +167,8 @@ def _extreme(*predicates: str) -> Emit:
 def _is_number(v: V) -> bool:
     """Whether `v` is a finite constant, equal in all lanes."""
     digits = v.text.removeprefix(f"splat({v.scalar} ")
+    if digits.startswith("0xH"):
+        return int(digits[3:7], 16) & 0x7C00 != 0x7C00
     return digits.startswith("0x") and int(digits[2:5], 16) & 0x7FF != 0x7FF
 
 

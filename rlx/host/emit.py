@@ -101,6 +101,8 @@ class Emitter:
         if scalar in ("double", "float"):  # as its bit pattern, so that no digit is lost
             value = ctypes.c_float(value).value if scalar == "float" else value  # rounded; infinite where it overflows
             text = f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+        elif scalar == "half":
+            text = f"0xH{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
         else:
             text = str(bool(value)).lower() if scalar == "i1" else str(int(value))
         return V(text if ty[0] != "<" else f"splat({scalar} {text})", ty)

@@ -27,7 +27,7 @@ _BITS_IN_MEMORY = re.compile(r"\b(?:load|store) (?:<\d+ x )?i1\b|@llvm\.masked\.
 _MOVES = re.compile(r" = bitcast |^declare |@llvm\.(?:x86\.avx512bf16|aarch64\.neon)\.")  # the only legal uses of bfloat vectors
 _SCALAR_BFLOAT = re.compile(r"(?<!x )\bbfloat\b")
 _HALF = re.compile(r"\bhalf\b")
-_CONVERTS = re.compile(r" = (?:bitcast|fpext|fptrunc|load) ")  # the only legal uses of half
+_CONVERTS = re.compile(r" = (?:bitcast|fpext|fptrunc|load) ")  # the only legal uses of half without AVX512-FP16
 
 
 def faults(text: str, features: Sequence[str]) -> list[str]:
@@ -43,7 +43,7 @@ def faults(text: str, features: Sequence[str]) -> list[str]:
     out += [f"i1 in memory: {line.strip()}" for line in _lines(text, "i1") if _BITS_IN_MEMORY.search(line)]
     narrow = [line for line in _lines(text, "bfloat") if not _MOVES.search(line) or _SCALAR_BFLOAT.search(line)]
     halves = (line for line in _lines(text, "half") if _HALF.search(line) and "bfloat" not in line)
-    narrow += [line for line in halves if not _CONVERTS.search(line)]
+    narrow += [line for line in halves if "avx512fp16" not in features and not _CONVERTS.search(line)]
     return out + [f"arithmetic on 16-bit floats: {line.strip()}" for line in narrow]
 
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from rlx.backends.cpu.half import in_half
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.scope import Scope, access, address, check, expr, value_to_store
 from rlx.backends.shared.nest import distinct, nested, operands, stores
 from rlx.errors import CompileError
 from rlx.host import alu
 from rlx.host.emit import V, vector
-from rlx.ir.dtype import i64, index_
+from rlx.ir.dtype import f16, i64, index_
 from rlx.ir.kernel import Alu, Check, Const, Expr, Let, Load, Loop, Stmt, Store, Var, coefficient, expressions
 
 MAX_LANES = 16
@@ -32,13 +33,18 @@ def emit_statements(stmts: Iterable[Stmt], scope: Scope) -> None:
     _write(_emit(stmts, scope))
 
 
+def _value_to_store(s: Store, scope: Scope) -> V:
+    found = in_half(s.value, scope) if s.buffer.dtype == f16 else None
+    return value_to_store(s, scope) if found is None else found
+
+
 def _emit(stmts: Iterable[Stmt], scope: Scope) -> Held:
     """Emit the statements, but return the trailing stores as pending."""
     held: Held = []
     for s in stmts:
         if isinstance(s, Store):
             _write_if_read(expressions([s]), held, scope)
-            held.append((s, value_to_store(s, scope), scope))
+            held.append((s, _value_to_store(s, scope), scope))
             continue
         _write(held)
         if isinstance(s, Let):
