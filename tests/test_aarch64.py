@@ -93,6 +93,18 @@ def test_attention(dtype: str) -> None:
     np.testing.assert_allclose(one, want[:, :, -1:], rtol=0, atol=1e-5 if dtype == "f32" else 2e-2)
 
 
+def test_rounding_to_bf16() -> None:
+    """To nearest even, subnormals kept, NaN quiet: any bits, among them ties and the ends of the range."""
+    ends = [0, 1, 0x7FFF, 0x8000, 0x18000, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x807FFFFF]
+    bits = np.array([*ends, *np.random.default_rng(3).integers(0, 1 << 32, 10_000)], np.uint32)
+    x, wide = bits.view(F), bits.astype(np.uint64)
+    want = np.where(np.isnan(x), (wide | 0x400000) >> 16, (wide + 0x7FFF + (wide >> 16 & 1)) >> 16)
+    g = rlx.Graph("rounded")
+    g.set_outputs([rlx.cast(g.input("x", x.shape, "f32"), rlx.bf16)])
+    (found,) = rlx.Session("cpu").compile(g).run({"x": x})
+    np.testing.assert_array_equal(found.view(np.uint16), want)
+
+
 @pytest.mark.skipif(host_features()[0].startswith("triple=aarch64"), reason="this is such a processor")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_emulated(processor: str) -> None:
@@ -101,7 +113,7 @@ def test_emulated(processor: str) -> None:
         here = emulated()
     except Unavailable as why:
         pytest.skip(f"no emulated aarch64: {why}")
-    wanted = "products or attention" if processor == "max" else "products"
+    wanted = "products or attention or rounding" if processor == "max" else "products"
     asked = "from rlx.host.processor import host_features; print(*host_features()[2:])"
     tests = ["pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__, "-k", f"({wanted}) and not emulated"]
     for command, says in ((["-c", asked], f"^{PROCESSORS[processor]}$"), (["-m", *tests], r"^\d+ passed, \d+ deselected")):

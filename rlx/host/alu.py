@@ -44,6 +44,8 @@ def to_memory(e: Emitter, value: V, dtype: DType) -> V:
     """Convert a value from its compute type to its type in memory: floats are rounded to nearest even, bool becomes 0 or 1."""
     if dtype in (f8e4m3, f8e5m2):
         return math.f8_bits(e, value, dtype == f8e4m3)
+    if dtype == bf16 and {"neon", "bf16"} <= set(e.features):
+        return e.convert("bitcast", e.convert("fptrunc", value, "bfloat"), "i16")
     if dtype == bf16:
         by_hardware = value.lanes in (8, 16) and {"avx512bf16", "avx512vl"} <= set(e.features)
         return math.bf16_bits_by_hardware(e, value) if by_hardware else math.bf16_bits(e, value)

@@ -25,7 +25,7 @@ from rlx.backends.cpu.executable import SCRATCH_ALIGNMENT, CpuArtifact, joins, t
 from rlx.errors import CompileError, DeviceUnavailableError, Unsupported
 from rlx.host.builtin import futex_call
 from rlx.host.jit import compile_object
-from rlx.host.processor import missing_features, plain_target
+from rlx.host.processor import ARM, missing_features, plain_target
 from rlx.ir.program import BufferDecl, OutputDecl, Region
 from rlx.ir.program import Step as ProgramStep
 
@@ -36,11 +36,13 @@ EXPORTED = sorted(set(re.findall(r"\b(rlx_\w+)\(", (SOURCES / "rlx.h").read_text
 _C_NAMES = {ctypes.c_void_p: "void *", ctypes.c_int64: "int64_t ", ctypes.c_int32: "int32_t ", ctypes.c_int8: "int8_t "}
 # LLVM's name -> cpuid leaf, subleaf, word of (eax, ebx, ecx, edx), bit, and the registers that the system must save (XCR0)
 VECTORS, MASKS, TILES = 0x6, 0xE6, 0x60000
-CPUID = {
+# On aarch64, the entry of the auxiliary vector in place of a leaf, and the bit.
+PROBES = {
     "avx2": (7, 0, 1, 5, VECTORS), "fma": (1, 0, 2, 12, VECTORS), "f16c": (1, 0, 2, 29, VECTORS),
     "avx512f": (7, 0, 1, 16, MASKS), "avx512bw": (7, 0, 1, 30, MASKS), "avx512dq": (7, 0, 1, 17, MASKS),
     "avx512vl": (7, 0, 1, 31, MASKS), "avx512bf16": (7, 1, 0, 5, MASKS), "avx512vnni": (7, 0, 2, 11, MASKS),
     "amx-tile": (7, 0, 3, 24, TILES), "amx-bf16": (7, 0, 3, 22, TILES), "amx-int8": (7, 0, 3, 25, TILES),
+    **{f: (entry, 0, 0, bit, 0) for f, (entry, bit) in ARM.items()},
 }  # fmt: skip
 
 
@@ -132,7 +134,7 @@ class _Tables:
         inputs = [program.buffers[i] for i in program.inputs if i != program.extent]
         states = [program.buffers[i] for i in program.handles]
         tensors = {"INPUTS": inputs, "OUTPUTS": program.outputs, "STATES": states}
-        needs = [f'{{"{f}", {", ".join(map(hex, CPUID[f]))}}}' for f in program.target.features if f in CPUID]
+        needs = [f'{{"{f}", {", ".join(map(hex, PROBES[f]))}}}' for f in program.target.features if f in PROBES]
         numbers = {
             "ARENA_BYTES": program.plan.size_bytes, "SCRATCH_BYTES": scratch, "THREADS": threads, "MAX_THREADS": MAX_THREADS,
             "END": END, "ATTEND": ATTEND, "DATA_BYTES": self.size, "HAS_EXTENT": int(program.extent is not None),

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
+from rlx.backends.cpu.dots import dot_of
 from rlx.backends.cpu.kernels import amx
+from rlx.backends.cpu.kernels.tiles import registers_of
 from rlx.backends.cpu.memory import allocate
 from rlx.backends.cpu.target import host_target
 from rlx.host import jit
@@ -52,9 +54,9 @@ def _parsed(content: bytes | None) -> Roofline | None:
 
 def _measured(target: Target) -> Roofline:
     widths = {"f32": 1}
-    if "avx512bf16" in target.features or "amx-bf16" in target.features:
+    if dot_of(target, "bf16") or "amx-bf16" in target.features:
         widths["bf16"] = 2
-    if "avx512vnni" in target.features or "amx-int8" in target.features:
+    if dot_of(target, "u8 i8") or "amx-int8" in target.features:
         widths["i8"] = 4
     threads = target.threads
     operations = {name: _rate([dot_call(width, target) for _ in range(threads)]) for name, width in widths.items()}
@@ -90,7 +92,7 @@ def fma_call(target: Target | None = None, steps: int = 200_000) -> tuple[Call, 
     """(call, floating-point operations per call): f32 multiply-adds on enough registers to hide their latency, one core."""
     target = target or host_target(1)
     lanes = target.vector_bytes // 4
-    chains = 24 if target.vector_bytes == 64 else 12
+    chains = 24 if registers_of(target) == 32 else 12
     e = Emitter()
     ty = vector("float", lanes)
     scale, shift = (e.load(ty, e.gep(V("%args", "ptr"), at), 4) for at in (0, 64))
@@ -104,8 +106,8 @@ def fma_call(target: Target | None = None, steps: int = 200_000) -> tuple[Call, 
 
 
 def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> tuple[Call, float]:
-    """(call, operations per call) of the instruction that adds `width` products per lane (1: f32, 2: bf16, 4: u8 by i8), on
-    registers of one core; on the matrix unit if the target uses it."""
+    """(call, operations per call) of the instruction that sums products (`width` 1: f32, 2: bf16, 4: u8 by i8), on registers of
+    a core; on the matrix unit if the target uses it."""
     target = target or host_target(1)
     if width == 1:
         return fma_call(target, steps)
@@ -120,16 +122,15 @@ def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> t
                 e.external(f"llvm.x86.{products}", "void", *(V(str(tile), "i8") for tile in (sums, a, b)))
         amx.release(e)
         return _call(e, "dot_peak", target, 1024), 2.0 * steps * 4 * amx.SIDE**3 * width
-    ty = vector("float" if width == 2 else "i32", 16)
-    inner = vector("bfloat" if width == 2 else "i8", 16 * width)
-    name = {2: "x86.avx512bf16.dpbf16ps.512", 4: "x86.avx512.vpdpbusd.512"}[width]
-    words = (e.load(vector("i32", 16), e.gep(V("%args", "ptr"), at), 4) for at in (0, 64))
-    a, b = (e.op(inner, f"bitcast {word} to {inner}") for word in words)  # bfloat vectors are never loaded
+    dot = dot_of(target, "bf16" if width == 2 else "u8 i8")
+    assert dot, f"{target.features} have no instruction that sums {width} products"
+    ty, words = vector("float" if width == 2 else "i32", dot.lanes), vector("i32", dot.lanes)
+    a, b = (dot.operand(e, e.load(words, e.gep(V("%args", "ptr"), at), 4)) for at in (0, 64))  # bfloat vectors are never loaded
     with e.loop(0, steps, carried=[V("zeroinitializer", ty)] * 24) as loop:
-        loop.next = [e.intrinsic(name, total, a, b, suffix=(), returns=ty) for total in loop.carried]
+        loop.next = [dot.add(e, total, a, b) for total in loop.carried]
     for n, total in enumerate(loop.results):
         e.store(total, e.gep(V("%args", "ptr"), 128 + 64 * n), 4)
-    return _call(e, "dot_peak", target, 128 + 64 * 24), 2.0 * steps * 24 * 16 * width
+    return _call(e, "dot_peak", target, 128 + 64 * 24), 2.0 * steps * 24 * dot.lanes * dot.group
 
 
 def read_call(nbytes: int, target: Target | None = None, times: int = 1) -> tuple[Call, float]:

@@ -47,6 +47,10 @@ static int has(const Feature *f) {
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & f->saved) == f->saved && (f->saved < 1u << 17 || !syscall(SYS_arch_prctl, 0x1023, 18)); /* ask for AMX tiles */
 }
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+static int has(const Feature *f) { return getauxval(f->leaf) >> f->bit & 1; }
 #else
 static int has(const Feature *f) { return f->leaf == 0; }
 #endif
