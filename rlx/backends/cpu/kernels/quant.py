@@ -236,6 +236,8 @@ class _Integer(PanelProduct):
                 numbers = self.numbers(e, block, across)
                 with e.loop(0, inner, carried=[*loop.carried[:4], *loop.carried[5:]]) as turn:
                     here = self.at_turn(e, block, turn.index)
+                    if not across.start:  # once, if a panel is read in parts
+                        self.fetch(e, here)
                     factors, least = self.scales(e, here, numbers, across)
                     lines = self.words(e, here, across)
                     found = self._turn(e, rows, turn.carried[:4], lines, factors, least, turn.carried[4:])

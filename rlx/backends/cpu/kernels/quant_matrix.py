@@ -119,6 +119,7 @@ class MatrixProduct(PanelProduct):
         at, block = divided(e, turn, self.inner)
         start = step(e, weights, block, self.f.nbytes)
         here, line = self.at_turn(e, start, at), step(e, to, turn, 2 * BLOCK)
+        self.fetch(e, here)
         scales, least = self.scales(e, here, self.numbers(e, start))
         shifts = [offsets(e, s, least, self.f.zero) for s in scales]
         for n, vectors in enumerate(self.words(e, here)):

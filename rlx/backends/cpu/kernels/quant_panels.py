@@ -7,10 +7,10 @@ from math import prod
 
 from rlx.backends.cpu.kernels.module import step
 from rlx.backends.cpu.kernels.product import Product, row_statements
-from rlx.backends.cpu.kernels.tile import Layout
+from rlx.backends.cpu.kernels.tile import Layout, prefetch
 from rlx.backends.cpu.loops import emit_statements, hoist
 from rlx.backends.cpu.scope import Scope
-from rlx.backends.shared.packed import PANEL, panel
+from rlx.backends.shared.packed import PANEL, STEP, panel
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
@@ -25,6 +25,7 @@ SCRATCH_BYTES = 1 << 18  # most rounded rows of x that a task keeps
 TASK_BYTES = 1 << 18  # weights; with few rows, a smaller task is not worth handing over
 GRAIN = 1 << 22  # products; with many rows, a smaller task is not worth handing over
 TASKS_PER_THREAD = 4
+AHEAD = 6 << 10  # bytes: how far panels are prefetched; a processor starts anew at every page, and stays too close
 
 
 class PanelProduct(Product):
@@ -150,6 +151,10 @@ class PanelProduct(Product):
                     more = bits(above, left, other.mask << plane.bits)
                     out = [e.bin("or", a, b) for a, b in zip(out, more)]
                 yield out
+
+    def fetch(self, e: Emitter, turn: V) -> None:
+        """Prefetch what is AHEAD bytes behind this turn, its share of a block's numbers included."""
+        prefetch(e, [e.gep(turn, AHEAD)], -(-self.f.nbytes * STEP // self.f.block))
 
     def at_turn(self, e: Emitter, block: V, turn: V) -> V:
         return step(e, e.gep(block, self.p.turns_at), turn, self.p.turn_bytes)
