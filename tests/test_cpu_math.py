@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import kernel_runs
 import ml_dtypes
 import numpy as np
@@ -14,7 +16,7 @@ from rlx.backends.cpu.render import render
 from rlx.backends.cpu.target import target_for
 from rlx.host import jit
 from rlx.ir.dtype import bf16, f16, f32, f64
-from rlx.ir.kernel import Kernel, k
+from rlx.ir.kernel import Expr, Kernel, k
 from rlx.ir.target import Target
 
 UNARY = {
@@ -71,6 +73,22 @@ def test_unary_f32_on_narrower_cpus(name: str, target: str) -> None:
     x = floats()[::29]
     with np.errstate(all="ignore"):
         check(apply(getattr(k, name), f32, x, target=TARGETS[target]), UNARY[name][0](x.astype(np.float64)), UNARY[name][1], x)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_functions_reach_their_limits_exactly(target: str) -> None:
+    """1 + erf(x) is 0 far below 0, so that gelu is, and times infinity it is NaN, as in the reference; exp(-large) is 0."""
+    x = np.array([4, 5.5, 14, 104.5, 1e4, 1e30, 3.4e38, np.inf], np.float32)
+
+    def of(function: Callable[..., Expr], x: np.ndarray) -> list[float]:
+        return apply(function, f32, x.astype(np.float32), target=TARGETS[target]).tolist()
+
+    for name, far in (("erf", x), ("tanh", x[2:])):
+        assert of(getattr(k, name), far) == [1] * len(far) and of(getattr(k, name), -far) == [-1] * len(far)
+    assert of(k.exp, -x[3:]) == [0] * 5 and of(k.exp, x[3:]) == [np.inf] * 5
+    gelu = lambda v: k.mul(k.mul(v, 0.5), k.add(k.erf(k.mul(v, 0.5**0.5)), 1.0))  # noqa: E731
+    assert of(gelu, np.array([-14, -1e30, 1e30, np.inf])) == [0, 0, np.float32(1e30), np.inf]
+    assert np.isnan(of(gelu, np.array([-np.inf, np.nan]))).all()
 
 
 @pytest.mark.parametrize("name", UNARY)
