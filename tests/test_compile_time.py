@@ -60,3 +60,19 @@ def test_views_of_other_values_are_not_looked_at_again(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(layout, "_view", counted)
     assert looked_at(80) < 1.2 * 8 * looked_at(10)
+
+
+def test_equal_kernels_of_layers_are_one_object() -> None:
+    """So what looks at kernels after lowering looks once at what all layers compute."""
+
+    def kernels(layers: int) -> int:
+        g = rlx.Graph("layers")
+        x = g.input("x", (6, 8), "f32")
+        for n in range(layers):
+            x = rlx.softmax(rlx.gelu(x @ g.param(f"w{n}", (8, 8), "f32")))
+        g.set_outputs([x])
+        program = lower(g, get("cpu").target(threads=2), rlx.CompileOptions(threads=2))
+        assert len(program.steps) >= layers
+        return len({step.kernel for steps in program.phases.values() for step in steps})
+
+    assert kernels(9) == kernels(3)

@@ -51,7 +51,7 @@ def assembled(graph: Graph, target: Target, options: CompileOptions) -> Assemble
     made: dict[Group | Value, Lowered] = {group: lower_group(group, facts) for group in groups}
     copies = ((handle, facts.places.base(v)) for handle, v in facts.graph.assigns if facts.memory(v) is v)
     made |= {handle: Lowered(copy_kernel(handle), (base, handle)) for handle, base in copies}
-    made = _scheduled(made, facts, stages)
+    made = _scheduled(_shared(made), facts, stages)
     lowered = {group: made[group] for group in groups}
     reports = _reports(graphs["bind_dims"], facts, lowered)
     commit = {key: x for key, x in made.items() if isinstance(key, Value)}
@@ -146,9 +146,16 @@ class _Assembler:
         return self._keys[node]
 
 
+def _shared(made: dict[Group | Value, Lowered]) -> dict[Group | Value, Lowered]:
+    """Equal kernels as one object: all that follows looks once at what the layers of a network have in common."""
+    known: dict[str, K.Kernel] = {}
+    return {key: x._replace(kernel=known.setdefault(print_kernel(x.kernel), x.kernel)) for key, x in made.items()}
+
+
 def _scheduled(made: dict[Group | Value, Lowered], facts: Facts, stages: dict[str, str]) -> dict[Group | Value, Lowered]:
     """The kernels as the target orders them. The texts of those that it changes are two stages: "lower" and "schedule"."""
-    out = {key: x._replace(kernel=facts.target.schedule(x.kernel)) for key, x in made.items()}
+    ordered = {kernel: facts.target.schedule(kernel) for kernel in {x.kernel: None for x in made.values()}}
+    out = {key: x._replace(kernel=ordered[x.kernel]) for key, x in made.items()}
     changed = [(made[key].kernel, x.kernel) for key, x in out.items() if x.kernel is not made[key].kernel]
     for before, after in changed:
         if after.buffers != before.buffers:
