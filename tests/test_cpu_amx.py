@@ -303,3 +303,29 @@ def test_x_is_stored_as_the_unit_reads_it(rows: int, dtype: DType) -> None:
     first, *products = (s.kernel for s in found.steps)
     assert [b.dtype for b in first.buffers if b.writable] == [dtype] and len(products) == 2
     assert all({b.dtype for b in k.buffers} == {dtype, u8, f32} for k in products)
+
+
+@pytest.mark.parametrize("shape", [(20, 40, 64), (50, 260, 576)], ids=str)
+def test_a_computed_left_operand_is_computed_as_tiles(emulator: Emulator, shape: tuple[int, int, int]) -> None:
+    plain.check_computed(*shape, with_amx(2), KINDS["bf16"], batch=2)
+    assert not emulator.faults, emulator.faults[:3]
+    assert emulator.products
+
+
+@pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
+def test_rows_past_the_limit_are_spared(emulator: Emulator, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before it are as in a full run; tiles past it are not computed."""
+    monkeypatch.setattr(matrix, "HEAVY", least)
+    m, n, k, target = 75, 40, 64, with_amx(2)
+    x, t = np.random.default_rng(0).standard_normal((m, k)).astype("f4"), np.zeros(k, "f4")
+    w = plain.numbers(64 * k, bf16, 1)
+    given = {"x": x, "at": np.arange(m, dtype=np.int32), "t": t, "w": w, "u": np.zeros(n, "f4")}
+    kernel = plain.computed_kernel(m, n, k, KINDS["bf16"], panel=32, group=2, limit=True)
+    results = {}
+    for rows in (0, 1, 26, 60, m):
+        results[rows] = got = plain.run(kernel, target, {**given, "count": np.array([rows])})["c"].reshape(m, n)
+        assert np.isfinite(got[:rows]).all()
+        assert np.isnan(got[rows + 31 :]).all(), "rows of other tiles were written"
+    for rows, got in results.items():
+        assert got[:rows].tobytes() == results[m][:rows].tobytes()
+    assert not emulator.faults, emulator.faults[:3]
