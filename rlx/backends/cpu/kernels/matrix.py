@@ -1,9 +1,10 @@
 """Panels of a contraction on the matrix unit (amx.py).
 
 A tile of sums takes four loads of blocks per four products, as many bytes as a core's L2 cache gives in that time. So k is cut
-into parts of MATRIX_DEPTH steps: the panel's part stays in the L1 cache for all row tiles, and only `a` comes from L2. Between
-parts the sums are in scratch. The order of additions is that of one loop over k. A long epilogue of a tile runs row by row
-between the products of the next one, since the two use different units of the core; a short one waits for the caches as they do.
+into equal parts of at most MATRIX_DEPTH steps: the panel's part stays in the L1 cache for all row tiles, and only `a` comes from
+L2. Between parts the sums are in scratch. The order of additions is that of one loop over k. A long epilogue of a tile runs row
+by row between the products of the next one, since the two use different units of the core; a short one waits for the caches as
+they do.
 
 If a task has enough panels, its rows of `a` are copied first, or they are computed: as tiles, whose steps are consecutive in
 memory. All tiles of a task have one height, so that the unit is configured once. Those that the plan makes one row lower have an
@@ -61,6 +62,7 @@ class MatrixUnit:
         self.steps = self.c.k // (amx.SIDE * p.group)
         self.tiles = max(1, -(-p.row_tiles // max(1, p.blocks)))  # of a block, at most
         self.parts = -(-self.steps // MATRIX_DEPTH)
+        self.depth = -(-self.steps // self.parts)  # steps of a part
         self.step_bytes = LINE * p.rows if p.tiled else LINE  # from a step of a to the next
         if p.tiled:
             self.groups = Layout(groups.dtype, amx.SIDE)
@@ -117,9 +119,9 @@ class MatrixUnit:
         product, p, panel_bytes = self.product, self.plan, self.from_b.byte(amx.SIDE * self.steps, 0)
         b = step(e, b, panel, panel_bytes)
         share = amx.SIDE * -(-self.from_b.byte(1, 0) // self.tiles) if p.ahead and not product.cut else 0
-        with e.loop(0, self.steps, MATRIX_DEPTH) as part, e.loop(*tiles) as at:
+        with e.loop(0, self.steps, self.depth) as part, e.loop(*tiles) as at:
             done, tile = part.index, e.bin("sub", at.index, tiles[0])
-            count = e.intrinsic("smin", e.bin("sub", e.i64(self.steps), done), e.i64(MATRIX_DEPTH))
+            count = e.intrinsic("smin", e.bin("sub", e.i64(self.steps), done), e.i64(self.depth))
             kept, last = e.cmp("ne", done, e.i64(0)), e.cmp("eq", e.bin("add", done, count), e.i64(self.steps))
             sums = step(e, e.gep(SCRATCH, self.sums_at), self._place(e, tiles, tile, panel), self.sums_bytes)
             row = product.first_row(e, at.index)
