@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rlx
+from rlx.backends.cpu.kernels import attention_vectors
 from rlx.backends.cpu.kernels.attention import claim, render
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import IndexRangeError
@@ -556,6 +557,19 @@ def test_a_long_cache_is_read_in_parts_where_threads_would_be_idle(
         check(got, in_cache(q, k, v, starts, **window), TOLERANCE[BF16 if queries == "bf16" else F32])
     with pytest.raises(IndexRangeError):
         compiled.run({"q": q, "k": k, "v": v, "start": np.full(batch, capacity, np.int32)})
+
+
+@linux
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(1, 8, 2, 1, 700, 64), (2, 4, 4, 3, 300, 20), (1, 2, 1, 2, 129, 300)], ids=str)
+def test_a_cache_that_is_fetched_ahead(shape, dtype, monkeypatch):
+    """As on processors whose caches are slow: in shorter blocks, and never past the last key that a row sees."""
+    monkeypatch.setattr(attention_vectors, "fetches_ahead", lambda features: True)
+    monkeypatch.setattr(sys.modules[__name__], "placed", guarded)
+    q, k, v = operands(*shape, dtype=dtype)
+    for start in (0, 100, shape[4] - shape[3]):
+        got = attend(q, k, v, starting(start), mask="causal", positioned=True)
+        check(got, in_cache(q, k, v, starting(start), mask="causal"), TOLERANCE[dtype])
 
 
 def test_claim_of_positioned_attention():

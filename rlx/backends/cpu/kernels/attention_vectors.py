@@ -15,6 +15,7 @@ from rlx.backends.cpu.kernels.attention_items import PART_KEY_BLOCK, Attention, 
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
+from rlx.backends.cpu.target import fetches_ahead
 from rlx.host.emit import Emitter, V
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Kernel, Native
@@ -22,6 +23,7 @@ from rlx.ir.target import Target
 
 KEY_BLOCK = 128  # keys per block, wide: the scores of 32 rows take 16 KB, half of an L1 cache
 NARROW_KEY_BLOCK = 512
+FETCHED_KEY_BLOCK = 128  # the values of one block and the keys of the next wait in the L2 cache
 NARROW_ROWS = 8  # at most this many query rows of a head: vectors run along the head
 SHARED_ROWS = 8  # at most this many rows are formed from the query heads of a key head
 TURN = 8  # side of the transposed squares; 16 would be as fast and cost 10 ms more to compile
@@ -45,7 +47,9 @@ class VectorAttention(Attention):
         most = min((self.registers - 1 - self.vectors) // self.vectors, 16 // self.vectors)
         most = self.lanes // max(1, self.height) if self.narrow else most
         self.key_tile = min(self.keys, most)
-        self.key_block = PART_KEY_BLOCK if self.parts > 1 else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
+        self.fetches = self.narrow and self.v.strides[3] == 1 and fetches_ahead(target.features)
+        usual = FETCHED_KEY_BLOCK if self.fetches else NARROW_KEY_BLOCK if self.narrow else KEY_BLOCK
+        self.key_block = PART_KEY_BLOCK if self.parts > 1 else usual
         self.staged = not self.narrow and self.k.dtype != f32  # 16-bit keys are converted to f32 once per block of rows
         self.once = self.keys <= self.key_block and not self.narrow and self.parts == 1  # one block: nothing is carried
         self.cut, self.ahead = not self.narrow, self.ahead and not self.narrow
@@ -91,14 +95,19 @@ class VectorAttention(Attention):
         with self._key_blocks(e, low, high, part) as (key0, stop):
             keys = e.bin("sub", stop, key0)
             near_k, near_v = self._staged(e, k, v, key0, stop, end) if self.staged else (k, v)
-            self._scored(e, near_k, query, scores, key0, stop, end)
+            self._scored(e, near_k, v, query, scores, key0, stop, end)
             if self.cap and not self.narrow:
                 capped = partial(parts.cap_wide_function, vectors=self.vectors, lanes=self.lanes, cap=self.cap)
                 self.call(e, "cap", capped, scores, keys)
             product = scores, self.near_v.at(e, near_v, key0), sums, factors, keys
             if self.narrow:
                 self._softmax_narrow(e, m, scores, stats, keys, key0, row0)
-                self._products(e, *product, rows=e.i64(self.tall), careful=self._own_mask.kind in ("band", "keep"))
+                careful, after = self._own_mask.kind in ("band", "keep"), None
+                if self.fetches:
+                    following = e.bin("add", key0, self.parts * self.key_block)
+                    following = e.select(e.cmp("slt", following, high), following, key0)  # keys that no row sees are not read
+                    after = self.k.layout.at(e, k, following)
+                self._products(e, *product, rows=e.i64(self.tall), careful=careful, after=after)
             else:
                 hidden = self._masked(e, m, mask, scores, key0, keys, row0, rows, holes)
                 softmax = partial(parts.softmax_wide_function, rows=self.tall, first=self.once)
@@ -133,8 +142,9 @@ class VectorAttention(Attention):
             out.append(step(e, near, e.bin("sub", e.i64(0), first), to.byte(1, 0)))
         return out[0], out[1]
 
-    def _scored(self, e: Emitter, k: V, query: V, scores: V, key0: V, stop: V, end: V) -> None:
-        """Scores of keys key0 to stop, tile by tile. A tile that would pass the end starts earlier, but not before key 0."""
+    def _scored(self, e: Emitter, k: V, v: V, query: V, scores: V, key0: V, stop: V, end: V) -> None:
+        """Scores of keys key0 to stop, tile by tile. A tile that would pass the end starts earlier, but not before key 0. The
+        keys' values may be fetched meanwhile."""
         have, source = self.key_tile, self.near_k
         latest = e.intrinsic("smax", e.bin("sub", end, have), e.i64(0))
         shape = {"height": self.height, "count": have, "columns": self.size, "lanes": self.lanes, "held": self.held}
@@ -144,6 +154,8 @@ class VectorAttention(Attention):
         with e.loop(key0, stop, have, nonempty=True) as at:
             first = e.intrinsic("smin", at.index, latest)
             here, out = source.at(e, k, first), self.scores.at(e, scores, 0, e.bin("sub", first, key0))
+            if self.fetches:
+                parts.fetch(e, v, self.v.layout, first, e.bin("add", first, have), self.width)
             if self.narrow:
                 with e.loop(0, self.tall, self.height) as row:
                     start = e.intrinsic("smin", row.index, e.i64(self.tall - self.height))
@@ -197,8 +209,10 @@ class VectorAttention(Attention):
             with e.when(condition):
                 self._products(e, *args, careful=careful)
 
-    def _products(self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, careful: bool) -> None:
-        """sums[rows] += weights[rows, keys] @ values[keys], in tiles."""
+    def _products(
+        self, e: Emitter, scores: V, values: V, sums: V, factors: V, keys: V, rows: V, careful: bool, after: V | None = None
+    ) -> None:
+        """sums[rows] += weights[rows, keys] @ values[keys], in tiles. As many keys from `after` on are fetched meanwhile."""
         high, whole, column = min(self.tall, 8 if self.registers == 32 else 4), -(-self.width // self.lanes), 0
         if self.narrow:  # whole rows of values are read from memory once; further rows of weights find them in cache
             most = max(1, (self.registers - 2) // max(1, whole) - 1)
@@ -207,13 +221,16 @@ class VectorAttention(Attention):
             high = 2
         for vectors in _even_parts(whole, (self.registers - 2) // (high + 1)):
             tail = self.width % self.lanes if column + vectors * self.lanes > self.width else 0
-            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful)
+            fetched = () if after is None or column else (after,)
+            share = self.k.layout.byte(1, 0) if fetched else 0
+            t = Tile(high, vectors, self.lanes, 1, tail, f32, self.sums.row, careful, ahead=share)
             body = partial(tile_function, t=t, from_a=self.scores, from_b=self.near_v)
             with e.loop(0, rows, high, nonempty=True) as at:
                 a, b = self.scores.at(e, scores, at.index), self.near_v.at(e, values, 0, column)
                 before = () if self.once else (step(e, factors, at.index, F32),)
                 out = self.sums.at(e, sums, at.index, column)
-                self.call(e, f"product_{vectors}_{tail}_{careful:d}", body, a, b, out, keys, *before)
+                name = f"product_{vectors}_{tail}_{careful:d}" + "_fetching" * len(fetched)
+                self.call(e, name, body, a, b, out, keys, *before, *fetched)
             column += vectors * self.lanes
 
 
