@@ -14,6 +14,7 @@ from typing import Any
 import expert_graphs
 import numpy as np
 import pytest
+import small_models
 from fake_cuda import FakeDriver, installed
 
 import rlx
@@ -267,3 +268,42 @@ def test_wrong_masks_change_nothing(cuda: object) -> None:
         with pytest.raises(error, match="mask"):
             compiled.set_moe_resident_experts(mask)  # type: ignore[arg-type]
     assert compiled.expert_tiers().resident(1).tolist() == [False] + [True] * (E - 1)
+
+
+on_gpu = pytest.mark.skipif(refusal() is not None, reason=f"no GPU: {refusal()}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("moe")
+    small_models.make("qwen3_moe", path, gain=4.0, decoder_sparse_step=1, num_experts=16, moe_intermediate_size=32)
+    return path
+
+
+def greedy(model: Any, steps: int, before: Any = lambda: None) -> list[int]:
+    model.reset()
+    tokens = [int(model.step([1, 5, 9, 7, 30]).argmax())]
+    while len(tokens) < steps:
+        before()
+        tokens.append(int(model.step(tokens[-1:]).argmax()))
+    return tokens
+
+
+@on_gpu
+@pytest.mark.parametrize("policy", ["lru", "hysteresis"])
+def test_a_model_within_a_budget_gives_the_same_tokens(policy: str, folder: Path) -> None:
+    expected = greedy(rlx.models.load(folder, session=rlx.Session("cuda")), 200)
+    model: Any = rlx.models.load(folder, session=rlx.Session("cuda"), expert_budget=20, expert_policy=policy)
+    assert greedy(model, 200) == expected
+    model.pool.settle()
+    assert sum(int(model.pool.tiers.resident(n).sum()) for n in range(3)) <= 20
+    assert "20 experts resident" in str(model.pool.report())
+
+
+@on_gpu
+def test_masks_that_change_at_every_step_change_no_token(folder: Path) -> None:
+    model: Any = rlx.models.load(folder, session=rlx.Session("cuda"))
+    expected, rng = greedy(model, 250), np.random.default_rng(0)
+    tiers = model.expert_tiers()
+    assert greedy(model, 250, lambda: tiers.set([rng.random(16) < 0.5 for _ in tiers.layers])) == expected

@@ -265,7 +265,7 @@ class ExpertPool(Shown):
                     read_by_run = self._reading[1] if self._reading[0] == layer else ()
                     if coming := [e for e in coming if e not in read_by_run]:
                         self._promoting = layer
-                        return self.tiers.promote, layer, coming[:1]
+                        return self.tiers.promote, layer, coming if self.tiers.in_place else coming[:1]
                     self._promote.discard(layer)
                 self._ready.notify_all()
                 if not self._ready.wait(IDLE) and not (
