@@ -20,6 +20,7 @@ from fake_cuda import FakeDriver, installed
 import rlx
 from rlx.backends.cuda import backend
 from rlx.backends.cuda.gpu import refusal
+from rlx.backends.cuda.regions import Region
 from rlx.driver.experts import ExpertSource
 from rlx.errors import BindingError, InputShapeError, OutOfMemoryError
 from rlx.ir.blocks import FORMATS
@@ -307,3 +308,22 @@ def test_masks_that_change_at_every_step_change_no_token(folder: Path) -> None:
     expected, rng = greedy(model, 250), np.random.default_rng(0)
     tiers = model.expert_tiers()
     assert greedy(model, 250, lambda: tiers.set([rng.random(16) < 0.5 for _ in tiers.layers])) == expected
+
+
+@on_gpu
+def test_a_saved_model_within_a_budget_never_has_all_experts_on_the_gpu(folder: Path, tmp_path: Path) -> None:
+    session = rlx.Session("cuda")
+    expected = greedy(rlx.models.load(folder, session=session, capacity=80), 60)
+    rlx.models.load(folder, session=session, capacity=80).save(tmp_path / "m.rlx", sizes=[1, 8], sampling=())
+    held, most = Region.hold, list[int]()
+
+    def noted(self: Region, nbytes: int) -> None:
+        held(self, nbytes)
+        most.append(nbytes)
+
+    with pytest.MonkeyPatch.context() as within:
+        within.setattr(Region, "hold", noted)
+        model: Any = rlx.load(tmp_path / "m.rlx", device="cuda", expert_budget=20, expert_policy="lru")
+        assert greedy(model, 60) == expected
+    each = max(part.nbytes for layer in model.expert_tiers().layers for part in layer.parts.values())
+    assert 0 < max(most) <= 8 * each

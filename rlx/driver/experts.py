@@ -166,6 +166,10 @@ class ExpertTiers:
 
     # -- residency
 
+    def expert_tiers(self) -> ExpertTiers:
+        """As those who have tiers."""
+        return self
+
     def resident(self, layer: int) -> np.ndarray:
         """bool [experts]."""
         return self._layer(layer).words != 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 from rlx.errors import CorruptFileError, InputShapeError, ModelError, RlxError, Unsupported, known, whole
 from rlx.forks import Lock
@@ -20,7 +22,7 @@ from rlx.frontends.seconds import Seconds
 from rlx.frontends.text import Tokenizer, tokenizer_of
 from rlx.frontends.weights import referenced
 from rlx.ir.graph import Graph
-from rlx.runtime import CompiledGraph, Partitioned
+from rlx.runtime import CompiledGraph, ExpertTiers, Partitioned
 from rlx.runtime.artifact import ArtifactFile
 
 T = TypeVar("T")
@@ -112,6 +114,7 @@ class StoredDecoder(LanguageModel):
         self.config, self._about = read(file, self._described)
         how = expert_budget, expert_policy, expert_profile, record_experts
         self._experts = ModelExperts(self.config, self.path.name, *how)
+        file.placed = partial(_place, ref(self))
         self.handles = file.handles(program_name(1, None))
         self.checkpoint, self._progress = None, None
         if self._about.get("files") is not None:
@@ -180,6 +183,12 @@ class StoredDecoder(LanguageModel):
         self._no_graph()
 
     whole_graph = partitioned = compile = save = _no_graph
+
+
+def _place(model: Any, tiers: ExpertTiers) -> None:
+    """Most experts leave the memory of a device before weights come to it. `model`: a weak reference, since it has the file."""
+    if model() is not None:
+        model()._experts.join(tiers, model()._most_tokens())
 
 
 def _rope(r: Mapping[str, Any]) -> Rope:

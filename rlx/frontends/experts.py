@@ -14,6 +14,7 @@ from rlx.frontends.checkpoint import Checkpoint
 from rlx.frontends.models.decoder import DecoderConfig
 from rlx.runtime import CompiledGraph, ExpertPool, ExpertSource, MemoryPlan
 from rlx.runtime.policies import DEFAULT, Budget, policy_of
+from rlx.runtime.pool import HasExperts
 from rlx.runtime.traces import Forward, MoELayer, TraceWriter
 
 
@@ -38,7 +39,7 @@ class ModelExperts:
         self._writer: TraceWriter | None = None
         self.pool: ExpertPool | None = None
 
-    def join(self, compiled: CompiledGraph, tokens: int) -> None:
+    def join(self, compiled: HasExperts, tokens: int) -> None:
         """A new executable, before its weights are set, so that only resident experts are read. `tokens`: of the largest forward
         of the model. OptionError: the budget is too small."""
         if self._budget is not None and self.pool is None:

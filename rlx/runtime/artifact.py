@@ -21,6 +21,7 @@ from rlx.compiler.options import CompileOptions
 from rlx.driver import files
 from rlx.driver.backend import Backend, Executable, Storable
 from rlx.driver.device import Device
+from rlx.driver.experts import ExpertTiers
 from rlx.driver.handles import HandleStore
 from rlx.driver.memory import HostBlock
 from rlx.driver.params import ParamStore
@@ -35,6 +36,7 @@ from rlx.ir.target import Target
 from rlx.records import record
 from rlx.runtime.cache import Buckets
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.experts import tiers_in
 from rlx.runtime.report import CacheNote, CompileReport, Texts
 from rlx.runtime.saving import ENTRY, GRAPHS, OPTIONS, weights_of
 from rlx.runtime.stored import FORMAT, as_text, unpack
@@ -93,6 +95,7 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
         self._params: dict[int, ParamStore] = {}
         self._tables: dict[int, dict[str, np.ndarray]] = {}  # number of weights -> their bytes by name
         self._handles: dict[int, HandleStore] = {}
+        self.placed: Callable[[ExpertTiers], object] = lambda tiers: None  # called before weights are copied to a device
 
     def _line(self) -> str:
         return f"{self.path.name!r} on {self.device}: {self.kind}, {some(self._rows)}; {sized(self._file.nbytes)}"
@@ -200,6 +203,9 @@ class ArtifactFile(Shown, Mapping[str, CompiledGraph]):
             if self.device.name == "cpu":  # in place
                 params.entries |= {b.name: HostBlock(data) for b, data in given if b.name not in params.entries}
             executable = backend.load(artifact, params, self.device.index, self.handles(row.name))
+            tiers = tiers_in(executable)
+            if self.device.name != "cpu" and tiers is not None:
+                self.placed(tiers)
             if given:
                 _count_as_set(params, artifact.program, executable, given if self.device.name != "cpu" else [])
             return self._graph(row, artifact, executable, options, (begun, read), tuning, lambda: work)

@@ -90,10 +90,15 @@ def check_routers(executable: Executable) -> None:
 def tiers_of(executable: Executable, device: object) -> ExpertTiers:
     """Unsupported: the graph has no experts, or the device keeps all of them resident."""
     check_routers(executable)
-    tiers = executable.tiers if isinstance(executable, Tiered) else None
+    tiers = tiers_in(executable)
     if tiers is None:
         raise Unsupported(f"{device} has no slow tier: all experts are resident")
     return tiers
+
+
+def tiers_in(executable: object) -> ExpertTiers | None:
+    """None: the program has no experts, or the device keeps all of them resident."""
+    return executable.tiers if isinstance(executable, Tiered) else None
 
 
 def set_resident(executable: Executable, device: object, masks: Sequence[object] | None, mask: object = None) -> None:
@@ -121,7 +126,7 @@ def set_resident(executable: Executable, device: object, masks: Sequence[object]
 
 def offloaded(executable: Executable) -> int:
     """Bytes of experts that are not in memory."""
-    tiers = executable.tiers if isinstance(executable, Tiered) else None
+    tiers = tiers_in(executable)
     return tiers.offloaded(b.name for b in executable.program.buffers) if tiers else 0
 
 
@@ -131,4 +136,4 @@ def take_stats(executable: Executable, device: object) -> ResidencyStats:
     return executable.take_tier_stats()
 
 
-__all__ = ["Capture", "check_routers", "offloaded", "set_resident", "take_stats", "tiers_of"]
+__all__ = ["Capture", "check_routers", "offloaded", "set_resident", "take_stats", "tiers_in", "tiers_of"]
