@@ -21,12 +21,14 @@ from expert_graphs import block
 import rlx
 from rlx.driver.experts import ExpertSource
 from rlx.driver.files import map_file
+from rlx.driver.slots import Router, SlotPart, Slots, SlotTiers
 from rlx.errors import (
     BindingError,
     CorruptFileError,
     IndexRangeError,
     InputShapeError,
     OptionError,
+    OutOfMemoryError,
     RlxError,
     UnknownNameError,
     Unsupported,
@@ -728,3 +730,93 @@ def test_kernels_whose_sections_differ_have_none(load: str, store: str) -> None:
     found = section(fine, 4)
     assert found is not None and found.grid[0][1] == 2 and section(fine, 3) is None
     assert section(parse_kernel(kernel(load, store)), 4) is None
+
+
+# -- devices that read the slow tier in place (rlx.driver.slots), without one
+
+
+class SlotMemory(SlotPart):
+    """Experts of one number each. `room`: slots that there may be."""
+
+    def __init__(self, experts: int, room: int) -> None:
+        self.name = self.param = "w"
+        self.nbytes, self.store, self.slots, self.room = 8, None, list(range(experts)), room
+
+    def fill(self, expert: int, array: np.ndarray) -> None:
+        raise AssertionError("the store has it")
+
+    def held(self, expert: int) -> np.ndarray:
+        assert self.store is not None
+        return self.store[expert : expert + 1]
+
+    def begin(self) -> None:
+        self.store = np.array(self.slots)
+
+    def bring(self, expert: int, slot: int) -> None:
+        if slot >= self.room:
+            raise OutOfMemoryError("no room")
+        self.slots += [-1] * (slot + 1 - len(self.slots))
+        self.slots[slot] = int(self.held(expert)[0])
+
+    def move(self, slot: int, to: int) -> None:
+        self.slots[to] = self.slots[slot]
+
+    def cut(self, slots: int) -> None:
+        del self.slots[slots:]
+
+
+class TableOfSlots(Slots):
+    def make_table(self) -> None:
+        self.table = self.of.tolist()
+
+    def tell(self, expert: int) -> None:
+        self.table[expert] = int(self.of[expert])
+
+    def left(self) -> None:
+        """Nothing runs."""
+
+
+class HostSlots(SlotTiers):
+    def make_slots(self, experts: int) -> TableOfSlots:
+        return TableOfSlots(experts)
+
+    def wait(self, for_copies: bool) -> None:
+        """Nothing runs."""
+
+    def copying(self, nbytes: int) -> Any:
+        return lambda: None
+
+
+def test_slots_hold_each_resident_expert_whatever_moves() -> None:
+    rng, count, room = np.random.default_rng(0), 12, 8
+    tiers, part, stale = HostSlots({}), SlotMemory(count, room), list[int]()
+    window = Router(lambda: stale.append(1))
+    assert tiers.join("w", count, 2, [part], window) == 0
+    slots: Any = tiers.slots["w"]
+
+    def check() -> None:
+        resident = tiers.resident(0)
+        assert [e for e in range(count) if slots.table[e] >= 0] == np.flatnonzero(resident).tolist()
+        assert all(part.slots[slots.table[e]] == e for e in np.flatnonzero(resident))
+        assert len({slots.table[e] for e in np.flatnonzero(resident)}) == resident.sum() <= len(part.slots)
+
+    tiers.set([np.arange(count) < 3])
+    assert len(part.slots) == 3 and stale == [1] and tiers.epoch == 1
+    for _ in range(400):
+        expert, resident = int(rng.integers(count)), tiers.resident(0)
+        if rng.random() < 0.05:
+            tiers.set([(mask := rng.permutation(count) < rng.integers(room + 1))])
+            assert len(part.slots) == mask.sum()
+        elif rng.random() < 0.5:
+            tiers.demote(0, expert)
+        elif resident.sum() < room or resident[expert]:
+            tiers.promote(0, expert)
+        else:
+            with pytest.raises(OutOfMemoryError):
+                tiers.promote(0, expert)
+        check()
+    tiers.set([np.arange(count) < room])
+    with pytest.raises(OutOfMemoryError):  # after the last one there is room for
+        tiers.set([np.ones(count, bool)])
+    check()
+    assert tiers.resident(0).sum() == room and stale == [1]

@@ -282,7 +282,7 @@ class CudaExecutable(Transacted):
         self, steps: Sequence[int], given: Mapping[int, np.ndarray | DeviceArray] | None = None, alone: bool = False
     ) -> None:
         if self.experts:
-            steps = self.experts.prepare(steps, given or {})
+            steps, given = self.experts.prepare(steps, dict(given or {}))
         held: dict[int, Block] = {}
         there: dict[int, int] = {}
         for buffer, array in (given or {}).items():

@@ -158,10 +158,13 @@ class Experts:
             part.region.hold(part.experts * part.nbytes)
         return part.store is not None
 
-    def prepare(self, steps: Sequence[int], given: Mapping[int, np.ndarray | DeviceArray]) -> list[int]:
-        """Perform the steps that pack experts of which some have left. Returns the others."""
+    def prepare(self, steps: Sequence[int], given: dict[int, Any]) -> tuple[list[int], dict[int, Any]]:
+        """Perform the steps that pack experts of which some have left. Returns the others, and the arrays that they read: also
+        params of which some experts have left."""
         program, left = self._own.program, []
         for i in steps:
+            for b in (b for b in program.prepare[i].reads if b in self.parts and self.parts[b].store is not None):
+                given.setdefault(b, self._own.read(b))
             part = next((self.parts[b] for b in program.prepare[i].writes if b in self.parts), None)
             if part is None or not self._is_apart(part):
                 left.append(i)
@@ -170,7 +173,7 @@ class Experts:
             rows = self._rows_of(given[source] if source in given else self._own.read(source), part.experts)
             for expert in range(part.experts):
                 part.fill(expert, rows(expert))
-        return left
+        return left, given
 
     def _rows_of(self, array: np.ndarray | DeviceArray, experts: int) -> Callable[[int], np.ndarray]:
         each = array.shape[0] // experts
