@@ -170,10 +170,13 @@ class Building:
     def nodes(self) -> list[Node]:
         """Every node a run needs, and every declared leaf, operands before users."""
         leaves, roots = self.leaves(), self.roots()
-        ends = leaves + roots
-        if self._walked is None or not same_values(self._walked[0], ends):  # passes ask several times for the same graph
-            self._walked = ends, postorder(roots, (v.node for v in leaves))[0]
-        return list(self._walked[1])
+        if self._walked is None or not same_values(self._walked[0], leaves + roots):  # passes ask several times for one graph
+            self.remember(postorder(roots, (v.node for v in leaves))[0])
+        return list(self._walked[1])  # type: ignore[index]
+
+    def remember(self, nodes: list[Node]) -> None:
+        """`nodes` are those of this graph in order, as the verifier found them."""
+        self._walked = self.leaves() + self.roots(), nodes
 
     def rebuild(self, new: Callable[[Node, tuple[Value, ...]], Sequence[Value]], name: str | None = None) -> Self:
         """A new graph with every non-leaf node replaced by what `new(node, new inputs)` returns (one Value per result).

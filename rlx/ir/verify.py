@@ -47,6 +47,8 @@ def faults(graph: Building, sound: Sound | None = None) -> list[str]:
             out += found
             if not found:
                 sound.nodes.add(node)
+    if not out:
+        graph.remember(nodes)
     return out or [*update_faults(graph), *_extent_faults(graph)]
 
 
