@@ -30,7 +30,7 @@ from rlx.ir.target import Target
 
 ROWS = 2 * SIDE  # of a tile
 TURNS = 8  # of a chunk: two chunks, and what a tile reads of x meanwhile, fit the L1 cache
-SHARES = 1, 2, 4, 8  # row tiles that unpack a chunk together
+SHARES = 1, 2, 4, 8  # how many tiles may unpack a chunk together
 BLOCK = 64 * SIDE  # bytes of a block of 16 rows of 32 bf16, or of 16 pairs of rows of 16
 ABOVE = 256  # added to q: its bits are then the highest eight of the mantissa
 _BITS, _MASK = 0x43800000, 0x7F8000  # of 256 as f32; of q in 256 + q
@@ -47,8 +47,10 @@ class MatrixProduct(PanelProduct):
         self.inner = self.f.block // STEP  # turns of a block
         self.turns = max(self.inner, TURNS // self.inner * self.inner)
         self.chunks, self.rest = divmod(self.k // STEP, self.turns)
-        tiles = -(-self.block_rows // max(1, self.plan.rows - 1))  # of a block, at most
-        self.shares = [n for n in SHARES if n <= tiles and self.turns % n == 0]
+        p = self.plan
+        tiles = -(-p.row_tiles // max(1, p.blocks))  # of a block, at most
+        least = tiles if self.limited or c.count is not None else max(1, p.row_tiles // max(1, p.blocks))
+        self.share = max(n for n in SHARES if n <= least and self.turns % n == 0)  # blocks of fewer tiles do one thing at a time
         self.chunk_bytes, self.tile_bytes, self.sums_bytes = 2 * BLOCK * self.turns, 2 * ROWS * self.k, 4 * ROWS * PANEL
         self.config_at = self.reserve(amx.CONFIG_BYTES)
         self.sums_at, self.tiles_at = self.reserve(self.sums_bytes * tiles), self.reserve(self.tile_bytes * tiles)
@@ -154,30 +156,28 @@ class MatrixProduct(PanelProduct):
 
     def _chunk(self, e: Emitter, x: V, weights: V, kept: V, turns: int, following: tuple[V, V, V] | None) -> None:
         """The tiles of the block times one chunk. `following`: the next chunk's place in a panel, its buffer, and whether it is
-        needed: the first 2**n tiles unpack it meanwhile. `kept`: the sums of earlier chunks are added."""
+        needed: the first tiles unpack it meanwhile. `kept`: the sums of earlier chunks are added."""
         first, stop = self.tiles
         number = e.bin("sub", stop, first)
         low = e.bin("and", e.cmp("eq", number, e.i64(1)), e.cmp("ule", self.height(e, first), e.i64(SIDE)))
-        high, share = e.bin("xor", low, True), e.i64(0)
-        for n in self.shares if following else ():
-            share = e.select(e.cmp("sge", number, e.i64(n)), e.i64(n), share)
+        high, beside, share = e.bin("xor", low, True), e.const("i1", False), self.share
         if following:
-            share = e.select(e.bin("and", following[2], high), share, e.i64(0))
+            beside = e.bin("and", e.bin("and", following[2], high), e.cmp("sge", number, e.i64(share)))
         with e.loop(0, number, nonempty=True) as tile:
             sums = step(e, e.gep(SCRATCH, self.sums_at), tile.index, self.sums_bytes)
             args = step(e, x, tile.index, self.tile_bytes), weights, sums, kept
-            plain = e.cmp("sge", tile.index, share)
+            unpacks = e.bin("and", beside, e.cmp("slt", tile.index, e.i64(share)))
+            plain = e.bin("xor", unpacks, True)
             for rows, here in ((SIDE, low), (ROWS, high)):
                 with e.when(e.bin("and", plain, here)):
                     self.call(e, f"multiply{rows}_{turns}", partial(self._multiply, rows=rows, turns=turns), *args)
-            for n in self.shares if following else ():
-                with e.when(e.bin("and", e.bin("xor", plain, True), e.cmp("eq", share, e.i64(n)))):
-                    own = e.bin("mul", tile.index, turns // n), *(following or ())[:2]
-                    body = partial(self._multiply, rows=ROWS, turns=turns, share=n)
-                    self.call(e, f"multiply_unpacking{n}", body, *args, *own)
+            if following:
+                with e.when(unpacks):
+                    own = e.bin("mul", tile.index, turns // share), *following[:2]
+                    self.call(e, "multiply_unpacking", partial(self._multiply, rows=ROWS, turns=turns, share=share), *args, *own)
         if following:
             after, buffer, more = following
-            with e.when(e.bin("and", more, e.cmp("eq", share, e.i64(0)))):
+            with e.when(e.bin("and", more, e.bin("xor", beside, True))):
                 self._unpack(e, after, buffer, turns)
 
     def _multiply(self, e: Emitter, a: V, b: V, sums: V, kept: V, *unpacked: V, rows: int, turns: int, share: int = 1) -> None:
