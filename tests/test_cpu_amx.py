@@ -204,9 +204,10 @@ def test_the_knob_leaves_the_unit_alone() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[5, 9, 16, 0, 17, 33, 1], [0, 70], [140, 12]], ids=str)
-def test_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
-    """Tiles of a group have the height that its rows need: low ones without the unit, others in blocks whose last rows are
-    undefined."""
+@pytest.mark.parametrize("least", [0, 99], ids=["the epilogue beside products", "after them"])
+def test_groups_of_rows(emulator: Emulator, sizes: list[int], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a group are one block or two high, with undefined rows at the end."""
+    monkeypatch.setattr(matrix, "HEAVY", least)
     target, rng, rows = with_natives(with_amx(2)), np.random.default_rng(0), sum(sizes)
     g = rlx.Graph("groups")
     x, order, ends = g.input("x", (rows, 64), bf16), g.input("order", (rows,), i32), g.input("ends", (len(sizes),), i32)
