@@ -16,6 +16,7 @@ from rlx.host.emit import Emitter, V
 SIDE = 16  # rows of a block; its columns, of 4 bytes; groups that one instruction sums over
 FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # elements in a group -> feature, instruction
 CONFIG_BYTES = 64
+BLOCK = SIDE * 4 * SIDE  # bytes
 L1 = 48 << 10  # bytes; every processor with AMX so far has this L1 cache of data, and an L2 cache of 2 MB
 _SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 

@@ -31,7 +31,7 @@ AHEAD_ROWS = 4  # lower tiles only wait for memory, and prefetching slows them
 COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the next
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
-MATRIX_DEPTH = 16  # steps of k of the matrix unit: two thirds of an L1 cache hold a panel's part
+MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
 MATRIX_BLOCK_ROWS = 512  # most rows of a block on the matrix unit, for which L3 is slow; several threads may share an L2 cache
 TILED_PANELS = 8  # with fewer panels, copying rows of `a` as tiles costs more than it gains
 RAGGED_TASKS = 16  # per thread, if rows are spread over grid points in ways that are known at run time only
@@ -121,8 +121,10 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
     batch = prod(extent for _, extent in kernel.grid)
     row_bytes = sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
     row_bytes += c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a or matrix else 0
-    most = MATRIX_BLOCK_ROWS if matrix and target.threads == 1 else BLOCK_ROWS
-    fit = min(most, SCRATCH // row_bytes if row_bytes else most)
+    most, room = BLOCK_ROWS, SCRATCH
+    if matrix and target.threads == 1:
+        most, room = MATRIX_BLOCK_ROWS, target.core_cache_bytes // 2
+    fit = min(most, room // row_bytes if row_bytes else most)
     blocks = -(-row_tiles // max(1, fit // max(1, rows)))
     wanted = tiling.get("tasks", _wanted_tasks(c, batch, target.threads))
     asked = min(row_tiles, tiling.get("blocks", 0))
