@@ -17,7 +17,7 @@ import rlx
 from rlx.backends.cpu.index_split import parts
 from rlx.backends.cpu.render import render
 from rlx.backends.cpu.scope import Scope
-from rlx.backends.cpu.target import host_target
+from rlx.backends.cpu.target import host_target, target_for
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.shared.lines import in_loops
 from rlx.compiler import lower
@@ -251,11 +251,12 @@ def test_a_schedule_changes_no_result(
     kind = kind if np.dtype(dtype).kind == "f" or kind == "ties" else "normal"
     kernel = plain_kernel(lambda x: OPS[name](x, axis, flag), dims, KINDS[dtype])
     scheduled, loops = schedule(kernel, threads), in_loops(kernel)
+    intel = target_for("x86_64-unknown-linux-gnu", "x86-64-v4", ("avx512fp16",), threads).schedule(kernel)  # a few rows at once
     assert is_plain(kernel) == (name in ("argmax", "argmin", "sort")) and not is_plain(scheduled) and not is_plain(loops)
     assert scheduled.buffers == loops.buffers == kernel.buffers
     x = some_of(kind, dims, dtype)
     want = on_ref(kernel, x)
-    for other in (scheduled, loops):
+    for other in (scheduled, loops, intel):
         for a, b in zip(on_ref(other, x), want, strict=True):
             assert a.tobytes() == b.tobytes()
 

@@ -115,6 +115,12 @@ def host_target(threads: int | None = None) -> Target:
     return _target(host_features(), threads or knobs.THREADS.get() or available_threads(), core_cache_bytes())
 
 
+def fetches_ahead(features: Sequence[str]) -> bool:
+    """Whether loops over large arrays should prefetch what they will load and store. Intel's server cores with AVX512-FP16, whose
+    third-level cache is slow, are 1.1 to 1.7 times as fast with it; AMD's of Zen 5 as fast as without, or a little slower."""
+    return "avx512fp16" in features
+
+
 def plain_target() -> Target:
     """One thread of any CPU of this process's architecture."""
     triple = host_features()[0].removeprefix("triple=")

@@ -26,10 +26,10 @@ from rlx.backends.cpu.loops import (
     weight,
 )
 from rlx.backends.cpu.scope import Ahead, Scope, expr, limit_of
-from rlx.backends.cpu.target import fetches_ahead
 from rlx.backends.cpu.transpose import Crossing, crossing, emit_tiles
 from rlx.backends.shared.nest import distinct, nested, stores
 from rlx.host.emit import STREAMS, Emitter, V
+from rlx.host.processor import fetches_ahead
 from rlx.records import record
 
 from rlx.ir.kernel import (  # isort: skip

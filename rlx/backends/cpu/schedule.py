@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 4  # rows from as many parts of the axis, each part read in order
 
 def schedule(kernel: Kernel, target: Target) -> Kernel:
     """The kernel in the order in which a CPU runs it."""
-    return in_loops(along_lines(long_sums(column_walks(kernel, target.run_columns)), target.threads, target.vector_bytes))
+    return in_loops(along_lines(long_sums(column_walks(kernel, target.run_columns)), target))
 
 
 def column_walks(kernel: Kernel, most: int) -> Kernel:

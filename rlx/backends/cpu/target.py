@@ -27,12 +27,6 @@ def panel_of(target: Target, dtype: str) -> tuple[int, int]:
     return found, dot.group if dot else 1
 
 
-def fetches_ahead(features: Sequence[str]) -> bool:
-    """Whether loops over large arrays should prefetch what they will load and store. Intel's server cores with AVX512-FP16, whose
-    third-level cache is slow, are 1.1 to 1.7 times as fast with it; AMD's of Zen 5 as fast as without, or a little slower."""
-    return "avx512fp16" in features
-
-
 def host_target(threads: int | None = None) -> Target:
     """The CPU of this process. `threads` None: the knob RLX_THREADS, else the number of CPUs it may use."""
     return _of_cpu(processor.host_target(threads))

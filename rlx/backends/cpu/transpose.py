@@ -65,7 +65,7 @@ def crossing(
 ) -> Crossing | None:
     """The tiles of a loop nest with this body; None if no load is transposed, or one has no constant
     stride. `streams`: buffers that are written past the caches.
-    `prefetched`: see rlx.backends.cpu.target.fetches_ahead."""
+    `prefetched`: see rlx.host.processor.fetches_ahead."""
     if len(dims) < 2 or len(body) != 1 or not isinstance(s := body[0], Store) or s.guard is not None:
         return None
     loop = Loop(*dims[-1], body, vector=True)

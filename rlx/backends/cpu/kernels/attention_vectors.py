@@ -15,8 +15,8 @@ from rlx.backends.cpu.kernels.attention_items import PART_KEY_BLOCK, Attention, 
 from rlx.backends.cpu.kernels.attention_parts import F32, Mask
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.target import fetches_ahead
 from rlx.host.emit import Emitter, V
+from rlx.host.processor import fetches_ahead
 from rlx.ir.dtype import f32
 from rlx.ir.kernel import Kernel, Native
 from rlx.ir.target import Target
