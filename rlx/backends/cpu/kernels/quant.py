@@ -38,7 +38,7 @@ from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
 from rlx.ir.ops.quant import ProductAttrs, dequant_matmul
 from rlx.ir.target import Target
 
-SUMS = 12  # most vectors of sums of a tile: with as many integer sums, and vectors of the panel and of x, they fit 32 registers
+SUMS = {16: 12, 4: 8}  # lanes -> most vectors of sums of a tile; as many integer sums, x and a panel's columns fit 32 registers
 MOST_VECTORS = 4  # most vectors of columns that a tile of several rows takes
 DIRECT_TILES = 2  # up to this many tiles read the panel in place; with more, it is unpacked to scratch first
 MATRIX_ROWS = 32  # with fewer rows, unpacking a panel takes longer than multiplying it
@@ -71,7 +71,8 @@ def render(kernel: Kernel, target: Target, symbol: str, tiling: Mapping[str, int
 def axes(kernel: Kernel, contract: Contract, target: Target) -> dict[str, tuple[int, ...]]:
     """Tuning parameters: `rows`, the most rows of a tile of integers; `tasks`, the number to aim for."""
     default = _made(kernel, contract, target, DEFAULT_TILING)
-    own = {"rows": SUMS // default.most if isinstance(default, _Integer) else SUMS, "tasks": default.wanted}
+    rows = SUMS[default.lanes] // default.most if isinstance(default, _Integer) else 0
+    own = {"rows": rows, "tasks": default.wanted}
     asked = {"rows": (5, 4, 3), "tasks": other_tasks(target.threads)}
     return distinct(own, asked, lambda tiling: _made(kernel, contract, target, tiling).plan) if contract.m else {}
 
@@ -99,7 +100,7 @@ class _Integer(PanelProduct):
         dot = dot_of(target, "u8 i8", side=1)
         assert dot
         self.dot, self.most = dot, min(PANEL // dot.lanes, MOST_VECTORS)
-        super().__init__(kernel, c, target, tiling, tiling.get("rows", SUMS // self.most), row_bytes)
+        super().__init__(kernel, c, target, tiling, tiling.get("rows", SUMS[dot.lanes] // self.most), row_bytes)
         self.bytes_of_vector, self.turns = 4 * self.lanes, turns
         self.offset = 128 if dot.signed and p.plain.q.parts[0].bits == 8 else 0  # subtracted from elements, to make them signed
         self.zero = self.f.zero - self.offset

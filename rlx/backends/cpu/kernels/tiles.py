@@ -110,8 +110,8 @@ def plan(kernel: Kernel, c: Contract, target: Target, tiling: Mapping[str, int] 
         lanes //= 2
     vectors = panel // lanes or tiling.get("vectors", _panel_vectors(c, registers))
     matrix = c.m >= MATRIX_ROWS and c.count is None and amx.usable(target.features, group, c.k)
-    dot = dot_in(c, target)
-    highest = tiling.get("rows", _highest(vectors, registers - vectors * (dot is not None and dot.signed), matrix))
+    summed = 2 * vectors if (dot := dot_in(c, target)) and dot.signed else 0  # registers of b's own sums, and of constants
+    highest = tiling.get("rows", _highest(vectors, registers - summed, matrix))
     if c.count is not None:
         return _ragged(kernel, c, target, tiling, highest, lanes, vectors, registers)
     row_tiles, panels = -(-c.m // highest), -(-c.n // (vectors * lanes))
