@@ -16,7 +16,7 @@ from rlx.backends.cpu.kernels.matrix import MatrixUnit
 from rlx.backends.cpu.kernels.module import SCRATCH, step
 from rlx.backends.cpu.kernels.product import Product, row_statements, stored_to
 from rlx.backends.cpu.kernels.tile import Layout, Tile, stage_rows_function, tile_function, transpose_function
-from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, dot_in, panel_of, plan
+from rlx.backends.cpu.kernels.tiles import AHEAD_ROWS, DEFAULT_TILING, NEAR, dot_in, panel_of, plan
 from rlx.backends.cpu.loops import emit_statements, emit_vector_loop, hoist, prefers_inner
 from rlx.backends.cpu.scope import Scope
 from rlx.host.emit import Emitter, V, stored, vector
@@ -173,7 +173,8 @@ class _Contraction(Product):
         every = max(1, -(-p.row_tiles // p.blocks))  # tiles per panel: each prefetches its share of the next panel
         share = -(-layout.byte(1, 0) // every) if p.ahead and self.panel else 0
         if share and not self.cut:
-            ahead = [step(e, e.gep(b, layout.byte(steps, 0)), e.bin("sub", tile, tiles[0]), steps * share)]
+            after = NEAR if every == 1 else layout.byte(steps, 0)
+            ahead = [step(e, e.gep(b, after), e.bin("sub", tile, tiles[0]), steps * share)]
         for height, here in (heights := self.heights(e, tile)):
             shape = height, vectors, p.lanes, p.unroll(height, vectors), masked
             t = Tile(*shape, self.acc, vectors * p.lanes, dot=self.dot, ahead=share, adds=steps < self.steps)

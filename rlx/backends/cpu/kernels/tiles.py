@@ -27,8 +27,9 @@ GRAIN = 1 << 17  # multiply-adds; smaller tasks are not worth handing over (abou
 TASKS_PER_THREAD = 4  # enough to balance threads of unequal speed
 SCRATCH = 1 << 20  # most bytes of converted rows of `a` and per-row locals of a task
 COMPUTED_ROWS = 32  # with lower blocks, reading all of `b` for each takes longer than computing rows of `a` twice
-AHEAD_ROWS = 4  # lower tiles only wait for memory, and prefetching slows them
-COLD = 1 << 24  # bytes of `b` that the caches do not keep from one run to the next
+AHEAD_ROWS = 4  # lower tiles of a group of rows only wait for memory, and prefetching slows them
+NEAR = 9 << 10  # bytes from where the only tile of a panel is to where it prefetches
+COLD = 1 << 22  # bytes of `b` that the caches do not keep from one run to the next, among others of the same size
 IN_PLACE_TILES = 8  # up to this many row tiles read an unpacked `b` in place; with more, each panel is copied first
 MATRIX_ROWS = 8  # fewer leave most of the matrix unit idle
 MATRIX_DEPTH = 2 * amx.L1 // 3 // (2 * amx.BLOCK)  # steps of k: two thirds of the L1 cache hold a panel's part
@@ -288,9 +289,10 @@ def _stage_b(b: Operand | Computed, c: Contract, tiles: int) -> str:
 
 
 def _fetches_ahead(c: Contract, rows: int, tiles: int) -> bool:
-    """Whether prefetching the next panel gains. It costs low tiles up to a third if `b` is in a cache."""
+    """Whether prefetching gains. It costs low tiles up to a third if `b` is in a cache, and one row a tenth on some processors:
+    they run far enough ahead by themselves."""
     cold = isinstance(c.b, Operand) and c.b.buffer.size * c.b.dtype.itemsize >= COLD
-    return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows >= AHEAD_ROWS)
+    return rows >= 6 or min(c.m, rows * tiles) >= 10 or (cold and rows > 1)
 
 
 def _depth(c: Contract, group: int, columns: int, matrix: bool, target: Target) -> int:
