@@ -14,6 +14,7 @@ share. --masks: a fresh random mask of a half of the experts before every step, 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -101,6 +102,7 @@ class Model:
 
 
 def one_share(layers: int, form: str, share: int, args: Any, first: dict[str, Any]) -> None:
+    gc.collect()  # the model before this one
     before, begun = free(), time.perf_counter()
     model = Model(layers, form)
     count, tiers = model.experts * layers, model.compiled.expert_tiers()

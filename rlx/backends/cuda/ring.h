@@ -35,14 +35,11 @@ RLX_FN void rlx_ring_copy(void* to, const void* from, int bytes, uint64_t* fille
 }
 #define RLX_RING_TRY "mbarrier.test_wait"
 #endif
-/* A stage from memory of the host, by a warp that asks for whole lines of 128 bytes. Blocks of packed weights begin anywhere, and a
-   bulk copy of such a block asks the bus for parts of each line: half of its time is lost. */
+/* A stage from memory of the host, by a warp, through the L1 cache: copies past it ask the bus for more than twice the bytes. */
 RLX_FN void rlx_ring_copy_far(void* to, const void* from, int bytes, uint64_t* filled, int lane) {
 #if __CUDA_ARCH__ >= 900
-  for (int at = lane * 16 - (int)((uint64_t)from % 128); at < bytes; at += 512)
-    if (at >= 0)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(rlx_ring_at((char*)to + at)), "l"((const char*)from + at)
-        : "memory");
+  for (int at = lane * 16; at < bytes; at += 512)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(rlx_ring_at((char*)to + at)), "l"((const char*)from + at) : "memory");
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(rlx_ring_at(filled)) : "memory");
   __syncwarp();
   if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(rlx_ring_at(filled)) : "memory");
