@@ -105,6 +105,20 @@ def test_rounding_to_bf16() -> None:
     np.testing.assert_array_equal(found.view(np.uint16), want)
 
 
+def test_rounding_of_f16() -> None:
+    """One operation on any two numbers is the exact result, rounded, whether the processor computes in f16 or not."""
+    x, y = np.random.default_rng(4).integers(0, 1 << 16, (2, 10_000), np.uint16).view(np.float16)
+    g = rlx.Graph("halves")
+    a, b = (g.input(name, x.shape, "f16") for name in "xy")
+    g.set_outputs([a + b, a - b, a * b, a / b, rlx.sqrt(a)])
+    found = rlx.Session("cpu").compile(g).run({"x": x, "y": y})
+    with np.errstate(all="ignore"):
+        wide, other = x.astype(F), y.astype(F)
+        results = wide + other, wide - other, wide * other, wide / other, np.sqrt(wide)
+        for made, want in zip(found, results, strict=True):
+            np.testing.assert_array_equal(made, want.astype(np.float16))
+
+
 @pytest.mark.skipif(host_features()[0].startswith("triple=aarch64"), reason="this is such a processor")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_emulated(processor: str) -> None:

@@ -45,7 +45,8 @@ def faults(text: str, features: Sequence[str]) -> list[str]:
     if "bf16" in features:  # of aarch64, whose registers hold it
         narrow = [line for line in narrow if " = fptrunc " not in line and not _MOVES.search(line)]
     halves = (line for line in _lines(text, "half") if _HALF.search(line) and "bfloat" not in line)
-    narrow += [line for line in halves if "avx512fp16" not in features and not _CONVERTS.search(line)]
+    native = not {"avx512fp16", "fullfp16"}.isdisjoint(features)
+    narrow += [line for line in halves if not native and not _CONVERTS.search(line)]
     return out + [f"arithmetic on 16-bit floats: {line.strip()}" for line in narrow]
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic in f16, on processors that have it (AVX512-FP16), where the bits of the result are the same.
+"""Arithmetic in f16, on processors that have it (AVX512-FP16, aarch64's fullfp16), where the bits of the result are the same.
 
 Kernels compute f16 values in f32 and round what they store. The sum, difference, product, quotient or square root of f16 numbers,
 rounded to f32 and then to f16, is the exact one rounded to f16: f32 has 24 digits, and 2 * 11 + 2 are enough. So one such
@@ -18,6 +18,7 @@ from rlx.host.emit import V, vector
 from rlx.ir.dtype import bool_, f16, f32
 from rlx.ir.kernel import Alu, Const, Expr, Load
 
+FEATURES = frozenset({"avx512fp16", "fullfp16"})
 # A value in f16 is that in f32 exactly, or rounded; TINY: rounded, and maybe to 0 what is a small number of either sign in f32.
 EXACT, ROUNDED, TINY = range(3)
 STEPS = {"add": ROUNDED, "sub": ROUNDED, "sqrt": ROUNDED, "mul": TINY, "div": TINY}
@@ -26,7 +27,7 @@ COMPARISONS, LOGIC = frozenset({"lt", "le", "eq", "ne"}), frozenset({"and", "or"
 
 def in_half(value: Expr, scope: Scope) -> V | None:
     """The bits (i16) of an expression to store as f16, computed in f16. None: it has to be computed in f32."""
-    if "avx512fp16" not in scope.e.features or not isinstance(value, Alu) or value.dtype not in (f16, f32):
+    if not FEATURES.intersection(scope.e.features) or not isinstance(value, Alu) or value.dtype not in (f16, f32):
         return None
     known: dict[int, int | None] = {}
     for node in postorder(value, known, _args):
