@@ -33,11 +33,12 @@ PANEL = 32  # keys of a panel; columns of values that a tile takes
 CHUNK = 4  # pairs in 128 bits
 DEPTH = 32  # elements of a row that one instruction of the matrix unit sums over
 KEY_BLOCK = 256  # keys of a block: the scores of 32 rows take 32 KB
+PAD = LANES  # behind a row of scores, so that rows are not a power of two apart, where loads wait for stores 4 KB away
 SUB = 32  # rows that are taken through all steps together
 MOST_SUBS = 8  # of these in a block of rows: sums of 256 rows with heads of 128 take 128 KB of the L2 cache
 PACKING = 0.5  # time to pack a block of keys and values, in units of what `sub` rows need with them
 TILE_ROWS = 8  # of a tile on vectors
-TOGETHER = 4  # rows whose weights are computed together, in two chains of dependent operations each
+TOGETHER = 2  # rows whose weights are computed together; with four it takes up to 1.16 times as long on a Xeon
 CAREFUL_ROWS, CAREFUL_VECTORS = 2, 4  # of a tile that skips weights of zero
 EXP2 = (0.07802454, 0.2260672, 0.69583349, 0.99992523)  # 2^x for 0 <= x < 1, relative error below 8e-5
 FLOOR = "9"  # of vreduceps: subtract the floor, raise no exceptions
@@ -59,6 +60,7 @@ class PairAttention(Attention):
         self.tall = self.sub * self._subs(-(-self.rows // self.sub))
         self.blocks = -(-self.rows // self.tall)
         self.key_block = min(KEY_BLOCK, _padded(self.keys, PANEL))
+        self.pitch = self.key_block + PAD
         self.once = self.keys <= self.key_block  # one block: nothing is carried
         self.depth, self.columns = _padded(self.size, DEPTH), _padded(self.width, LANES)
         self.sums = Layout(f32, self.columns)
@@ -72,7 +74,7 @@ class PairAttention(Attention):
         keys, values = (self.reserve(self.key_block * n * 2) for n in (self.depth, self.columns))
         self.whole = self.size % (2 * CHUNK) == 0  # else, and in a panel that is not full, keys are copied with zeros behind
         self.near_at = self.reserve(PANEL * self.depth * 2)
-        scores, work = self.reserve(self.sub * self.key_block * F32), self.reserve(self.sub * (2 + LANES) * F32)
+        scores, work = self.reserve(self.sub * self.pitch * F32), self.reserve(self.sub * (2 + LANES) * F32)
         stats, sums = self.reserve(2 * self.tall * F32), self.reserve(self.tall * self.columns * F32)
         products = sums if self.once else self.reserve(self.sub * self.columns * F32)
         self.places = query, keys, values, scores, work, products, stats, sums
@@ -148,18 +150,18 @@ class PairAttention(Attention):
         (row, rows, _), end = which, _panels(e, keys)
         stats, sums = step(e, stats, row, F32), self.sums.at(e, sums, row)
         out, tile = sums if self.once else products, {"height": self.sub, "matrix": self.matrix}
-        scored = partial(scores_function, depth=self.depth // 2, source=self.query, pitch=self.key_block, **tile)
+        scored = partial(scores_function, depth=self.depth // 2, source=self.query, pitch=self.pitch, **tile)
         self.call(e, "scores", scored, query, panels, scores, end)
         hidden = self._masked(e, m, scores, which, key0, keys, end, holes)
-        how = {"rate": self.rate, "pitch": self.key_block, "sub": self.sub, "tall": self.tall, "once": self.once}
+        how = {"rate": self.rate, "pitch": self.pitch, "sub": self.sub, "tall": self.tall, "once": self.once}
         self.call(e, "tops", partial(tops_function, **how), scores, stats, work, end, rows)
         self.call(e, "weights", partial(weights_function, **how), scores, stats, work, end, rows)
         care = e.bin("and", hidden, e.bin("xor", values[1], e.const("i1", True)))
-        weighted = partial(values_function, columns=self.columns, pitch=self.key_block, **tile)
+        weighted = partial(values_function, columns=self.columns, pitch=self.pitch, **tile)
         with e.when(e.bin("xor", care, e.const("i1", True))):
             self.call(e, "values", weighted, scores, pairs, out, end)
         if self.mask.kind in ("band", "keep"):
-            careful = partial(careful_function, source=self.v.layout, to=self.sums, width=self.width, pitch=self.key_block)
+            careful = partial(careful_function, source=self.v.layout, to=self.sums, width=self.width, pitch=self.pitch)
             with e.when(care):
                 self.call(e, "careful", careful, scores, self.v.layout.at(e, values[0], key0), out, keys, rows)
         if not self.once:
@@ -182,7 +184,7 @@ class PairAttention(Attention):
         source, place = None, m
         if self.m is not None:
             source, place = self.m.layout, self.m.layout.at(e, m, row, key0)
-        how = {"scale": 1.0 if self.plain else self.scale, "cap": self.cap, "pitch": self.key_block}
+        how = {"scale": 1.0 if self.plain else self.scale, "cap": self.cap, "pitch": self.pitch}
         body = partial(mask_rows_function, m=self.mask, source=source, **how)
         with e.when(e.cmp("slt", begin, end)):
             self.call(e, "mask", body, scores, place, rows, first, key0, keys, begin, end)
