@@ -461,6 +461,9 @@ class Asked:
     def hits(self, layer: int, ids: np.ndarray) -> None:
         raise AssertionError("it was asked already")
 
+    def queued(self) -> None:
+        raise AssertionError("it is asked in the run")
+
 
 def test_an_expert_that_a_run_reads_is_released_when_the_run_leaves() -> None:
     compiled = compiled_model()
@@ -470,7 +473,9 @@ def test_an_expert_that_a_run_reads_is_released_when_the_run_leaves() -> None:
     class Demotes(Asked):
         """Keeps every missing expert, and demotes all others at each router."""
 
-        def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> list[int]:
+        def routed(
+            self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None
+        ) -> list[int]:
             chosen = set(ids.reshape(-1).tolist())
             for other in range(LAYERS):
                 for e in range(E):
@@ -485,7 +490,9 @@ def test_an_expert_that_a_run_reads_is_released_when_the_run_leaves() -> None:
     assert not tiers.resident(0).any()
 
     class Fails(Asked):
-        def routed(self, layer: int, ids: np.ndarray, ahead: np.ndarray | None) -> list[int]:
+        def routed(
+            self, layer: int, ids: np.ndarray, ahead: np.ndarray | None, resident: np.ndarray | None = None
+        ) -> list[int]:
             raise OptionError("the budget is gone")
 
     tiers.advisor = Fails()
