@@ -93,10 +93,12 @@ def groups() -> Iterator[tuple[str, list[Bar]]]:
         timed("first result of MiniLM, cold", found, "first result after it, ms", "rlx", ("ONNX Runtime", "OpenVINO")),
     ]  # fmt: skip
     yield "16-core Intel Xeon", [
-        best(f"BERT-base, {label}", rows("Encoders on an Intel Xeon", model=model, threads=threads))
+        best(label, rows("Encoders on an Intel Xeon", model=model, threads=threads))
         for label, model, threads in (
-            ("1 of 128, f32, 1 thread", "bert-base 1 × 128, f32", "1"), ("the same, 4 threads", "bert-base 1 × 128, f32", "4"),
-            ("8 of 512, bf16, 16 threads", "bert-base 8 × 512, bf16", "16"),
+            ("BERT-base, 1 of 128, f32, 1 thread", "bert-base 1 × 128", "1"), ("the same, 16 threads", "bert-base 1 × 128", "16"),
+            ("BERT-base, 8 of 512, bf16, 16 threads", "bert-base bf16 8 × 512", "16"),
+            ("MiniLM, 1 of 128, bf16, 1 thread", "minilm bf16 1 × 128", "1"),
+            ("MiniLM, 8 of 128, int8, 1 thread", "minilm int8 8 × 128", "1"),
         )
     ]  # fmt: skip
     yield from processors()
