@@ -279,6 +279,62 @@ def test_threads_that_compile_the_same_kernel_at_once_compile_it_once(monkeypatc
     assert names and len(names) == len(set(names)), names
 
 
+ONCE = """
+import sys, threading
+from rlx.host.once import Once
+class Key:
+    def __init__(self, n):
+        self.n = n
+    def __hash__(self):
+        return hash((self.n,))
+    def __eq__(self, other):
+        return self.n == other.n
+sys.setswitchinterval(1e-6)
+made, right = [], []
+once = Once(lambda key: made.append(key.n) or key.n, 100)
+def work():
+    right.append(all(once(Key(i % 3)) == i % 3 for i in range(5000)))
+threads = [threading.Thread(target=work) for _ in range(6)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert right == [True] * 6 and sorted(made) == [0, 1, 2], (right, made)
+"""
+
+
+def test_results_made_once_are_found_by_many_threads() -> None:
+    """Keys compare in Python, so threads meet amid the look-up. In a process of its own: a broken table ended the process."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", ONCE], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("starting", [0, 1])
+def test_work_is_done_where_the_system_gives_fewer_threads(monkeypatch: pytest.MonkeyPatch, starting: int) -> None:
+    """As at the end of the interpreter, or at a limit on processes."""
+    left, start = [None] * starting, threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(once, "available_threads", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    said: list[int] = []
+    assert at_once(lambda n: 2 * n, range(5), lambda done, total: said.append(done)) == [0, 2, 4, 6, 8]
+    assert said == [0, 1, 2, 3, 4, 5]
+    backend._load_compiler()
+    monkeypatch.setattr(llvm, "loaded", lambda: False)
+    backend.CpuBackend().warm()
+
+
+@pytest.mark.parametrize("make", [lambda *m: llvm.Machine(llvm.load(), *m), llvm.PackageMachine], ids=["functions", "classes"])
+def test_a_machine_that_llvm_does_not_know_is_rejected(make: Any) -> None:
+    with pytest.raises(llvm.Rejected, match="nonsense"):
+        make("nonsense-unknown-linux", "", "")
+
+
 def test_different_kernels_are_compiled_at_once_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other one inside its work, so one thread alone would not end."""
     monkeypatch.setattr(once, "available_threads", lambda: 2)

@@ -165,12 +165,16 @@ class PackageMachine:
     """The same by llvmlite's classes, which know the C functions of their version."""
 
     def __init__(self, triple: str, cpu: str, features: str) -> None:
+        """Rejected: LLVM does not know the triple."""
         import llvmlite.binding as binding
 
         self._binding = binding
         binding.initialize_all_targets()
         binding.initialize_all_asmprinters()
-        self.machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
+        try:
+            self.machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, **SETTINGS)
+        except RuntimeError as fault:
+            raise Rejected(str(fault).strip()) from fault
 
     def code(self, text: str, assembly: bool = False) -> bytes:
         try:

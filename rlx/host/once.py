@@ -15,34 +15,52 @@ Key = TypeVar("Key", bound=Hashable)
 Made = TypeVar("Made")
 
 
+class _Result(Generic[Made]):
+    """`made`: the result, or nothing yet; filled by the thread that holds `lock`."""
+
+    def __init__(self) -> None:
+        self.lock, self.made = Lock(), list[Made]()
+
+
 class Once(Generic[Key, Made]):
     """The last `kept` results of a function. Threads that ask for different keys make them at once; of those that ask for the
     same key one makes it, and the others wait."""
 
     def __init__(self, make: Callable[[Key], Made], kept: int) -> None:
         self._make, self._kept, self.misses = make, kept, 0
-        self._made: OrderedDict[Key, Made] = OrderedDict()
-        self._locks: dict[Key, Lock] = {}
+        self._results: OrderedDict[Key, _Result[Made]] = OrderedDict()
+        self._lock = Lock()  # keys compare in Python, so that other threads run amid the methods of the dict
 
     def __call__(self, key: Key) -> Made:
-        with self._locks.setdefault(key, Lock()):
-            found = [self._made.pop(key)] if key in self._made else []
-            if not found:
+        with self._lock:
+            result = self._results[key] = self._results.pop(key, None) or _Result()  # the newest
+            while len(self._results) > self._kept:
+                self._results.popitem(last=False)
+        with result.lock:
+            if not result.made:
                 self.misses += 1
-                found.append(self._make(key))
-            self._made[key] = found[0]  # the newest
-            while len(self._made) > self._kept:
-                self._made.popitem(last=False)
-        self._locks.pop(key, None)
-        return found[0]
+                result.made.append(self._make(key))
+            return result.made[0]
 
     def cache_clear(self) -> None:
-        self._made.clear()
+        with self._lock:
+            self._results.clear()
+
+
+def started(work: Callable[[], None]) -> threading.Thread | None:
+    """A thread that does this. None: the system gives no more threads, or the interpreter is about to end and allows none."""
+    thread = threading.Thread(target=work, name="rlx compile")
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callable[[int, int], None] | None = None) -> list[Made]:
-    """The result for each item, made by as many threads as this process may use. `progress(done, total)` is called in this
-    thread, before the first result and after each. Raises the first fault; items that are not begun by then are left out."""
+    """The result for each item, made by as many threads as this process may use, or by this one if none starts.
+    `progress(done, total)` is called in this thread, before the first result and after each. Raises the first fault; items that
+    are not begun by then are left out."""
     report = progress or (lambda done, total: None)
     made, todo = dict[int, Made](), iter(range(len(items)))  # `next` is atomic
     ended = SimpleQueue[tuple[int, Made] | BaseException]()
@@ -59,11 +77,13 @@ def at_once(make: Callable[[Key], Made], items: Sequence[Key], progress: Callabl
                 ended.put(fault)
                 leave_out()
 
-    threads = [threading.Thread(target=work, name="rlx compile") for _ in range(min(available_threads(), len(items)))]
-    for thread in threads:
-        thread.start()
+    threads = list[threading.Thread]()
     try:
+        while len(threads) < min(available_threads(), len(items)) and (thread := started(work)):
+            threads.append(thread)
         report(0, len(items))
+        if not threads:
+            work()
         for done in range(1, len(items) + 1):
             if isinstance(found := ended.get(), BaseException):
                 raise found

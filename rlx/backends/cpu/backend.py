@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
@@ -24,7 +23,7 @@ from rlx.driver.params import ParamStore
 from rlx.driver.symmetric import SymmetricTransport
 from rlx.errors import DeviceUnavailableError, RlxError
 from rlx.host import calls, llvm
-from rlx.host.once import Once, at_once
+from rlx.host.once import Once, at_once, started
 from rlx.host.processor import missing_features, processor
 from rlx.ir.cost import Roofline
 from rlx.ir.kernel import Kernel, Loop
@@ -72,7 +71,7 @@ class CpuBackend:
     def warm(self) -> None:
         """Warming protocol."""
         if not llvm.loaded():
-            threading.Thread(target=_load_compiler, name="rlx compile").start()
+            started(_load_compiler)  # if it does not, the compile loads it
 
     counts_kernels = True
 
