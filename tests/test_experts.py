@@ -16,6 +16,7 @@ from kernel_runs import TARGETS, run
 import rlx
 from rlx.backends import get
 from rlx.backends.cpu.backend import with_natives
+from rlx.backends.cpu.kernels import tiles
 from rlx.backends.cpu.render import axes, render
 from rlx.backends.shared import c_style
 from rlx.backends.shared.c_dialect import C
@@ -69,6 +70,17 @@ def test_groups_of_rows_times_a_matrix_each(device: str, dtype: str) -> None:
         name = "f32" if dtype == "f32 bf16" else left
         wide, what = found.astype(np.float64), f"{sizes} {k} {n}"
         np.testing.assert_allclose(wide, want.numpy(), atol=TOLERANCE[name] * most, err_msg=what)
+
+
+@pytest.mark.parametrize("columns", [tiles.SCRATCH // 4, tiles.SCRATCH // 4 + 1])
+def test_a_row_that_alone_fills_the_scratch_of_a_task(columns: int) -> None:
+    """f16 rows are converted to f32 in scratch, as many as fit, and at least one."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(dims).astype(np.float16) for dims in ((3, columns), (3, columns, 1)))
+    compiled = rlx.Session("cpu").compile(product([0, 1, 2], columns, 1, ("f16", "f16"), known=False))
+    (found,) = compiled.run({"x": x, "w": w, "sizes": np.array([0, 1, 2], np.int32)})
+    want = [float(row.astype(np.float64) @ w[e, :, 0].astype(np.float64)) for row, e in zip(x, (1, 2, 2))]
+    np.testing.assert_allclose(found[:, 0].astype(np.float64), want, atol=4e-3 * max(map(abs, want)))
 
 
 @pytest.mark.parametrize("device", DEVICES)

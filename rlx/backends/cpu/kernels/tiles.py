@@ -156,7 +156,7 @@ def _ragged(
     stage_a = matrix or _stage_a(c, group)  # the matrix unit reads whole blocks, with rows that a group does not have
     row_bytes = c.k * (c.a if group > 1 else c.acc).dtype.itemsize if stage_a else 0
     row_bytes += sum(x.size * x.dtype.itemsize for x in kept_locals(kernel, c))
-    fit = min(c.m, BLOCK_ROWS, SCRATCH // row_bytes if row_bytes else BLOCK_ROWS)
+    fit = min(c.m, BLOCK_ROWS, max(1, SCRATCH // row_bytes) if row_bytes else BLOCK_ROWS)
     row_tiles, panels, batch = -(-fit // rows), -(-c.n // (vectors * lanes)), prod(extent for _, extent in kernel.grid)
     wanted = tiling.get("tasks", _ragged_wanted(c, target.threads))
     groups, batch_groups = ragged_tasks(panels, batch, c.m, wanted, target.threads)
