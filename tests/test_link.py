@@ -137,7 +137,7 @@ def test_the_system_tells_what_llvm_tells():
 
 def test_features_are_called_as_llvm_calls_them(tmp_path):
     """By a processor with a matrix unit, whichever this one is."""
-    flags = "fpu avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8"
+    flags = "fpu avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni avx512_fp16 amx_bf16 amx_tile amx_int8"
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: Some\nflags\t\t: {flags}\nbugs\t\t: none\n")
     assert processor._linux_x86(tmp_path / "cpuinfo") == ("x86_64-unknown-linux-gnu", frozenset(processor.X86 + processor.AMX))
 

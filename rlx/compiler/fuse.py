@@ -27,8 +27,8 @@ MAX_EVALUATIONS = 32  # node evaluations per element: a node read at several coo
 _ANCHORS = (Kind.KERNEL, Kind.CONTRACT, Kind.COLLECTIVE)
 FEW = 4  # elements that a pointwise reader computes again rather than have a kernel do so, where kernels are to be few
 MIN_ROWS = 2  # per grid point that the target needs: with fewer, distributing whole rows leaves threads idle
-SHARED_ROWS = 32  # of a thread: with more, multiplying takes longer than reading the weights
-REREAD = 1 << 26  # bytes that all threads read so, at most: more take longer than a kernel of its own for the rows
+SHARED_ROWS = 32  # of a reader: with more, multiplying takes longer than reading the weights
+REREAD = 1 << 26  # bytes that all of them read so, at most: more take longer than a kernel of its own for the rows
 
 
 def _widens(node: Node) -> bool:
@@ -278,9 +278,10 @@ class _Fuser:
             return False  # a task has some of the columns of its rows
         rows, threads = math.prod(group.dims[:-1]), self.target.threads
         enough = threads == 1 or rows >= MIN_ROWS * self.target.points
-        if enough and threads > 1 and rows < SHARED_ROWS * threads and not self.target.few_kernels:
-            weights = group.anchor.inputs[1]  # each thread would read all of them for its few rows
-            enough = threads * math.prod(weights.shape.static) * weights.dtype.itemsize <= REREAD
+        readers = min(threads, self.target.points)  # a block of threads reads the weights of its point once
+        if enough and threads > 1 and rows < SHARED_ROWS * readers and not self.target.few_kernels:
+            weights = group.anchor.inputs[1]  # each reader would take all of them for its few rows
+            enough = readers * math.prod(weights.shape.static) * weights.dtype.itemsize <= REREAD
         fits = group.dims[-1] * group.anchor.shapes[0].dtype.compute.itemsize <= self.target.cache_bytes
         return enough and fits and len(contraction(group.anchor).b_columns) == 1
 

@@ -5,10 +5,14 @@ Kernels ask here by the dtypes of the operands, so one schedule serves VNNI, AVX
 
 from __future__ import annotations
 
-from rlx.host.emit import Emitter, V, vector
+from typing import TYPE_CHECKING
+
 from rlx.ir.dtype import DType, u32, u64
 from rlx.ir.target import Target
 from rlx.records import record
+
+if TYPE_CHECKING:  # targets ask for panels also where compiled programs come from the cache: what writes code is not loaded
+    from rlx.host.emit import Emitter, V
 
 
 @record
@@ -34,7 +38,7 @@ class Dot:
 
     def operand(self, e: Emitter, words: V) -> V:
         """A vector of words as the instruction takes it."""
-        inner = vector(self.element, self.group * self.lanes // self.side)
+        inner = f"<{self.group * self.lanes // self.side} x {self.element}>"
         return words if words.ty == inner else e.op(inner, f"bitcast {words} to {inner}")
 
     def add(self, e: Emitter, total: V, a: V, b: V) -> V:
