@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -827,3 +828,33 @@ def test_slots_hold_each_resident_expert_whatever_moves() -> None:
         tiers.set([np.ones(count, bool)])
     check()
     assert tiers.resident(0).sum() == room and stale == [1]
+
+
+def test_a_pool_closes_while_its_thread_reads_a_log() -> None:
+    """A router of which it learns later changes nothing."""
+    tiers, part, window = HostSlots({}), SlotMemory(12, 8), Router(lambda: None)
+    tiers.join("w", 12, 2, [part], window)
+    pool = ExpertPool(tiers, 6, "lru")
+    inside, closing = threading.Event(), threading.Event()
+
+    class Log:
+        def drain(self) -> None:
+            if not inside.is_set():
+                inside.set()
+                closing.wait(30)
+                time.sleep(0.05)  # until the other thread waits for this one
+                tiers.ran(0, np.array([[10, 11]], np.int32), None, np.array([], np.int32))
+
+    def close() -> None:
+        closing.set()
+        pool.close()
+
+    log = Log()
+    tiers.logs.add(log)
+    tiers.queued()
+    assert inside.wait(30)
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and tiers.advisor is None
+    assert not pool.routed(0, np.array([[8, 9]], np.int32)) and not pool._promote and not pool._demote

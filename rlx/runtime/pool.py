@@ -138,9 +138,9 @@ class ExpertPool(Shown):
 
     def close(self) -> None:
         """End it: from now on nothing is promoted or demoted. Raises an error of the background thread that no run has raised."""
+        if self.tiers.advisor is self:
+            self.tiers.advisor = None  # without the lock: a thread that tells of routers needs it
         with self._ready:
-            if self.tiers.advisor is self:
-                self.tiers.advisor = None
             self._demote.clear()
             self._promote.clear()
             while self._releasing or self._promoting >= 0:
@@ -165,6 +165,8 @@ class ExpertPool(Shown):
         Raises an error of the background thread. `resident`: see rlx.driver.experts.Advisor."""
         with self._ready:
             self._raise()
+            if self.tiers.advisor is not self:  # closed meanwhile
+                return ()
             while self._promoting == layer and not self.tiers.in_place:  # one of those chosen, most likely
                 self._wait()
             before = self.tiers.resident(layer)
