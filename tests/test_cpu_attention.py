@@ -16,7 +16,7 @@ from rlx.backends.cpu.kernels.attention import claim, render
 from rlx.backends.cpu.target import host_target, target_for
 from rlx.errors import IndexRangeError
 from rlx.host.jit import compile_object, load
-from rlx.host.processor import host_features
+from rlx.host.processor import host_features, missing_features
 from rlx.ir import ops
 from rlx.ir.dtype import as_dtype
 from rlx.ir.graph import Graph
@@ -314,6 +314,19 @@ def test_narrower_vectors(level):
         q, k, v = operands(*shape)
         keep = np.random.default_rng(1).random((shape[3], shape[4])) < 0.5
         check(attend(q, k, v, keep, mask="custom", target=target), expected(q, k, v, keep, mask="custom"))
+
+
+@pytest.mark.skipif("x86_64" not in host_features()[0], reason="needs an x86-64 host")
+@pytest.mark.parametrize("level", ["x86-64-v4", "x86-64-v3", "x86-64"])
+@pytest.mark.parametrize("width", [9, 17, 33])
+def test_a_last_vector_of_one_element_writes_no_more(level, width):
+    """16-bit results without an instruction that narrows: a store of one lane is as wide as that lane."""
+    target = target_for(host_features()[0].split("=")[1], level)
+    if missing_features(target.features):
+        pytest.skip(f"this processor is below {level}")
+    for rows in (1, 12):
+        q, k, v = operands(1, 1, 1, rows, 20, 8, width, dtype=BF16)
+        check(attend(q, k, v, target=target), expected(q, k, v), TOLERANCE[BF16])
 
 
 def test_compiles_for_aarch64():

@@ -298,7 +298,7 @@ def logs_function(e: Emitter, tops: V, totals: V, out: V, rows: V, to: Layout) -
 def store_line(e: Emitter, value: V, at: V, to: Layout, count: int) -> None:
     """Store the first `count` f32 lanes as elements of a row of `to`."""
     raw, align = alu.to_memory(e, value, to.dtype), to.dtype.itemsize
-    if to.column != 1:
+    if to.column != 1 or count == 1:  # a masked store of one lane may write 4 bytes: see scope._masked
         for x in range(count):
             e.store(e.op(raw.scalar, f"extractelement {raw}, i64 {x}"), to.at(e, at, 0, x), align)
     elif count == value.lanes:
