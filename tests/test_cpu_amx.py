@@ -250,6 +250,18 @@ def test_quantised_weights(emulator: Emulator, name: str) -> None:
     assert emulator.products and emulator.released == 1
 
 
+@pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0xFFFF], ids=hex)
+@pytest.mark.parametrize("name", ["q4_0", "q4_k"])
+def test_a_scale_that_is_nan_makes_its_column_nan(emulator: Emulator, name: str, bits: int) -> None:
+    """Whatever its other bits are: rounding to bf16 adds to them."""
+    w = packed.weights(name, 20, 256)
+    at = FORMATS[name].numbers[0]
+    w[3, at : at + 2] = np.array([bits], np.uint16).view(np.uint8)
+    got = packed.product(name, packed.activations(32, 256), w, with_amx(1))
+    assert np.isnan(got[:, 3]).all() and np.isfinite(np.delete(got, 3, axis=1)).all()
+    assert emulator.products
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_quantised_weights_and_places_of_x(emulator: Emulator, dtype: Any) -> None:
     x = packed.activations(40, 288, dtype=dtype)

@@ -11,6 +11,7 @@ with ties away from zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -122,7 +123,8 @@ class MatrixProduct(PanelProduct):
         start = step(e, weights, block, self.f.nbytes)
         here, line = self.at_turn(e, start, at), step(e, to, turn, 2 * BLOCK)
         self.fetch(e, here)
-        scales, least = self.scales(e, here, self.numbers(e, start))
+        numbers = [[e.select(e.cmp("uno", x, x), math.nan, x) for x in vectors] for vectors in self.numbers(e, start)]
+        scales, least = self.scales(e, here, numbers)  # `pairs` rounds: all digits of another NaN would carry into the sign
         shifts = [offsets(e, s, least, self.f.zero) for s in scales]
         for n, vectors in enumerate(self.words(e, here)):
             group = 4 * n * len(scales) // STEP
