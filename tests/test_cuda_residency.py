@@ -261,6 +261,36 @@ def test_promotions_beside_runs_never_change_a_result(cuda: object) -> None:
     assert not faults, faults[0]
 
 
+def test_weights_that_are_set_beside_promotions_reach_both_tiers(cuda: object) -> None:
+    compiled = compiled_layers()
+    params = params_of(compiled)
+    compiled.set_params(params)
+    expected, tiers = outputs(compiled), compiled.expert_tiers()
+    compiled.set_moe_resident_experts_per_layer(MASKS[1])
+    stop, faults = threading.Event(), list[BaseException]()
+
+    def move() -> None:
+        rng = np.random.default_rng(0)
+        try:
+            while not stop.is_set():
+                layer, expert = int(rng.integers(LAYERS)), int(rng.integers(E))
+                (tiers.demote if rng.random() < 0.5 else tiers.promote)(layer, expert)
+        except BaseException as fault:  # noqa: BLE001
+            faults.append(fault)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        for _ in range(5):
+            for seed in (*range(1, 15), 0):
+                compiled.set_params(params_of(compiled, seed=seed))
+            np.testing.assert_array_equal(outputs(compiled), expected)
+    finally:
+        stop.set()
+        mover.join()
+    assert not faults, faults[0]
+
+
 def test_wrong_masks_change_nothing(cuda: object) -> None:
     compiled = compiled_layers()
     compiled.set_params(params_of(compiled))

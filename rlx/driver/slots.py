@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -223,8 +223,12 @@ class SlotTiers(ExpertTiers, ABC):
 
     @contextmanager
     def everything(self, params: Iterable[str]) -> Iterator[None]:
-        """The store has all experts."""
-        yield
+        """The store has all experts. None of these comes, leaves or moves: a thread of a pool would meet one that is written."""
+        wanted = set(params)
+        with ExitStack() as stack:
+            for at in (at for at in self.layers if any(part.param in wanted for part in at.parts.values())):
+                stack.enter_context(at.lock)
+            yield
 
     def refill(self, param: str, source: ExpertSource) -> None:
         for at, part in self.parts(param):

@@ -79,7 +79,9 @@ class Weights:
         jobs.sort(key=lambda job: -sum(values[name].nbytes for name in job[0]))
         several = len(jobs) > 1 and sum(v.nbytes for v in values.values()) >= IN_THREADS
         threads = min(len(jobs), self.program.target.threads, MOST) if several else 1
-        files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
+        tiers = self.store.experts
+        with self.in_memory(values) if tiers and tiers.in_place else nullcontext():  # else those that are not are read later
+            files.in_threads([partial(self._set, *job, values, threads > 1) for job in jobs], threads)
         self.store.kept |= values.keys() & self.kept
         self._made(todo)
         for name in values if self.store.experts else ():
