@@ -196,6 +196,7 @@ def code(text: str, machine: tuple[str, str, str], assembly: bool = False) -> by
             here = _idle[machine].pop()
         except IndexError:
             here = Machine(functions, *machine) if (functions := load()) else PackageMachine(*machine)
-        made = here.code(text, assembly)
-        _idle[machine].append(here)  # not after a fault
-    return made
+        try:
+            return here.code(text, assembly)
+        finally:
+            _idle[machine].append(here)
