@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 import rlx
+from rlx.driver.experts import ResidencyStats
 from rlx.ir.blocks import FORMATS
 from rlx.ir.graph import Graph, Value
 from rlx.ir.ops.quant import random_weights
+from rlx.runtime import CompiledGraph
 
 
 def block(g: Graph, x: Value, name: str, experts: int, k: int, ffn: int, dtype: str, form: str = "", **route: Any) -> Value:
@@ -75,3 +80,51 @@ def expected(x: np.ndarray, params: dict[str, np.ndarray], ffn: int, k: int, for
                 made[t] += weight * (down[e] @ hidden)
         x = x + made
     return x
+
+
+def checked_statistics(
+    compiled: CompiledGraph, given: Iterable[dict[str, np.ndarray]], k: int, near: int, choices: int
+) -> ResidencyStats:
+    """Run these inputs and compare the statistics with the choices of the runs, so many in all. `near`: the experts below it are
+    resident."""
+    used, slow = list[set[int]](), 0
+    for inputs in given:
+        compiled.enable_moe_topk_capture(k)
+        compiled.run(inputs)
+        for ids in compiled.take_moe_topk_capture():
+            used.append(set(ids.reshape(-1).tolist()))
+            slow += int((ids >= near).sum())
+    stats, nbytes = compiled.take_moe_residency_stats(), compiled.expert_tiers().layers[0].nbytes
+    assert (stats.resident.tokens, stats.offloaded.tokens) == (choices - slow, slow)
+    assert stats.resident.experts == sum(len([e for e in each if e < near]) for each in used)
+    assert stats.offloaded.experts == sum(len([e for e in each if e >= near]) for each in used) > 0
+    assert stats.offloaded.bytes == stats.offloaded.experts * nbytes and stats.offloaded.seconds > 0
+    again = compiled.take_moe_residency_stats()
+    assert again.resident.tokens == again.offloaded.tokens == 0
+    return stats
+
+
+@contextmanager
+def moving(tiers: Any, layers: int, experts: int, movers: int, demoted: float = 0.6) -> Iterator[None]:
+    """Threads demote and promote random experts meanwhile. `demoted`: the share of the moves that demote."""
+    stop, faults = threading.Event(), list[BaseException]()
+
+    def move(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            while not stop.is_set():
+                layer, expert = int(rng.integers(layers)), int(rng.integers(experts))
+                (tiers.demote if rng.random() < demoted else tiers.promote)(layer, expert)
+        except BaseException as fault:  # noqa: BLE001
+            faults.append(fault)
+
+    threads = [threading.Thread(target=move, args=(seed,)) for seed in range(movers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not faults, faults[0]

@@ -5,7 +5,6 @@ With a fake driver (fake_cuda), whose memory that is given back holds garbage, a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -184,20 +183,8 @@ def test_statistics_count_each_choice_once(cuda: object) -> None:
     compiled.set_params(params_of(compiled))
     assert compiled.take_moe_residency_stats().resident.tokens == 0  # nothing is counted while all are resident
     compiled.set_moe_resident_experts([True] * 4 + [False] * 4)
-    used, slow = list[set[int]](), 0
-    for seed in range(3):
-        compiled.enable_moe_topk_capture(K)
-        compiled.run({"x": np.random.default_rng(seed).standard_normal((T, D)).astype(np.float32)})
-        for ids in compiled.take_moe_topk_capture():
-            used.append(set(ids.reshape(-1).tolist()))
-            slow += int((ids >= 4).sum())
-    stats, nbytes = compiled.take_moe_residency_stats(), compiled.expert_tiers().layers[0].nbytes
-    assert (stats.resident.tokens, stats.offloaded.tokens) == (3 * LAYERS * T * K - slow, slow)
-    assert stats.resident.experts == sum(len([e for e in each if e < 4]) for each in used)
-    assert stats.offloaded.experts == sum(len([e for e in each if e >= 4]) for each in used) > 0
-    assert stats.offloaded.bytes == stats.offloaded.experts * nbytes and stats.offloaded.seconds > 0
-    again = compiled.take_moe_residency_stats()
-    assert again.resident.tokens == again.offloaded.tokens == 0
+    given = ({"x": np.random.default_rng(seed).standard_normal((T, D)).astype(np.float32)} for seed in range(3))
+    expert_graphs.checked_statistics(compiled, given, K, 4, 3 * LAYERS * T * K)
 
 
 def test_more_runs_than_a_log_has_room_for_are_all_counted(cuda: object) -> None:
@@ -237,28 +224,9 @@ def test_promotions_beside_runs_never_change_a_result(cuda: object) -> None:
     compiled.set_params(params_of(compiled))
     expected, tiers = outputs(compiled, 10), compiled.expert_tiers()
     compiled.set_moe_resident_experts_per_layer(MASKS[1])
-    stop, faults = threading.Event(), list[BaseException]()
-
-    def move(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        try:
-            while not stop.is_set():
-                layer, expert = int(rng.integers(LAYERS)), int(rng.integers(E))
-                (tiers.demote if rng.random() < 0.6 else tiers.promote)(layer, expert)
-        except BaseException as fault:  # noqa: BLE001
-            faults.append(fault)
-
-    movers = [threading.Thread(target=move, args=(seed,)) for seed in range(2)]
-    for thread in movers:
-        thread.start()
-    try:
+    with expert_graphs.moving(tiers, LAYERS, E, movers=2):
         for _ in range(10 if cuda else 40):
             np.testing.assert_array_equal(outputs(compiled, 10), expected)
-    finally:
-        stop.set()
-        for thread in movers:
-            thread.join()
-    assert not faults, faults[0]
 
 
 def test_weights_that_are_set_beside_promotions_reach_both_tiers(cuda: object) -> None:
@@ -267,28 +235,11 @@ def test_weights_that_are_set_beside_promotions_reach_both_tiers(cuda: object) -
     compiled.set_params(params)
     expected, tiers = outputs(compiled), compiled.expert_tiers()
     compiled.set_moe_resident_experts_per_layer(MASKS[1])
-    stop, faults = threading.Event(), list[BaseException]()
-
-    def move() -> None:
-        rng = np.random.default_rng(0)
-        try:
-            while not stop.is_set():
-                layer, expert = int(rng.integers(LAYERS)), int(rng.integers(E))
-                (tiers.demote if rng.random() < 0.5 else tiers.promote)(layer, expert)
-        except BaseException as fault:  # noqa: BLE001
-            faults.append(fault)
-
-    mover = threading.Thread(target=move)
-    mover.start()
-    try:
+    with expert_graphs.moving(tiers, LAYERS, E, movers=1, demoted=0.5):
         for _ in range(5):
             for seed in (*range(1, 15), 0):
                 compiled.set_params(params_of(compiled, seed=seed))
             np.testing.assert_array_equal(outputs(compiled), expected)
-    finally:
-        stop.set()
-        mover.join()
-    assert not faults, faults[0]
 
 
 def test_wrong_masks_change_nothing(cuda: object) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -17,26 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import check_allocates_nothing
-from expert_graphs import block
+from expert_graphs import block, checked_statistics, moving
 
 import rlx
 from rlx.driver.experts import ExpertSource
 from rlx.driver.files import map_file
-from rlx.driver.slots import Router, SlotPart, Slots, SlotTiers
 from rlx.errors import (
     BindingError,
     CorruptFileError,
     IndexRangeError,
     InputShapeError,
     OptionError,
-    OutOfMemoryError,
     RlxError,
     UnknownNameError,
     Unsupported,
 )  # fmt: skip
 from rlx.ir.blocks import FORMATS
-from rlx.ir.kernel_parse import parse_kernel
-from rlx.ir.sections import section
 from rlx.runtime import CompiledGraph
 from rlx.runtime.pool import ExpertPool
 
@@ -151,22 +146,8 @@ def test_statistics_count_each_choice_once() -> None:
     compiled.set_moe_resident_experts([True] * 4 + [False] * 4)
     compiled.take_moe_residency_stats()
     twin = compiled.clone()
-    used: list[set[int]] = []
-    slow = 0
-    for given in inputs(3):
-        compiled.enable_moe_topk_capture(K)
-        compiled.run(given)
-        for ids in compiled.take_moe_topk_capture():
-            used.append(set(ids.reshape(-1).tolist()))
-            slow += int((ids >= 4).sum())
-    stats, nbytes = compiled.take_moe_residency_stats(), compiled.expert_tiers().layers[0].nbytes
-    assert (stats.resident.tokens, stats.offloaded.tokens) == (3 * LAYERS * T * K - slow, slow)
-    assert stats.resident.experts == sum(len([e for e in each if e < 4]) for each in used)
-    assert stats.offloaded.experts == sum(len([e for e in each if e >= 4]) for each in used) > 0
-    assert stats.offloaded.bytes == stats.offloaded.experts * nbytes and stats.offloaded.seconds > 0
+    stats, nbytes = checked_statistics(compiled, inputs(3), K, 4, 3 * LAYERS * T * K), compiled.expert_tiers().layers[0].nbytes
     assert stats.resident.bytes == stats.resident.experts * nbytes and stats.resident.seconds > 0
-    again = compiled.take_moe_residency_stats()
-    assert again.resident.tokens == again.offloaded.tokens == 0
     assert twin.take_moe_residency_stats().resident.tokens == 0  # of one executable alone
 
 
@@ -414,38 +395,21 @@ def test_a_run_that_fails_between_a_layers_steps_leaves_it() -> None:
 def test_promotions_beside_runs_of_clones_never_change_a_result() -> None:
     compiled = compiled_model(sizes=(E, K, D, 8 * FFN))
     compiled.set_params(weights(compiled))
-    expected, stop, faults = outputs(compiled, 8), threading.Event(), list[BaseException]()
-    tiers = compiled.expert_tiers()
-
-    def guarded(work: object) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()  # type: ignore[operator]
-            except BaseException as fault:  # noqa: BLE001
-                faults.append(fault)
-                stop.set()
-
-        return threading.Thread(target=run)
-
-    def move(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not stop.is_set():
-            layer, expert = int(rng.integers(LAYERS)), int(rng.integers(E))
-            (tiers.demote if rng.random() < 0.6 else tiers.promote)(layer, expert)
+    expected, faults, tiers = outputs(compiled, 8), list[BaseException](), compiled.expert_tiers()
 
     def repeat(mine: CompiledGraph) -> None:
-        for _ in range(12):
-            np.testing.assert_array_equal(outputs(mine, 8), expected)
+        try:
+            for _ in range(12):
+                np.testing.assert_array_equal(outputs(mine, 8), expected)
+        except BaseException as fault:  # noqa: BLE001
+            faults.append(fault)
 
-    movers = [guarded(partial(move, seed)) for seed in range(2)]
-    runners = [guarded(partial(repeat, c)) for c in (compiled, compiled.clone(), compiled.clone())]
-    for thread in (*movers, *runners):
-        thread.start()
-    for thread in runners:
-        thread.join()
-    stop.set()
-    for thread in movers:
-        thread.join()
+    runners = [threading.Thread(target=repeat, args=(c,)) for c in (compiled, compiled.clone(), compiled.clone())]
+    with moving(tiers, LAYERS, E, movers=2):
+        for thread in runners:
+            thread.start()
+        for thread in runners:
+            thread.join()
     assert not faults, faults[0]
     for layer in range(LAYERS):
         at = tiers.layers[layer]
@@ -608,7 +572,7 @@ def test_profiles_and_checked_runs_read_experts_too(checked: bool) -> None:
 
 
 def chosen(compiled: CompiledGraph, given: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What the routers choose for this input from zero state."""
+    """The choices of the routers for this input from zero state."""
     compiled.bind_handle("state", np.zeros((T, D), F))
     compiled.enable_moe_topk_capture(K)
     compiled.run(given)
@@ -716,145 +680,3 @@ def test_a_section_packs_one_expert_with_the_bits_of_the_whole() -> None:
                 part.held(e)[:] = 0xAA
                 part.fill(e, rows[e * (len(rows) // E) : (e + 1) * (len(rows) // E)])
                 np.testing.assert_array_equal(part.held(e), whole)
-
-
-@pytest.mark.parametrize(
-    "load,store",
-    [
-        ("b1[add(mul(i0, 2), i1)]", "t0"),  # b1 does not move by whole sections
-        ("b1[add(mul(i0, 4), mul(i1, 2))]", "t0"),  # reads another section
-        ("b1[add(mul(i0, 4), i1)]", "t0 if lt(i0, 3):bool"),  # the section decides
-        ("b1[add(mul(i0, 4), i1)] if lt(i0, 3):bool", "t0"),
-        ("b1[add(mul(i0, 4), i1)]", "mul(t0, cast(i0):f32):f32"),
-        ("b1[mul(rem(i0, 2), 4)]", "t0"),
-    ],
-)
-def test_kernels_whose_sections_differ_have_none(load: str, store: str) -> None:
-    def kernel(load: str, store: str) -> str:
-        body = f"for i1 < 4:\n    t0 = {load}\n    b0[add(mul(i0, 4), i1)] = {store}"
-        return f"kernel k of k\n(inout b0: f32[32], b1: f32[32]) grid (i0 < 8) {{\n  {body}\n}}\n"
-
-    fine = parse_kernel(kernel("b1[add(mul(i0, 4), sub(3, i1))]", "t0"))
-    found = section(fine, 4)
-    assert found is not None and found.grid[0][1] == 2 and section(fine, 3) is None
-    assert section(parse_kernel(kernel(load, store)), 4) is None
-
-
-# -- devices that read the slow tier in place (rlx.driver.slots), without one
-
-
-class SlotMemory(SlotPart):
-    """Experts of one number each. `room`: slots that there may be."""
-
-    def __init__(self, experts: int, room: int) -> None:
-        self.name = self.param = "w"
-        self.nbytes, self.store, self.slots, self.room = 8, None, list(range(experts)), room
-
-    def fill(self, expert: int, array: np.ndarray) -> None:
-        raise AssertionError("the store has it")
-
-    def held(self, expert: int) -> np.ndarray:
-        assert self.store is not None
-        return self.store[expert : expert + 1]
-
-    def begin(self) -> None:
-        self.store = np.array(self.slots)
-
-    def bring(self, expert: int, slot: int) -> None:
-        if slot >= self.room:
-            raise OutOfMemoryError("no room")
-        self.slots += [-1] * (slot + 1 - len(self.slots))
-        self.slots[slot] = int(self.held(expert)[0])
-
-    def move(self, slot: int, to: int) -> None:
-        self.slots[to] = self.slots[slot]
-
-    def cut(self, slots: int) -> None:
-        del self.slots[slots:]
-
-
-class TableOfSlots(Slots):
-    def make_table(self) -> None:
-        self.table = self.of.tolist()
-
-    def tell(self, expert: int) -> None:
-        self.table[expert] = int(self.of[expert])
-
-    def left(self) -> None:
-        """Nothing runs."""
-
-
-class HostSlots(SlotTiers):
-    def make_slots(self, experts: int) -> TableOfSlots:
-        return TableOfSlots(experts)
-
-    def wait(self, for_copies: bool) -> None:
-        """Nothing runs."""
-
-    def copying(self, nbytes: int) -> Any:
-        return lambda: None
-
-
-def test_slots_hold_each_resident_expert_whatever_moves() -> None:
-    rng, count, room = np.random.default_rng(0), 12, 8
-    tiers, part, stale = HostSlots({}), SlotMemory(count, room), list[int]()
-    window = Router(lambda: stale.append(1))
-    assert tiers.join("w", count, 2, [part], window) == 0
-    slots: Any = tiers.slots["w"]
-
-    def check() -> None:
-        resident = tiers.resident(0)
-        assert [e for e in range(count) if slots.table[e] >= 0] == np.flatnonzero(resident).tolist()
-        assert all(part.slots[slots.table[e]] == e for e in np.flatnonzero(resident))
-        assert len({slots.table[e] for e in np.flatnonzero(resident)}) == resident.sum() <= len(part.slots)
-
-    tiers.set([np.arange(count) < 3])
-    assert len(part.slots) == 3 and stale == [1] and tiers.epoch == 1
-    for _ in range(400):
-        expert, resident = int(rng.integers(count)), tiers.resident(0)
-        if rng.random() < 0.05:
-            tiers.set([(mask := rng.permutation(count) < rng.integers(room + 1))])
-            assert len(part.slots) == mask.sum()
-        elif rng.random() < 0.5:
-            tiers.demote(0, expert)
-        elif resident.sum() < room or resident[expert]:
-            tiers.promote(0, expert)
-        else:
-            with pytest.raises(OutOfMemoryError):
-                tiers.promote(0, expert)
-        check()
-    tiers.set([np.arange(count) < room])
-    with pytest.raises(OutOfMemoryError):  # after the last one there is room for
-        tiers.set([np.ones(count, bool)])
-    check()
-    assert tiers.resident(0).sum() == room and stale == [1]
-
-
-def test_a_pool_closes_while_its_thread_reads_a_log() -> None:
-    """A router of which it learns later changes nothing."""
-    tiers, part, window = HostSlots({}), SlotMemory(12, 8), Router(lambda: None)
-    tiers.join("w", 12, 2, [part], window)
-    pool = ExpertPool(tiers, 6, "lru")
-    inside, closing = threading.Event(), threading.Event()
-
-    class Log:
-        def drain(self) -> None:
-            if not inside.is_set():
-                inside.set()
-                closing.wait(30)
-                time.sleep(0.05)  # until the other thread waits for this one
-                tiers.ran(0, np.array([[10, 11]], np.int32), None, np.array([], np.int32))
-
-    def close() -> None:
-        closing.set()
-        pool.close()
-
-    log = Log()
-    tiers.logs.add(log)
-    tiers.queued()
-    assert inside.wait(30)
-    thread = threading.Thread(target=close, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive() and tiers.advisor is None
-    assert not pool.routed(0, np.array([[8, 9]], np.int32)) and not pool._promote and not pool._demote

@@ -1,4 +1,4 @@
-"""The experts of one param, wherever they are, read one at a time."""
+"""The experts of one param: the rows of one, and where they are read from, one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from rlx.driver import files
-from rlx.errors import CorruptFileError
+from rlx.errors import CorruptFileError, InputShapeError
+from rlx.ir.program import BufferDecl
+from rlx.records import record
+
+
+@record
+class ExpertRows:
+    """The rows of one expert as its param has them."""
+
+    param: str
+    dims: tuple[int, ...]
+    dtype: np.dtype
+
+    @staticmethod
+    def of(param: BufferDecl, experts: int) -> ExpertRows:
+        count, *rest = param.shape.static
+        return ExpertRows(param.name, (count // experts, *rest), param.shape.dtype.numpy)
+
+    def check(self, array: np.ndarray) -> None:
+        """InputShapeError: the array has other dims or another dtype. One row may come without its axis."""
+        dims = self.dims[1:] if self.dims[0] == 1 and array.ndim < len(self.dims) else self.dims
+        if array.shape != dims or array.dtype != self.dtype:
+            found = f"{array.dtype}{list(array.shape)}"
+            raise InputShapeError(f"an expert of {self.param!r} is {self.dtype}{list(self.dims)}, got {found}")
 
 
 class ExpertSource:
@@ -44,4 +67,4 @@ class ExpertSource:
         return found
 
 
-__all__ = ["ExpertSource"]
+__all__ = ["ExpertRows", "ExpertSource"]

@@ -286,7 +286,7 @@ class SlotTiers(ExpertTiers, ABC):
 
 @record
 class Choices:
-    """What a router of an executable leaves: `tokens` rows of choices, i32, and guesses behind them."""
+    """The choices, i32, that a router of an executable leaves for `tokens` rows, and its guesses behind them."""
 
     layer: int
     tokens: int

@@ -21,9 +21,9 @@ from rlx.backends.cpu.abi import Rendered
 from rlx.backends.cpu.exchange import ANSWER, answers, asking
 from rlx.backends.cpu.timing import MONOTONIC
 from rlx.backends.shared.loaded import Loaded
+from rlx.driver.expert_source import ExpertRows
 from rlx.driver.experts import AT_ONCE, LATER, ExpertTiers, ResidencyStats, TierStats
 from rlx.driver.memory import Block, bytes_of
-from rlx.errors import InputShapeError
 from rlx.host.abi import I64, P
 from rlx.host.emit import V
 from rlx.host.functions import Body, Functions, fields_of
@@ -137,15 +137,10 @@ class Part:
     def __init__(self, block: Block, name: str, experts: int, param: BufferDecl, packer: Packer | None = None) -> None:
         """`packer`: None: experts are stored as they are in the param."""
         self.name, self.param, self.nbytes, self._block = name, param.name, block.nbytes // experts, block
-        dims = param.shape.static
-        self._dims, self._dtype = (dims[0] // experts, *dims[1:]), param.shape.dtype.numpy
-        self._packer, self._small = packer, False
+        self._rows, self._packer, self._small = ExpertRows.of(param, experts), packer, False
 
     def fill(self, expert: int, array: np.ndarray) -> None:
-        dims = self._dims[1:] if self._dims[0] == 1 and array.ndim < len(self._dims) else self._dims
-        if array.shape != dims or array.dtype != self._dtype:
-            found = f"{array.dtype}{list(array.shape)}"
-            raise InputShapeError(f"an expert of {self.param!r} is {self._dtype}{list(self._dims)}, got {found}")
+        self._rows.check(array)
         if self._packer is None:
             self.held(expert)[:] = bytes_of(array)
         else:

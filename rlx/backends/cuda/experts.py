@@ -13,9 +13,9 @@ from rlx.backends.cuda.code import CudaCode
 from rlx.backends.cuda.gpu import CudaMemory, Functions, check
 from rlx.backends.cuda.regions import Region
 from rlx.driver import files
+from rlx.driver.expert_source import ExpertRows
 from rlx.driver.memory import Block, bytes_of
 from rlx.driver.slots import FAR, SlotPart, Slots, SlotTiers
-from rlx.errors import InputShapeError
 from rlx.ir.program import BufferDecl, Step
 
 
@@ -48,14 +48,10 @@ class CudaPart(SlotPart):
         self.region, self.name, self.param, self.nbytes = region, name, param.name, nbytes
         self.store: np.ndarray | None = None
         self.slots, self._gpu, self._packer, self.experts = slots, region.gpu, packer, len(slots.of)
-        dims = param.shape.static
-        self._dims, self._dtype = (dims[0] // self.experts, *dims[1:]), param.shape.dtype.numpy
+        self._rows = ExpertRows.of(param, self.experts)
 
     def fill(self, expert: int, array: np.ndarray) -> None:
-        dims = self._dims[1:] if self._dims[0] == 1 and array.ndim < len(self._dims) else self._dims
-        if array.shape != dims or array.dtype != self._dtype:
-            found = f"{array.dtype}{list(array.shape)}"
-            raise InputShapeError(f"an expert of {self.param!r} is {self._dtype}{list(self._dims)}, got {found}")
+        self._rows.check(array)
         if self._packer is None:
             return self.put(expert, bytes_of(array))
         slot, stream = self._begin(expert), self._gpu.use()

@@ -227,8 +227,7 @@ def other_tasks(threads: int) -> tuple[int, ...]:
 
 
 def _order(c: Contract, p: Plan) -> set[tuple[int, int]]:
-    """What determines the order of additions over all tiles: numbers of partial sums per element, and after how many steps they
-    are combined."""
+    """The order of additions over all tiles, as (partial sums of an element, steps of k after which they are combined)."""
     heights = (p.rows, p.rows - 1)[: 1 + (p.tall < p.row_tiles)]
     widths = {p.vectors if c.n >= p.columns else 0, -(-(c.n % p.columns) // p.lanes)} - {0}
     unrolled = {1} if p.matrix else {p.unroll(height, width) for height in heights for width in widths}
