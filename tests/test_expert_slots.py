@@ -1,6 +1,5 @@
 """Slots of experts (rlx.driver.slots) without a device that reads the slow tier in place; and sections of kernels."""
 
-
 from __future__ import annotations
 
 import threading
