@@ -17,16 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import rlx
-from benchmarks.measure import header
+from benchmarks.measure import DOCUMENT, header
 from rlx import knobs
 
-DOCUMENT, MARK = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md", "## Calls, `python benchmarks/calls.py`"
+MARK = "## Calls, `python benchmarks/calls.py`"
 PEERS = ("numpy", "torch", "onnxruntime", "openvino", "jax")
 BLOCK_NS = 20_000
 LAYERS, WIDTH = 3, 64

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rlx
 from benchmarks.chains_peers import Jax, Numpy, Onnx, Rlx, Torch
-from benchmarks.measure import Call, header, interleaved, share, table
+from benchmarks.measure import DOCUMENT, Call, header, interleaved, share, table
 from rlx.backends.cpu import pool
 from rlx.backends.cpu.abi import Step
 from rlx.backends.cpu.memory import allocate
@@ -36,7 +36,7 @@ from rlx.host.emit import ATTRIBUTES, PARAMETERS, Emitter, V, vector
 
 PEERS = ("numpy", "torch", "onnxruntime", "openvino", "jax")
 SLACK = {"f32": 2e-5, "bf16": 2e-2, "f16": 2e-3}
-DOCUMENT, MARK = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md", "## Chains, `python benchmarks/chains.py`"
+MARK = "## Chains, `python benchmarks/chains.py`"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.measure import header
+from benchmarks.measure import DOCUMENT, header
 
 HERE = Path(__file__).resolve().parent
-DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 SECTION, PART = "\n## ", "\n### "
 
 

@@ -218,7 +218,7 @@ def main(w: Workload, about: str) -> None:
         for shape, threads in ((s, t) for s in args.shapes or w.shapes[model] for t in args.threads):
             rows += compare(w.program, able, name, shape, threads, args.rounds, pythons)
     if args.write:
-        append(f"{w.title}, {time.strftime('%Y-%m-%d')}", about, head, rows)
+        append(f"{w.title}, {time.strftime('%Y-%m-%d')}", about, [*head, *rows])
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def main() -> None:
     lines = [line for form in args.formats for line in compare(form, engines, args)]
     if args.write:
         command = f"python benchmarks/generation.py --shape {args.shape} --threads {args.threads} --context {args.context}"
-        append(f"Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`", about, head, lines)
+        append(f"Generation, {NAMES[args.shape]}, {time.strftime('%Y-%m-%d')}, `{command}`", about, [*head, *lines])
 
 
 if __name__ == "__main__":

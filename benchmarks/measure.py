@@ -15,7 +15,9 @@ from pathlib import Path
 from rlx.backends.cpu.roofline import Call, dot_call, fma_call, read_call
 from rlx.backends.cpu.target import host_target
 
-__all__ = ["Call", "dot_call", "fma_call", "header", "interleaved", "read_call", "share", "table"]
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+
+__all__ = ["DOCUMENT", "Call", "append", "dot_call", "fma_call", "header", "interleaved", "read_call", "share", "table"]
 
 
 def interleaved(calls: Mapping[str, Call], rounds: int = 9, seconds: float = 0.01, threads: int = 1) -> dict[str, float]:
@@ -80,9 +82,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def append(title: str, about: str, head: Sequence[str], lines: Sequence[str]) -> None:
-    """Add a section to docs/benchmarks.md: the table's rows among `lines`, then the others as notes."""
+def append(title: str, about: str, lines: Sequence[str]) -> None:
+    """Add a section to docs/benchmarks.md: the rows of a table among `lines`, then the others as notes."""
     rows, notes = ([x for x in lines if x.startswith("|") is wanted] for wanted in (True, False))
-    path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-    with path.open("a", encoding="utf-8") as f:
-        f.write(f"\n## {title}\n\n{about}\n\n" + "\n".join([*head, *rows]) + "\n\n" + "; ".join(notes) + ".\n")
+    noted = f"\n\n{'; '.join(notes)}." if notes else ""
+    with DOCUMENT.open("a", encoding="utf-8") as f:
+        f.write(f"\n## {title}\n\n{about}\n\n" + "\n".join(rows) + noted + "\n")

@@ -167,7 +167,7 @@ def main() -> None:
         lines += [line for n in args.tokens for line in compare(fit, Layer(n, dtype, args.threads), args.rounds)]
     if args.write:
         command = f"python benchmarks/moe.py --threads {args.threads}"
-        append(f"One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `{command}`", about, head, lines)
+        append(f"One layer of {EXPERTS} experts, {time.strftime('%Y-%m-%d')}, `{command}`", about, [*head, *lines])
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 rlx (cold, from its disk cache, and from an artifact file), ONNX Runtime (from the model, and from an optimised model it saved
 before), OpenVINO (cold, and from its cache) and CTranslate2 (from the model in its format). Every start is a new process, and the
-engines alternate. The table has
-medians and, in parentheses, minima. First results are compared. The time after the import includes all the work of a program that
-has a model's files: weights, graph or model file, compile, and one run. Files are in the page cache. Memory is the peak of the
-process. The install size includes dependencies.
+engines alternate. The table has medians and, in parentheses, minima. First results are compared. The time after the import
+includes all the work of a program that has a model's files: weights, graph or model file, compile, and one run. Files are in the
+page cache. Memory is the peak of the process. The install size includes dependencies.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ def main() -> None:
         print(json.dumps({**said, "compiler": "libllvmlite" in Path("/proc/self/maps").read_text()}))
         return
     from benchmarks.encoder_onnx import onnx_model
-    from benchmarks.measure import header
+    from benchmarks.measure import append, header
     from rlx.models import default_folder, load
 
     engines = [e for e, (_, _, package) in ENGINES.items() if package == "rlx" or _installed(package)]
@@ -233,9 +232,8 @@ def main() -> None:
     rows += ["| --- | --- | --- | --- | --- | --- | --- |", *(_row(engine, runs) for engine in engines)]
     print(about, *rows, sep="\n")
     if args.write:
-        with (ROOT / "docs" / "benchmarks.md").open("a", encoding="utf-8") as f:
-            command = f"`python benchmarks/startup.py --threads {args.threads}`"
-            f.write(f"\n## Start to first result, {time.strftime('%Y-%m-%d')}, {command}\n\n{about}\n\n" + "\n".join(rows) + "\n")
+        command = f"`python benchmarks/startup.py --threads {args.threads}`"
+        append(f"Start to first result, {time.strftime('%Y-%m-%d')}, {command}", about, rows)
 
 
 def _row(engine: str, runs: dict[str, list[dict[str, Any]]]) -> str:

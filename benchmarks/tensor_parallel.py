@@ -188,7 +188,7 @@ def main() -> None:
     if args.worker:
         serve(args)
         return
-    from benchmarks.measure import header
+    from benchmarks.measure import DOCUMENT, header
 
     about = header("llvmlite")
     lines = measure(args)
@@ -196,8 +196,7 @@ def main() -> None:
     if args.write:
         command = f"python benchmarks/tensor_parallel.py --ranks {args.ranks} --weights {args.weights}"
         title = f"\n## Ranks that share a model, Qwen3-0.6B shape, {time.strftime('%Y-%m-%d')}, `{command}`\n\n{about}\n\n"
-        path = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-        path.write_text(path.read_text() + title + "\n".join(lines) + "\n")
+        DOCUMENT.write_text(DOCUMENT.read_text() + title + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,16 @@ def test_entries_of_the_page_of_ops() -> None:
     assert "*index; floats, signed integers, unsigned integers, bool; at: an index (integers)*" in entry(OPS["take_rows"])
 
 
+def test_tables_of_benchmarks_have_a_line_of_notes_if_there_are_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import measure
+
+    monkeypatch.setattr(measure, "DOCUMENT", tmp_path / "benchmarks.md")
+    measure.append("Rows", "About", ["| a |", "| 1 |"])
+    measure.append("Both", "About", ["| a |", "| 1 |", "one", "| 2 |", "other"])
+    rows, both = "## Rows\n\nAbout\n\n| a |\n| 1 |\n", "## Both\n\nAbout\n\n| a |\n| 1 |\n| 2 |\n\none; other.\n"
+    assert measure.DOCUMENT.read_text("utf-8") == f"\n{rows}\n{both}"
+
+
 def test_benchmarks_of_one_processor_leave_those_of_others_and_other_parts_alone():
     from benchmarks.cpu import replaced
 
