@@ -27,34 +27,29 @@ SECTION, PART = "\n## ", "\n### "
 
 def parts(threads: list[int], rounds: int) -> dict[str, list[list[str]]]:
     """name -> commands, without the interpreter."""
-    each, most = [str(t) for t in threads], str(threads[-1])
+    each = [str(t) for t in threads]
+    ends, several = dict.fromkeys((each[0], each[-1])), each[1:] or each
     some, few = ["--rounds", str(rounds)], ["--rounds", str(max(1, rounds // 2))]
     encoder = ["encoder.py", "--threads", *each]
-    several = [str(t) for t in threads[1:] or threads]
+    minilm = ["--model", "minilm", "--shapes", "1x16", "1x128", "8x128"]
+    bert = ["--model", "bert-base", "--shapes", "1x128", "8x512"]
     return {
-        "encoders": [
-            [*encoder, "--model", "minilm", "--shapes", "1x16", "1x128", "8x128", *some],
-            [*encoder, "--model", "bert-base", "--shapes", "1x128", "8x512", *few],
-        ],
-        "encoders-bf16": [
-            [*encoder, "--precision", "bf16", "--model", "minilm", "--shapes", "1x16", "1x128", "8x128", *some],
-            [*encoder, "--precision", "bf16", "--model", "bert-base", "--shapes", "1x128", "8x512", *few],
-        ],
-        "encoders-int8": [[*encoder, "--precision", "int8", "--model", "minilm", "--shapes", "1x16", "1x128", "8x128", *some]],
-        "contractions": [["gemm.py", "--threads", *dict.fromkeys((each[0], most)), *some]],
-        "narrow": [["narrow.py", "--no-model", "--threads", *dict.fromkeys((each[0], most)), *some]],
+        "encoders": [[*encoder, *minilm, *some], [*encoder, *bert, *few]],
+        "encoders-bf16": [[*encoder, "--precision", "bf16", *minilm, *some], [*encoder, "--precision", "bf16", *bert, *few]],
+        "encoders-int8": [[*encoder, "--precision", "int8", *minilm, *some]],
+        "contractions": [["gemm.py", "--threads", *ends, *some]],
+        "narrow": [["narrow.py", "--no-model", "--threads", *ends, *some]],
         "generation": [["generation.py", "--threads", t, *some] for t in several],
         "experts": [["moe.py", "--threads", str(min(2, threads[-1])), *some]],
-        "attention": [["attention.py", "--threads", *dict.fromkeys((each[0], most)), *some]],
-        "chains": [["chains.py", "--threads", *dict.fromkeys((each[0], most)), *some]],
+        "attention": [["attention.py", "--threads", *ends, *some]],
+        "chains": [["chains.py", "--threads", *ends, *some]],
         "start": [["startup.py", "--rounds", str(rounds)]],
     }
 
 
 def machine() -> str:
     """The heading of this machine's section."""
-    model, family = header().splitlines()[0].split(", ")[0], f"{os.cpu_count()} CPUs"
-    return f"{model}, {family}, `make bench-cpu`"
+    return f"{', '.join(header().split(', ')[:2])}, `make bench-cpu`"
 
 
 def ran(commands: list[list[str]]) -> tuple[str, bool]:

@@ -5,10 +5,10 @@
 
 The shape is that of Qwen3-30B-A3B (128 experts, each token takes 8) with some of its 48 layers. The likeliest token is fed back
 on the device, and read after each step. Random routers choose each expert about as often as any other, the worst case for every
-policy: hits are about the share of experts that are resident. "driver" is what the GPU's driver says that the model takes,
-"experts" what of it the resident ones need. The limit of a share is the time with all experts resident and, for the experts that
-were missing, that of copies of their bytes through the bus at the measured rate. Tokens are compared with those of the first
-share. --masks: a fresh random mask of a half of the experts before every step, instead of a pool.
+policy: hits are about the share of experts that are resident. "driver" is the memory that the model takes, by the GPU's driver;
+"experts" the part of it that the resident ones need. The limit of a share is the time with all experts resident and, for the
+experts that were missing, that of copies of their bytes through the bus at the measured rate. Tokens are compared with those of
+the first share. --masks: a fresh random mask of a half of the experts before every step, instead of a pool.
 """
 
 from __future__ import annotations
