@@ -116,10 +116,10 @@ def dot_call(width: int, target: Target | None = None, steps: int = 20_000) -> t
         amx.configure(e, V("%args", "ptr"), 2 * amx.SIDE)
         place, products = V("%args", "ptr"), amx.FEATURES[width][1]
         for tile in range(8):
-            e.external("llvm.x86.tileloadd64", "void", V(str(tile), "i8"), place, e.i64(64))
+            amx.do(e, "tileloadd64", tile, place, e.i64(64))
         with e.loop(0, steps):
-            for sums, a, b in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
-                e.external(f"llvm.x86.{products}", "void", *(V(str(tile), "i8") for tile in (sums, a, b)))
+            for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                amx.do(e, products, amx.SUMS[i][j], amx.A[i], amx.B[j])
         amx.release(e)
         return _call(e, "dot_peak", target, 1024), 2.0 * steps * 4 * amx.SIDE**3 * width
     dot = dot_of(target, "bf16" if width == 2 else "u8 i8")

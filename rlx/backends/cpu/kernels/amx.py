@@ -18,7 +18,7 @@ FEATURES = {2: ("amx-bf16", "tdpbf16ps"), 4: ("amx-int8", "tdpbusd")}  # element
 CONFIG_BYTES = 64
 BLOCK = SIDE * 4 * SIDE  # bytes
 L1 = 48 << 10  # bytes; every processor with AMX so far has this L1 cache of data, and an L2 cache of 2 MB
-_SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
+SUMS, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
 def usable(features: tuple[str, ...], group: int, depth: int) -> bool:
@@ -35,11 +35,11 @@ def configure(e: Emitter, at: V, rows: int) -> None:
     table = bytes([1, *[0] * 15]) + b"".join(w.to_bytes(2, "little") for w in widths) + bytes(16) + bytes(heights) + bytes(8)
     for place in range(0, CONFIG_BYTES, 8):
         e.store(e.i64(int.from_bytes(table[place : place + 8], "little")), e.gep(at, place), 8)
-    _do(e, "ldtilecfg", at)
+    do(e, "ldtilecfg", at)
 
 
 def release(e: Emitter) -> None:
-    _do(e, "tilerelease")
+    do(e, "tilerelease")
 
 
 def blocks_function(
@@ -54,33 +54,30 @@ def blocks_function(
     other work of the step at an index, done while the unit multiplies."""
     above, across, pitch = range(-(-rows // SIDE)), range(vectors), pitch or SIDE * vectors
     strides = tuple(e.i64(layout.byte(1, 0)) for layout in (from_a, from_b))
-    places = {_SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
+    places = {SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * pitch + j)) for i in above for j in across}
     for tile in places:
-        _do(e, "tilezero", _register(tile))
+        do(e, "tilezero", tile)
     if kept is not None:
         with e.when(kept):
             for tile, place in places.items():
-                _do(e, "tileloadd64", _register(tile), place, e.i64(4 * pitch))
+                do(e, "tileloadd64", tile, place, e.i64(4 * pitch))
     fetched = [ahead] if ahead else []
     loads = ["tileloaddt164" if streamed == x else "tileloadd64" for x in "ab"]
     with e.loop(0, k, SIDE, carried=[a, b, *fetched]) as loop:
         at_a, at_b, *now = loop.carried
         loop.next = [e.gep(at_a, step_a or from_a.byte(0, SIDE)), from_b.at(e, at_b, SIDE), *prefetch(e, now, share)]
         for i in above:
-            _do(e, loads[0], _register(_A[i]), from_a.at(e, at_a, SIDE * i), strides[0])
+            do(e, loads[0], A[i], from_a.at(e, at_a, SIDE * i), strides[0])
         for j in across:
-            _do(e, loads[1], _register(_B[j]), from_b.at(e, at_b, 0, SIDE * j), strides[1])
+            do(e, loads[1], B[j], from_b.at(e, at_b, 0, SIDE * j), strides[1])
             for i in above:
-                _do(e, FEATURES[group][1], *map(_register, (_SUMS[i][j], _A[i], _B[j])))
+                do(e, FEATURES[group][1], SUMS[i][j], A[i], B[j])
         if beside:
             beside(loop.index)
     for tile, place in places.items():
-        _do(e, "tilestored64", _register(tile), place, e.i64(4 * pitch))
+        do(e, "tilestored64", tile, place, e.i64(4 * pitch))
 
 
-def _register(number: int) -> V:
-    return V(str(number), "i8")
-
-
-def _do(e: Emitter, name: str, *args: V) -> None:
-    e.external(f"llvm.x86.{name}", "void", *args)
+def do(e: Emitter, name: str, *args: V | int) -> None:
+    """An instruction of the unit; numbers are registers."""
+    e.external(f"llvm.x86.{name}", "void", *(V(str(x), "i8") if isinstance(x, int) else x for x in args))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from rlx.backends.cpu.kernels import amx
-from rlx.backends.cpu.kernels.amx import SIDE
+from rlx.backends.cpu.kernels.amx import BLOCK, SIDE, do
 from rlx.backends.cpu.kernels.module import SCRATCH, divided, step
 from rlx.backends.cpu.kernels.product import row_statements
 from rlx.backends.cpu.kernels.quant_panels import PanelProduct
@@ -32,11 +32,9 @@ from rlx.ir.target import Target
 ROWS = 2 * SIDE  # of a tile
 TURNS = 8  # of a chunk: two chunks, and what a tile reads of x meanwhile, fit the L1 cache
 SHARES = 1, 2, 4, 8  # how many tiles may unpack a chunk together
-BLOCK = 64 * SIDE  # bytes of a block of 16 rows of 32 bf16, or of 16 pairs of rows of 16
 ABOVE = 256  # added to q: its bits are then the highest eight of the mantissa
 _BITS, _MASK = 0x43800000, 0x7F8000  # of 256 as f32; of q in 256 + q
 _AT = 15  # the lowest bit of q in 256 + q
-_SUMS, _A, _B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # registers
 
 
 class MatrixProduct(PanelProduct):
@@ -186,21 +184,21 @@ class MatrixProduct(PanelProduct):
         """sums[rows][PANEL] = a[rows, k] @ b[k, PANEL] for a chunk. `unpacked`: a turn of the next chunk, where its panel has it,
         and its buffer: unpack turns / share turns from that one on, each during `share` steps."""
         above, line = range(-(-rows // SIDE)), e.i64(64)
-        places = {_SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * PANEL + j)) for i in above for j in range(2)}
+        places = {amx.SUMS[i][j]: e.gep(sums, 4 * SIDE * (i * PANEL + j)) for i in above for j in range(2)}
         for tile in places:
-            _do(e, "tilezero", tile)
+            do(e, "tilezero", tile)
         with e.when(kept):
             for tile, place in places.items():
-                _do(e, "tileloadd64", tile, place, e.i64(4 * PANEL))
+                do(e, "tileloadd64", tile, place, e.i64(4 * PANEL))
 
         def multiplied(number: V) -> None:
             at_a, at_b = (step(e, x, number, 2 * BLOCK) for x in (a, b))
             for i in above:
-                _do(e, "tileloaddt164", _A[i], e.gep(at_a, i * BLOCK), line)
+                do(e, "tileloaddt164", amx.A[i], e.gep(at_a, i * BLOCK), line)
             for j in range(2):
-                _do(e, "tileloadd64", _B[j], e.gep(at_b, j * BLOCK), line)
+                do(e, "tileloadd64", amx.B[j], e.gep(at_b, j * BLOCK), line)
                 for i in above:
-                    _do(e, "tdpbf16ps", _SUMS[i][j], _A[i], _B[j])
+                    do(e, "tdpbf16ps", amx.SUMS[i][j], amx.A[i], amx.B[j])
 
         with e.loop(0, turns // share, nonempty=True) as loop:
             pieces = iter(list[None]())
@@ -214,7 +212,7 @@ class MatrixProduct(PanelProduct):
             for _ in pieces:
                 pass
         for tile, place in places.items():
-            _do(e, "tilestored64", tile, place, e.i64(4 * PANEL))
+            do(e, "tilestored64", tile, place, e.i64(4 * PANEL))
 
 
 def offsets(e: Emitter, scales: Sequence[V], least: Sequence[V], zero: int) -> list[V]:
@@ -237,8 +235,3 @@ def pairs(e: Emitter, dwords: V, scale: V, offset: V) -> tuple[V, V]:
         e.bin("or", e.bin("lshr", low, 16), e.bin("and", high, -0x10000)) for low, high in (rounded[:2], rounded[2:])
     )
     return first, second
-
-
-def _do(e: Emitter, name: str, *args: V | int) -> None:
-    values = [V(str(x), "i8") if isinstance(x, int) else x for x in args]
-    e.external(f"llvm.x86.{name}", "void", *values)
