@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
 from rlx.backends.cpu.kernels.module import step
-from rlx.backends.cpu.kernels.tile import Layout, halves, lane_mask, load_line
+from rlx.backends.cpu.kernels.tile import LINE, Layout, halves, lane_mask, load_line
 from rlx.host import alu
 from rlx.host.emit import Emitter, V, vector
 from rlx.host.math import LN2, LOG2_E, SHIFT, log, polynomial, tanh
@@ -73,8 +73,8 @@ def fetch(e: Emitter, start: V, source: Layout, first: V, stop: V, columns: int)
     """Prefetch rows of a matrix into the L2 cache."""
     with e.loop(first, stop) as row:
         line = source.at(e, start, row.index)
-        for nbytes in range(0, source.byte(0, columns), 64):
-            e.intrinsic("prefetch", e.gep(line, nbytes), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
+        for nbytes in range(0, source.byte(0, columns), LINE):
+            e.prefetch(e.gep(line, nbytes), level=2)
 
 
 def lanes_at(e: Emitter, x: V, places: Sequence[int]) -> V:

@@ -193,10 +193,10 @@ def rows_of_blocks(e: Emitter, blocks: list[V], across: int) -> list[V]:
 
 
 def prefetch(e: Emitter, places: list[V], nbytes: int) -> list[V]:
-    """Prefetch that many bytes from each place; returns the places after them."""
+    """Prefetch that many bytes from each place into the L2 cache; returns the places after them."""
     for at in places:
-        for line in range(0, nbytes, LINE):  # arguments: read, into L2, data
-            e.intrinsic("prefetch", e.gep(at, line), *(V(x, "i32") for x in "021"), suffix=("p0",), returns="void")
+        for line in range(0, nbytes, LINE):
+            e.prefetch(e.gep(at, line), level=2)
     return [e.gep(at, nbytes) for at in places]
 
 
