@@ -82,5 +82,5 @@ def axes(kernel: Kernel, native: Native, target: Target) -> dict[str, tuple[int,
 
 
 def _made(kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int] = DEFAULT_TILING) -> Attention:
-    kind = PairAttention if in_pairs(kernel, native, target) else VectorAttention
+    kind = PairAttention if in_pairs(native, target) else VectorAttention
     return kind(kernel, native, target, tiling)

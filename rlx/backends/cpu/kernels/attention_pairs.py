@@ -45,7 +45,7 @@ FLOOR = "9"  # of vreduceps: subtract the floor, raise no exceptions
 INFINITE = 0x7F80  # bits of a bf16 without its sign: from here on, infinite or NaN
 
 
-def in_pairs(kernel: Kernel, native: Native, target: Target) -> bool:
+def in_pairs(native: Native, target: Target) -> bool:
     """Whether PairAttention computes this problem on this target. Else VectorAttention does."""
     q, k, v, *_ = native.inputs
     pairs = all(x.buffer.dtype == bf16 and (x.strides[-1] == 1 or x.dims[-1] == 1) for x in (q, k, v))
@@ -55,7 +55,7 @@ def in_pairs(kernel: Kernel, native: Native, target: Target) -> bool:
 class PairAttention(Attention):
     def __init__(self, kernel: Kernel, native: Native, target: Target, tiling: Mapping[str, int]) -> None:
         super().__init__(kernel, native, target, tiling)
-        self.matrix = {"amx-tile", "amx-bf16"} <= set(target.features)
+        self.matrix = amx.usable(target.features, 2, DEPTH)
         self.sub = SUB if self.rows > SUB // 2 else SUB // 2
         self.tall = self.sub * self._subs(-(-self.rows // self.sub))
         self.blocks = -(-self.rows // self.tall)
@@ -153,9 +153,9 @@ class PairAttention(Attention):
         scored = partial(scores_function, depth=self.depth // 2, source=self.query, pitch=self.pitch, **tile)
         self.call(e, "scores", scored, query, panels, scores, end)
         hidden = self._masked(e, m, scores, which, key0, keys, end, holes)
-        how = {"rate": self.rate, "pitch": self.pitch, "sub": self.sub, "tall": self.tall, "once": self.once}
+        how = {"rate": self.rate, "pitch": self.pitch, "sub": self.sub, "once": self.once}
         self.call(e, "tops", partial(tops_function, **how), scores, stats, work, end, rows)
-        self.call(e, "weights", partial(weights_function, **how), scores, stats, work, end, rows)
+        self.call(e, "weights", partial(weights_function, tall=self.tall, **how), scores, stats, work, end, rows)
         care = e.bin("and", hidden, e.bin("xor", values[1], e.const("i1", True)))
         weighted = partial(values_function, columns=self.columns, pitch=self.pitch, **tile)
         with e.when(e.bin("xor", care, e.const("i1", True))):
@@ -333,7 +333,7 @@ def _exp2(e: Emitter, x: V) -> V:
 
 
 def tops_function(
-    e: Emitter, scores: V, stats: V, work: V, end: V, rows: V, *, rate: float, pitch: int, sub: int, tall: int, once: bool
+    e: Emitter, scores: V, stats: V, work: V, end: V, rows: V, *, rate: float, pitch: int, sub: int, once: bool
 ) -> None:
     """Update the highest scores in `stats`. `work`: per row, the negated one in units of exponents (`rate` for 1), and the factor
     for what earlier blocks summed."""
