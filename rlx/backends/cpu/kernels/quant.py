@@ -312,13 +312,22 @@ class _Float(PanelProduct):
             e.store(e.const("float", 1.0), e.gep(SCRATCH, self.ones_at + 4 * r), 4)
         x, kept = self.c.a, e.gep(SCRATCH, self.rows_at)
         if isinstance(x, Computed):
-            self._computed_rows(e, scope, x, kept, i0, stop, self.rows_of_x)
+            self._computed_rows(e, scope, x, kept, i0, stop)
         else:
             source = Layout(x.dtype, x.row_stride, x.col_stride)
             stage_rows_function(
                 e, source.at(e, a, i0), kept, e.bin("sub", i1, i0), self.k, source, self.rows_of_x, self.lanes
             )
         return kept
+
+    def _computed_rows(self, e: Emitter, scope: Scope, x: Computed, to: V, i0: V, stop: V) -> None:
+        """Compute rows i0 to `stop` of x."""
+        line = Local("line", f32, self.k)
+        statements = row_statements(x, line, self.k)
+        hoist(statements, scope)
+        with e.loop(i0, stop) as row:
+            at = self.rows_of_x.at(e, to, e.bin("sub", row.index, i0))
+            emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
 
     def _sweep(self, e: Emitter, scope: Scope, a: V, b: V, tiles: tuple[V, V], i0: V, panel: V, vectors: int, tail: int) -> None:
         sums, chunk, ones = (e.gep(SCRATCH, at) for at in (self.sums_at, self.weights_at, self.ones_at))

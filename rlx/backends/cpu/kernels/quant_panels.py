@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from rlx.backends.cpu.kernels.module import step
-from rlx.backends.cpu.kernels.product import Product, row_statements
+from rlx.backends.cpu.kernels.product import Product
 from rlx.backends.cpu.kernels.tile import Layout, prefetch
-from rlx.backends.cpu.loops import emit_statements, hoist
-from rlx.backends.cpu.scope import Scope
 from rlx.backends.shared.packed import PANEL, STEP, panel
 from rlx.host.emit import Emitter, V, vector
 from rlx.ir.blocks import Bits
 from rlx.ir.dtype import f32
-from rlx.ir.kernel import Computed, Contract, Kernel, Local, Operand
+from rlx.ir.kernel import Computed, Contract, Kernel, Operand
 from rlx.ir.target import Target
 
 from rlx.backends.cpu.kernels.tiles import (  # isort: skip
@@ -90,15 +88,6 @@ class PanelProduct(Product):
             self.lanes, self.vectors, rows, row_tiles, row_tiles, panels, batch, batch_groups, 1, groups, 1, True, "", registers,
             False, False,
         )  # fmt: skip
-
-    def _computed_rows(self, e: Emitter, scope: Scope, x: Computed, to: V, i0: V, stop: V, layout: Layout) -> None:
-        """Compute rows i0 to `stop` of x."""
-        line = Local("line", layout.dtype, self.k)
-        statements = row_statements(x, line, self.k)
-        hoist(statements, scope)
-        with e.loop(i0, stop) as row:
-            at = layout.at(e, to, e.bin("sub", row.index, i0))
-            emit_statements(statements, scope.child({x.row: row.index}, pointers={line: at}))
 
     # -- a panel's bytes; `across`: the vectors of columns that are wanted, all of them if it is empty
 
