@@ -141,8 +141,7 @@ def lanes_of(loop: Loop, vector_bytes: int) -> int:
     """Lanes that fill a register with the widest type that the loop computes or stores; a power of two, at most 16."""
     dtypes = [node.dtype for node in distinct(expressions([loop])) if node.dtype.is_float]
     dtypes += [s.buffer.dtype for s in stores([loop])] + [x.dtype for x in _totals(loop)]
-    width = vector_bytes
-    lanes = min(MAX_LANES, width // max((d.compute.itemsize for d in dtypes), default=1))
+    lanes = min(MAX_LANES, vector_bytes // max((d.compute.itemsize for d in dtypes), default=1))
     while lanes >= 2 * loop.extent:
         lanes //= 2
     return max(lanes, 2)
