@@ -1,0 +1,181 @@
+"""A node of an ONNX graph while it is imported: operands, attributes, and the ways in which a handler refuses.
+
+An operand is a Value (known at run time), a numpy array (known at import: constants, shapes and what is computed from them), a
+list (a sequence), or None (left out). Initialisers of more than a few elements are params, which are Values, too; `known` finds
+their contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+import rlx.ir.node as nodes
+from rlx.errors import RlxError
+from rlx.ir.dtype import DType, as_dtype
+from rlx.ir.node import Value
+from rlx.ir.shape import DimLike
+
+Operand = Value | np.ndarray | list | None
+_REQUIRED: Any = object()
+
+
+class Refused(RlxError):
+    """A node that cannot be imported; the importer collects all of them into one Unsupported."""
+
+
+class NotKnown(RlxError):
+    """A handler needs the contents of a Value that is known at run time only."""
+
+    def __init__(self, value: Value, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
+class Scope(Protocol):
+    """The graph that a node is in: `scope` of a Call."""
+
+    def opset(self, domain: str) -> int:
+        """The version of this domain that the model asks for."""
+        ...
+
+    def contents(self, value: Value) -> np.ndarray | None:
+        """The array of a constant or of an initialiser; None: known at run time only."""
+        ...
+
+    def inner(self, proto: Any, operands: Sequence[Operand]) -> list[Any]:
+        """The outputs of a GraphProto of an attribute."""
+        ...
+
+    def apply(
+        self, op: str, domain: str, opset: int, inputs: Sequence[Operand], outputs: Sequence[str],
+        attrs: dict[str, Any], where: str,
+    ) -> list[Any]:  # fmt: skip
+        """The results of one operator, as many as `outputs`."""
+        ...
+
+
+class Call:
+    """One node. `op`, `domain`, `opset`: the operator, and the version of its domain. `inputs`:
+    operands, with None for those left out. `outputs`: names, "" where not wanted. `scope`: the graph that it is in."""
+
+    def __init__(
+        self, scope: Scope, op: str, domain: str, opset: int, inputs: Sequence[Operand], outputs: Sequence[str],
+        attrs: dict[str, Any], where: str,
+    ) -> None:  # fmt: skip
+        self.scope, self.op, self.domain, self.opset = scope, op, domain, opset
+        self.inputs, self.outputs, self.attrs, self.where = list(inputs), list(outputs), attrs, where
+
+    # -- operands
+
+    def has(self, i: int) -> bool:
+        """True if operand i is given."""
+        return i < len(self.inputs) and self.inputs[i] is not None
+
+    def value(self, i: int) -> Value:
+        """Operand i as a Value; an array becomes a constant."""
+        found = self._operand(i)
+        return found if isinstance(found, Value) else nodes.constant(found)
+
+    def values(self) -> list[Value]:
+        """All operands as Values."""
+        return [self.value(i) for i in range(len(self.inputs))]
+
+    def maybe(self, i: int) -> Value | None:
+        """Operand i as a Value, or None if it is left out."""
+        return self.value(i) if self.has(i) else None
+
+    def known(self, i: int, default: Any = _REQUIRED) -> Any:
+        """The contents of operand i, which must be known at import; `default` if it is left out. A model for which that is an
+        input of the run is compiled for the contents of that input."""
+        if not self.has(i) and default is not _REQUIRED:
+            return default
+        found = self._operand(i)
+        if isinstance(found, np.ndarray):
+            return found
+        contents = self.scope.contents(found)
+        if contents is None:
+            raise NotKnown(found, f"{self.where} needs the contents of operand {i} when it is compiled")
+        return contents
+
+    def ints(self, i: int, attr: str | None = None, default: Any = None) -> Any:
+        """A tuple of ints: operand i, known at import, or the attribute of older opsets."""
+        if self.has(i):
+            return tuple(int(x) for x in np.asarray(self.known(i)).reshape(-1))
+        found = self.attr(attr, None) if attr else None
+        return default if found is None else tuple(found)
+
+    def dims(self, i: int) -> tuple[DimLike, ...]:
+        found = self._operand(i)
+        return found.dims if isinstance(found, Value) else found.shape
+
+    def sizes(self, i: int) -> tuple[int, ...]:
+        """Dims of operand i, all of which must be integers."""
+        if named := [d for d in self.dims(i) if not isinstance(d, int)]:
+            self.refuse(f"dim {named[0]} of operand {i} must be known: give its size when the model is imported")
+        return self.dims(i)  # type: ignore[return-value]
+
+    def rank(self, i: int) -> int:
+        return len(self.dims(i))
+
+    def dtype(self, i: int) -> DType:
+        return as_dtype(self._operand(i).dtype)
+
+    def sequence(self, i: int) -> list[Any]:
+        """Operand i, a sequence."""
+        found = self.inputs[i] if i < len(self.inputs) else None
+        if not isinstance(found, list):
+            self.refuse(f"operand {i} is no sequence whose length is known at import")
+        return found
+
+    def _operand(self, i: int) -> Any:
+        if not self.has(i):
+            self.refuse(f"operand {i} is left out")
+        if isinstance(self.inputs[i], list):
+            self.refuse(f"operand {i} is a sequence, and a tensor is needed")
+        return self.inputs[i]
+
+    # -- attributes
+
+    def attr(self, name: str, default: Any = _REQUIRED) -> Any:
+        """An attribute as int, float, str, tuple of these, ndarray, or GraphProto."""
+        if name in self.attrs:
+            return self.attrs[name]
+        if default is _REQUIRED:
+            self.refuse(f"attribute {name!r} is missing")
+        return default
+
+    def wants(self, i: int) -> bool:
+        """True if output i has a name."""
+        return i < len(self.outputs) and bool(self.outputs[i])
+
+    def axis(self, default: int | None = None, rank: int | None = None, name: str = "axis") -> int:
+        """The attribute `axis`, counted from the front. `rank`: of operand 0 if it is not given."""
+        rank = self.rank(0) if rank is None else rank
+        axis = self.attr(name) if default is None else self.attr(name, default)
+        if not -max(rank, 1) <= axis < max(rank, 1):
+            self.refuse(f"{name} {axis} is out of range for {rank} dims")
+        return axis % max(rank, 1)
+
+    # -- refusing, and graphs in attributes
+
+    def refuse(self, why: str) -> NoReturn:
+        """The model is refused; `why` says what of this node is not supported."""
+        raise Refused(f"{self.where}: {why}")
+
+    def run(self, op: str, *inputs: Operand, outputs: int = 1, domain: str = "", opset: int | None = None, **attrs: Any) -> Any:
+        """The results of another ONNX operator on these operands: for operators that are made of others."""
+        names = [f"{self.op}.{i}" for i in range(outputs)]
+        version = self.scope.opset(domain) if opset is None else opset
+        made = self.scope.apply(op, domain, version, inputs, names, attrs, self.where)
+        return made[0] if outputs == 1 else made
+
+    def subgraph(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
+        """The outputs of the graph in attribute `name` on these operands; it sees the values of the graphs around it."""
+        return self.scope.inner(self.attr(name), operands)
+
+    def body(self, name: str) -> Callable[..., list[Operand]]:
+        """The graph in attribute `name` as a function of its inputs."""
+        return lambda *operands: self.subgraph(name, operands)
