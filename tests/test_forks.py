@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from rlx.driver import LocalTransport
 from rlx.errors import TransportError
 from rlx.forks import Lock
+from rlx.host import llvm
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the system forks no processes"),
@@ -143,3 +148,44 @@ def test_barriers_of_threads_in_a_child(inside: bool) -> None:
     if inside:
         ranks[1].barrier()
         thread.join()
+
+
+def test_a_fork_that_is_interrupted_lets_no_more_threads_into_llvm() -> None:
+    """The interrupt comes while the fork waits for a thread that is in LLVM."""
+    machine, go, inside = ("a", "test", "machine"), threading.Event(), list[int]()
+    entered, main = threading.Semaphore(0), threading.get_ident()
+
+    def code(text: str, assembly: bool) -> bytes:
+        inside.append(threading.get_ident())
+        entered.release()
+        go.wait(60)
+        return b""
+
+    def interrupt() -> None:
+        while not any(f.f_code is llvm._pause.__code__ for f, _ in traceback.walk_stack(sys._current_frames()[main])):
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threads = [threading.Thread(target=llvm.code, args=("", machine)) for _ in range(llvm.SLOTS + 8)]
+    llvm._idle[machine] = [SimpleNamespace(code=code) for _ in threads]  # type: ignore[list-item]
+    try:
+        threads[0].start()
+        entered.acquire()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=interrupt).start()
+            llvm._pause()
+        llvm._resume()
+        for thread in threads[1:]:
+            thread.start()
+        for _ in range(llvm.SLOTS - 1):
+            assert entered.acquire(timeout=60)
+        assert not entered.acquire(timeout=0.2), "more threads are in LLVM than have room"
+    finally:
+        go.set()
+        for thread in threads:
+            if thread.ident:
+                thread.join()
+        del llvm._idle[machine]
+    assert len(inside) == len(threads)
+    llvm._pause()
+    llvm._resume()

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -38,7 +39,7 @@ SHORT = {
                      "InitializeAllTargetMCs", "InitializeAllAsmPrinters"), (None,)),
 }  # fmt: skip
 
-_slots, _forking = threading.Semaphore(SLOTS), threading.Lock()
+_gate, _inside, _forking = threading.Condition(), set[int](), set[int]()  # numbers of threads that are in LLVM; that fork
 
 
 class Rejected(Exception):
@@ -47,19 +48,37 @@ class Rejected(Exception):
 
 def _pause() -> None:
     """Wait until no thread is inside LLVM: in a forked child, a lock that such a thread holds would never be released."""
-    _forking.acquire()
-    for _ in range(SLOTS):
-        _slots.acquire()
+    _forking.add(threading.get_ident())
+    with _gate:
+        _gate.wait_for(lambda: not _inside)
 
 
 def _resume() -> None:
-    _slots.release(SLOTS)
-    _forking.release()
+    """Also after a `_pause` that was interrupted."""
+    _forking.discard(threading.get_ident())
+    with _gate:
+        _gate.notify_all()
 
 
 def _renew() -> None:
-    global _slots, _forking
-    _slots, _forking = threading.Semaphore(SLOTS), threading.Lock()
+    global _gate
+    _gate = threading.Condition()
+    _inside.clear()
+    _forking.clear()
+
+
+@contextmanager
+def _slot() -> Iterator[None]:
+    """A place among the threads in LLVM."""
+    try:
+        with _gate:
+            _gate.wait_for(lambda: not _forking and len(_inside) < SLOTS)
+            _inside.add(threading.get_ident())
+        yield
+    finally:
+        with _gate:
+            _inside.discard(threading.get_ident())
+            _gate.notify_all()
 
 
 if hasattr(os, "register_at_fork"):
@@ -191,7 +210,7 @@ _idle: defaultdict[tuple[str, str, str], list[Machine | PackageMachine]] = defau
 
 def code(text: str, machine: tuple[str, str, str], assembly: bool = False) -> bytes:
     """Object code, or assembly, of a module for (triple, cpu, features). Rejected: LLVM does not accept it."""
-    with _slots:
+    with _slot():
         try:
             here = _idle[machine].pop()
         except IndexError:
