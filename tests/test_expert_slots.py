@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlx.driver import slots as slots_module
 from rlx.driver.slots import Router, SlotPart, Slots, SlotTiers
 from rlx.errors import OutOfMemoryError
 from rlx.ir.kernel_parse import parse_kernel
@@ -101,6 +104,43 @@ def test_slots_hold_each_resident_expert_whatever_moves() -> None:
         tiers.set([np.ones(count, bool)])
     check()
     assert tiers.resident(0).sum() == room and stale == [1]
+
+
+def test_interrupts_lose_no_slot() -> None:
+    """At each line that is run when experts come, leave and move."""
+    before, mask, after = (np.array([c == "1" for c in text]) for text in ("001111011", "111000111", "101100011"))
+
+    def interrupt(frame: Any, event: str, arg: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != slots_module.__file__ or frame.f_code.co_name == "set":
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    for line in itertools.count(1):
+        tiers, part, left = HostSlots({}), SlotMemory(9, 9), line
+        tiers.join("w", 9, 2, [part], Router(lambda: None))
+        tiers.set([before])
+        table, trace = tiers.slots["w"].table, sys.gettrace()  # type: ignore[attr-defined]
+        sys.settrace(interrupt)
+        try:
+            tiers.set([mask])
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(trace)
+        placed = [e for e in range(9) if table[e] >= 0]
+        assert [part.slots[table[e]] for e in placed] == placed, "a run would read another expert"
+        assert set(np.flatnonzero(tiers.resident(0))) <= set(placed)
+        for wanted in (after, mask):
+            tiers.set([wanted])
+            assert [part.slots[slot] if slot >= 0 else -1 for slot in table] == [e if w else -1 for e, w in enumerate(wanted)]
+            assert len(part.slots) == sum(wanted)
+    assert line > 50
 
 
 def test_a_pool_closes_while_its_thread_reads_a_log() -> None:

@@ -60,10 +60,10 @@ class SlotPart(Part, Protocol):
 
 
 class Slots(ABC):
-    """Where the experts of a layer are. `of`: the slot of each, FAR if it is not resident. `begun`: there is a table."""
+    """Where the experts of a layer are. `of`: the slot of each, FAR if it has none. `count`: slots. `begun`: there is a table."""
 
     def __init__(self, experts: int) -> None:
-        self.of, self.free, self.count, self.begun = np.arange(experts, dtype=np.int32), list[int](), experts, False
+        self.of, self.count, self.begun = np.arange(experts, dtype=np.int32), experts, False
         self.parts: list[Any] = []  # SlotPart
 
     @abstractmethod
@@ -89,43 +89,48 @@ class Slots(ABC):
         if self.begun:
             part.begin()
 
+    @property
+    def free(self) -> int:
+        """Slots without an expert."""
+        return self.count - int(np.count_nonzero(self.of != FAR))
+
     def bring(self, experts: Iterable[int]) -> None:
-        """Begin the copies of experts to free slots; none of them is resident if there is no room for one."""
-        done: list[int] = []
-        try:
-            for expert in experts:
-                slot = self.of[expert] = self.free.pop() if self.free else self.count
-                self.count = max(self.count, slot + 1)
-                done.append(expert)
-                for part in self.parts:
-                    part.bring(expert, slot)
-        except BaseException:
-            self.free += self.of[done].tolist()
-            self.of[done] = FAR
-            raise
+        """Begin the copies of experts to free slots. OutOfMemoryError: there is no room; `drop` takes all of them back."""
+        for expert, slot in zip(experts, np.setdiff1d(np.arange(len(self.of)), self.of).tolist()):
+            self.of[expert], self.count = slot, max(self.count, slot + 1)
+            for part in self.parts:
+                part.bring(expert, slot)
 
     def drop(self, expert: int) -> None:
         """The expert is not resident for runs that are queued from now on."""
-        slot, self.of[expert] = int(self.of[expert]), FAR
-        self.tell(expert)
-        self.left()
-        self.free.append(slot)
+        self._place(expert, FAR)
 
     def trim(self, wait: Callable[[], None]) -> None:
         """Give back the memory of slots without an expert. `wait()`: for all runs that are queued."""
         if not self.begun:
             return
         resident = np.flatnonzero(self.of != FAR)
-        holes = sorted(slot for slot in self.free if slot < len(resident))
-        for expert, hole in zip(resident[self.of[resident] >= len(resident)].tolist(), holes, strict=True):
+        holes = np.setdiff1d(np.arange(len(resident)), self.of)
+        for expert, hole in zip(resident[self.of[resident] >= len(resident)].tolist(), holes.tolist(), strict=True):
             for part in self.parts:
                 part.move(int(self.of[expert]), hole)
-            self.of[expert] = hole
-            self.tell(expert)
-        self.free, self.count = [], len(resident)
+            self._place(expert, hole)
+        self.count = len(resident)
         wait()
         for part in self.parts:
             part.cut(self.count)
+
+    def _place(self, expert: int, slot: int) -> None:
+        """Runs that are queued from now on read the expert there; if it fails, or is interrupted, where they did before."""
+        before = self.of[expert]
+        try:
+            self.of[expert] = slot
+            self.tell(expert)
+            self.left()
+        except BaseException:
+            self.of[expert] = before
+            self.tell(expert)
+            raise
 
 
 class Router:
@@ -214,11 +219,12 @@ class SlotTiers(ExpertTiers, ABC):
                 for window in list(at.windows):
                     window.stale()
         super().demote(layer, expert)
-        if len(slots.free) > max(1, at.experts // SPARE) and not self._setting:
+        if slots.free > max(1, at.experts // SPARE) and not self._setting:
             self._trim(at)
 
     def _trim(self, at: ExpertLayer) -> None:
         with at.lock:
+            self._take_back(at)
             self.slots[at.name].trim(partial(self.wait, for_copies=False))
 
     @contextmanager
@@ -243,15 +249,28 @@ class SlotTiers(ExpertTiers, ABC):
 
     def _fill(self, at: ExpertLayer, experts: Sequence[int]) -> None:
         if self.slots[at.name].begun and experts:
+            self._take_back(at)
             try:
                 self.slots[at.name].bring(experts)
-            finally:
                 self.wait(for_copies=True)
+            except BaseException:
+                self._take_back(at)
+                raise
+
+    def _take_back(self, at: ExpertLayer) -> None:
+        """The slots of experts that are not resident, because a promotion failed or was interrupted."""
+        slots = self.slots[at.name]
+        if len(found := np.flatnonzero((slots.of != FAR) & (at.words == 0))):
+            self.wait(for_copies=True)
+            for expert in found.tolist():
+                slots.drop(expert)
 
     def _mark(self, at: ExpertLayer, expert: int, value: int) -> None:
-        slots = self.slots[at.name]
-        slots.tell(expert) if value else slots.drop(expert)
+        if value:
+            self.slots[at.name].tell(expert)
         super()._mark(at, expert, value)
+        if not value:
+            self.slots[at.name].drop(expert)
 
     def _in_child(self) -> None:
         """Nothing: such devices do not work in a forked process."""
