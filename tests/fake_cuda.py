@@ -207,16 +207,24 @@ class FakeDriver:
         return self._queue(stream, lambda: words(address, count, np.uint32).fill(value))
 
     def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        assert self._is_there(to, nbytes)
         if self._is_pinned(source):
             return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
         held = ctypes.string_at(source, nbytes)  # pageable memory is read before the call returns
         return self._queue(stream, lambda: ctypes.memmove(to, held, nbytes))
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        assert self._is_there(source, nbytes)
         self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
         if not self._is_pinned(to):  # pageable memory has been written when the call returns
             self.run(stream)
         return (OK,)
+
+    def _is_there(self, address: int, nbytes: int) -> bool:
+        """Whether reserved addresses have memory."""
+        begins = [a for a in self.reserved if a <= address < a + self.blocks[a][1]]
+        there = sum(max(0, min(a + n, address + nbytes) - max(a, address)) for a, n in self.mapped.items())
+        return not begins or there == nbytes
 
     def _is_pinned(self, address: int) -> bool:
         return any(a <= address < a + self.blocks[a][1] for a in self.pinned)
@@ -226,6 +234,7 @@ class FakeDriver:
         return (OK, 0) if own else (Status.CUDA_ERROR_INVALID_VALUE, None)
 
     def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        assert self._is_there(source, nbytes) and self._is_there(to, nbytes)
         return self._queue(stream, lambda: ctypes.memmove(to, source, nbytes))
 
     # -- streams and graphs

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver, installed
+from fake_cuda import GRANULE, FakeDriver, Status, installed
 from small_models import VOCAB, make
 
 import rlx
+from rlx.backends.cuda import regions
 from rlx.backends.cuda.gpu import check, gpu, refusal
-from rlx.errors import MissingParamError, OutOfMemoryError, TransferError
+from rlx.errors import DeviceError, MissingParamError, OutOfMemoryError, TransferError
 from rlx.frontends.language import load
 from rlx.frontends.sampling import Sampling
 
@@ -126,6 +129,40 @@ def test_buffers_are_copied_to_a_gpu_and_back_and_given_back(driver: FakeDriver)
     gc.collect()
     driver.run()
     assert driver.free == free
+
+
+def test_a_piece_that_no_kernel_may_read_is_given_back(driver: FakeDriver) -> None:
+    rlx.Session("cuda")
+    region, live, free = regions.Region(gpu(0), 4 * GRANULE, GRANULE), gpu(0).allocated["live_bytes"], driver.free
+    driver.answers["cuMemSetAccess"] = Status.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DeviceError, match="changing the memory of experts"):
+        region.hold(1)
+    driver.answers.clear()
+    assert (region.held, gpu(0).allocated["live_bytes"], driver.free) == (0, live, free) and not driver.mapped
+    region.hold(1)
+    assert (region.held, gpu(0).allocated["live_bytes"], driver.free) == (GRANULE, live + GRANULE, free - GRANULE)
+    region.free()
+
+
+def test_memory_of_experts_that_is_cut_may_be_wanted_by_another_thread(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlx.Session("cuda")
+    region = regions.Region(gpu(0), 2 * GRANULE, GRANULE)
+    region.hold(2 * GRANULE)
+    thread, unmap = threading.Thread(target=region.hold, args=(2 * GRANULE,)), regions._unmap
+
+    def slow(*args: Any) -> None:
+        thread.start()
+        thread.join(0.1)  # it maps these addresses again, or waits
+        unmap(*args)
+
+    with monkeypatch.context() as within:
+        within.setattr(regions, "_unmap", slow)
+        region.cut(GRANULE)
+        thread.join()
+    assert region.held == 2 * GRANULE == sum(driver.mapped.values())
+    region.free()
 
 
 # -- taken -----------------------------------------------------------------------------------------------------------

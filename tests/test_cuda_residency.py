@@ -21,7 +21,7 @@ from rlx.backends.cuda import backend
 from rlx.backends.cuda.gpu import refusal
 from rlx.backends.cuda.regions import Region
 from rlx.driver.experts import ExpertSource
-from rlx.errors import BindingError, InputShapeError, OutOfMemoryError
+from rlx.errors import BindingError, CorruptFileError, InputShapeError, OutOfMemoryError
 from rlx.ir.blocks import FORMATS
 from rlx.ir.ops.quant import random_weights
 from rlx.runtime import CompiledGraph
@@ -161,6 +161,26 @@ def test_weights_need_no_more_memory_than_their_mask(monkeypatch: pytest.MonkeyP
         driver.free = outputs_fit
         compiled.set_moe_resident_experts([True] * E)
         np.testing.assert_array_equal(outputs(compiled), found)
+
+
+def test_experts_leave_while_weights_are_set_in_part(cuda: object) -> None:
+    """The first mask copies the memory that is there."""
+    compiled = compiled_layers()
+    arrays = params_of(compiled)
+    name = next(filter(of_experts, arrays))
+
+    def first(expert: int) -> np.ndarray:
+        if expert > 1:
+            raise OSError("no such file")
+        return one(arrays[name], expert)
+
+    with pytest.raises(CorruptFileError):
+        compiled.set_params({name: ExpertSource(first, name)})
+    compiled.set_moe_resident_experts([True] + [False] * (E - 1))
+    compiled.set_params(arrays)
+    found = outputs(compiled)
+    compiled.set_moe_resident_experts([True] * E)
+    np.testing.assert_array_equal(outputs(compiled), found)
 
 
 @pytest.mark.parametrize("form", FORMS)

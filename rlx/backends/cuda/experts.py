@@ -93,8 +93,8 @@ class CudaPart(SlotPart):
     def begin(self) -> None:
         gpu, size = self._gpu, self.experts * self.nbytes
         self.store = gpu.pinned(size, clear=False)
-        if self.region.held:
-            gpu.enqueue("cuMemcpyDtoHAsync", self.store.ctypes.data, self.region.address, size, gpu.use())
+        if there := min(size, self.region.held):  # less than all, if weights have been set in part
+            gpu.enqueue("cuMemcpyDtoHAsync", self.store.ctypes.data, self.region.address, there, gpu.use())
             gpu.wait()
 
     def bring(self, expert: int, slot: int) -> None:

@@ -56,12 +56,17 @@ class Region:
             d.cuMemRelease(made)  # what is mapped lives on
         self._pieces.append(at)
         self.gpu.account(self.piece)
-        check(d.cuMemSetAccess(at, self.piece, [self._access], 1), DOING)
+        try:
+            check(d.cuMemSetAccess(at, self.piece, [self._access], 1), DOING)
+        except BaseException:
+            _unmap(self.gpu, self._pieces.pop(), self.piece)
+            raise
 
     def cut(self, nbytes: int) -> None:
         """Give back all pieces behind `nbytes`. Nothing that is queued uses them."""
-        while self.held - self.piece >= nbytes and self._pieces:
-            _unmap(self.gpu, self._pieces.pop(), self.piece)
+        with self._lock:
+            while self.held - self.piece >= nbytes and self._pieces:
+                _unmap(self.gpu, self._pieces.pop(), self.piece)
 
 
 def _unmap(gpu: Gpu, address: int, piece: int) -> None:
