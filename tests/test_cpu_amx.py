@@ -306,7 +306,7 @@ def test_quantised_groups_of_rows(emulator: Emulator, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, bf16), (31, f32)])
 def test_x_is_stored_as_the_unit_reads_it(rows: int, dtype: DType) -> None:
-    """What computes x for two products rounds it to bf16 once, where their kernels would; their results stay f32."""
+    """The kernel that computes x for two products rounds it to bf16 once, where their kernels would; their results stay f32."""
     g = rlx.Graph("two")
     x = g.input("x", (rows, 64), f32)
     h = x * x.max(axis=-1, keepdims=True)
