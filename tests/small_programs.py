@@ -99,6 +99,21 @@ def product(residual=True):
     return Kernel("product", (a, b, extra, out) if residual else (a, b, out), (), (), (body,))
 
 
+def convolution(a=f32, b=f32, result=f32):
+    """out[n, h, w] = the windows of 2 x 3 x 2 elements, 2 apart, of x [2, 5, 9, 2], @ w [12, 4]: rows and columns in levels."""
+    x, w, out = Buffer("x", a, 180), Buffer("w", b, 48), Buffer("out", result, 64, writable=True)
+    i, j, acc = Var("i"), Var("j"), Var("acc", result.compute)
+    windows = Operand(x, k.const(0), 4, 1, row_levels=((4, 36), (2, 90)), col_levels=((6, 18),))
+    body = Contract(i, j, 16, 4, 12, windows, Operand(w, k.const(0), 4, 1), acc, (Store(out, linear([(i, 4), (j, 1)]), acc),))
+    return Kernel("convolution", (x, w, out), (), (), (body,))
+
+
+def convolved(x, w):
+    """The result of `convolution` by numpy."""
+    windows = np.lib.stride_tricks.sliding_window_view(x.reshape(2, 5, 9, 2), (2, 3), (1, 2))[:, ::2, ::2]
+    return windows.transpose(0, 1, 2, 4, 5, 3).reshape(16, 12) @ w.reshape(12, 4)
+
+
 # -- programs ------------------------------------------------------------------------------------------------------
 
 
@@ -214,8 +229,8 @@ def _block(body, env, arrays):
             for i in range(s.m):
                 for j in range(s.n):
                     total = sum(
-                        arrays[s.a.buffer][a + i * s.a.row_stride + q * s.a.col_stride]
-                        * arrays[s.b.buffer][b + q * s.b.row_stride + j * s.b.col_stride]
+                        arrays[s.a.buffer][a + _value(s.a.place(k.const(i), k.const(q)), env, arrays)]
+                        * arrays[s.b.buffer][b + _value(s.b.place(k.const(q), k.const(j)), env, arrays)]
                         for q in range(s.k)
                     )
                     _block(s.epilogue, {**env, s.i: i, s.j: j, s.acc: total}, arrays)

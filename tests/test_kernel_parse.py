@@ -9,6 +9,7 @@ from typing import Any
 
 import known_programs
 import pytest
+from small_programs import convolution
 
 from rlx.errors import ParseError
 from rlx.ir import kernel as K
@@ -114,6 +115,15 @@ def test_a_contraction_reads_back() -> None:
         assert same(kernel, parse_kernel(text)) and print_kernel(parse_kernel(text)) == text
         with pytest.raises(ParseError, match="the operand is 4 x 16, found 5 x 16"):
             parse_kernel(text.replace("< 4:", "< 5:"))
+
+
+def test_rows_and_columns_in_levels_read_back() -> None:
+    text = print_kernel(kernel := convolution())
+    assert "[0; 4, 1; rows 4 to 36, 2 to 90; columns 6 to 18] @" in text
+    assert same(kernel, parse_kernel(text)) and print_kernel(parse_kernel(text)) == text
+    for wrong, message in (("; rows 0 to 36", "at least one step"), ("; columns 6 to 18; rows 4 to 36", "']'"), ("; rows", "steps")):
+        with pytest.raises(ParseError, match=message):
+            parse_kernel(text.replace("; rows 4 to 36, 2 to 90; columns 6 to 18", wrong))
 
 
 def test_a_long_chain_is_printed_and_read_without_recursion() -> None:

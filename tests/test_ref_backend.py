@@ -4,12 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from small_programs import convolution, convolved
 
 from rlx.backends.null.backend import Launch, NullBackend
 from rlx.backends.ref import interpret
 from rlx.backends.ref.backend import RefBackend
 from rlx.backends.ref.interpret import run_kernel
 from rlx.backends.ref.scalar import compute
+from rlx.backends.shared.contract_loops import without_contract
 from rlx.driver.backend import Backend
 from rlx.errors import IndexRangeError, Unsupported, VerifyError
 from rlx.ir.dtype import as_dtype, bf16, bool_, f32, f64, i8, i32, i64, u8
@@ -136,6 +138,15 @@ def test_contraction_with_epilogue_and_row_statements(panel, n):
     want = a @ b + bias
     assert status == 0
     np.testing.assert_allclose(args[3].reshape(g, m, n), want - want.sum(-1, keepdims=True), rtol=1e-12, atol=1e-12)
+
+
+def test_a_contraction_reads_windows_where_they_lie():
+    """A left operand in levels; the loops that renderers without tiles run read the same elements."""
+    x, w = (np.arange(n) % 7 - 3.0 for n in (180, 48))
+    for kernel in (made := convolution(f64, f64, f64), without_contract(made)):
+        status, args = execute(kernel, x, w, np.full(64, np.nan))
+        assert status == 0
+        np.testing.assert_array_equal(args[2].reshape(16, 4), convolved(x, w))
 
 
 def test_carries_run_in_order_and_stores_are_seen_by_later_iterations():

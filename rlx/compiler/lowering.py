@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rlx.compiler.element import ZERO, KernelBuilder, aligned, collapsed, split
 from rlx.compiler.facts import Facts
 from rlx.compiler.groups import Group
+from rlx.compiler.layout import one_stride
 from rlx.compiler.operands import is_expensive, row_axes
 from rlx.compiler.packing import contraction, reduction
 from rlx.ir import kernel as K
@@ -325,8 +326,8 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
     facts, (left, right), dims = contraction(anchor), anchor.inputs[:2], b.group.dims
     _, layout = b.places.locate(left)
     # the longest run of trailing row axes with a common stride; the others become grid axes
-    apart = next(n for n in range(len(facts.a_rows) + 1) if _one_stride(layout, left.shape.static, facts.a_rows[n:]))
-    apart = 0 if 0 in b.group.operands else apart
+    apart = next(n for n in range(len(facts.a_rows) + 1) if one_stride(layout, left.shape.static, facts.a_rows[n:]))
+    apart = 0 if 0 in b.group.operands or (b.facts.target.levels and not facts.b_batch) else apart
     batch, rows = len(facts.a_batch), facts.a_rows[apart:]
     grid, columns_at = _Points(b), len(dims) - len(facts.b_columns)
     points = [grid.place([axis]) for axis in range(batch + apart)]
@@ -349,7 +350,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         a = _computed(b, 0, left, row, [*walked, *zip(split(k.add(first, row), row_dims), rows)], facts.a_sum)
     else:
         plain = _operand(b, left, walked, rows, facts.a_sum)
-        a = replace(plain, offset=k.add(plain.offset, k.mul(first, plain.row_stride)))
+        a = replace(plain, offset=k.add(plain.offset, plain.place(first, ZERO)))
     walked = [*zip(points, facts.b_batch), *([(point, 0)] if count is not None else [])]
     if right in b.places.tiles:
         other = _packed(b, anchor, None if count is None else point)
@@ -359,6 +360,7 @@ def _contract(b: KernelBuilder, anchor: Node) -> tuple[Grid, Body]:
         other = _computed(b, 1, right, row, [*walked, *zip(inner, facts.b_sum)], facts.b_columns)
     else:
         other = _operand(b, right, walked, facts.b_sum, facts.b_columns)
+        assert not other.row_levels + other.col_levels, f"{right} has several strides along its rows or columns"
     result = anchor.results[0]
     acc = K.Var("acc", result.dtype.compute)  # narrow floats are summed in f32, integers in their own type
     b.open_stores(b.group.stores)
@@ -435,15 +437,18 @@ def _operand(
     base, layout = b.places.locate(value)
     dims = value.shape.static
     offset = K.linear([(v, layout.strides[a]) for v, a in walked if a >= 0 and dims[a] != 1], layout.offset)
-    return K.Operand(b.buffer(base), offset, _stride(layout, dims, rows), _stride(layout, dims, columns))
+    (row, row_levels), (column, col_levels) = (_in_levels(layout, dims, axes) for axes in (rows, columns))
+    return K.Operand(b.buffer(base), offset, row, column, row_levels=row_levels, col_levels=col_levels)
 
 
-def _one_stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    real = [a for a in axes if dims[a] != 1]
-    return all(layout.strides[high] == layout.strides[low] * dims[low] for high, low in zip(real, real[1:]))
-
-
-def _stride(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """The common stride of these axes (that of the innermost with more than one element)."""
-    assert _one_stride(layout, dims, axes), f"axes {axes} of {dims} have no common stride in {layout}"
-    return next((layout.strides[a] for a in reversed(axes) if dims[a] != 1), 0)
+def _in_levels(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, K.Levels]:
+    """The stride of the innermost of these axes with more than one element, and the levels (Operand.row_levels) of those axes
+    outside of it that it does not reach."""
+    found: list[tuple[int, int]] = []  # (count, stride), innermost first
+    for axis in reversed(axes):
+        if found and layout.strides[axis] == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0] * dims[axis], found[-1][1]
+        elif dims[axis] != 1:
+            found.append((dims[axis], layout.strides[axis]))
+    found = found if 0 not in (dims[a] for a in axes) else found[:1]
+    return found[0][1] if found else 0, tuple((count, stride) for (count, _), (_, stride) in zip(found, found[1:]))

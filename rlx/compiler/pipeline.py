@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from rlx.compiler.canonicalise import canonicalise
 from rlx.compiler.compilation import Compilation
+from rlx.compiler.levels import levels
 from rlx.compiler.legalise import bind_dims, legalise
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.outputs import outputs
@@ -39,6 +40,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("reductions", reductions),
     ("state", state),
     ("outputs", outputs),
+    ("levels", levels),
     ("packing", packing),
 )
 

@@ -200,10 +200,16 @@ class Sort:
     body: tuple[Stmt, ...]
 
 
+Levels = tuple[tuple[int, int], ...]
+
+
 @record(eq=False, slots=True)
 class Operand:
     """A matrix operand of a Contract: element (r, c) is buffer[offset + r*row_stride + c*col_stride].
 
+    `row_levels`, `col_levels` (a only): rows or columns whose stride is not the same everywhere, as of the windows of a
+    convolution. Each (count, stride) closes the level before it after `count` steps; `stride` is that of the next one:
+    r = r0 + count*r1 is at r0*row_stride + r1*stride.
     `panel` > 0 (b only): packed as [ceil(n/panel)][ceil(k/group)][panel][group], strides unused. `offset` may use grid variables.
     `blocks` (b only): quantised blocks of that format, packed as the backend asked for (Target.packs), in place of both; unless
     `exact`, a renderer may round `a` to 8 bits.
@@ -217,11 +223,23 @@ class Operand:
     group: int = 1
     blocks: str = ""
     exact: bool = False
+    row_levels: Levels = ()
+    col_levels: Levels = ()
 
     @property
     def dtype(self) -> DType:
         """Dtype of an element."""
         return f32 if self.blocks else self.buffer.dtype
+
+    def place(self, row: Expr, column: Expr) -> Expr:
+        """The position of an element behind `offset`; in strides, not in panels."""
+        found: Expr = const(0)
+        for at, stride, levels in ((row, self.row_stride, self.row_levels), (column, self.col_stride, self.col_levels)):
+            for count, next_stride in levels:
+                found = alu("add", found, alu("mul", alu("rem", at, const(count)), const(stride)))
+                at, stride = alu("div", at, const(count)), next_stride
+            found = alu("add", found, alu("mul", at, const(stride)))
+        return found
 
 
 @record(eq=False, slots=True)
@@ -455,7 +473,7 @@ def _inner(kind: type) -> Callable[[object], tuple[object, ...]] | tuple[()] | N
     fields; None for other types."""
     if not hasattr(kind, "__slots__") or not is_dataclass(kind):
         return None
-    plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]")
+    plain = ("str", "int", "bool", "int | float | bool", "DType", "Attrs | None", "tuple[int, ...]", "tuple[str, ...]", "Levels")
     names = [f.name for f in fields(kind) if f.type not in plain]
     return operator.attrgetter(names[0], *names) if names else ()  # the first one twice, so that it always gives a tuple
 

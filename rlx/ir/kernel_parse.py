@@ -309,11 +309,23 @@ class KernelParser(ExpressionParser):
             return K.Operand(buffer, offset, blocks=form, exact=exact)
         if self.text != "panels":
             strides = self.pair()
-        if (strides == (0, 0) and self.text == "panels") or self.accept(";"):
+        if self.text == "panels" or (self.following == "panels" and self.accept(";")):
             self.expect("panels")
             panels = self.pair()
+        rows, columns = (self.outer(name) for name in ("rows", "columns"))
         self.expect("]")
-        return K.Operand(buffer, offset, *strides, *panels)
+        return K.Operand(buffer, offset, *strides, *panels, row_levels=rows, col_levels=columns)
+
+    def outer(self, name: str) -> K.Levels:
+        if self.following != name or not self.accept(";"):
+            return ()
+        self.expect(name)
+        return tuple(self.listed(self.level))
+
+    def level(self) -> tuple[int, int]:
+        count = self.count("steps of a level")
+        self.expect("to")
+        return count or self.error("a level has at least one step"), self.integer("a stride")
 
     def pair(self) -> tuple[int, int]:
         first = self.integer("an integer")

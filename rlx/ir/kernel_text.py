@@ -182,7 +182,12 @@ class _Printer:
             return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}; blocks {o.blocks}{' exact' * o.exact}]"
         panels = f"; panels {o.panel}, {o.group}" if o.panel or o.group != 1 else ""
         strides = "" if panels and not (o.row_stride or o.col_stride) else f"; {o.row_stride}, {o.col_stride}"
-        return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}{strides}{panels}]"
+        levels = "".join(
+            f"; {name} {', '.join(f'{n} to {stride}' for n, stride in found)}"
+            for name, found in (("rows", o.row_levels), ("columns", o.col_levels))
+            if found
+        )
+        return f"{self.name(o.buffer, 'b')}[{self.expr(o.offset, depth)}{strides}{panels}{levels}]"
 
 
 _NAMED = (K.Const, K.Var)

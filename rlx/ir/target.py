@@ -65,6 +65,8 @@ class Target:
     `panel(dtype name)`: (columns per packed panel of a contraction's right operand, 0: never packed; number of its rows that are
     interleaved). For operands of two dtypes, both names: "u8 i8".
     `widens`: dtypes of operands, left and right ("bf16 f8e4m3"), of contractions that read the right one in its own dtype.
+    `levels`: contractions read a left operand whose rows and columns lie in levels (Operand.row_levels), where it lies; without
+    it, such an operand is copied first.
     `schedule(kernel)`: the kernel in the loop order, blocking and grid that suit the device: it computes the same from the same
     buffers. Lowering leaves these open. The kernel itself if nothing changes.
     """
@@ -92,6 +94,7 @@ class Target:
     natives: Mapping[str, Callable[[Node], str | None]] = field(default_factory=dict, compare=False)
     packs: Mapping[str, Callable[[Node], Value | None]] = field(default_factory=dict, compare=False)
     splits: Mapping[str, Callable[[Node], Value | tuple[Value, ...] | None]] = field(default_factory=dict, compare=False)
+    levels: bool = False
     followed: frozenset[str] = frozenset()
     widens: frozenset[str] = frozenset()
     follows: Callable[[Node], bool] = field(default=_always, compare=False)

@@ -47,6 +47,7 @@ class RefBackend:
             alignment=ALIGNMENT,
             natives=NATIVES if index else {},
             followed=frozenset(NATIVES),
+            levels=index > 0,
             few_kernels=index > 0,
             computes=lambda producer: True,
             pairs=lambda node: True,

@@ -98,6 +98,14 @@ def _volume_of(o: K.Operand | K.Computed) -> int:
     return max(_volume(o.before), _volume(o.body)) if isinstance(o, K.Computed) else 1
 
 
+def _in_levels(at: np.ndarray, stride: int, levels: K.Levels) -> np.ndarray:
+    """The positions of rows or columns of an Operand."""
+    found = np.zeros_like(at)
+    for count, outer in levels:
+        found, at, stride = found + at % count * stride, at // count, outer
+    return found + at * stride
+
+
 @lru_cache(4096)
 def _vectorisable(loop: K.Loop) -> bool:
     """Whether the loop can be vectorised: running each statement for all iterations before the next gives the same result."""
@@ -264,7 +272,7 @@ class _Chunk:
             at = (r // o.group * o.panel + c % o.panel) * o.group + r % o.group
             index = offset + (c // o.panel) * (-(-k // o.group) * o.group * o.panel) + at
         else:
-            index = offset + r * o.row_stride + c * o.col_stride
+            index = offset + _in_levels(r, o.row_stride, o.row_levels) + _in_levels(c, o.col_stride, o.col_levels)
         self.bounds(o.buffer, index, None, "reads")
         return convert(self.memory[o.buffer][index], o.buffer.dtype, o.buffer.dtype.compute)
 

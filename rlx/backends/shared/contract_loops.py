@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlx.backends.shared.packed import panel as panel_of
 from rlx.errors import CompileError
-from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Operand, Reduce, Stmt, Var, alu, const, k
+from rlx.ir.kernel import Computed, Contract, Expr, Kernel, Let, Load, Loop, Operand, Reduce, Stmt, Var, alu, k
 
 
 def without_contract(kernel: Kernel) -> Kernel:
@@ -47,7 +47,7 @@ def _element(o: Operand | Computed, row: Expr, column: Expr, depth: int) -> tupl
         blocks = k.mul(k.div(column, p.rows), depth // p.plain.block * p.packed.nbytes)
         return (), p.packed.element(row, lambda at: Load(o.buffer, k.add(o.offset, k.add(blocks, at))), k.rem(column, p.rows))
     if not o.panel:
-        index = alu("add", alu("mul", row, const(o.row_stride)), alu("mul", column, const(o.col_stride)))
+        index = o.place(row, column)
     else:  # [ceil(n/panel)][ceil(depth/group)][panel][group]
         panel, lane, block, step = k.div(column, o.panel), k.rem(column, o.panel), k.div(row, o.group), k.rem(row, o.group)
         groups = k.add(k.mul(panel, -(-depth // o.group)), block)
