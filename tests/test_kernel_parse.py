@@ -121,7 +121,8 @@ def test_rows_and_columns_in_levels_read_back() -> None:
     text = print_kernel(kernel := convolution())
     assert "[0; 4, 1; rows 4 to 36, 2 to 90; columns 6 to 18] @" in text
     assert same(kernel, parse_kernel(text)) and print_kernel(parse_kernel(text)) == text
-    for wrong, message in (("; rows 0 to 36", "at least one step"), ("; columns 6 to 18; rows 4 to 36", "']'"), ("; rows", "steps")):
+    reversed_order = "; columns 6 to 18; rows 4 to 36"
+    for wrong, message in (("; rows 0 to 36", "at least one step"), (reversed_order, "']'"), ("; rows", "steps")):
         with pytest.raises(ParseError, match=message):
             parse_kernel(text.replace("; rows 4 to 36, 2 to 90; columns 6 to 18", wrong))
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from rlx.compiler.canonicalise import canonicalise
 from rlx.compiler.compilation import Compilation
-from rlx.compiler.levels import levels
 from rlx.compiler.legalise import bind_dims, legalise
+from rlx.compiler.levels import levels
 from rlx.compiler.options import CompileOptions
 from rlx.compiler.outputs import outputs
 from rlx.compiler.packing import packing
